@@ -3,6 +3,7 @@
 import io
 import re
 from contextlib import redirect_stdout, suppress
+from dataclasses import fields
 from pathlib import Path
 from unittest import mock
 
@@ -11,6 +12,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import redrafter
+from redrafter import EngineOptions
 from redrafter.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +60,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "EagleConfig": (),
     "EagleDrafter": ("from_pretrained",),
     "Engine": ENGINE,
+    "EngineOptions": (),
     "GenerateStats": ("draft_steps", "tokens_per_step"),
     "Grammar": ("json_schema", "json_object", "regex", "lark", "ebnf", "choice", "of"),
     "PromptLookup": LOADED_ENGINE,
@@ -83,6 +86,9 @@ def python_reference() -> str:
         parts.append(part)
         if name == "RecurrentDrafter":
             parts.append(SHARING)
+        if name == "EngineOptions":
+            shown = (f"- `{item.name}={item.default!r}`: {item.metadata['help']}." for item in fields(EngineOptions))
+            parts.append("\n".join(shown))
     return "\n\n".join(parts) + "\n"
 
 

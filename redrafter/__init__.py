@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from redrafter.engine.call import GenerateOutput, GenerateStats
     from redrafter.engine.draft_target import DraftTarget
     from redrafter.engine.engine import Engine
+    from redrafter.engine.options import EngineOptions
     from redrafter.engine.prompt_lookup import PromptLookup
     from redrafter.engine.recurrent import ReDrafter
     from redrafter.engine.streaming import StepStreamer
@@ -51,6 +52,7 @@ __all__ = [
     "EagleConfig",
     "EagleDrafter",
     "Engine",
+    "EngineOptions",
     "GenerateOutput",
     "GenerateStats",
     "Grammar",
@@ -75,6 +77,7 @@ _MODULES = {
     "EagleConfig": "drafting.drafter_config",
     "EagleDrafter": "drafting.eagle",
     "Engine": "engine.engine",
+    "EngineOptions": "engine.options",
     "GenerateOutput": "engine.call",
     "GenerateStats": "engine.call",
     "Grammar": "grammar.grammar",

@@ -1,26 +1,26 @@
 """One step of speculative decoding, top to bottom.
 
 A step drafts a tree of tokens, verifies the whole tree in one forward of the target, and keeps the drafts that the
-target would have drawn itself. Before the first step, `read_prompts` reads the prompts and `draw_first_tokens` draws
-each row's first token. Text, stop strings, timing and scheduling live elsewhere.
+target would have drawn itself. Before the first step, prompts are read and `draw_first_tokens` draws each row's first
+token. Text, stop strings, timing and scheduling live elsewhere.
 
 Shapes: `B` rows, `K` draft length, `N` tree nodes, `V` vocabulary, `F` width of the target's hidden states. Batch and
 proposer fix all of them and nothing here reads a value on the host, so a step can be captured in a CUDA graph.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.paged import KVCache
+from redrafter.drafting.draft_model import commit_drafts
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.sampler import Sampler
+from redrafter.target.forward_batch import ForwardBatch
 from redrafter.target.target import Target
 from redrafter.tree.accept import Path, accept
 from redrafter.tree.token_tree import Tree, chain
@@ -60,23 +60,6 @@ class StepOutput:
         return torch.cat([self.tokens, torch.stack([self.path.accepted, self.drafted, self.finite], dim=1)], dim=1)
 
 
-@dataclass(frozen=True)
-class DraftPrompts:
-    """Prompts as a draft model with another vocabulary reads them.
-
-    Attributes:
-        tokens: Each row's prompt in the draft model's ids, padded on the right with any, `[B, T]` int64.
-        start: Tokens that its cache already holds, `[B]` int64.
-        upto: Position to stop before, `[B]` int64.
-        counts: How many tokens are read of each row.
-    """
-
-    tokens: Tensor
-    start: Tensor
-    upto: Tensor
-    counts: Sequence[int]
-
-
 def step(
     state: State,
     proposer: Proposer,
@@ -107,28 +90,26 @@ def step(
     """
     # 1. Draft. The root of the tree is the pending token. The drafter sees the noise that the target will draw with.
     noise = sampler.noise(state.length + 1, proposer.depth + 1)  # [B, K+1, V]
-    tree = _of_first_rank(proposer.propose(state, sampler, noise, cache, draft_cache), target.ranks)  # [B, N]
+    tree = proposer.propose(state, sampler, noise, cache, draft_cache).of_first(target.ranks)  # [B, N]
 
     # 2. Verify. One forward computes the target's logits and hidden states at all nodes.
-    chunk_ends: ChunkEnds | None = None
-    shift = state.position_shift  # [B], behind images
-    if chunks is None:
-        logits, hidden = target.verify(tree, state.length, cache, position_shift=shift)  # [B, N, V], [B, N, F]
-    else:
-        logits, hidden, chunk_ends = target.verify_and_read(tree, state.length, cache, chunks, shift)
+    batch = ForwardBatch(
+        tree, state.length, cache, position_shift=state.position_shift, adapters=state.adapters, chunks=chunks
+    )
+    verified = target.verify(batch)  # logits [B, N, V], hidden states [B, N, F]
 
     # 3. Draw. The target draws its own next token at every node, after that node's own prefix.
-    scores = sampler.scores(logits, _prefixes(state, tree, sampler, cache.window))  # [B, N, V]
+    scores = sampler.scores(verified.logits, _prefixes(state, tree, sampler, cache.window))  # [B, N, V]
     if tree.sampled_from is None:
         drawn = sampler.draw(scores, noise, tree.depth)  # [B, N]
     else:
         drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
-    drawn, finite = target.ranks.of_first(drawn, _finite(logits, drawn, sampled=tree.sampled_from is not None))
+    finite = _finite(verified.logits, drawn, sampled=tree.sampled_from is not None)
+    drawn, finite = target.ranks.of_first(drawn, finite)
 
     # 4. Accept. A draft holds if it is the token that was drawn at its parent, and its parent holds.
-    #    Never accepted: drafts past a length where the target's rope changes, and those of rows that decode plainly.
-    path = accept(target.drop_past_rope_switch(tree, state.length), drawn, proposer.depth)  # [B, K+1]
-    if sampler.plain is not None:
+    path = accept(verified.tree, drawn, proposer.depth)  # [B, K+1]
+    if sampler.plain is not None:  # rows that take no drafts
         path = path.without_drafts(sampler.plain)
 
     # 5. Commit. The accepted nodes' keys and values move next to those of the committed tokens; of recurrent states,
@@ -137,80 +118,22 @@ def step(
         cache.commit(state.length, path.nodes)
     cache.commit_states(state.length, path, state.active)
     if draft_cache is not None:
-        _commit_drafts(state, tree, path, draft_cache)
+        commit_drafts(state, tree, path, draft_cache)
 
     # 6. Advance. The token drawn at the end of the path is the next pending token.
     tokens = drawn.gather(1, path.nodes)  # [B, K+1]
-    finite = finite.gather(1, path.nodes).cumprod(1).sum(1)  # [B]
-    output = StepOutput(tokens, path, tree.levels, _drafted(tree), finite, logits, scores, chunk_ends)
-    return _advance(state, tokens, path, hidden), output
-
-
-def read_prompts(
-    tokens: Tensor,
-    upto: Tensor,
-    target: Target,
-    cache: KVCache,
-    *,
-    start: Tensor | None = None,
-    counts: Sequence[int] | None = None,
-    rope_lengths: Tensor | None = None,
-    draft_model: Target | None = None,
-    draft_cache: KVCache | None = None,
-    draft_prompts: DraftPrompts | None = None,
-    show: Callable[[int, int, Tensor], object] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Read prompts, or the beginnings of prompts, into the cache without drawing a token.
-
-    Args:
-        tokens: Each row's prompt, padded on the right with any ids, `[B, T]` int64.
-        upto: Position to stop before, `[B]` int64.
-        target: The model that reads the prompts.
-        cache: The target's keys and values; written in place.
-        start: Tokens that the cache already holds, `[B]` int64; None for none.
-        counts: How many tokens are read of each row; None where all of `tokens` are, whatever `upto` says.
-        rope_lengths: What `Target.rope_length` returns for each row, `[B]` int64; None for `upto`.
-        draft_model: The LM that drafts and must read the prompts as well; None where no model does.
-        draft_cache: The draft model's keys and values; written in place.
-        draft_prompts: What the draft model reads; None where that is what the target reads.
-        show: Called with the logits of the tokens read, as `Target.prefill` describes; None where nobody needs them.
-
-    Returns:
-        The target's logits `[B, V]` and hidden states `[B, F]` at the last token read of each row.
-    """
-    if draft_model is not None:
-        assert draft_cache is not None, "a draft model has a cache"
-        read_draft_prompts(tokens, upto, draft_model, draft_cache, draft_prompts, start=start, counts=counts)
-    return target.prefill(tokens, upto, cache, start=start, counts=counts, rope_lengths=rope_lengths, show=show)
-
-
-def read_draft_prompts(
-    tokens: Tensor,
-    upto: Tensor,
-    draft_model: Target,
-    draft_cache: KVCache,
-    draft_prompts: DraftPrompts | None = None,
-    *,
-    start: Tensor | None = None,
-    counts: Sequence[int] | None = None,
-) -> None:
-    """Read prompts into the cache of a draft model; see `read_prompts`. Of images it sees the ids in their places.
-
-    Recurrent states stay a token behind, since each step reads the last committed token again.
-    """
-    if draft_prompts is not None:
-        read = draft_prompts
-        draft_model.prefill(read.tokens, read.upto, draft_cache, start=read.start, counts=read.counts)
-        return
-    device = draft_model.device
-    tokens, upto = draft_model.clamp_to_vocab(tokens.to(device)), upto.to(device)
-    start = None if start is None else start.to(device)
-    if draft_cache.states is None:
-        draft_model.prefill(tokens, upto, draft_cache, start=start, counts=counts)
-        return
-    start = None if start is None else (start - 1).clamp(min=0)
-    draft_model.prefill(tokens, (upto - 1).clamp(min=1), draft_cache, start=start, counts=counts)
-    draft_cache.states.forget(upto == 1)
+    drafted = torch.full_like(tokens[:, 0], tree.new - 1) if tree.counts is None else tree.counts - 1
+    output = StepOutput(
+        tokens,
+        path,
+        tree.levels,
+        drafted,
+        finite.gather(1, path.nodes).cumprod(1).sum(1),
+        verified.logits,
+        scores,
+        verified.chunk_ends,
+    )
+    return _advance(state, tokens, path, verified.hidden), output
 
 
 def draw_first_tokens(
@@ -237,31 +160,8 @@ def draw_first_tokens(
     drawn, finite = ranks.of_first(drawn, _finite(logits[:, None], drawn))
     path = accept(tree, drawn, max_depth=0)
     return _advance(before, drawn, path, hidden[:, None]), StepOutput(
-        drawn, path, 0, _drafted(tree), finite[:, 0], logits[:, None], scores
+        drawn, path, 0, torch.zeros_like(prompt), finite[:, 0], logits[:, None], scores
     )
-
-
-def _of_first_rank(tree: Tree, ranks: Ranks) -> Tree:
-    """Return the tree that rank 0 drafted. Every rank drafts, and where two drafts are alike may choose another one."""
-    if ranks.size == 1 or not tree.levels:
-        return tree
-    names = ("tokens", "parents", "depth", "slots", "draft_length", "counts", "ancestors")
-    own = {name: x for name in names if (x := getattr(tree, name)) is not None}
-    drafted: dict[str, Any] = dict(zip(own, ranks.of_first(*own.values()), strict=True))
-    return replace(tree, **drafted)
-
-
-def _commit_drafts(state: State, tree: Tree, path: Path, cache: KVCache) -> None:
-    """Commit the accepted nodes in a draft model's cache, as `step` does in the target's.
-
-    Its recurrent states stay a token behind, since each of its steps reads the last committed token again.
-    """
-    if tree.slots is not None:
-        path = replace(path, nodes=tree.slots.gather(1, path.nodes))
-    if tree.branches:
-        cache.commit(state.length if tree.draft_length is None else tree.draft_length, path.nodes)
-    if cache.states is not None:
-        cache.commit_states(state.length - 1, path.behind_reread(), state.active)
 
 
 def _finite(logits: Tensor, drawn: Tensor, *, sampled: bool = False) -> Tensor:
@@ -277,11 +177,6 @@ def _finite(logits: Tensor, drawn: Tensor, *, sampled: bool = False) -> Tensor:
     """
     highest = logits.amax(-1) if sampled else logits.gather(2, drawn[..., None]).squeeze(2)
     return highest.isfinite().long()
-
-
-def _drafted(tree: Tree) -> Tensor:
-    """Return the number of drafts verified in each row, `[B]` int64."""
-    return torch.full_like(tree.tokens[:, 0], tree.new) - 1 if tree.counts is None else tree.counts - 1
 
 
 def _prefixes(state: State, tree: Tree, sampler: Sampler, window: int) -> Prefixes:

@@ -24,6 +24,7 @@ def test_public_names_are_exactly_those_listed():
         "EagleConfig",
         "EagleDrafter",
         "Engine",
+        "EngineOptions",
         "GenerateOutput",
         "GenerateStats",
         "Grammar",

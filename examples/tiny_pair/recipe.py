@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from redrafter.app.flags import option
+from redrafter.options import option
 
 COMPILE_MODES = ("auto", "off", "default", "reduce-overhead", "max-autotune-no-cudagraphs")
 

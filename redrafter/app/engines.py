@@ -162,7 +162,7 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
         options: How to load the target and the drafter.
         draft: The draft model or the prompt lookup, for the methods that use them.
     """
-    use = {item.name: getattr(options, item.name) for item in fields(EngineOptions) if hasattr(options, item.name)}
+    use = {item.name: getattr(options, item.name) for item in fields(EngineOptions)}
     load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     load["device"], load["tp_size"] = options.device, launched_processes()
     load["quantization"] = options.quantization if isinstance(model, str) else None

@@ -10,24 +10,14 @@ import os
 import shlex
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, field, fields
+from dataclasses import Field, fields, is_dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from redrafter.options import option as option
 
 T = TypeVar("T")
 
 _METAVARS = {int: "N", float: "X"}
-
-
-def option(default: Any, help: str, **argument: Any) -> Any:
-    """Declare a dataclass field that is also a command-line flag.
-
-    Args:
-        default: Default of the field and of the flag.
-        help: Help text of the flag.
-        argument: Further arguments of `ArgumentParser.add_argument`, such as `choices`, `metavar`, `type`, `required`;
-            and `path=True` for a flag that names a file or a directory.
-    """
-    return field(default=default, metadata={"help": help, **argument})
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -95,7 +85,7 @@ def add_options(
     without: Sequence[str] = (),
     types: Mapping[str, Callable[[str], Any]] | None = None,
 ) -> None:
-    """Add a flag to a parser for every field of a dataclass of options.
+    """Add a flag to a parser for every field of a dataclass of options, inherited ones last.
 
     Args:
         parser: Gets the flags.
@@ -105,12 +95,17 @@ def add_options(
         types: Parsers of a flag's word by field name, for this command in place of the field's own `type`.
     """
     group, hints = parser.add_argument_group(title), get_type_hints(options)
-    for item in (item for item in fields(options) if item.name not in without):
-        argument = {key: value for key, value in item.metadata.items() if key != "path"}
+    inherited = {item.name for base in options.__mro__[1:] if is_dataclass(base) for item in fields(base)}
+    command = parser.prog.rpartition(" ")[2]
+    for item in sorted(fields(options), key=lambda item: item.name in inherited):
+        if item.name in without or command not in item.metadata.get("commands", command):
+            continue
+        argument = {key: value for key, value in item.metadata.items() if key not in ("path", "commands")}
         negated = item.default is True
         kind = _without_none(hints[item.name])
         if kind is bool and "type" not in argument:
             argument["action"] = "store_false" if negated else "store_true"
+            argument["help"] = ("do not " if negated else "") + argument["help"]
         else:
             if get_origin(kind) is tuple and "type" not in argument:
                 argument = {"nargs": "+", "metavar": item.name.upper()} | argument

@@ -3,99 +3,43 @@
 The programs are those of TensorRT-LLM (`run.py`, the scripts and clients of ReDrafter and of draft-target decoding,
 `trtllm-build`), its server llgtrt, vLLM, llama.cpp and scripts on transformers' `Trainer`. A flag is honoured where an
 option here has the same meaning, accepted with a note where it is not needed, and refused with a line that says what to
-type instead in every other case. `redrafter.app.flag_translation` applies the table.
+type instead in every other case. `redrafter.app.parser` applies the table.
 """
 
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
-
-__all__ = ["FLAGS", "Alias", "CommandParser", "FlagMeaning", "Noted", "Positional", "Refused"]
-
-
-class CommandParser(Protocol):
-    """What a flag's meaning asks of the parser of a command."""
-
-    def has_option(self, name: str) -> bool:
-        """Return whether the command has an option."""
-
-    def has_positional(self, name: str) -> bool:
-        """Return whether the command takes words without a flag under this name."""
-
-    def takes_value(self, name: str) -> bool:
-        """Return whether an option of the command is followed by a value."""
-
-    def error(self, message: str) -> NoReturn:
-        """End the program with an error message."""
 
 
 @dataclass(frozen=True)
 class Alias:
-    """A flag that is honoured as an option of ours.
+    """A flag that is honoured as an option of ours."""
 
-    Attributes:
-        option: The option that has the same meaning.
-        value: The option's value, for a flag that is a switch.
-        repeated: Whether several words may follow the flag; the option is then repeated for each word.
-    """
-
-    option: str
-    value: str | None = None
-    repeated: bool = False
-
-    def fits(self, parser: CommandParser) -> bool:
-        """Return whether a command has the option."""
-        return parser.has_option(self.option)
+    option: str  # that has the same meaning
+    value: str | None = None  # of the option, for a flag that is a switch
+    repeated: bool = False  # whether several words may follow the flag; the option is then repeated for each
 
 
 @dataclass(frozen=True)
 class Positional:
-    """A flag that is honoured by taking its words as those that the command takes without a flag.
+    """A flag that is honoured by taking its words as those that the command takes without a flag."""
 
-    Attributes:
-        name: Name of the positional argument.
-    """
-
-    name: str
-
-    def fits(self, parser: CommandParser) -> bool:
-        """Return whether a command has the positional argument."""
-        return parser.has_positional(self.name)
+    name: str  # of the positional argument
 
 
 @dataclass(frozen=True)
 class Noted:
-    """A flag that is not needed: it is accepted with a note.
+    """A flag that is not needed: it is accepted with a note."""
 
-    Attributes:
-        reason: Why it is not needed, for the note.
-        for_option: The meaning is for commands that have this option.
-        word_count: Words that follow the flag.
-    """
-
-    reason: str
-    for_option: str
-    word_count: int = 0
-
-    def fits(self, parser: CommandParser) -> bool:
-        """Return whether the meaning is for a command."""
-        return parser.has_option(self.for_option)
+    reason: str  # why it is not needed, for the note
+    for_option: str  # the meaning is for commands that have this option
+    word_count: int = 0  # words that follow the flag
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A flag that ends the program with an error.
+    """A flag that ends the program with an error."""
 
-    Attributes:
-        instead: What to type in its place, for the error message.
-        for_option: The meaning is for commands that have this option.
-    """
-
-    instead: str
-    for_option: str
-
-    def fits(self, parser: CommandParser) -> bool:
-        """Return whether the meaning is for a command."""
-        return parser.has_option(self.for_option)
+    instead: str  # what to type in its place, for the error message
+    for_option: str  # the meaning is for commands that have this option
 
 
 FlagMeaning = Alias | Positional | Noted | Refused

@@ -30,6 +30,7 @@ from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import SHAPE_FILE, check_path
 from redrafter.measure.run import Run, pad_token_of, timed_run
 from redrafter.parallel.launched import launched_processes
+from redrafter.sampling.params import NUMBERS
 
 NO_DRAFT_OPTIONS = DraftOptions()
 # What else may write or draft, in commands that have these options.
@@ -37,7 +38,6 @@ _OTHER_METHODS = (
     ", draft with a smaller model (--draft-model D) or with the text itself (--prompt-lookup), or write plainly "
     "(--no-speculate)"
 )
-PENALTY_OPTIONS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 
 __all__ = ["NO_DRAFT_OPTIONS", "ChatEncoder", "Pair", "boxed_model", "check_options", "limit_threads"]
 
@@ -159,8 +159,8 @@ class Pair:
         if options.sampling:
             temperature = options.temperature
             arguments["temperature"] = list(temperature) if isinstance(temperature, tuple) else temperature
-        for name in ("top_k", "top_p", "min_p", *PENALTY_OPTIONS):
-            if getattr(options, name) is not None:
+        for name in (*NUMBERS, "logit_bias"):
+            if getattr(options, name, None) is not None:
                 arguments[name] = getattr(options, name)
         if options.adapter is not None:
             arguments["adapter"] = self._loaded_adapter(options.adapter)

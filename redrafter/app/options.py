@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from redrafter.app.flags import biases, dtype_word, flag, format_value, integers, option
-from redrafter.engine.options import KV_CACHE_DTYPES, EngineOptions
+from redrafter.app.flags import biases, dtype_word, flag, format_value, integers
+from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError
+from redrafter.options import option
 
 MAX_COUNT = 1_000_000  # largest value of an option that counts something
 PROMPTS_HELP = (
@@ -20,7 +21,7 @@ PROMPTS_HELP = (
 
 
 @dataclass(frozen=True)
-class LoadOptions:
+class LoadOptions(EngineOptions):
     """Which model and drafter to load, and how."""
 
     model: str | None = option(
@@ -55,26 +56,6 @@ class LoadOptions:
     )
     draft_quantization: str | None = option(
         None, "the same as --quantization, for the drafter or the draft model", choices=("fp8", "fp8_dynamic")
-    )
-    kv_cache_free_gpu_memory_fraction: float = option(
-        EngineOptions.kv_cache_free_gpu_memory_fraction,
-        "share of the GPU memory left by the model that the KV cache may take",
-    )
-    max_input_len: int | None = option(
-        EngineOptions.max_input_len, "most tokens of a prompt (default: the model's context)"
-    )
-    max_seq_len: int | None = option(
-        EngineOptions.max_seq_len, "most tokens of a text, prompt included (default: the model's context)"
-    )
-    compile: bool = option(EngineOptions.compile, "do not compile the model on a GPU: it starts sooner and runs slower")
-    batch_invariant: bool = option(
-        EngineOptions.batch_invariant,
-        "write the same text whatever is computed beside it, bit for bit: drafts, other texts, cut prompts; slower",
-    )
-    kv_cache_dtype: str = option(
-        EngineOptions.kv_cache_dtype,
-        "format of stored keys and values: auto is the activations', fp8 (fp8_e4m3) holds twice as many tokens",
-        choices=KV_CACHE_DTYPES,
     )
 
 
@@ -166,7 +147,7 @@ class GenerationOptions:
     adapter: str | None = option(
         None, "LoRA adapter to generate with: a directory that PEFT wrote, or name=directory", metavar="PATH"
     )
-    speculate: bool = option(True, "decode without drafting")
+    speculate: bool = option(True, "draft tokens for the model to verify")
 
     def __post_init__(self) -> None:
         if isinstance(self.temperature, tuple):

@@ -1,4 +1,4 @@
-"""The argument parser of every command: full names, underscores for dashes, errors in one line."""
+"""The argument parser of every command: full names, underscores for dashes, others' flags, errors in one line."""
 
 import argparse
 import re
@@ -6,15 +6,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from redrafter.app.flag_translation import find_meaning, flag_owner, translate
 from redrafter.app.flags import temperatures
-from redrafter.app.foreign_flags import Alias
+from redrafter.app.foreign_flags import FLAGS, Alias, FlagMeaning, Noted, Positional, Refused
 from redrafter.app.program import print_message
 from redrafter.errors import did_you_mean
 
-__all__ = ["Parser", "add_json"]
-
 NUMBER = r"[-+]?(\d[\d,]*\.?\d*|\.\d+)(e[-+]?\d+)?"
+ALL_WORDS = 1 << 20  # for a flag that takes all words up to the next flag
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,31 +40,26 @@ class Parser(argparse.ArgumentParser):
         """Return whether the parser has an option, which may be spelt with underscores."""
         return name.replace("_", "-") in self._option_string_actions
 
-    def has_positional(self, name: str) -> bool:
-        """Return whether the parser takes words without a flag under this name."""
-        return any(action.dest == name and not action.option_strings for action in self._actions)
-
-    def takes_value(self, name: str) -> bool:
-        """Return whether an option of the parser is followed by a value."""
-        return self._option_string_actions[name].nargs != 0
+    def fits(self, meaning: FlagMeaning) -> bool:
+        """Return whether a meaning of a flag is for this parser's command."""
+        if isinstance(meaning, Positional):
+            return any(action.dest == meaning.name and not action.option_strings for action in self._actions)
+        return self.has_option(meaning.option if isinstance(meaning, Alias) else meaning.for_option)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse a command line; an unknown argument ends the program, with a hint at the option that may be meant."""
         args = list(sys.argv[1:] if args is None else args)
         if not self.commands:  # or the parser of the command gets the words after its name
             self._refuse_stray_numbers(args)
-            args = _with_dashes(translate(args, self, note=lambda line: print_message("note", line)))
+            args = self._translate(args)
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:  # refused here and not in `parse_args`, since only this parser knows the name of the command
-            self._refuse_unknown(unknown)
+            flag = unknown[0].partition("=")[0]
+            if owner := _owner(flag):
+                self.error(f"{flag} is {owner}'s and has no meaning in `{self.prog}`: leave it out")
+            hint = did_you_mean(flag, self._option_string_actions) if flag.startswith("-") else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown
-
-    def _refuse_unknown(self, words: Sequence[str]) -> NoReturn:
-        flag = words[0].partition("=")[0]
-        if owner := flag_owner(flag):
-            self.error(f"{flag} is {owner}'s and has no meaning in `{self.prog}`: leave it out")
-        hint = did_you_mean(flag, self._option_string_actions) if flag.startswith("-") else ""
-        self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
     def _refuse_stray_numbers(self, args: Sequence[str]) -> None:
         """Refuse a number right after an option that has its value: it would be taken for a prompt or a name."""
@@ -86,20 +79,75 @@ class Parser(argparse.ArgumentParser):
                     "first, or behind --, where that is meant"
                 )
 
+    def _translate(self, args: Sequence[str]) -> list[str]:
+        """Return a command line with this command's options for others' flags, and with dashes for underscores."""
+        translated, words = list[str](), list(args)
+        while words:
+            word = words.pop(0)
+            if word == "--":
+                return [*translated, word, *words]
+            name, equals, value = word.partition("=")
+            meaning = find_meaning(word, self)
+            if meaning is None:
+                is_flag = name.startswith("--") and " " not in name
+                translated.append((name.replace("_", "-") if is_flag else name) + equals + value)
+                continue
+            if isinstance(meaning, Refused):
+                self.error(f"{name} is {_owner(name)}'s; here: {meaning.instead}")
+            most = self._max_words(meaning)
+            next_flag = (at for at, word in enumerate(words) if word.startswith("-") and " " not in word)
+            values = [value] if equals else words[: next(next_flag, len(words))][:most]
+            if equals and not most:
+                self.error(f"{name} is a switch and takes no value, got {value!r}")
+            if most and not values:
+                self.error(f"argument {name}: expected a value")
+            if not equals:
+                del words[: len(values)]
+            if isinstance(meaning, Noted):
+                print_message("note", f"{name} is {_owner(name)}'s; not needed here: {meaning.reason}")
+            elif isinstance(meaning, Positional):
+                translated += values
+            elif meaning.value is not None:
+                translated.append(f"{meaning.option}={meaning.value}")
+            else:
+                translated += [f"{meaning.option}={value}" for value in values] or [meaning.option]
+        return translated
+
+    def _max_words(self, meaning: Noted | Positional | Alias) -> int:
+        """Return how many of the words after a flag belong to it at most."""
+        if isinstance(meaning, Noted):
+            return meaning.word_count
+        if isinstance(meaning, Positional):
+            return ALL_WORDS
+        if meaning.value is not None or self._option_string_actions[meaning.option].nargs == 0:
+            return 0
+        return ALL_WORDS if meaning.repeated else 1
+
     def error(self, message: str) -> NoReturn:
         """Print an error as one line on stderr and exit with code 2."""
         self.exit(2, f"redrafter: error: {message} (see {self.prog} --help)\n")
 
 
-def _with_dashes(args: Sequence[str]) -> list[str]:
-    """Return `--num-beams=5` for `--num_beams=5`, for every flag before a lone `--`."""
-    end = args.index("--") if "--" in args else len(args)
-    dashed = []
-    for arg in args[:end]:
-        name, equals, value = arg.partition("=")
-        is_flag = name.startswith("--") and " " not in name
-        dashed.append((name.replace("_", "-") if is_flag else name) + equals + value)
-    return [*dashed, *args[end:]]
+def find_meaning(word: str, parser: Parser) -> FlagMeaning | None:
+    """Return what a flag of another program or command, with or without `=value`, means to a command.
+
+    None when the command has an option of that name itself, or the table has no meaning for the command.
+    """
+    if parser.has_option(word.partition("=")[0]):
+        return None
+    owner = _owner(word)
+    meanings = () if owner is None else FLAGS[owner][_table_name(word)]
+    return next((meaning for meaning in meanings if parser.fits(meaning)), None)
+
+
+def _owner(word: str) -> str | None:
+    """Return whose flag a word of a command line is, with or without `=value`; None if the table does not have it."""
+    return next((owner for owner, flags in FLAGS.items() if _table_name(word) in flags), None)
+
+
+def _table_name(word: str) -> str:
+    """Return a flag as the table spells it: without `=value`, with dashes for underscores."""
+    return word.partition("=")[0].replace("_", "-")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -2,31 +2,36 @@
 
 Exit codes: 0 for success, 2 for an error that the user can correct, 130 after Ctrl-C, 141 when the reader of stdout has
 closed it. A bug keeps its traceback.
+
+Where torchrun has started several processes, all run the same command on the same words. An error of the user is met by
+all of them; rank 0 says it, and torchrun, as soon as one process ends with an error, ends the others.
 """
 
 import logging
 import os
 import sys
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from io import TextIOBase
+from typing import Any, NoReturn
 
-from redrafter.errors import ReDrafterError, how_to_install
+from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
+from redrafter.parallel.launched import launched_processes, process_rank
 
-__all__ = ["print_message", "run_command"]
+SHARED_COMMANDS = ("generate", "serve", "bench")  # those that torchrun may start in several processes
+# For which a process leaves it to rank 0 to say what is wrong. If it does, torchrun ends this process meanwhile.
+SILENT_SECONDS = 15.0
 
 
 def run_command(command: Callable[[], int]) -> int:
     """Run a command and return its exit code; print an error that the user can correct as one line on stderr.
 
-    Any other error is a bug: it is raised, so that its traceback is shown.
-
-    Args:
-        command: Function that runs the command and returns its exit code.
-
-    Returns:
-        The exit code of `command`; 2 after a `ReDrafterError`, a missing package or a file that cannot be opened; 130
-        after Ctrl-C; 141 if whoever reads stdout has closed it.
+    Such are a `ReDrafterError`, a missing package and a file that cannot be opened. Any other error is a bug: it is
+    raised, so that its traceback is shown.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -60,12 +65,7 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 def print_message(kind: str, message: object) -> None:
-    """Print one line on stderr.
-
-    Args:
-        kind: Kind of message: "error", "warning" or "note".
-        message: The text; line breaks in it become spaces.
-    """
+    """Print a message of a kind ("error", "warning" or "note") as one line on stderr; its line breaks become spaces."""
     print(f"redrafter: {kind}: {' '.join(str(message).split())}", file=sys.stderr)
 
 
@@ -89,3 +89,47 @@ def _show_own_messages_only() -> None:
     warnings.simplefilter("ignore")
     warnings.filterwarnings("always", category=UserWarning, module=r"redrafter(\.|$)")
     warnings.showwarning = show
+
+
+def run_rank(name: str, command: Callable[[], int]) -> int:
+    """Run the command of this name as one of several processes, and return its exit code."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    if name not in SHARED_COMMANDS:
+        command = partial(run_command, partial(_refuse, name))
+    return record(command if process_rank() == 0 else lambda: _run_silently(command))() or 0
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ArgumentError(
+        f"torchrun has started {launched_processes()} processes, which can share a model in "
+        f"{', '.join(SHARED_COMMANDS)} alone: start `redrafter {name}` without torchrun"
+    )
+
+
+def _run_silently(command: Callable[[], int]) -> int:
+    """Run a command on a rank other than 0; what ends it is said, unless rank 0 is ended by the same."""
+    said = _LastTexts()
+    try:
+        with redirect_stdout(said), redirect_stderr(said):
+            code = command()
+    except Exception:
+        time.sleep(SILENT_SECONDS)
+        raise
+    if code == 2:
+        time.sleep(SILENT_SECONDS)
+    if code:
+        lines = [line for line in "".join(said.texts).splitlines() if line.strip()] or ["ended with an error"]
+        print_message(f"rank {process_rank()}", lines[-1].removeprefix("redrafter: "))
+    return code
+
+
+class _LastTexts(TextIOBase):
+    """A stream that keeps the last of what is written to it."""
+
+    def __init__(self) -> None:
+        self.texts: deque[str] = deque(maxlen=100)
+
+    def write(self, text: str) -> int:
+        self.texts.append(text)
+        return len(text)

@@ -10,23 +10,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from redrafter.checkpoints.models import find_model_file
 from redrafter.errors import ArgumentError
 
-__all__ = ["find_template", "read_template"]
-
 # Files beside a model that transformers does not read into the tokenizer; it reads chat_template.jinja itself.
 _EXTRA_TEMPLATE_FILES = ("chat_template.j2", "chat_template.json")
 
 
 def read_template(file: str | Path) -> str:
-    """Read a chat template from a file, and check its syntax.
+    """Read a chat template from a file, and check its syntax; raise `ArgumentError` where there is none.
 
-    Args:
-        file: A Jinja template in UTF-8, or a `.json` file with the template under `chat_template`.
-
-    Returns:
-        The text of the template.
-
-    Raises:
-        ArgumentError: When the file is missing, is not UTF-8 or JSON, or is not a valid template.
+    The file is a Jinja template in UTF-8, or a `.json` file with the template under `chat_template`.
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
@@ -42,12 +33,7 @@ def read_template(file: str | Path) -> str:
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
-    """Set the tokenizer's chat template from a file beside the model, if it has none and there is such a file.
-
-    Args:
-        tokenizer: Changed in place.
-        model: Directory or hub id of the model.
-    """
+    """Set the tokenizer's chat template from a file beside the model, if it has none and there is such a file."""
     for name in _EXTRA_TEMPLATE_FILES if not tokenizer.chat_template else ():
         file = find_model_file(model, name)
         if file is not None:

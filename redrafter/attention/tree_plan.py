@@ -73,13 +73,9 @@ class PromptChunks:
         block = (position // BLOCK_SIZE).clamp(max=table.shape[1] - 1)
         return table[chunk, block].long() * BLOCK_SIZE + position % BLOCK_SIZE
 
-    def token_adapters(self) -> Tensor:
-        """Return the slot of each token's adapter, `[P * TOKENS_PER_CHUNK]` int64; padding has none."""
-        return torch.cat([self.adapters, torch.zeros_like(self.adapters[:1])])[self._placed()[0]]
-
-    def token_prompts(self) -> Tensor:
-        """Return the length of text whose rope each token has at least, `[P * TOKENS_PER_CHUNK]` int64."""
-        return torch.cat([self.prompts, torch.zeros_like(self.prompts[:1])])[self._placed()[0]]
+    def by_token(self, x: Tensor) -> Tensor:
+        """Return what is known of each prompt, `[P]`, for each token, `[P * TOKENS_PER_CHUNK]`; 0 for padding."""
+        return torch.cat([x, torch.zeros_like(x[:1])])[self._placed()[0]]
 
     def _placed(self) -> tuple[Tensor, Tensor]:
         """Return the chunk of each token, P for padding, and its position in that chunk's prompt, `[T]` int64 each."""

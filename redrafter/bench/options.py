@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from redrafter.app.flags import integers, names, option
+from redrafter.app.flags import integers, names
 from redrafter.app.options import PROMPTS_HELP, PromptOptions, check_counts
 from redrafter.errors import ArgumentError
+from redrafter.options import option
 
 RIVALS = ("eager", "static", "assisted")  # baselines that `--against` may name
 # Generation options that `redrafter compare` does not have, since transformers' assisted generation has none such.

@@ -29,8 +29,6 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError
 
-__all__ = ["SHAPES", "PadShape", "PaddedHead", "describe", "pad_drafter", "pad_model", "unmasked"]
-
 ADDED_WEIGHT_STD = 0.02  # what Llama models are initialised with
 
 
@@ -72,15 +70,11 @@ def describe(shape_name: str, base_name: str) -> str:
 
 
 class PaddedHead(nn.Linear):
-    """A head `[V, D]` that computes all logits and then masks those of the added ids, so that none is ever drawn.
-
-    Attributes:
-        real: Ids of the small model; logits from this one on are -inf.
-    """
+    """A head `[V, D]` that computes all logits and then masks those of the added ids, so that none is ever drawn."""
 
     def __init__(self, hidden_size: int, vocab_size: int, real: int):
         super().__init__(hidden_size, vocab_size, bias=False)
-        self.real = real
+        self.real = real  # ids of the small model; logits from this one on are -inf
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits `[..., V]` of hidden states `[..., D]`."""
@@ -108,15 +102,9 @@ def unmasked(model: PreTrainedModel) -> Iterator[None]:
 def pad_model(
     model: LlamaForCausalLM, shape: PadShape, *, device: str | torch.device, seed: int = 0
 ) -> PreTrainedModel:
-    """Pad a Llama to a larger shape: its logits are equal for the model's own ids, and -inf for the added ones.
+    """Pad a Llama without biases: its logits are equal for the model's own ids, and -inf for the added ones.
 
     The result is in the model's dtype, for inference, and not to be saved, as a checkpoint does not know its head.
-
-    Args:
-        model: A Llama without biases.
-        shape: The shape to pad to.
-        device: The device that the result is built on.
-        seed: Seed of the added weights.
 
     Raises:
         ArgumentError: The model is not a plain Llama, or does not fit into the shape.
@@ -176,8 +164,8 @@ def pad_drafter(
         hidden_size: Hidden size of the padded model.
         vocab_size: Vocabulary of the padded model.
         head_rank: Rank of the padded head, where the drafter's has one; None lets it grow with the hidden size.
-        device: The device that the result is built on.
-        seed: Seed of the added weights.
+        device: As of `pad_model`.
+        seed: As of `pad_model`.
 
     Raises:
         ArgumentError: The drafter is larger than the padded model, or `head_rank` is given and its head has no rank.

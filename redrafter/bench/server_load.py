@@ -6,8 +6,8 @@ What comes out is throughput, percentiles of what users wait for, and whether th
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -226,42 +226,6 @@ async def _complete(connection: Connection, index: int, body: bytes) -> Completi
     return completion
 
 
-@dataclass(frozen=True)
-class Percentiles:
-    """The median and the 99th percentile of times, in milliseconds."""
-
-    p50: float
-    p99: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Percentiles | None":
-        """Return the percentiles of times in seconds; None where there is none."""
-        return cls(*(1e3 * percentile(seconds, share) for share in (0.5, 0.99))) if seconds else None
-
-
-@dataclass(frozen=True)
-class LoadSummary:
-    """The speed and the waits of a server's users at one concurrency. Failed requests count under `failed` only."""
-
-    concurrency: int  # requests in flight
-    requests: int  # that were sent
-    failed: int  # of them
-    first_error: str | None  # why the first of them failed
-    seconds: float  # from the first request to the end of the last
-    tokens_per_second: float  # tokens of all completions by `seconds`
-    steady_tokens_per_second: float | None  # while all slots are busy (see `steady_span`); None without such a time
-    requests_per_second: float  # completions by `seconds`
-    first_token_ms: Percentiles | None  # from sending to the first text; None where all failed, like the next three
-    chunk_gap_ms: Percentiles | None  # from a chunk with text to the next; a chunk may hold several tokens
-    ms_per_token: float | None  # from a completion's first chunk to its last, by its tokens after the first; the mean
-    request_ms: Percentiles | None  # from sending a request to the end of its answer
-    prompt_tokens: int  # of all prompts, by the server's count
-    completion_tokens: int  # of all completions, by the server's count
-    tokens_per_chunk: float | None  # None where all failed
-    short_texts: int  # completions of fewer tokens than were asked for
-    client_cpu_share: float  # processor time of the client, by the time that passed
-
-
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the value that has `share` of one or more values below it, on the line between the two next to it."""
     ordered = sorted(values)
@@ -295,8 +259,16 @@ def tokens_between(completions: Sequence[Completion], begin: float, end: float) 
     return total
 
 
-def summarize(run: LoadRun, max_new_tokens: int) -> LoadSummary:
-    """Return the numbers of a load whose requests asked for `max_new_tokens` tokens each."""
+def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Return the median and the 99th percentile in milliseconds; None of no times."""
+    return {f"p{share}": 1e3 * percentile(seconds, share / 100) for share in (50, 99)} if seconds else None
+
+
+def summarize(run: LoadRun, max_new_tokens: int) -> dict[str, Any]:
+    """Return the speed and the waits of users whose requests asked for `max_new_tokens` tokens each.
+
+    Failed requests count under `failed` only. Where all failed, times are None.
+    """
     answered, seconds = run.answered, run.ended - run.began
     errors = [completion.error for completion in run.completions if completion.error is not None]
     tokens = sum(completion.completion_tokens for completion in answered)
@@ -306,25 +278,26 @@ def summarize(run: LoadRun, max_new_tokens: int) -> LoadSummary:
     shown = [completion.text_times or [completion.ended] for completion in answered]
     streaming = sum(completion.chunk_times[-1] - completion.chunk_times[0] for completion in answered)
     following = tokens - len(answered)  # tokens after each completion's first
-    return LoadSummary(
-        concurrency=run.concurrency,
-        requests=len(run.completions),
-        failed=len(errors),
-        first_error=errors[0] if errors else None,
-        seconds=seconds,
-        tokens_per_second=tokens / seconds,
-        steady_tokens_per_second=None if span is None else tokens_between(answered, *span) / (span[1] - span[0]),
-        requests_per_second=len(answered) / seconds,
-        first_token_ms=Percentiles.of([times[0] - one.sent for times, one in zip(shown, answered, strict=True)]),
-        chunk_gap_ms=Percentiles.of([b - a for times in shown for a, b in pairwise(times)]),
-        ms_per_token=1e3 * streaming / following if following else None,
-        request_ms=Percentiles.of([completion.ended - completion.sent for completion in answered]),
-        prompt_tokens=sum(completion.prompt_tokens for completion in answered),
-        completion_tokens=tokens,
-        tokens_per_chunk=tokens / chunks if chunks else None,
-        short_texts=sum(completion.completion_tokens < max_new_tokens for completion in answered),
-        client_cpu_share=run.client_cpu_share,
-    )
+    return {
+        "concurrency": run.concurrency,
+        "requests": len(run.completions),
+        "failed": len(errors),
+        "first_error": errors[0] if errors else None,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "steady_tokens_per_second": None if span is None else tokens_between(answered, *span) / (span[1] - span[0]),
+        "requests_per_second": len(answered) / seconds,
+        # From sending a request to its first text; from a chunk with text to the next, which may hold several tokens.
+        "first_token_ms": _percentiles([times[0] - one.sent for times, one in zip(shown, answered, strict=True)]),
+        "chunk_gap_ms": _percentiles([b - a for times in shown for a, b in pairwise(times)]),
+        "ms_per_token": 1e3 * streaming / following if following else None,  # the mean
+        "request_ms": _percentiles([completion.ended - completion.sent for completion in answered]),
+        "prompt_tokens": sum(completion.prompt_tokens for completion in answered),  # by the server's count, as the next
+        "completion_tokens": tokens,
+        "tokens_per_chunk": tokens / chunks if chunks else None,
+        "short_texts": sum(completion.completion_tokens < max_new_tokens for completion in answered),
+        "client_cpu_share": run.client_cpu_share,
+    }
 
 
 def run_server_suite(report: Report, servers: Sequence[Server], load: Load, num_requests: Mapping[int, int]) -> None:
@@ -347,41 +320,38 @@ def run_server_suite(report: Report, servers: Sequence[Server], load: Load, num_
                 reference = reference or dict(reversed(texts))
                 same = [text == reference[key] for key, text in texts if key in reference]
                 summary = summarize(run, load.max_new_tokens)
-                found = {"server": number, **asdict(summary), "equal_texts": sum(same), "compared_texts": len(same)}
-                report.add("loads", found)
+                same_texts = {"equal_texts": sum(same), "compared_texts": len(same)}
+                report.add("loads", {"server": number} | summary | same_texts)
+                speeds = ("tokens_per_second", "steady_tokens_per_second", "requests_per_second")
                 table.row(
                     number,
                     concurrency,
-                    summary.tokens_per_second,
-                    summary.steady_tokens_per_second,
-                    summary.requests_per_second,
-                    *_pair(summary.first_token_ms),
-                    *_pair(summary.chunk_gap_ms),
-                    summary.ms_per_token,
-                    *_pair(summary.request_ms),
-                    summary.failed,
-                    summary.prompt_tokens,
-                    summary.completion_tokens,
+                    *(summary[name] for name in speeds),
+                    *_pair(summary["first_token_ms"]),
+                    *_pair(summary["chunk_gap_ms"]),
+                    summary["ms_per_token"],
+                    *_pair(summary["request_ms"]),
+                    *(summary[name] for name in ("failed", "prompt_tokens", "completion_tokens")),
                     f"{sum(same)}/{len(same)}",
-                    f"{summary.client_cpu_share:.2f}",
+                    f"{summary['client_cpu_share']:.2f}",
                 )
                 _add_notes(report, name, summary, load.max_new_tokens)
 
 
-def _pair(times: Percentiles | None) -> tuple[float | None, float | None]:
-    return (None, None) if times is None else (times.p50, times.p99)
+def _pair(times: dict[str, float] | None) -> Iterable[float | None]:
+    return (None, None) if times is None else times.values()
 
 
-def _add_notes(report: Report, name: str, summary: LoadSummary, max_new_tokens: int) -> None:
+def _add_notes(report: Report, name: str, summary: dict[str, Any], max_new_tokens: int) -> None:
     """Print what the reader of a row must know beside it; failed requests are also an error of the report."""
-    if summary.failed:
-        message = f"{summary.failed} of {summary.requests} requests failed; the first: {summary.first_error}"
+    if summary["failed"]:
+        message = f"{summary['failed']} of {summary['requests']} requests failed; the first: {summary['first_error']}"
         report.line(f"  {message}")
         report.add_error(name, message)
-    if summary.short_texts:
+    if summary["short_texts"]:
         report.line(
-            f"  {summary.short_texts} texts have fewer than {max_new_tokens} tokens: the server's context ends there, "
-            "or it takes no ignore_eos"
+            f"  {summary['short_texts']} texts have fewer than {max_new_tokens} tokens: the server's context ends "
+            "there, or it takes no ignore_eos"
         )
-    if summary.client_cpu_share > BUSY_CLIENT:
-        report.line(f"  the client limits this: it was busy for {summary.client_cpu_share:.0%} of the time")
+    if summary["client_cpu_share"] > BUSY_CLIENT:
+        report.line(f"  the client limits this: it was busy for {summary['client_cpu_share']:.0%} of the time")

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import eq
 from typing import Any
 
@@ -19,113 +19,76 @@ MAX_RIVAL_PROMPTS = 4  # prompts that rivals continue, one at a time
 LOOKUP_TOKENS = 10  # drafts per step of Hugging Face's prompt lookup
 
 
-@dataclass(frozen=True)
-class DecodingSpeed:
-    """The speed of plain or speculative decoding; medians over repeats."""
+def measure_speedup(work: Workload, rows: int, repeats: int) -> dict[str, Any]:
+    """Decode every batch of `rows` rows plainly and speculatively, one after the other; the first alternates by repeat.
 
-    first_request_s: float  # of the first call at this batch size, which captures and may compile
-    tokens_per_second: float  # of all rows, prefill included
-    ttft_ms: float  # from the call to the first token of a batch
-    tpot_ms: float  # per token of a row after its first
-    steps: int  # of all batches of one repeat
-    step_wall_ms: float  # per step of a batch, prefill excluded
-
-    @classmethod
-    def of(cls, ran: Repeats, first_request_s: float, new_tokens: int) -> "DecodingSpeed":
-        """Return the speed of repeats whose rows wrote `new_tokens` tokens each."""
-        rest = [sum(run.seconds - run.first_token for run in runs) for runs in ran.repeats]
-        steps = [sum(run.steps for run in runs) for runs in ran.repeats]
-        return cls(
-            first_request_s=first_request_s,
-            tokens_per_second=statistics.median(ran.tokens_per_second),
-            ttft_ms=1e3 * statistics.median(run.first_token for runs in ran.repeats for run in runs),
-            tpot_ms=1e3 * statistics.median(rest) / (len(ran.repeats[0]) * (new_tokens - 1)),
-            steps=steps[0],
-            step_wall_ms=1e3 * statistics.median(r / s for r, s in zip(rest, steps, strict=True)),
-        )
-
-
-@dataclass(frozen=True)
-class Equality:
-    """The outcome of comparing the rows of plain and of speculative decoding."""
-
-    equal: bool
-    rows: int  # that were compared
-    divergent: int  # of them
-    # The difference at the earliest new token, of those that rounding cannot explain if there are such: `prompt` and
-    # `token`, the ids written there (`plain`, `speculative`), by how much the best logit leads the second (`margin`),
-    # whether these are the two ids (`top_two`; None as the margin when sampling), and whether it is a `near_tie`.
-    first: dict[str, Any] | None
-    largest_margin: float | None  # of any row that differs
-
-    @classmethod
-    def of(cls, work: Workload, plain: Prompts, speculative: Prompts) -> "Equality":
-        """Compare new tokens by row; row i continues prompt i of the workload, modulo the number of prompts."""
-        prompts = [work.prompts[row % len(work.prompts)] for row in range(len(plain))]
-        arguments = work.arguments() | {"seed": work.seed}
-        differences = find_differences(work.engine, arguments, prompts, plain, [speculative])
-        first = min(differences, key=lambda difference: (difference.near_tie, difference.token), default=None)
-        return cls(
-            equal=not differences,
-            rows=len(plain),
-            divergent=len(differences),
-            first=None
-            if first is None
-            else {
-                "prompt": first.prompt % len(work.prompts),
-                "token": first.token,
-                "plain": first.plain,
-                "speculative": first.other,
-                "margin": first.lead,
-                "top_two": first.top_two,
-                "near_tie": first.near_tie,
-            },
-            largest_margin=max((each.lead for each in differences if each.lead is not None), default=None),
-        )
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """Plain and speculative decoding at one batch size."""
-
-    batch_size: int
-    batches: int  # of one repeat
-    tokens: int  # new ones of one repeat, either way
-    shape: dict[str, int] | None  # of the tree; None where speculation is off
-    plain: DecodingSpeed
-    speculative: DecodingSpeed
-    speedup: float  # time of plain decoding over that of speculative decoding, the median of the repeats' own ratios
-    tokens_per_step: float  # new ones of a row
-    accepted_by_depth: list[float]  # entry d is the share of steps in which at least d + 1 drafts became output
-    equality: Equality
-    memory: dict[str, int] | None  # see `peak_memory`
-
-
-def measure_speedup(work: Workload, rows: int, repeats: int) -> Throughput:
-    """Decode every batch of `rows` rows both ways, one after the other; which goes first alternates by repeat."""
+    Returns:
+        An entry of `batches` in the JSON document.
+    """
 
     def way(speculate: bool) -> Callable[[Prompts, int], Run]:
         return lambda batch, first: work.run(batch, speculate, seed=first)
 
     batches = work.batches(rows)
-    first = {speculate: work.run(batches[0], speculate).seconds for speculate in (False, True)}
+    first = [work.run(batches[0], speculate).seconds for speculate in (False, True)]
     if work.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(work.device)
     plain, fast = run_in_turn([way(False), way(True)], batches, repeats, alternate=True)
     stats = fast.stats
-    return Throughput(
-        batch_size=rows,
-        batches=len(batches),
-        tokens=sum(map(len, fast.texts())),
-        shape=draft_shape(work.proposer(rows, speculate=True)),
-        plain=DecodingSpeed.of(plain, first[False], work.max_new_tokens),
-        speculative=DecodingSpeed.of(fast, first[True], work.max_new_tokens),
-        speedup=fast.speedup(plain),
-        tokens_per_step=stats.tokens_per_step,
-        accepted_by_depth=[count / stats.steps for count in stats.accepted_by_depth],
-        memory=peak_memory(work),
-        equality=Equality.of(work, plain.texts(), fast.texts()),
-    )
+    return {
+        "batch_size": rows,
+        "batches": len(batches),  # of one repeat
+        "tokens": sum(map(len, fast.texts())),  # new ones of one repeat, either way
+        "shape": draft_shape(work.proposer(rows, speculate=True)),  # of the tree; None where speculation is off
+        "plain": _speed(plain, first[0], work.max_new_tokens),
+        "speculative": _speed(fast, first[1], work.max_new_tokens),
+        "speedup": fast.speedup(plain),
+        "tokens_per_step": stats.tokens_per_step,  # new ones of a row
+        # Entry d is the share of steps in which at least d + 1 drafts became output.
+        "accepted_by_depth": [count / stats.steps for count in stats.accepted_by_depth],
+        "memory": peak_memory(work),
+        "equality": compare_texts(work, plain.texts(), fast.texts()),
+    }
+
+
+def _speed(ran: Repeats, first_request_s: float, new_tokens: int) -> dict[str, float]:
+    """Return the speed of repeats whose rows wrote `new_tokens` tokens each; medians over repeats."""
+    rest = [sum(run.seconds - run.first_token for run in runs) for runs in ran.repeats]
+    steps = [sum(run.steps for run in runs) for runs in ran.repeats]
+    return {
+        "first_request_s": first_request_s,  # of the first call at this batch size, which captures and may compile
+        "tokens_per_second": statistics.median(ran.tokens_per_second),  # of all rows, prefill included
+        # From the call to the first token of a batch, and per token of a row after its first.
+        "ttft_ms": 1e3 * statistics.median(run.first_token for runs in ran.repeats for run in runs),
+        "tpot_ms": 1e3 * statistics.median(rest) / (len(ran.repeats[0]) * (new_tokens - 1)),
+        "steps": steps[0],  # of all batches of one repeat
+        "step_wall_ms": 1e3 * statistics.median(r / s for r, s in zip(rest, steps, strict=True)),  # prefill excluded
+    }
+
+
+def compare_texts(work: Workload, plain: Prompts, speculative: Prompts) -> dict[str, Any]:
+    """Compare new tokens by row; row i continues prompt i of the workload, modulo the number of prompts."""
+    prompts = [work.prompts[row % len(work.prompts)] for row in range(len(plain))]
+    arguments = work.arguments() | {"seed": work.seed}
+    differences = find_differences(work.engine, arguments, prompts, plain, [speculative])
+    # At the earliest new token, of those that rounding cannot explain if there are such.
+    first = min(differences, key=lambda difference: (difference.near_tie, difference.token), default=None)
+    return {
+        "equal": not differences,
+        "rows": len(plain),  # that were compared
+        "divergent": len(differences),  # of them
+        "first": first
+        and {
+            "prompt": first.prompt % len(work.prompts),
+            "token": first.token,
+            "plain": first.plain,  # the id that was written there, as the next
+            "speculative": first.other,
+            "margin": first.lead,  # by which the best logit leads the second; None when sampling
+            "top_two": first.top_two,  # whether these are the two ids
+            "near_tie": first.near_tie,
+        },
+        "largest_margin": max((each.lead for each in differences if each.lead is not None), default=None),
+    }
 
 
 def peak_memory(work: Workload) -> dict[str, int] | None:
@@ -141,30 +104,6 @@ def peak_memory(work: Workload) -> dict[str, int] | None:
     beyond, reserved = torch.cuda.max_memory_allocated(work.device), torch.cuda.max_memory_reserved(work.device)
     known = weights + pools
     return {"weights": weights, "pools": pools, "beyond": beyond - known, "reserved": reserved - known}
-
-
-@dataclass(frozen=True)
-class QueueSpeed:
-    """The speed of one call with more prompts than rows."""
-
-    tokens_per_second: float  # of all texts, prefill included
-    steady_tokens_per_second: float | None  # see `steady_rate`
-    tokens_per_step: float  # new ones of a text
-
-
-@dataclass(frozen=True)
-class SteadyState:
-    """Plain and speculative decoding of one call with more prompts than rows."""
-
-    batch_size: int  # rows decoded at once
-    prompts: int
-    plain: QueueSpeed
-    speculative: QueueSpeed
-
-    @property
-    def speedup(self) -> float:
-        """Speed of speculative decoding over that of plain decoding, of the whole call."""
-        return self.speculative.tokens_per_second / self.plain.tokens_per_second
 
 
 def steady_rate(arrivals: Sequence[Arrival], rows: int) -> float | None:
@@ -184,47 +123,42 @@ def steady_rate(arrivals: Sequence[Arrival], rows: int) -> float | None:
     return sum(count for seconds, _, count in arrivals if first < seconds <= last) / (last - first)
 
 
-def measure_steady_state(work: Workload, rows: int, waves: int) -> SteadyState:
+def measure_steady_state(work: Workload, rows: int, waves: int) -> dict[str, Any]:
     """Decode `waves` times as many prompts as rows in one call of `rows` rows at once, plainly and speculatively.
 
     Each way is run once before it is measured, so that nothing is captured in the measured call.
+
+    Returns:
+        An entry of `steady_states` in the JSON document.
     """
     engine, options = work.engine, work.engine.options
     prompts = [work.prompts[index % len(work.prompts)] for index in range(rows * waves)]
+    found: dict[str, Any] = {"batch_size": rows, "prompts": len(prompts)}
     engine.options = replace(options, max_batch_size=rows)
     try:
-        speeds = []
-        for speculate in (False, True):
+        for way, speculate in (("plain", False), ("speculative", True)):
             work.run(prompts, speculate)
             run = work.run(prompts, speculate)
-            rate = steady_rate(run.arrivals, rows)
-            speeds.append(QueueSpeed(run.tokens_per_second, rate, run.stats.tokens_per_step))
+            found[way] = {
+                "tokens_per_second": run.tokens_per_second,  # of all texts, prefill included
+                "steady_tokens_per_second": steady_rate(run.arrivals, rows),
+                "tokens_per_step": run.stats.tokens_per_step,  # new ones of a text
+            }
     finally:
         engine.options = options
-    return SteadyState(rows, len(prompts), *speeds)
+    return found
 
 
-@dataclass(frozen=True)
-class Rival:
-    """One baseline at batch 1: Hugging Face's own `generate`, in the same process."""
-
-    name: str  # one of `RIVALS`
-    what: str  # description of the baseline
-    prompts: int  # that it continued
-    tokens_per_second: float | None = None  # None where it failed, like all numbers below
-    speedup: float | None = None  # this library's speculative tokens per second over the baseline's, on these prompts
-    first_request_s: float | None = None  # of its first call, which compiles
-    same_texts: int | None = None  # that plain decoding wrote too; None when sampling, which draws other noise
-    error: str | None = None  # why there are no numbers; None where there are
-
-
-def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) -> Iterator[Rival]:
-    """Measure baselines one after the other; one that raises yields a `Rival` with its error.
+def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) -> Iterator[dict[str, Any]]:
+    """Measure baselines at batch 1 one after the other: Hugging Face's own `generate`, in the same process.
 
     Args:
         work: The workload, of which the first `MAX_RIVAL_PROMPTS` prompts are continued.
         names: Which of `RIVALS` to measure.
         assistant: Hub id or directory of the assistant model for `assisted`; None for prompt lookup.
+
+    Yields:
+        Entries of `rivals` in the JSON document. One that raises has an `error` in place of numbers.
     """
     prompts = [work.prompts[i % len(work.prompts)] for i in range(min(MAX_RIVAL_PROMPTS, work.num_prompts))]
     work.run(prompts[:1], True)
@@ -232,15 +166,19 @@ def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) 
     plain = [work.run([prompt], False).tokens[0] for prompt in prompts]
     speed = sum(run.count for run in ours) / sum(run.seconds for run in ours)
     for name in names:
-        what = name
+        rival: dict[str, Any] = {"name": name, "what": name, "prompts": len(prompts)}
+        rival |= dict.fromkeys(("tokens_per_second", "speedup", "first_request_s", "same_texts", "error"))
         try:
-            what, arguments = _rival_arguments(work, name, assistant)
+            rival["what"], arguments = _rival_arguments(work, name, assistant)
             texts, seconds = zip(*_run_rival(work, prompts, name == "static", arguments), strict=True)
             theirs = len(prompts) * work.max_new_tokens / sum(seconds[1:])
-            same = None if work.temperature else sum(map(eq, texts[1:], plain))
-            yield Rival(name, what, len(prompts), theirs, speed / theirs, seconds[0], same)
+            rival |= {"tokens_per_second": theirs, "speedup": speed / theirs}  # ours over theirs
+            rival["first_request_s"] = seconds[0]  # which compiles
+            if not work.temperature:  # that plain decoding wrote too; a sampling rival draws other noise
+                rival["same_texts"] = sum(map(eq, texts[1:], plain))
         except Exception as error:
-            yield Rival(name, what, len(prompts), error=f"{type(error).__name__}: {first_line(error)}")
+            rival["error"] = f"{type(error).__name__}: {first_line(error)}"
+        yield rival
         if work.device.type == "cuda":
             torch.cuda.empty_cache()
 

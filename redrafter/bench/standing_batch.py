@@ -22,11 +22,11 @@ from redrafter.engine.request import Request
 from redrafter.errors import CacheFullError, first_line
 from redrafter.measure.floors import Bandwidth, draft_bytes, forward_bytes, slot_bytes
 from redrafter.measure.run import Prompts, Workload, median_ms
-from redrafter.sampling.processors import RowTemperature
-from redrafter.sampling.sampler import Sampler
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.cuda_graphs import capture
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.scheduler import Scheduler
+from redrafter.target.forward_batch import ForwardBatch
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import Tree
 
@@ -178,29 +178,20 @@ def make_request(work: Workload, texts: Prompts, new: int, eos: frozenset[int] =
 
     It is made as `generate` does, without its check that texts fit the context: longer ones are timed too.
     """
-    target, device, rows = work.engine.target, work.device, len(texts)
+    device, rows = work.device, len(texts)
     lengths = [len(text) for text in texts]
     limits = [length + new for length in lengths]
-    length = torch.tensor(lengths, device=device)
-    temperatures = torch.full((rows,), work.temperature or 1.0, device=device)
-    seeds = [work.seed + row for row in range(rows)] if work.temperature else None
     return Request(
         prompts=pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device),
-        length=length,
         lengths=lengths,
         limits=limits,
         cut_short=[False] * rows,
         eos=eos,
         pad_token=0,
-        sampler=Sampler(
-            seeds=None if seeds is None else torch.tensor(seeds, device=device),
-            processors=(RowTemperature(temperatures),) if work.temperature else (),
-            temperature=temperatures,
-            prompt=length,
-            limit=torch.tensor(limits, device=device),
-            ids=torch.arange(target.vocab_size, device=device),
-        ),
-        seeds=seeds,
+        params=[
+            SamplingParams(temperature=work.temperature, seed=work.seed + row, stop_token_ids=eos)
+            for row in range(rows)
+        ],
         adapters=[None] * rows,
         criteria=[],
         deadline=float("inf"),
@@ -221,56 +212,43 @@ def long_texts(prompts: Prompts, rows: int, length: int) -> list[list[int]]:
     return [[stream[(row + i) % len(stream)] for i in range(length)] for row in range(rows)]
 
 
-@dataclass(frozen=True)
-class StepParts:
-    """The times of one step, in milliseconds. A floor is bytes over copy bandwidth."""
-
-    batch_size: int
-    asked: int | None  # by `--context`; None where the prompts are timed, half way through their new tokens
-    context: int  # committed tokens of the longest row
-    beyond: bool  # whether the context is longer than the model's, so that times are right and tokens mean nothing
-    speculative: bool
-    nodes: int  # of the tree
-    step_ms: float  # the whole step
-    draft_ms: float | None  # proposing the tree; None in plain decoding
-    draft_floor_ms: float | None
-    verify_ms: float  # the target's forward over the tree
-    verify_floor_ms: float
-    rest_ms: float  # the step without draft and verify: drawing, accepting, committing, the copy to the host
-    kv_bytes: int  # of the keys and values of all committed tokens
-    checks: dict[str, Any] | None  # see `StandingBatch.check`
-
-
 @torch.inference_mode()
-def measure_parts(work: Workload, bandwidth: Bandwidth, rows: int, asked: int | None, *, speculate: bool) -> StepParts:
-    """Time one step of `rows` rows and its parts; of what `asked` is, and the result, see `StepParts`."""
+def measure_parts(
+    work: Workload, bandwidth: Bandwidth, rows: int, asked: int | None, *, speculate: bool
+) -> dict[str, Any]:
+    """Time one step of `rows` rows and its parts, after `asked` tokens, or half way through what the prompts write.
+
+    Returns:
+        An entry of `parts` in the JSON document. A floor is bytes over copy bandwidth.
+    """
     proposer, target = work.proposer(rows, speculate), work.engine.target
     with _open(work, rows, asked, proposer) as batch:
         step = batch.step_ms()
         propose = batch.propose(proposer)
         tree = propose()
-        verify = batch.part_ms(lambda: target.verify(tree, batch.state.length, batch.cache))
+        verify = batch.part_ms(lambda: target.verify(ForwardBatch(tree, batch.state.length, batch.cache)))
         draft = floor = None
         if isinstance(proposer, SearchProposer):
             draft = batch.part_ms(propose)
             floor = bandwidth.ms(draft_bytes(proposer.drafter, proposer.depth))
         kv = batch.tokens * slot_bytes(target.shapes)
-        return StepParts(
-            batch_size=rows,
-            asked=asked,
-            context=batch.longest,
-            beyond=target.context is not None and batch.longest + proposer.depth >= target.context,
-            speculative=draft is not None,
-            nodes=proposer.nodes,
-            step_ms=step,
-            draft_ms=draft,
-            draft_floor_ms=floor,
-            verify_ms=verify,
-            verify_floor_ms=bandwidth.ms(forward_bytes(target.model) + kv),
-            rest_ms=step - (draft or 0.0) - verify,
-            kv_bytes=kv,
-            checks=batch.check(),
-        )
+        return {
+            "batch_size": rows,
+            "asked": asked,
+            "context": batch.longest,  # committed tokens of the longest row
+            # Longer than the model's own context: times are right, and tokens mean nothing.
+            "beyond": target.context is not None and batch.longest + proposer.depth >= target.context,
+            "speculative": draft is not None,
+            "nodes": proposer.nodes,
+            "step_ms": step,
+            "draft_ms": draft,  # proposing the tree; None in plain decoding
+            "draft_floor_ms": floor,
+            "verify_ms": verify,  # the target's forward over the tree
+            "verify_floor_ms": bandwidth.ms(forward_bytes(target.model) + kv),
+            "rest_ms": step - (draft or 0.0) - verify,  # drawing, accepting, committing, the copy to the host
+            "kv_bytes": kv,  # of all committed tokens
+            "checks": batch.check(),
+        }
 
 
 @torch.inference_mode()

@@ -1,11 +1,12 @@
 """The sections of `redrafter bench`, one after the other; an exception in one ends that section only."""
 
 from pathlib import Path
+from typing import Any
 
 from redrafter.bench.options import BenchOptions
 from redrafter.bench.plot import draw
-from redrafter.bench.speedup import Throughput, measure_rivals, measure_speedup, measure_steady_state
-from redrafter.bench.standing_batch import StepParts, measure_head, measure_parts, random_drafter
+from redrafter.bench.speedup import measure_rivals, measure_speedup, measure_steady_state
+from redrafter.bench.standing_batch import measure_head, measure_parts, random_drafter
 from redrafter.measure.floors import Bandwidth, copy_bandwidth
 from redrafter.measure.report import Report
 from redrafter.measure.run import Workload
@@ -43,46 +44,46 @@ def run_suite(report: Report, work: Workload, options: BenchOptions) -> None:
             report.line("\nplots: " + ", ".join(report.document["plots"]))
 
 
-def _speedups(report: Report, work: Workload, options: BenchOptions) -> dict[int, Throughput]:
+def _speedups(report: Report, work: Workload, options: BenchOptions) -> dict[int, dict[str, Any]]:
     table = report.table(f"plain and speculative decoding in turn, median of {options.repeats}", SPEEDUP_COLUMNS)
-    speedups: dict[int, Throughput] = {}
+    speedups: dict[int, dict[str, Any]] = {}
     for rows in options.batch_sizes:
         with report.section(f"batch {rows}"):
             result = speedups[rows] = measure_speedup(work, rows, options.repeats)
             report.add("batches", result)
-            plain, fast, equality = result.plain, result.speculative, result.equality
+            plain, fast, equality = result["plain"], result["speculative"], result["equality"]
             table.row(
                 rows,
-                plain.tokens_per_second,
-                fast.tokens_per_second,
-                result.speedup,
-                "off" if result.shape is None else result.shape["nodes"],
-                result.tokens_per_step,
-                *(x for ms in ("ttft_ms", "tpot_ms") for x in (getattr(plain, ms), getattr(fast, ms))),
-                "yes" if equality.equal else f"no, {equality.divergent}/{equality.rows}",
+                plain["tokens_per_second"],
+                fast["tokens_per_second"],
+                result["speedup"],
+                "off" if result["shape"] is None else result["shape"]["nodes"],
+                result["tokens_per_step"],
+                *(way[ms] for ms in ("ttft_ms", "tpot_ms") for way in (plain, fast)),
+                "yes" if equality["equal"] else f"no, {equality['divergent']}/{equality['rows']}",
             )
     for rows, result in speedups.items():
         _details(report, rows, result)
     return speedups
 
 
-def _details(report: Report, rows: int, result: Throughput) -> None:
-    depths = " ".join(f"{share:.2f}" for share in result.accepted_by_depth) or "speculation is off"
-    firsts = result.plain.first_request_s, result.speculative.first_request_s
+def _details(report: Report, rows: int, result: dict[str, Any]) -> None:
+    depths = " ".join(f"{share:.2f}" for share in result["accepted_by_depth"]) or "speculation is off"
+    plain_s, fast_s = (result[way]["first_request_s"] for way in ("plain", "speculative"))
     report.line(
-        f"batch {rows}: share of steps that accept 1, 2, ... drafts: {depths}; first request {firsts[0]:.2f} s plain, "
-        f"{firsts[1]:.2f} s speculative"
+        f"batch {rows}: share of steps that accept 1, 2, ... drafts: {depths}; first request {plain_s:.2f} s plain, "
+        f"{fast_s:.2f} s speculative"
     )
-    first = result.equality.first
+    first = result["equality"]["first"]
     if first is not None:
         kind = "a near-tie" if first["near_tie"] else "OTHER TOKENS, which rounding does not explain,"
         line = f"  {kind} at new token {first['token']} of prompt {first['prompt']}"
         if first["margin"] is not None:
-            largest, which = result.equality.largest_margin, "" if first["top_two"] else "not "
+            largest, which = result["equality"]["largest_margin"], "" if first["top_two"] else "not "
             line += f"; the best logit leads by {first['margin']:.3g} ({which}these two; most of any: {largest:.3g})"
         report.line(line)
-    if result.memory is not None:
-        gib = {name: size / 2**30 for name, size in result.memory.items()}
+    if result["memory"] is not None:
+        gib = {name: size / 2**30 for name, size in result["memory"].items()}
         report.line(
             "  peak memory: {weights:.2f} GiB weights, {pools:.2f} GiB pools of keys and values, {beyond:.3f} GiB "
             "beyond them ({reserved:.3f} GiB reserved)".format(**gib)
@@ -95,41 +96,40 @@ def _steady_states(report: Report, work: Workload, options: BenchOptions, waves:
         with report.section(f"{waves} waves of {rows}"):
             result = measure_steady_state(work, rows, waves)
             report.add("steady_states", result)
-            plain, fast = result.plain, result.speculative
-            speeds = (x for way in (plain, fast) for x in (way.tokens_per_second, way.steady_tokens_per_second))
-            table.row(rows, result.prompts, *speeds, result.speedup, fast.tokens_per_step)
+            plain, fast = result["plain"], result["speculative"]
+            speeds = (way[f"{name}tokens_per_second"] for way in (plain, fast) for name in ("", "steady_"))
+            ratio = fast["tokens_per_second"] / plain["tokens_per_second"]
+            table.row(rows, result["prompts"], *speeds, ratio, fast["tokens_per_step"])
     report.line("steady: from when all rows have begun until the last text begins")
 
 
 def _parts(
-    report: Report, work: Workload, options: BenchOptions, bandwidth: Bandwidth, speedups: dict[int, Throughput]
+    report: Report, work: Workload, options: BenchOptions, bandwidth: Bandwidth, speedups: dict[int, dict[str, Any]]
 ) -> None:
     table = report.table("one step in ms, and its floors: bytes over copy bandwidth", PARTS_COLUMNS)
-    measured: list[StepParts] = []
+    measured: list[dict[str, Any]] = []
     for asked in (None, *options.context):
         for rows in options.batch_sizes:
             speculative = work.proposer(rows, True) is not work.proposer(rows, False)
-            for speculate in (False, True) if speculative else (False,):
-                way = "speculative" if speculate else "plain"
+            for way in ("plain", "speculative") if speculative else ("plain",):
                 with report.section(f"parts of a {way} step, batch {rows}, context {asked or 'of the prompts'}"):
-                    parts = measure_parts(work, bandwidth, rows, asked, speculate=speculate)
-                    gap = None
+                    parts = measure_parts(work, bandwidth, rows, asked, speculate=way == "speculative")
+                    parts["host_gap_ms"] = None
                     if asked is None and rows in speedups:
-                        speed = speedups[rows].speculative if speculate else speedups[rows].plain
-                        gap = speed.step_wall_ms - parts.step_ms
-                    report.add("parts", vars(parts) | {"host_gap_ms": gap})
-                    pairs = (parts.draft_ms, parts.draft_floor_ms), (parts.verify_ms, parts.verify_floor_ms)
+                        parts["host_gap_ms"] = speedups[rows][way]["step_wall_ms"] - parts["step_ms"]
+                    report.add("parts", parts)
+                    pairs = ((parts[f"{part}_ms"], parts[f"{part}_floor_ms"]) for part in ("draft", "verify"))
                     times = (each for ms, floor in pairs for each in (ms, floor, _over(ms, floor)))
-                    context = f"{parts.context}{'*' if parts.beyond else ''}"
-                    table.row(rows, context, way, parts.step_ms, *times, parts.rest_ms, gap)
+                    context = f"{parts['context']}{'*' if parts['beyond'] else ''}"
+                    table.row(rows, context, way, parts["step_ms"], *times, parts["rest_ms"], parts["host_gap_ms"])
                     measured.append(parts)
-    if any(parts.beyond for parts in measured):
+    if any(parts["beyond"] for parts in measured):
         report.line("* beyond the model's context: only times mean anything")
     if options.context:
         report.line(
             "contexts are the prompts' texts one after the other, over and over, each row from another token on"
         )
-    checks = [parts.checks for parts in measured if parts.checks is not None]
+    checks = [parts["checks"] for parts in measured if parts["checks"] is not None]
     if checks:
         waits = sorted({check["waited"] for check in checks if check["waited"] is not None})
         allocations, steps = (sum(check[name] for check in checks) for name in ("allocations", "steps"))
@@ -157,10 +157,10 @@ def _rivals(report: Report, work: Workload, options: BenchOptions) -> None:
     with report.section("rivals"):
         for rival in measure_rivals(work, options.against, options.assistant_model):
             report.add("rivals", rival)
-            same = None if rival.same_texts is None else f"{rival.same_texts} of {rival.prompts}"
-            table.row(rival.name, rival.tokens_per_second, rival.speedup, same, rival.first_request_s)
-            report.line(f"  {rival.what}" + (f"; failed: {rival.error}" if rival.error else ""))
-            report.progress(f"rival {rival.name} done")
+            same = None if rival["same_texts"] is None else f"{rival['same_texts']} of {rival['prompts']}"
+            table.row(rival["name"], rival["tokens_per_second"], rival["speedup"], same, rival["first_request_s"])
+            report.line(f"  {rival['what']}" + (f"; failed: {rival['error']}" if rival["error"] else ""))
+            report.progress(f"rival {rival['name']} done")
 
 
 def _over(ms: float | None, floor: float | None) -> float | None:

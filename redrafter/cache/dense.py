@@ -228,8 +228,6 @@ class DenseCache(Cache):
         contiguous: Whether attention is given contiguous copies, as by transformers' own cache.
         pools: The tensors of all layers, one pool for all keys or values of one shape.
         has_drafter_layer: Whether the last layer is what a drafter stores.
-        adapters: Slot of the adapter that each row's keys and values are computed with, 0 for none, `[B]` int64; None
-            where no row has one.
         states: The recurrent states of the rows; None for a model without.
     """
 
@@ -253,7 +251,6 @@ class DenseCache(Cache):
         self.states = StatesOfRows(RowStates(kept, rows)) if kept else None
         self.rows, self.window, self.committed, self._capacity = rows, 0, 0, 0
         self.has_drafter_layer = shapes[-1].of_drafter
-        self.adapters: Tensor | None = None
         self._shapes, self._all_rows = shapes, rows
 
     def _layer(self, shape: LayerShape, stores: Mapping[tuple[int, str], tuple[_Pool, int]], index: int) -> _Layer:
@@ -344,7 +341,6 @@ class DenseCache(Cache):
             slots: Leading slots of each row that are copied.
         """
         part = DenseCache(self._shapes, len(rows), self.contiguous)
-        part.adapters = None if self.adapters is None else self.adapters[rows]
         part.reserve(slots)
         yield part
         for pool, part_pool in zip(self.pools, part.pools, strict=True):

@@ -123,8 +123,6 @@ class PagedCache:
         table: Blocks of each row in order of position, `[B, M]` int32; 0 where a row has fewer.
         window: Slots per row, `M * BLOCK_SIZE`.
         has_drafter_layer: Whether the last layer is what a drafter stores.
-        adapters: Slot of the adapter that each row's keys and values are computed with, 0 for none, `[B]` int64; None
-            where no row has one.
         states: The recurrent states of the rows; None for a model without.
     """
 
@@ -138,7 +136,6 @@ class PagedCache:
         """
         self.pool, self.table, self.has_drafter_layer = pool, table, pool.has_drafter_layer
         self.window = table.shape[1] * BLOCK_SIZE
-        self.adapters: Tensor | None = None
         self.states: StatesOfRows | None = None
         if pool.states is not None:
             rows = torch.zeros(len(table), dtype=torch.long, device=table.device) if rows is None else rows
@@ -190,9 +187,7 @@ class PagedCache:
     @contextmanager
     def subset(self, rows: Tensor, slots: int) -> Iterator["PagedCache"]:
         """Yield the cache of rows `rows` `[B']` int64 alone, to be written from their first slot on."""
-        part = PagedCache(self.pool, self.table[rows], None if self.states is None else self.states.rows[rows])
-        part.adapters = None if self.adapters is None else self.adapters[rows]
-        yield part
+        yield PagedCache(self.pool, self.table[rows], None if self.states is None else self.states.rows[rows])
 
     def plan_prefill(self, forward: Sequence[Piece]) -> PagedPrompt:
         """Return the slots that a forward over pieces of prompts stores its tokens in, and those it attends to."""

@@ -12,8 +12,6 @@ from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.measure.run import Repeats, Run
 
-__all__ = ["History", "run"]
-
 COMMANDS = ("/exit", "/reset", "/stats")
 
 
@@ -52,16 +50,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 class History:
-    """The turns of a chat, of which the oldest are forgotten when the context is full.
+    """The turns of a chat, each a question and its answer, of which the oldest are forgotten when the context is full.
 
-    Args:
-        encoder: Encodes the chat as token ids.
-        system: The system message; None for none.
-        context: Most tokens that the target can read; None for no limit.
-        answer_tokens: Tokens to keep free for the answer.
-
-    Attributes:
-        turns: Question and answer of each turn.
+    The context is the most tokens that the target can read, None for no limit; `answer_tokens` are kept free in it.
     """
 
     def __init__(self, encoder: ChatEncoder, system: str | None, context: int | None, answer_tokens: int):
@@ -87,7 +78,6 @@ class History:
 
 
 def _totals(runs: list[Run]) -> str:
-    """Return tokens, time and statistics of all answers of a chat."""
     if not runs:
         return "no answers yet"
     answers = Repeats([runs])

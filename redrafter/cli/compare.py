@@ -1,27 +1,108 @@
 """`redrafter compare`: measure drafting methods on the same prompts, and compare their outputs token by token."""
 
 import argparse
+import statistics
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from redrafter.app.engines import DRAFT_MODEL, PLAIN
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from redrafter.app.engines import (
+    DRAFT_MODEL,
+    DRAFTER,
+    DRAFTING_METHODS,
+    PLAIN,
+    PROMPT_LOOKUP,
+    check_method_options,
+    draft_shape,
+    drafting_model_name,
+    load_engine,
+)
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair, check_options
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.bench.options import CompareOptions
+from redrafter.checkpoints.merged import holds_drafter
 from redrafter.checkpoints.tokenizers import load_tokenizer
-from redrafter.cli.compared_methods import ASSISTED, AssistedMethod, Method, load_pairs, measure_result
+from redrafter.engine.call import GenerateStats
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
-from redrafter.measure.differences import describe_differences
+from redrafter.measure.differences import Difference, describe_differences, find_differences
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report, conditions, describe_pair
+from redrafter.measure.run import Prompts, Repeats, Run, Stopwatch, describe_stats, run_in_turn
+from redrafter.scheduler.sequence import Stats
 
-__all__ = ["decode_batches", "run", "select_prompts"]
-
+ASSISTED = "HF assisted"
 WARM_UP_TOKENS = 8  # new tokens of a warm-up run on a CPU; on a GPU a warm-up run is whole, to capture all graphs
 COLUMNS = (("", 14), ("tokens/s", 9), ("x plain", 8), ("tokens/step", 12), ("drafts kept", 12), ("same outputs", 24))
+
+
+@dataclass
+class Method(Repeats):
+    """A method of decoding and its runs."""
+
+    pair: Pair = field(kw_only=True)  # the target with the engine of this method
+    generation: GenerationOptions = field(kw_only=True)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the method promises the tokens of plain decoding."""
+        return not (self.pair.engine.rejection_sampling and self.generation.sampling)
+
+    def run(self, batch: Prompts, generation: GenerationOptions) -> Run:
+        """Decode a batch of prompts, given as token ids, and time it."""
+        self.pair.engine.forget_prefixes()
+        return self.pair.run(batch, generation, streamer=None)
+
+    def run_after(self, batch: Prompts, first: int) -> Run:
+        """Decode a batch with `first` prompts before it: prompt i has the seed `seed + i`, whatever the batch size."""
+        seed = self.generation.seed
+        return self.run(batch, replace(self.generation, seed=None if seed is None else seed + first))
+
+
+@dataclass
+class AssistedMethod(Method):
+    """Assisted generation of transformers with the pair's draft model and transformers' own settings.
+
+    A step is a forward pass of the target; the first one reads the prompt too.
+    """
+
+    draft_tokenizer: PreTrainedTokenizerBase | None = None  # of the draft model, where it is not the target's
+
+    @property
+    def exact(self) -> bool:
+        """Whether the tokens are those of plain decoding: not when sampling, since transformers draws other noise."""
+        return not self.generation.sampling
+
+    def run(self, batch: Prompts, generation: GenerationOptions) -> Run:
+        """Decode prompts, given as token ids, one after the other, and time that."""
+        model, draft = self.pair.engine.model, self.pair.engine.draft_model
+        assert draft is not None
+        arguments = self.pair.arguments(generation)
+        seed = arguments.pop("seed") or 0
+        del arguments["speculate"]
+        if self.draft_tokenizer is not None:
+            arguments |= {"tokenizer": self.pair.tokenizer, "assistant_tokenizer": self.draft_tokenizer}
+        texts, stats = [], []
+        with Stopwatch(model.device) as watch:
+            for row, prompt in enumerate(batch):
+                ids = torch.tensor([prompt], device=model.device)  # [1, P]
+                torch.manual_seed(seed + row)
+                forwards = Counter[str]()
+                hook = model.register_forward_hook(lambda *_, forwards=forwards: forwards.update(["target"]))
+                mask = torch.ones_like(ids)
+                try:
+                    out = model.generate(ids, attention_mask=mask, assistant_model=draft.model, **arguments)
+                finally:
+                    hook.remove()
+                texts.append(out[0, len(prompt) :].tolist())
+                stats.append(Stats(steps=forwards["target"], emitted=len(texts[-1])))
+        return Run(texts, GenerateStats.of(stats, None), watch.seconds)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         check_writable(output, "--output")
         if options.prompts is not None and output.resolve() == Path(options.prompts).resolve():
             raise ArgumentError("--output would overwrite the prompts: give another name")
-    pairs = load_pairs(*check_options(load, draft))
+    pairs = _load_pairs(*check_options(load, draft))
     prompts, left_out = select_prompts(
         encode(rows, pairs[0].tokenizer, **options.cut), options, pairs[0].engine.target.context
     )
@@ -62,20 +143,39 @@ def run(args: argparse.Namespace) -> int:
         "options": asdict(load) | asdict(draft) | asdict(generation) | asdict(options),
     }
     report = Report(facts, path=output, flag="--output")
-    for line in describe_pair(facts):
-        report.line(line)
     report.line(
+        *describe_pair(facts),
         f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, {left_out} longer ones left out; "
         f"{options.batch_size} at once, up to {generation.max_new_tokens} new tokens each, "
-        f"temperature {generation.temperature:g}"
+        f"temperature {generation.temperature:g}",
     )
-    decode_batches(methods, batches, options, report)
+    ran = run_in_turn([method.run_after for method in methods], batches, options.repeats, report.progress)
+    for method, runs in zip(methods, ran, strict=True):
+        method.repeats = runs.repeats
     decode = pairs[0].tokenizer.decode
     report.document["texts"] = [
         {"prompt": decode(prompt), "plain": decode(text)} for prompt, text in zip(prompts, plain.texts(), strict=True)
     ]
     same = _report_results(methods, prompts, options, report)
     return report.finish() or int(not same)
+
+
+def _load_pairs(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]:
+    """Load one pair for each drafting method that can be used, all on one target: prompt lookup needs nothing."""
+    has_drafter = load.drafter is not None or holds_drafter(name)
+    usable = {DRAFTER: has_drafter, DRAFT_MODEL: draft.draft_model is not None, PROMPT_LOOKUP: True}
+    methods = [method for method in DRAFTING_METHODS if usable[method]]
+    check_method_options(load, draft, set(methods))
+    tokenizer = load_tokenizer(name, trust_remote_code=load.trust_remote_code)
+    pairs: list[Pair] = []
+    for method in methods:
+        engine = load_engine(method, pairs[0].engine.target if pairs else name, load, draft)
+        pairs.append(Pair(name, method, drafting_model_name(method, name, load, draft), tokenizer, engine))
+    engines = [pair.engine for pair in pairs]
+    lender = next((engine for engine in engines if engine.draft_model is not None), engines[0])
+    for engine in engines:
+        lender.lend_to(engine)
+    return pairs
 
 
 def _assisted_method(pairs: Sequence[Pair], generation: GenerationOptions, trust_remote_code: bool) -> AssistedMethod:
@@ -107,7 +207,7 @@ def select_prompts(
     return short_enough[: options.num_prompts], len(prompts) - len(short_enough)
 
 
-def _warm_up(methods: Sequence[Method], batches: Sequence[list[list[int]]]) -> None:
+def _warm_up(methods: Sequence[Method], batches: Sequence[Prompts]) -> None:
     """Decode one batch of each size with each method, so that no timed run is the first of its kind."""
     for method in methods:
         new_tokens = min(WARM_UP_TOKENS, method.generation.max_new_tokens)
@@ -117,28 +217,7 @@ def _warm_up(methods: Sequence[Method], batches: Sequence[list[list[int]]]) -> N
             method.run(batch, generation)
 
 
-def decode_batches(
-    methods: Sequence[Method], batches: Sequence[list[list[int]]], options: CompareOptions, report: Report
-) -> None:
-    """Decode all batches with all methods `options.repeats` times, and append the runs to each method's `repeats`.
-
-    Each batch is decoded with every method before the next batch, so that other load of the machine slows all alike.
-    """
-    for repeat in range(options.repeats):
-        for method in methods:
-            method.repeats.append([])
-        for index, batch in enumerate(batches):
-            report.progress(f"repeat {repeat + 1} of {options.repeats}, batch {index + 1} of {len(batches)}")
-            for method in methods:
-                generation, first = method.generation, index * options.batch_size
-                # Prompt i has the seed `generation.seed + i`, whatever the batch size.
-                seed = None if generation.seed is None else generation.seed + first
-                method.repeats[-1].append(method.run(batch, replace(generation, seed=seed)))
-
-
-def _report_results(
-    methods: Sequence[Method], prompts: Sequence[Sequence[int]], options: CompareOptions, report: Report
-) -> bool:
+def _report_results(methods: Sequence[Method], prompts: Prompts, options: CompareOptions, report: Report) -> bool:
     """Report the result of each method.
 
     Returns:
@@ -146,7 +225,7 @@ def _report_results(
     """
     plain, table, same = methods[0], report.table("", COLUMNS), True
     for method in methods:
-        result = measure_result(method, plain, prompts, compare=not options.disable_output_comparison)
+        result = _result(method, plain, prompts, compare=not options.disable_output_comparison)
         if not isinstance(method, AssistedMethod):  # a difference of transformers' own method is no failure of ours
             same = same and result["first_difference"] is None
         report.add("ways", result)
@@ -155,6 +234,41 @@ def _report_results(
         found = None if result["same"] is None else f"{result['same']} of {len(prompts)}{ties}"
         speeds = (result[name] for name in ("tokens_per_second", "speedup", "tokens_per_step"))
         table.row(result["way"], *speeds, kept, found)
-        for line in describe_differences(result["differences"], result["way"]):
-            report.line(line)
+        report.line(*describe_differences(result["differences"], result["way"]))
     return same
+
+
+def _result(method: Method, plain: Method, prompts: Prompts, *, compare: bool) -> dict[str, Any]:
+    """Summarise the runs of a method, and `compare` its outputs with those of plain decoding if it promises these.
+
+    Returns:
+        An entry of `ways` in the JSON document: the method (`way`), the `name` of its drafter or draft model and the
+        `shape` that it drafts, where it has such; `tokens`; `seconds`, `tokens_per_second` and `speedup` over plain
+        decoding, each the median over repeats; how speculation went in the first repeat; how many outputs are the
+        `same` and how many differ at `near_ties`, None where they are not compared; prompt and token of the
+        `first_difference` that is no near-tie; and the worst of the `differences` of each output that differs.
+    """
+    rows = max(len(run.tokens) for run in method.repeats[0])
+    same = near_ties = None
+    differences: list[Difference] = []
+    if method is not plain and method.exact and compare:
+        outputs = [method.texts(repeat) for repeat in range(len(method.repeats))]
+        arguments, decode = plain.pair.arguments(plain.generation), plain.pair.tokenizer.decode
+        differences = find_differences(plain.pair.engine, arguments, prompts, plain.texts(), outputs, decode)
+        same, near_ties = len(prompts) - len(differences), sum(difference.near_tie for difference in differences)
+    pair = method.pair
+    true_differences = ((each.prompt, each.token) for each in differences if not each.near_tie)
+    return {
+        "way": pair.method,
+        "name": pair.drafting_model,
+        "shape": draft_shape(pair.engine.proposer_for(rows)) if pair.method in DRAFTING_METHODS else None,
+        "tokens": sum(map(len, method.texts())),
+        "seconds": statistics.median(method.seconds),
+        "tokens_per_second": statistics.median(method.tokens_per_second),
+        "speedup": method.speedup(plain),
+        **describe_stats(method.stats),
+        "same": same,
+        "near_ties": near_ties,
+        "first_difference": next(true_differences, None),
+        "differences": differences,
+    }

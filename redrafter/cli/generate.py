@@ -23,8 +23,6 @@ from redrafter.measure.run import Run, describe_stats
 from redrafter.parallel.launched import launched_processes
 from redrafter.parallel.ranks import Ranks, join_ranks
 
-__all__ = ["encode_with_images", "run"]
-
 WARM_UP_TOKENS = 8  # new tokens of the warm-up runs before a comparison
 MAX_HEADING_CHARS = 60  # of a prompt in the line above its text
 
@@ -201,16 +199,9 @@ def _heading(row: int, rows: int, prompt: str) -> str:
 def encode_with_images(
     pair: Pair, prompt: str, files: Sequence[str], trust_remote_code: bool
 ) -> tuple[list[int], dict[str, Any]]:
-    """Encode a turn of a chat that shows images and then says something.
+    """Return the token ids of a turn of a chat that shows the images of files and then says the prompt.
 
-    Args:
-        pair: The loaded model.
-        prompt: What is said.
-        files: Paths of the images.
-        trust_remote_code: Whether code in the checkpoint may run.
-
-    Returns:
-        Token ids, and what `Engine.generate` takes of the images beside them.
+    Beside them comes what `Engine.generate` takes of the images.
 
     Raises:
         ArgumentError: A file is no image, or the model's processor cannot read one.
@@ -236,7 +227,6 @@ def encode_with_images(
 
 
 def _open(file: str) -> Any:
-    """Return the image in a file."""
     from PIL import Image, ImageOps
 
     try:

@@ -8,34 +8,21 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.engine.detokenizer import Detokenizer
 
-__all__ = ["Printer", "use_color"]
-
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 
 def use_color(choice: str, out: TextIO) -> bool:
-    """Return whether to print in colour.
-
-    Args:
-        choice: `always`, `never`, or `auto` for a terminal with colours, unless NO_COLOR (no-color.org) is set.
-        out: Where the text is printed.
-    """
+    """Return whether to print in colour; `auto` does on a terminal, unless NO_COLOR (no-color.org) is set."""
     if choice != "auto":
         return choice == "always"
     return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 class Printer:
-    """A `StepStreamer` that prints the rows of a batch one below the other.
+    """A `StepStreamer` that prints the rows of a batch one below the other, each under its heading if it has one.
 
     The first row that has not ended is printed while it is generated; later rows wait until it has. If an accepted
     draft and a token of the target share a character, it has the colour of the token that completes it.
-
-    Args:
-        tokenizer: Decodes the tokens.
-        headings: A line to print before each row's text; None for no line.
-        out: Where to print.
-        color: Whether to print accepted drafts in green.
 
     Attributes:
         texts: The text of each row so far, without colours.
@@ -54,12 +41,8 @@ class Printer:
     def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
         """Add the tokens of a step to a row's text, and print all text that need not wait for a row above it to end.
 
-        Args:
-            row: Index of the row.
-            tokens: The ids that the step added to the row.
-            accepted: How many of them, from the first on, were accepted drafts, which may be printed in colour. The
-                others are the target's own.
-            ended: Whether the row's text ends with these tokens, so that the next row is printed below it.
+        The first `accepted` of the tokens were accepted drafts, which may be printed in colour; the others are the
+        target's own.
         """
         self._add(row, self._detokenizers[row].push(tokens[:accepted]), drafted=True)
         self._add(row, self._detokenizers[row].push(tokens[accepted:]), drafted=False)

@@ -6,12 +6,13 @@ Options of that script which are not needed here are in `redrafter.app.foreign_f
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from redrafter.app.flags import add_options, dtype_word, flag, option, read_options, yes_or_no
+from redrafter.app.flags import add_options, dtype_word, flag, read_options, yes_or_no
 from redrafter.app.parser import Parser
 from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter_config import RECURRENCES
 from redrafter.errors import ArgumentError
+from redrafter.options import option
 
 __all__ = ["ConvertConfig", "build_parser", "parse"]
 

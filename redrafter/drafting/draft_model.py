@@ -14,7 +14,9 @@ from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.sampling.noise import DRAFT
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.sampler import Sampler
+from redrafter.target.forward_batch import ForwardBatch
 from redrafter.target.target import Target
+from redrafter.tree.accept import Path
 from redrafter.tree.beam_search import beam_search
 from redrafter.tree.token_tree import Tree, chain, tree_of
 
@@ -144,17 +146,18 @@ class DraftModelProposer:
         most = int(counts.max()) if counts.device.type == "cpu" else self.vocabulary.max_pieces
         pieces = self.vocabulary.pieces[pair[:, 1], :most]
         read = torch.cat([self.vocabulary.last_piece(pair[:, :1]), pieces], dim=1)  # [B, 1 + m]
-        logits, _ = self.model.verify(chain(read), (length - counts).clamp(min=0), cache, counts)
-        return self.vocabulary.restrict(logits)
+        batch = ForwardBatch(chain(read), (length - counts).clamp(min=0), cache, logits_index=counts)
+        return self.vocabulary.restrict(self.model.verify(batch).logits)
 
     def _new_logits(self, tree: Tree, length: Tensor, cache: KVCache, logits_index: Tensor | None = None) -> Tensor:
         """Return the logits at the tree's new nodes over the target's ids, `[B, M, V]`."""
         if self.vocabulary is not None:
             # Drafts are shared tokens; the root is in the cache already.
             tree = replace(tree, tokens=self.vocabulary.draft_ids[tree.tokens])
-            return self.vocabulary.restrict(self.model.verify(tree, length, cache, logits_index)[0])
+            batch = ForwardBatch(tree, length, cache, logits_index)
+            return self.vocabulary.restrict(self.model.verify(batch).logits)
         tree = replace(tree, tokens=self.model.clamp_to_vocab(tree.tokens))
-        logits, _ = self.model.verify(tree, length, cache, logits_index)
+        logits = self.model.verify(ForwardBatch(tree, length, cache, logits_index)).logits
         if logits.shape[-1] < self.vocab_size:
             return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=torch.finfo(logits.dtype).min)
         return logits[..., : self.vocab_size]
@@ -187,3 +190,16 @@ class _Lattice:
         depth = torch.cat([tree.depth, torch.full_like(tokens, self._levels)], dim=1)
         self._last_level_start = tree.tokens.shape[1]
         self.tree = tree_of(whole, parents, depth, max_depth=self._levels, width=width).last_level(width)
+
+
+def commit_drafts(state: State, tree: Tree, path: Path, cache: KVCache) -> None:
+    """Commit the accepted nodes in a draft model's cache, as a step does in the target's.
+
+    Its recurrent states stay a token behind, since each of its steps reads the last committed token again.
+    """
+    if tree.slots is not None:
+        path = replace(path, nodes=tree.slots.gather(1, path.nodes))
+    if tree.branches:
+        cache.commit(state.length if tree.draft_length is None else tree.draft_length, path.nodes)
+    if cache.states is not None:
+        cache.commit_states(state.length - 1, path.behind_reread(), state.active)

@@ -27,6 +27,7 @@ class State:
         active: Rows that a step advances, `[B]` bool; the others stay as they are.
         position_shift: What is added to the places of each row's tokens in its text to get their positions in the
             target, `[B]` int64: images count as other numbers of positions than tokens. None for nothing.
+        adapters: Slot of each row's adapter, 0 for none, `[B]` int64; None where no row has one.
     """
 
     tokens: Tensor
@@ -34,16 +35,16 @@ class State:
     hidden: Tensor
     active: Tensor
     position_shift: Tensor | None = None
+    adapters: Tensor | None = None
 
     @property
     def pending(self) -> Tensor:
         """The pending token of each row, `[B, 1]` int64."""
         return self.tokens.gather(1, self.length[:, None])
 
-    def at(self, rows: Tensor) -> "State":
-        """Return the state of rows `rows` `[B']` int64 alone."""
-        shift = None if self.position_shift is None else self.position_shift[rows]
-        return State(self.tokens[rows], self.length[rows], self.hidden[rows], self.active[rows], shift)
+    def at(self, rows: Tensor | slice) -> "State":
+        """Return the state of rows `rows`, `[B']` int64 or a slice, alone."""
+        return State(*(None if x is None else x[rows] for x in vars(self).values()))  # type: ignore[arg-type]
 
     def with_active(self, active: Tensor) -> "State":
         """Return the same state with the rows marked in `active` `[B]` bool active."""

@@ -13,16 +13,16 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.grammar.grammar import Grammar
-from redrafter.sampling.grammar_masks import GrammarProcessor
-from redrafter.sampling.hf_processors import TemperaturePerRow, TokenPenalties
+from redrafter.sampling.hf_processors import TemperaturePerRow
+from redrafter.sampling.params import NUMBERS
 
 # Arguments of `model.generate` that are not in its GenerationConfig and are honoured here.
 _CALL_ARGUMENTS = frozenset(
     {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer", "grammar"}
 )
 
-# OpenAI's names of what transformers has other ones for, or none.
-OPENAI_ARGUMENTS = ("frequency_penalty", "presence_penalty", "logit_bias")
+# Parameters of rows that transformers has no names for, or other ones.
+_OWN = [name for name in NUMBERS if name not in GenerationConfig().to_dict()]
 
 # Decoding modes and outputs that are refused: argument, and the values that leave it off.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -74,7 +74,7 @@ def check_bound(engine: type, given: object, kind: Any) -> None:
 
 def known_arguments() -> set[str]:
     """Return the names that `generate` has a meaning for."""
-    return set(GenerationConfig().to_dict()) | _CALL_ARGUMENTS | set(OPENAI_ARGUMENTS)
+    return set(GenerationConfig().to_dict()) | _CALL_ARGUMENTS | {*_OWN, "logit_bias"}
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -161,42 +161,30 @@ def prompt_of(input_ids: Any, inputs: Any) -> Any:
     return inputs if input_ids is None else input_ids
 
 
-def with_openai_arguments(arguments: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """Return the arguments with OpenAI's ones in transformers' terms; `width` is the padded prompt's."""
-    others = {name: value for name, value in arguments.items() if name not in OPENAI_ARGUMENTS}
-    frequency, presence = (arguments.get(name) or 0.0 for name in OPENAI_ARGUMENTS[:2])
-    for name, value in (("frequency_penalty", frequency), ("presence_penalty", presence)):
+def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments in transformers' terms, and those parameters of rows for which it has none."""
+    others = {name: value for name, value in arguments.items() if name not in (*_OWN, "logit_bias", "grammar")}
+    own = {name: value for name in _OWN if (value := arguments.get(name)) is not None}
+    for name, value in own.items():
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise ArgumentError(f"{name} must be a finite number, got {value!r}")
-    if frequency or presence:
-        given = others.get("logits_processor") or []
-        others["logits_processor"] = LogitsProcessorList([*given, TokenPenalties(frequency, presence, width)])
     if bias := arguments.get("logit_bias"):
         if not isinstance(bias, Mapping) or not all(isinstance(token, int) for token in bias):
             raise ArgumentError(f"logit_bias is a dict from token ids to numbers, got {bias!r}")
         others["sequence_bias"] = {(token,): float(value) for token, value in bias.items()} | dict(
             others.get("sequence_bias") or {}
         )
-    return others
-
-
-def with_grammar(arguments: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """Return the arguments with `grammar` as the last logits processor; `width` is the padded prompt's."""
-    rest = {name: value for name, value in arguments.items() if name != "grammar"}
-    given, tokenizer = arguments.get("grammar"), arguments.get("tokenizer")
-    if given is None:
-        return rest
 
     def read(grammar: Any) -> Grammar | None:
         if grammar is None or isinstance(grammar, Grammar):
             return grammar
-        if tokenizer is None:
+        if arguments.get("tokenizer") is None:
             raise ArgumentError("grammar needs the tokenizer: pass tokenizer=tokenizer to generate(), or a Grammar")
-        return Grammar.of(grammar, tokenizer)
+        return Grammar.of(grammar, arguments["tokenizer"])
 
-    grammars = [read(grammar) for grammar in given] if isinstance(given, list | tuple) else read(given)
-    processors = rest.get("logits_processor") or []
-    return rest | {"logits_processor": LogitsProcessorList([*processors, GrammarProcessor(grammars, width)])}
+    if (given := arguments.get("grammar")) is not None:
+        own["grammar"] = [read(each) for each in given] if isinstance(given, list | tuple) else read(given)
+    return others, own
 
 
 def with_row_temperatures(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from redrafter.engine.request import Request
 from redrafter.engine.streaming import StepStreamer
-from redrafter.errors import NotFiniteError
+from redrafter.errors import ArgumentError, NotFiniteError
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, Stats, TokenSequence
+from redrafter.scheduler.sequence import SequenceDelta, Stats, TokenSequence
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Row:
         self.sequence = TokenSequence(
             request.prompts[index, : request.lengths[index]].tolist(),
             request.limits[index] - request.lengths[index],
-            SamplingParams(stop_token_ids=request.eos),
+            request.params[index],
             self._record,
             self._find_stop if self._criteria else None,
             adapter=request.adapters[index],
@@ -121,8 +121,8 @@ class Row:
         return end
 
     def _record(self, sequence: TokenSequence, delta: SequenceDelta) -> None:
-        if isinstance(delta.error, NotFiniteError):
-            delta = replace(delta, error=NotFiniteError(f"row {self._index}: {delta.error}"))
+        if isinstance(delta.error, ArgumentError | NotFiniteError):  # of its grammar, or of its logits
+            delta = replace(delta, error=type(delta.error)(f"row {self._index}: {delta.error}"))
         self._outcome.note(delta)
         if delta.error is not None:
             return

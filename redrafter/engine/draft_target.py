@@ -15,7 +15,7 @@ from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
-from redrafter.engine.options import EngineOptions
+from redrafter.engine.options import EngineOptions, takes_engine_options
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.target.supported import base_of
 from redrafter.target.target import Target
@@ -118,6 +118,7 @@ class DraftTarget(Engine):
         return self.acceptance == "rejection"
 
     @classmethod
+    @takes_engine_options
     def from_pretrained(
         cls,
         model: str | Path | PreTrainedModel | Target,
@@ -138,18 +139,8 @@ class DraftTarget(Engine):
         quantization: str | None = None,
         draft_quantization: str | None = None,
         draft_model_kwargs: Mapping[str, Any] | None = None,
-        kv_cache_free_gpu_memory_fraction: float = EngineOptions.kv_cache_free_gpu_memory_fraction,
-        max_input_len: int | None = EngineOptions.max_input_len,
-        max_seq_len: int | None = EngineOptions.max_seq_len,
-        max_batch_size: int = EngineOptions.max_batch_size,
-        compile: bool = EngineOptions.compile,
-        batch_invariant: bool = EngineOptions.batch_invariant,
         adapters: Mapping[str, str | Path] | None = None,
-        max_loras: int = EngineOptions.max_loras,
-        max_lora_rank: int = EngineOptions.max_lora_rank,
-        kv_host_cache_gib: float = EngineOptions.kv_host_cache_gib,
-        kv_cache_dtype: str = EngineOptions.kv_cache_dtype,
-        **model_kwargs: Any,
+        **keywords: Any,
     ) -> "DraftTarget":
         """Load a target and its draft model; both may be a hub id, a directory, or a model that is loaded or bound.
 
@@ -177,18 +168,8 @@ class DraftTarget(Engine):
             quantization: As in `ReDrafter.from_pretrained`.
             draft_quantization: The same for the draft model.
             draft_model_kwargs: For `AutoModelForCausalLM`, for the draft model.
-            kv_cache_free_gpu_memory_fraction: See `EngineOptions`.
-            max_input_len: See `EngineOptions`.
-            max_seq_len: See `EngineOptions`.
-            max_batch_size: See `EngineOptions`.
-            compile: See `EngineOptions`.
-            batch_invariant: See `EngineOptions`.
             adapters: LoRA adapters to load: names, and the directories that PEFT's `save_pretrained` wrote.
-            max_loras: See `EngineOptions`.
-            max_lora_rank: See `EngineOptions`.
-            kv_host_cache_gib: See `EngineOptions`.
-            kv_cache_dtype: See `EngineOptions`.
-            model_kwargs: For `AutoModelForCausalLM`, for the target.
+            keywords: Fields of `EngineOptions`; all others are for `AutoModelForCausalLM`, for the target.
 
         Raises:
             CheckpointError: When a model cannot be loaded.
@@ -196,18 +177,7 @@ class DraftTarget(Engine):
             UnsupportedError: When a model, or a combination of arguments, cannot be decoded here.
             ArgumentError: For an argument that is unknown or out of range.
         """
-        options = EngineOptions(
-            kv_cache_free_gpu_memory_fraction,
-            max_input_len,
-            max_seq_len,
-            max_batch_size,
-            compile,
-            batch_invariant,
-            max_loras,
-            max_lora_rank,
-            kv_host_cache_gib,
-            kv_cache_dtype,
-        )
+        options, model_kwargs = EngineOptions.split(keywords)
         check_quantization(quantization, model)
         check_quantization(draft_quantization, draft_model, "draft_quantization")
         vocabulary = map_unlike_vocabularies(model, draft_model, tokenizer, draft_tokenizer, trust_remote_code)

@@ -5,7 +5,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,8 +27,7 @@ from redrafter.engine.arguments import (
     check_modes,
     known_arguments,
     prompt_of,
-    with_grammar,
-    with_openai_arguments,
+    split_own,
     with_row_temperatures,
     with_stop_strings,
     without_neutral,
@@ -42,7 +40,6 @@ from redrafter.engine.prompts import check_shapes, separate_inputs
 from redrafter.engine.request import AdapterNames, Request, Seed, read_request, row_adapters
 from redrafter.engine.streaming import ColumnStream, StepStreamer, takes_columns
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
-from redrafter.sampling.grammar_masks import check_grammars
 from redrafter.scheduler.cuda_graphs import MOST_ROWS, CUDAGraphRunner
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.models import Models
@@ -162,12 +159,10 @@ class Engine:
             self._warned = True
             warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
         graphs = None if reason else owner.open_graphs()
-        sampler, rows = request.sampler, min(len(request.lengths), self.options.max_batch_size)
-        if speculate and drafting.rejection_sampling:  # it looks at the whole distribution
-            sampler = replace(sampler, keep_scores=True)
+        rows = min(len(request.lengths), self.options.max_batch_size)
         vocabulary = drafting.draft_vocabulary if speculate else None
         batch = owner.batches.take(
-            self.target, graphs, sampler, rows, draft_model, vocabulary, self.options.max_batch_size
+            self.target, graphs, request.params, rows, draft_model, vocabulary, self.options.max_batch_size
         )
         limits = Limits(
             rows,
@@ -329,8 +324,7 @@ class Engine:
         check_shapes(input_ids, attention_mask)
 
         # 3. Say in transformers' terms what it has no names for, or would not hand on.
-        kwargs = with_grammar(with_openai_arguments(kwargs, input_ids.shape[1]), input_ids.shape[1])
-        kwargs = with_row_temperatures(kwargs)
+        kwargs, own = split_own(with_row_temperatures(kwargs))
         if return_dict_in_generate is not None:
             kwargs["return_dict_in_generate"] = return_dict_in_generate
         kwargs, generation_config = with_stop_strings(kwargs, generation_config, self.model.generation_config)
@@ -345,7 +339,7 @@ class Engine:
             prepared = True
             names = row_adapters(adapter, prompts, len(input_ids))
             settings: dict[str, Any] = {"streamer": streamer, "seed": seed, "speculate": speculate}
-            return self._decode(input_ids, **inputs, **settings, progress=progress, adapters=names)
+            return self._decode(input_ids, **inputs, **settings, progress=progress, adapters=names, own=own)
 
         try:
             return self.model.generate(
@@ -411,6 +405,7 @@ class Engine:
         speculate: bool,
         progress: bool = False,
         temperature: Any = None,
+        own: Mapping[str, Any] | None = None,
         adapters: Sequence[str | None] = (),
         **inputs: Any,
     ) -> Tensor | GenerateOutput:
@@ -435,6 +430,7 @@ class Engine:
                 options=self.options,
                 seed=seed,
                 temperature=temperature,
+                own=own or {},
                 adapters=held,
             )
             stream: Any = streamer
@@ -443,8 +439,4 @@ class Engine:
 
             # 3. Decode.
             with self.scheduler_for(request, speculate) as scheduler:
-                output = decode(scheduler, request, input_ids, stream, progress)
-
-        # 4. Refuse texts that their grammars could not follow to the end.
-        check_grammars(request.sampler.processors)
-        return output
+                return decode(scheduler, request, input_ids, stream, progress)

@@ -1,27 +1,27 @@
 """Running batches that no call uses now, kept with their captured steps for later calls."""
 
 import threading
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from redrafter.drafting.vocabulary_map import VocabularyMap
-from redrafter.sampling.sampler import Sampler
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, bucket
 from redrafter.scheduler.row_caches import DenseRows, PagedRows
-from redrafter.scheduler.row_sampling import CallSampling
 from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.target.target import Target
 
-Key = tuple[object, int, bool, tuple[int, ...]]
+Key = tuple[int, bool, tuple[int, ...]]
 MAX_IDLE_BYTES = 1 << 30  # that idle batches hold together, as `RunningBatch.num_bytes` counts them
 
 
 class IdleBatches:
     """Gives each call a running batch of its own, if possible one that an earlier call has left.
 
-    Calls share batches where they differ in nothing but the numbers of their rows, which are loaded. A batch whose
-    steps run code on the host is made for one call alone, as is a dense cache, which is as large as its texts. Where
-    idle batches hold more than `MAX_IDLE_BYTES`, those that were used least recently are given up with their captured
-    steps.
+    A batch serves calls of any parameters, which are loaded. One whose steps run code on the host is made for one call
+    alone, as is a dense cache, which is as large as its texts. Where idle batches hold more than `MAX_IDLE_BYTES`,
+    those that were used least recently are given up with their captured steps.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class IdleBatches:
         self,
         target: Target,
         graphs: CUDAGraphRunner | None,
-        sampler: Sampler,
+        params: Sequence[SamplingParams],
         rows: int,
         draft_model: Target | None,
         vocabulary: VocabularyMap | None,
@@ -44,33 +44,34 @@ class IdleBatches:
         Args:
             target: The model that verifies.
             graphs: Captured steps and paged cache; None for a dense cache.
-            sampler: How the rows of the call draw.
+            params: How the rows of the call draw.
             rows: Most rows at once.
             draft_model: The model that drafts, or None.
             vocabulary: What that model has for each of the target's tokens; None where its ids are the target's.
             max_batch_size: Most rows at once of later calls.
         """
+
+        def sampling(rows: int) -> SamplingTensors:
+            return SamplingTensors(rows, target.vocab_size, target.device, of_call=True)
+
         if graphs is None:
-            dense = DenseRows(target, draft_model, rows)
-            return RunningBatch(target, CallSampling(sampler, rows), rows, dense)
+            return RunningBatch(target, sampling(rows), rows, DenseRows(target, draft_model, rows))
         versions = graphs.follow_changes(target, draft_model)
         # Settings that are as large as the vocabulary are held for no more rows than needed.
-        capacity = bucket(max(rows, max_batch_size) if all(x.dim() == 1 for x in sampler.tensors()) else rows)
-        key = (sampler.kind, capacity, draft_model is not None, versions)
+        capacity = bucket(rows if any(each.has_tables for each in params) else max(rows, max_batch_size))
+        key, kept = (capacity, draft_model is not None, versions), not any(each.asks_host for each in params)
         with self._lock:
             # What a batch has captured may read weights that are no longer the models'.
             outdated = [x for x in self._idle if any(a != b for a, b in zip(x[0][-1], versions, strict=False))]
             self._idle = [x for x in self._idle if x not in outdated]
-            found = [at for at, (known, _) in enumerate(self._idle) if known == key] if sampler.capturable else []
+            found = [at for at, (known, _) in enumerate(self._idle) if known == key] if kept else []
             batch = self._idle.pop(found[-1])[1] if found else None
         for _, old in outdated:
             old.free()
         if batch is None:
             caches = PagedRows(graphs, draft_model is not None, vocabulary)
-            batch = RunningBatch(target, CallSampling(sampler, capacity), capacity, caches, graphs)
-        assert isinstance(batch.sampling, CallSampling)
-        batch.sampling.begin(sampler)
-        if sampler.capturable:
+            batch = RunningBatch(target, sampling(capacity), capacity, caches, graphs)
+        if kept:
             self._keys[batch] = key
         return batch
 

@@ -1,80 +1,97 @@
-"""Limits of memory and lengths that an engine keeps to."""
+"""Options of an engine, each said once: as an argument of `from_pretrained`, a flag and a key of config files."""
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from redrafter.errors import ArgumentError
+from redrafter.options import option
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Limits that an engine keeps to in every request.
+    """Limits and modes that an engine keeps to in every request. `from_pretrained` takes each of them by name."""
 
-    Attributes:
-        kv_cache_free_gpu_memory_fraction: Share of the GPU memory free at the first request that keys and values may
-            take. No more is taken than 64 rows of the longest text need.
-        max_input_len: Longest prompt in tokens; None for what the model's context allows.
-        max_seq_len: Longest text in tokens, prompt included; None for what the model's context allows.
-        max_batch_size: Most texts that `generate` decodes side by side; more prompts wait for their turn.
-        compile: Whether to compile the model for a GPU, once, in the first request; without it steps are captured all
-            the same, and slower.
-        batch_invariant: Whether a text must not depend on what is computed beside it, bit for bit: on drafts, on other
-            texts, on how prompts are cut. It is slower; on a GPU it needs `compile`.
-        max_loras: Most LoRA adapters that may be loaded at once.
-        max_lora_rank: Most of their ranks. A forward with adapters computes `max_loras * max_lora_rank` more columns in
-            each layer that they change.
-        kv_host_cache_gib: GiB of the host's memory for keys and values that have to leave a paged cache, where later
-            prompts still find them; 0 for none. Taken with the first request, or when a server starts.
-        kv_cache_dtype: Format of stored keys and values: "auto" for that of the activations, "fp8" or "fp8_e4m3", or
-            "fp8_e5m2".
-    """
-
-    kv_cache_free_gpu_memory_fraction: float = 0.9
-    max_input_len: int | None = None
-    max_seq_len: int | None = None
-    max_batch_size: int = 256
-    compile: bool = True
-    batch_invariant: bool = False
-    max_loras: int = 4
-    max_lora_rank: int = 16
-    kv_host_cache_gib: float = 0.0
-    kv_cache_dtype: str = "auto"
+    kv_cache_free_gpu_memory_fraction: float = option(
+        0.9,
+        "share of the GPU memory left by the model, at the first request, that the KV cache may take; it takes no more "
+        "than 64 rows of the longest text need",
+    )
+    max_input_len: int | None = option(None, "most tokens of a prompt (default: the model's context)")
+    max_seq_len: int | None = option(None, "most tokens of a text, prompt included (default: the model's context)")
+    max_batch_size: int = option(
+        256, "most texts that `generate` decodes side by side; more prompts wait for their turn", commands=()
+    )
+    compile: bool = option(
+        True, "compile the model on a GPU, which takes time at the first request and makes steps faster"
+    )
+    batch_invariant: bool = option(
+        False,
+        "write the same text whatever is computed beside it, bit for bit: drafts, other texts, cut prompts; slower, "
+        "and on a GPU only for a compiled model",
+    )
+    max_loras: int = option(4, "LoRA adapters that may be loaded at once", commands=("serve",))
+    max_lora_rank: int = option(
+        16,
+        "most of their ranks; a step with adapters computes as many columns for each, in each layer that they change",
+        commands=("serve",),
+    )
+    kv_host_cache_gib: float = option(
+        0.0,
+        "GiB of the host's memory for keys and values that have to leave the GPU, where prompts still find them; taken "
+        "with the first request, or when a server starts",
+        commands=("serve",),
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "format of stored keys and values: auto is the activations', fp8 (fp8_e4m3) holds twice as many tokens",
+        choices=KV_CACHE_DTYPES,
+    )
 
     def __post_init__(self) -> None:
+        for item in fields(EngineOptions):
+            name, value, default = item.name, getattr(self, item.name), item.default
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if isinstance(default, bool):
+                if not isinstance(value, bool):
+                    raise ArgumentError(f"{name} must be True or False, got {value!r}")
+            elif default is None:
+                if value is not None and not (whole and 2 <= value < 1 << 31):
+                    raise ArgumentError(f"{name} must be an integer of 2 or more, and below 2**31, got {value!r}")
+            elif isinstance(default, int) and not (whole and 1 <= value < 1 << 31):
+                raise ArgumentError(f"{name} must be a positive integer, got {value!r}")
+            if (choices := item.metadata.get("choices")) and value not in choices:
+                raise ArgumentError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         fraction = self.kv_cache_free_gpu_memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+            raise ArgumentError(f"kv_cache_free_gpu_memory_fraction must be above 0 and at most 1, got {fraction!r}")
+        import psutil
+
+        gib, total = self.kv_host_cache_gib, psutil.virtual_memory().total / 2**30
+        if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib <= total:
             raise ArgumentError(
-                "kv_cache_free_gpu_memory_fraction must be above 0 and at most 1, got "
-                f"{self.kv_cache_free_gpu_memory_fraction!r}"
+                f"kv_host_cache_gib (--kv-host-cache-gib) must be from 0 to the machine's memory, {int(total)} GiB, "
+                f"got {gib!r}"
             )
-        for name in ("max_input_len", "max_seq_len"):
-            value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or not 2 <= value < 1 << 31
-            ):
-                raise ArgumentError(f"{name} must be an integer of 2 or more, and below 2**31, got {value!r}")
-        for name in ("max_batch_size", "max_loras", "max_lora_rank"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
-                raise ArgumentError(f"{name} must be a positive integer, got {value!r}")
-        for name in ("compile", "batch_invariant"):
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ArgumentError(
-                f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}"
-            )
-        check_host_cache(self.kv_host_cache_gib)
+
+    @classmethod
+    def split(cls, keywords: Mapping[str, Any]) -> tuple["EngineOptions", dict[str, Any]]:
+        """Return the options among keyword arguments, and the other arguments."""
+        names = {item.name for item in fields(EngineOptions)}
+        options = {name: value for name, value in keywords.items() if name in names}
+        return EngineOptions(**options), {name: value for name, value in keywords.items() if name not in names}
 
 
-def check_host_cache(gib: float) -> None:
-    """Raise `ArgumentError` unless the machine has `gib` GiB of memory."""
-    import psutil
-
-    total = psutil.virtual_memory().total / 2**30
-    if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib <= total:
-        raise ArgumentError(
-            f"kv_host_cache_gib (--kv-host-cache-gib) must be from 0 to the machine's memory, {int(total)} GiB, "
-            f"got {gib!r}"
-        )
+def takes_engine_options(function: Function) -> Function:
+    """Show the fields of `EngineOptions` in the signature of a function that takes them among its keywords."""
+    signature = inspect.signature(function)
+    *first, keywords = signature.parameters.values()
+    ours = inspect.signature(EngineOptions).parameters.values()
+    shown = [*first, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in ours), keywords]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from redrafter.checkpoints.models import bind
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.engine.engine import Engine
-from redrafter.engine.options import EngineOptions
+from redrafter.engine.options import EngineOptions, takes_engine_options
 from redrafter.target.target import Target
 
 
@@ -25,6 +25,7 @@ class PromptLookup(Engine):
     """
 
     @classmethod
+    @takes_engine_options
     def from_pretrained(
         cls,
         model: str | Path | PreTrainedModel | Target,
@@ -36,18 +37,8 @@ class PromptLookup(Engine):
         tp_size: int = 1,
         trust_remote_code: bool = False,
         quantization: str | None = None,
-        kv_cache_free_gpu_memory_fraction: float = EngineOptions.kv_cache_free_gpu_memory_fraction,
-        max_input_len: int | None = EngineOptions.max_input_len,
-        max_seq_len: int | None = EngineOptions.max_seq_len,
-        max_batch_size: int = EngineOptions.max_batch_size,
-        compile: bool = EngineOptions.compile,
-        batch_invariant: bool = EngineOptions.batch_invariant,
         adapters: Mapping[str, str | Path] | None = None,
-        max_loras: int = EngineOptions.max_loras,
-        max_lora_rank: int = EngineOptions.max_lora_rank,
-        kv_host_cache_gib: float = EngineOptions.kv_host_cache_gib,
-        kv_cache_dtype: str = EngineOptions.kv_cache_dtype,
-        **model_kwargs: Any,
+        **keywords: Any,
     ) -> "PromptLookup":
         """Load a target.
 
@@ -60,36 +51,15 @@ class PromptLookup(Engine):
             tp_size: As in `ReDrafter.from_pretrained`.
             trust_remote_code: As in `ReDrafter.from_pretrained`.
             quantization: As in `ReDrafter.from_pretrained`.
-            kv_cache_free_gpu_memory_fraction: See `EngineOptions`.
-            max_input_len: See `EngineOptions`.
-            max_seq_len: See `EngineOptions`.
-            max_batch_size: See `EngineOptions`.
-            compile: See `EngineOptions`.
-            batch_invariant: See `EngineOptions`.
             adapters: LoRA adapters to load: names, and the directories that PEFT's `save_pretrained` wrote.
-            max_loras: See `EngineOptions`.
-            max_lora_rank: See `EngineOptions`.
-            kv_host_cache_gib: See `EngineOptions`.
-            kv_cache_dtype: See `EngineOptions`.
-            model_kwargs: For `AutoModelForCausalLM`.
+            keywords: Fields of `EngineOptions`; all others are for `AutoModelForCausalLM`.
 
         Raises:
             CheckpointError: When the model cannot be loaded.
             UnsupportedError: When the model cannot be decoded here.
             ArgumentError: For an argument that is unknown or out of range.
         """
-        options = EngineOptions(
-            kv_cache_free_gpu_memory_fraction,
-            max_input_len,
-            max_seq_len,
-            max_batch_size,
-            compile,
-            batch_invariant,
-            max_loras,
-            max_lora_rank,
-            kv_host_cache_gib,
-            kv_cache_dtype,
-        )
+        options, model_kwargs = EngineOptions.split(keywords)
         proposer = PromptLookupProposer(ngram, draft_len)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
         engine = cls(

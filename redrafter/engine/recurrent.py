@@ -22,7 +22,7 @@ from redrafter.drafting.eagle import EagleDrafter, EagleProposer
 from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
-from redrafter.engine.options import EngineOptions
+from redrafter.engine.options import EngineOptions, takes_engine_options
 from redrafter.engine.tuning import Tuning, default_shape, find_tuning
 from redrafter.files.checkpoint_kind import check_drafter
 from redrafter.target.drafter_inputs import DrafterLayer
@@ -88,6 +88,7 @@ class ReDrafter(Engine):
                 self._propose(target, tuned)  # a shape that this drafter cannot have is refused here
 
     @classmethod
+    @takes_engine_options
     def from_pretrained(
         cls,
         model: str | Path | PreTrainedModel,
@@ -103,18 +104,8 @@ class ReDrafter(Engine):
         trust_remote_code: bool = False,
         quantization: str | None = None,
         draft_quantization: str | None = None,
-        kv_cache_free_gpu_memory_fraction: float = EngineOptions.kv_cache_free_gpu_memory_fraction,
-        max_input_len: int | None = EngineOptions.max_input_len,
-        max_seq_len: int | None = EngineOptions.max_seq_len,
-        max_batch_size: int = EngineOptions.max_batch_size,
-        compile: bool = EngineOptions.compile,
-        batch_invariant: bool = EngineOptions.batch_invariant,
         adapters: Mapping[str, str | Path] | None = None,
-        max_loras: int = EngineOptions.max_loras,
-        max_lora_rank: int = EngineOptions.max_lora_rank,
-        kv_host_cache_gib: float = EngineOptions.kv_host_cache_gib,
-        kv_cache_dtype: str = EngineOptions.kv_cache_dtype,
-        **model_kwargs: Any,
+        **keywords: Any,
     ) -> "ReDrafter":
         """Load a target and its drafter; both may be a hub id, a directory or a loaded object.
 
@@ -136,18 +127,8 @@ class ReDrafter(Engine):
             quantization: "fp8" to quantise the weights of the target's linear layers to FP8 when it is loaded, its
                 head apart; "fp8_dynamic" to round the inputs of these layers too; None to leave them as they are.
             draft_quantization: The same for the drafter, its head included.
-            kv_cache_free_gpu_memory_fraction: See `EngineOptions`.
-            max_input_len: See `EngineOptions`.
-            max_seq_len: See `EngineOptions`.
-            max_batch_size: See `EngineOptions`.
-            compile: See `EngineOptions`.
-            batch_invariant: See `EngineOptions`.
             adapters: LoRA adapters to load: names, and the directories that PEFT's `save_pretrained` wrote.
-            max_loras: See `EngineOptions`.
-            max_lora_rank: See `EngineOptions`.
-            kv_host_cache_gib: See `EngineOptions`.
-            kv_cache_dtype: See `EngineOptions`.
-            model_kwargs: For `AutoModelForCausalLM`.
+            keywords: Fields of `EngineOptions`; all others are for `AutoModelForCausalLM`.
 
         Raises:
             CheckpointError: When a checkpoint cannot be loaded.
@@ -156,18 +137,7 @@ class ReDrafter(Engine):
             ArgumentError: For an argument that is unknown or out of range.
         """
         asked = TreeShape(num_beams, draft_len_per_beam, node_budget)
-        options = EngineOptions(
-            kv_cache_free_gpu_memory_fraction,
-            max_input_len,
-            max_seq_len,
-            max_batch_size,
-            compile,
-            batch_invariant,
-            max_loras,
-            max_lora_rank,
-            kv_host_cache_gib,
-            kv_cache_dtype,
-        )
+        options, model_kwargs = EngineOptions.split(keywords)
         check_quantization(draft_quantization, drafter, "draft_quantization")
         if isinstance(drafter, str | Path):
             check_drafter(drafter)

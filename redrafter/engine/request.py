@@ -25,10 +25,9 @@ from redrafter.engine.modes import check_processors
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.prompts import check_ids, check_length, read_mask, read_prepared
 from redrafter.errors import ArgumentError
-from redrafter.sampling.grammar_masks import GrammarProcessor
-from redrafter.sampling.hf_processors import TemperaturePerRow, index_of_warpers, read_processors
-from redrafter.sampling.processors import ProcessorOfRows, RowTemperature
-from redrafter.sampling.sampler import Sampler
+from redrafter.grammar.grammar import Grammar
+from redrafter.sampling.hf_processors import TemperaturePerRow, fold_rows, index_of_warpers, read_processors
+from redrafter.sampling.params import SamplingParams
 from redrafter.target.images import ImagePrompt
 from redrafter.target.lora import Adapter
 from redrafter.target.target import Target
@@ -123,15 +122,6 @@ def with_temperature(
     return given
 
 
-def temperature_divisor(processors: Sequence[ProcessorOfRows], rows: int, device: torch.device) -> Tensor:
-    """Return what scores are divided by altogether, `[B]` float32."""
-    divisor = torch.ones(rows, device=device)
-    for processor in processors:
-        if isinstance(processor, RowTemperature):
-            divisor = divisor * processor.temperature
-    return divisor
-
-
 def _check_temperatures(temperature: Any, rows: int) -> None:
     values = torch.as_tensor(temperature, dtype=torch.float64)
     if values.shape != (rows,) or not bool((values > 0).all()):
@@ -181,14 +171,12 @@ class Request:
 
     Attributes:
         prompts: Each row's own tokens first, `[B, P]` int64.
-        length: Prompt length of each row, `[B]` int64.
-        lengths: `length` on the host.
+        lengths: Prompt length of each row.
         limits: The most tokens that each row may come to, prompt included.
         cut_short: Whether a row's limit is the end of the target's context, and the call asked for more.
         eos: Ids that end a row.
         pad_token: Id that fills rows behind their end.
-        sampler: How tokens are drawn.
-        seeds: Seed of each row; None when greedy.
+        params: How the tokens of each row are drawn.
         adapters: LoRA adapter of each row, None for the model alone.
         criteria: Stopping criteria that are asked token by token on the host.
         deadline: `time.time()` after which no step begins.
@@ -200,14 +188,12 @@ class Request:
     """
 
     prompts: Tensor
-    length: Tensor
     lengths: list[int]
     limits: list[int]
     cut_short: list[bool]
     eos: frozenset[int]
     pad_token: int
-    sampler: Sampler
-    seeds: list[int] | None
+    params: list[SamplingParams]
     adapters: Sequence[Adapter | None]
     criteria: list[StoppingCriteria]
     deadline: float
@@ -216,6 +202,11 @@ class Request:
     as_dict: bool
     slow_processors: list[str]
     images: list[ImagePrompt | None]
+
+    @property
+    def seeds(self) -> list[int] | None:
+        """Seed of each row; None when greedy."""
+        return None if self.params[0].greedy else [params.seed for params in self.params]
 
 
 def read_request(
@@ -230,6 +221,7 @@ def read_request(
     options: EngineOptions,
     seed: Seed,
     temperature: Any,
+    own: Mapping[str, Any],
     adapters: Sequence[Adapter | None] = (),
 ) -> Request:
     """Turn what Hugging Face prepared into a `Request`.
@@ -245,6 +237,8 @@ def read_request(
         options: Limits of lengths.
         seed: One int, or one per row; None to draw one from torch's CPU generator.
         temperature: One value per row, in place of the config's; None for the config's.
+        own: Parameters of rows for which transformers has no names: numbers for all rows, and `grammar`, one for all
+            rows or one or None for each.
         adapters: LoRA adapter of each row, None for the model alone; empty for none at all.
 
     Raises:
@@ -266,33 +260,25 @@ def read_request(
         if most is not None:
             limit = limit.clamp(max=most)
     own_first = (torch.arange(width, device=seen.device) + (width - length)[:, None]) % width  # [B, P]
-    seeds = target.ranks.from_first(row_seeds(seed, rows)) if config.do_sample else None
-    processors = LogitsProcessorList(
-        processor.of_request(rows, eos) if isinstance(processor, GrammarProcessor) else processor
-        for processor in processors
-    )
     check_processors(target, processors)
     given = with_temperature(processors, temperature, rows, sampled=config.do_sample)
-    functions, slow = read_processors(given, width=width, prompt=length.to(target.device), vocabulary=target.vocab_size)
+    functions, slow = read_processors(given, width=width, prompt=length.cpu(), vocabulary=target.vocab_size)
+    params = fold_rows(functions, rows, eos, sampled=config.do_sample)
+    drawn: list[dict[str, Any]] = [{"temperature": 0.0}] * rows
+    if config.do_sample:
+        drawn = [{"seed": each} for each in target.ranks.from_first(row_seeds(seed, rows))]
     want_scores = bool(config.return_dict_in_generate and config.output_scores)
     return Request(
         prompts=input_ids.long().gather(1, own_first),
-        length=length,
         lengths=length.tolist(),
         limits=limit.tolist(),
         cut_short=[target.context == most < more for most, more in zip(limit.tolist(), asked.tolist(), strict=True)],
         eos=eos,
         pad_token=_pad_token(config, eos),
-        sampler=Sampler(
-            seeds=None if seeds is None else torch.tensor(seeds, device=target.device),
-            processors=tuple(functions),
-            temperature=temperature_divisor(functions, rows, target.device),
-            prompt=length,
-            limit=limit,
-            ids=torch.arange(target.vocab_size, device=target.device),
-            keep_scores=want_scores,
-        ),
-        seeds=seeds,
+        params=[
+            SamplingParams(**row | draw | dict(own) | {"grammar": grammar}, stop_token_ids=eos)
+            for row, draw, grammar in zip(params, drawn, _grammars(own.get("grammar"), rows), strict=True)
+        ],
         adapters=adapters or [None] * rows,
         criteria=others,
         deadline=deadline,
@@ -302,6 +288,17 @@ def read_request(
         slow_processors=slow,
         images=images,
     )
+
+
+def _grammars(given: Any, rows: int) -> Sequence[Grammar | None]:
+    """Return each row's grammar, whose process is there for a new text."""
+    grammars = given if isinstance(given, list) else [given] * rows
+    if len(grammars) != rows:
+        raise ArgumentError(f"grammar has {len(grammars)} entries for {rows} output rows; give one, or one per row")
+    for grammar in grammars:
+        if grammar is not None:
+            grammar.restore()
+    return grammars
 
 
 def _pad_token(config: GenerationConfig, eos: frozenset[int]) -> int:

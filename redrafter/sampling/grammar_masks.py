@@ -5,17 +5,14 @@ grammar, whatever was drafted, and is what is drawn without drafts.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
 
-from redrafter.errors import ArgumentError
-from redrafter.grammar.grammar import Grammar, GuidedText, TextTree, compute_masks
+from redrafter.grammar.grammar import GuidedText, TextTree, compute_masks
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.processors import HostProcessor
-from redrafter.tree.token_tree import chain
 
 
 class RowGrammars(HostProcessor[GuidedText | None]):
@@ -69,55 +66,3 @@ def _masked(scores: Tensor, packed: Tensor) -> Tensor:
     masked = scores.masked_fill(~allowed, -math.inf)
     empty = (masked == -math.inf).all(-1, keepdim=True) & ~allowed.all(-1, keepdim=True)
     return masked.masked_fill(empty & allowed, 0.0)
-
-
-class GrammarProcessor(LogitsProcessor):
-    """Grammars as a processor for `model.generate`.
-
-    Attributes:
-        grammars: One for all rows, or one per row, None for rows without one.
-        prompt_length: Length of the padded prompt.
-        ends: Ids that end a text.
-    """
-
-    def __init__(
-        self, grammars: Grammar | Sequence[Grammar | None] | None, prompt_length: int, ends: Collection[int] = ()
-    ) -> None:
-        self.grammars, self.prompt_length, self.ends = grammars, prompt_length, ends
-        self._rows: RowGrammars | None = None
-
-    def of_request(self, rows: int, ends: Collection[int]) -> "GrammarProcessor":
-        """Return the processor for `rows` output rows with these end tokens."""
-        given = self._of(rows)
-        if len(given) != rows:
-            raise ArgumentError(f"grammar has {len(given)} entries for {rows} output rows; give one, or one per row")
-        return GrammarProcessor(given, self.prompt_length, ends)
-
-    def begin(self, rows: int) -> RowGrammars:
-        """Begin the texts of `rows` rows, of which nothing is written yet."""
-        given = self._of(rows)
-        for grammar in given:
-            if grammar is not None:
-                grammar.restore()
-        return RowGrammars([None if grammar is None else GuidedText(grammar, self.ends) for grammar in given])
-
-    def _of(self, rows: int) -> Sequence[Grammar | None]:
-        return self.grammars if isinstance(self.grammars, Sequence) else [self.grammars] * rows
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return `scores` `[B, V]` with -inf at what the grammars forbid after the texts `input_ids` `[B, L]`."""
-        rows, length = input_ids.shape
-        committed = torch.full((rows,), length - 1, device=input_ids.device)
-        prompt = torch.full_like(committed, self.prompt_length)
-        root = chain(input_ids[:, -1:])
-        prefixes = Prefixes(input_ids, committed, prompt, torch.full_like(committed, length + 1), root, length)
-        self._rows = self._rows or self.begin(rows)
-        return self._rows(scores[:, None], prefixes)[:, 0]
-
-
-def check_grammars(processors: Iterable[object]) -> None:
-    """Raise `ArgumentError` if a row's grammar could not be followed to its end."""
-    for processor in processors:
-        for row, state in enumerate(processor.of_rows if isinstance(processor, RowGrammars) else ()):
-            if state is not None and state.error is not None:
-                raise ArgumentError(f"row {row}: {state.error}")

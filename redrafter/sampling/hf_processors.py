@@ -6,7 +6,7 @@ same results. What is not known is called once per node, and what cannot be exac
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +15,22 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.sampling.grammar_masks import GrammarProcessor
 from redrafter.sampling.processors import (
+    CUTS,
+    FIRST_EDITS,
     Constant,
     HostProcessor,
+    OwnProcessor,
     Processor,
-    ProcessorOfRows,
     RowBias,
     RowMinimum,
     RowMinP,
-    RowPenalties,
     RowProcessor,
     RowRepetition,
     RowTemperature,
     RowTopK,
     RowTopP,
+    bound_on_k,
 )
 from redrafter.sampling.tree_processors import (
     PerNode,
@@ -45,7 +46,6 @@ from redrafter.sampling.tree_processors import (
 
 # Scores over a smaller temperature may be past any float32. At this one already, the likeliest token is drawn.
 SMALLEST_TEMPERATURE = 1e-30
-SMALLEST_TOP_K = 64  # bounds on k are this or a higher power of two, so that captured steps serve many k
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Call:
 
 def read_processors(
     processors: Iterable[LogitsProcessor], *, width: int, prompt: Tensor, vocabulary: int
-) -> tuple[list[ProcessorOfRows], list[str]]:
+) -> tuple[list[OwnProcessor], list[str]]:
     """Turn Hugging Face's logits processors into processors over a tree, in the same order.
 
     Args:
@@ -88,7 +88,7 @@ def read_processors(
     given: list[Any] = list(processors)
     # With min_new_tokens, generate also sets min_length to the padded width + min_new_tokens: too much for a short row.
     implied = {width + p.min_new_tokens for p in given if _known(p) == "MinNewTokensLengthLogitsProcessor"}
-    built, slow = list[ProcessorOfRows](), list[str]()
+    built, slow = list[OwnProcessor](), list[str]()
     for processor in given:
         _refuse(processor)
         name = _known(processor)
@@ -102,6 +102,68 @@ def read_processors(
             read = Constant((name, _constants(vars(processor), width)), read)
         built.append(read)
     return built, slow
+
+
+def fold_rows(
+    processors: Sequence[OwnProcessor], rows: int, ends: Collection[int], *, sampled: bool
+) -> list[dict[str, Any]]:
+    """Return processors of a call as parameters of each of its rows, by their names in `SamplingParams`.
+
+    A processor becomes numbers of the rows where it is one that every step knows and stands where steps apply it; any
+    other one stays the caller's own. So rows draw as the list says, whatever it holds.
+
+    Args:
+        processors: The processors of all rows, in the order in which they are applied.
+        rows: Number of rows.
+        ends: Ids that end a text.
+        sampled: Whether tokens are sampled; else what sampling alone has by name is the caller's own too.
+    """
+    own = len(FIRST_EDITS)
+    order = (*FIRST_EDITS, None, RowTemperature, *CUTS)  # None: the caller's own
+    place = 0  # the least index in this order that may come next
+    params: list[dict[str, Any]] = [{"extra": (), "extra_last": ()} for _ in range(rows)]
+    for processor in processors:
+        named = _named(processor, ends)
+        stage = order.index(type(processor)) if named and (sampled or type(processor) in FIRST_EDITS) else -1
+        if stage == 0 < place <= own and not params[0]["extra"] and {*named["logit_bias"][0].values()} <= {-math.inf}:
+            # Forbidden tokens stay forbidden whatever comes before or after, so they can join an earlier bias.
+            for row, bias in zip(params, named["logit_bias"], strict=True):
+                row["logit_bias"] = row.get("logit_bias", {}) | bias
+            continue
+        if stage >= place:
+            for name, values in named.items():
+                for row, value in zip(params, values, strict=True):
+                    row[name] = value
+            place = stage + 1
+            continue
+        name, place = ("extra", own) if place <= own else ("extra_last", len(order))
+        for index, row in enumerate(params):
+            row[name] += (_of_row(processor, index),)
+    return params
+
+
+def _named(processor: OwnProcessor, ends: Collection[int]) -> dict[str, list[Any]]:
+    """Return the parameters that say what a processor does, for each row; none where no parameters do."""
+    if isinstance(processor, RowBias):  # the same in all rows
+        tokens = processor.bias[0].nonzero()[:, 0]
+        bias = dict(zip(tokens.tolist(), processor.bias[0, tokens].tolist(), strict=True))
+        return {"logit_bias": [bias] * len(processor.bias)}
+    if isinstance(processor, RowMinimum):
+        vocabulary = processor.ends.shape[1]
+        if processor.ends[0].nonzero()[:, 0].tolist() != sorted(end for end in ends if end < vocabulary):
+            return {}
+        return {"min_new_tokens": processor.tokens.clamp(min=0).tolist()}
+    if not isinstance(processor, RowProcessor) or len(processor.settings) != len(processor.reads):
+        return {}
+    return {name: value.tolist() for name, value in zip(processor.reads, processor.settings, strict=True)}
+
+
+def _of_row(processor: OwnProcessor, row: int) -> OwnProcessor:
+    """Return a processor of all rows for one of them alone."""
+    if isinstance(processor, HostProcessor):
+        return processor.at([row])
+    assert isinstance(processor, RowProcessor)
+    return processor.map(lambda setting: setting[row : row + 1])
 
 
 # Attributes that count tokens from the start of the padded prompt.
@@ -129,25 +191,6 @@ def index_of_warpers(processors: Sequence[object]) -> int:
     while index and (name := _known(processors[index - 1])) in _WARPERS[:later]:
         index, later = index - 1, _WARPERS.index(name)
     return index
-
-
-class TokenPenalties(LogitsProcessor):
-    """OpenAI's `frequency_penalty` and `presence_penalty` as a processor for `model.generate`.
-
-    Attributes:
-        frequency: What a token's score loses for each time that the token was written.
-        presence: What a token's score loses once the token was written.
-        prompt_length: Length of the padded prompt, whose tokens do not count.
-    """
-
-    def __init__(self, frequency: float, presence: float, prompt_length: int):
-        self.frequency, self.presence, self.prompt_length = frequency, presence, prompt_length
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return `scores` `[B, V]` less the penalties for the texts `input_ids` `[B, L]`."""
-        written = input_ids[:, self.prompt_length :]
-        count = torch.zeros_like(scores).scatter_add(1, written, torch.ones_like(written, dtype=scores.dtype))
-        return scores - (self.frequency * count + self.presence * (count > 0))
 
 
 class TemperaturePerRow(LogitsProcessor):
@@ -191,9 +234,8 @@ def _temperature_per_row(processor: Any, call: Call) -> Processor:
 def _top_k(processor: Any, call: Call) -> Processor:
     if processor.filter_value != -math.inf:
         return apply_to_scores(processor)
-    largest = max(SMALLEST_TOP_K, 1 << (processor.top_k - 1).bit_length())
     k = call.per_row(min(processor.top_k, call.vocabulary), torch.long)
-    return RowTopK(k, min(largest, call.vocabulary))
+    return RowTopK(k, bound_on_k([processor.top_k], call.vocabulary))
 
 
 def _top_p(processor: Any, call: Call) -> Processor:
@@ -218,10 +260,6 @@ def _repetition_penalty(processor: Any, call: Call) -> Processor:
     return RowRepetition(penalty, call.prompt + (ignored - call.width) if isinstance(ignored, int) else None)
 
 
-def _token_penalties(processor: Any, call: Call) -> Processor:
-    return RowPenalties(call.per_row(processor.frequency), call.per_row(processor.presence))
-
-
 def _min_new_tokens(processor: Any, call: Call) -> Processor:
     tokens = processor.min_new_tokens + processor.prompt_length_to_skip - call.width
     return RowMinimum(call.per_row(tokens, torch.long), _ends(processor, call))
@@ -237,7 +275,7 @@ def _ends(processor: Any, call: Call) -> Tensor:
     return mask.to(call.prompt.device).expand(len(call.prompt), -1)
 
 
-def _bias(processor: Any, call: Call) -> ProcessorOfRows | Processor:
+def _bias(processor: Any, call: Call) -> OwnProcessor | Processor:
     """Read biases of single tokens as a tensor per row, whose values captured steps take, and others as constants."""
     biases = processor.sequence_bias
     if (largest := max((max(tokens) for tokens in biases), default=0)) >= call.vocabulary:
@@ -251,10 +289,6 @@ def _bias(processor: Any, call: Call) -> ProcessorOfRows | Processor:
     for [token], value in biases.items():
         bias[token] = value
     return RowBias(bias.to(call.prompt.device).expand(len(call.prompt), -1))
-
-
-def _grammars(processor: Any, call: Call) -> Processor:
-    return processor.begin(len(processor.grammars))
 
 
 def _forced_bos(processor: Any, call: Call) -> Processor:
@@ -274,14 +308,12 @@ def _suppress_at_begin(processor: Any, call: Call) -> Processor:
     return forbid(processor.begin_suppress_tokens, lambda prefixes: prefixes.counts - prefixes.prompt[:, None] == begin)
 
 
-def _without_call(build: Callable[[Any], Processor]) -> Callable[[Any, Call], ProcessorOfRows | Processor]:
+def _without_call(build: Callable[[Any], Processor]) -> Callable[[Any, Call], OwnProcessor | Processor]:
     return lambda processor, call: build(processor)
 
 
-_OUR_READERS: dict[type, Callable[[Any, Call], ProcessorOfRows | Processor]] = {
-    TokenPenalties: _token_penalties,
+_OUR_READERS: dict[type, Callable[[Any, Call], OwnProcessor | Processor]] = {
     TemperaturePerRow: _temperature_per_row,
-    GrammarProcessor: _grammars,
 }
 
 _HUGGING_FACE = "transformers.generation.logits_process"
@@ -300,7 +332,7 @@ _WARPERS = (
 )
 
 # By name, since not every supported release of transformers has every class.
-READERS: dict[str, Callable[[Any, Call], ProcessorOfRows | Processor]] = {
+READERS: dict[str, Callable[[Any, Call], OwnProcessor | Processor]] = {
     "EpsilonLogitsWarper": _without_call(apply_to_scores),
     "EtaLogitsWarper": _without_call(cut_by_eta),
     "ExponentialDecayLengthPenalty": lambda processor, call: decay_length(processor, call.width),

@@ -10,7 +10,7 @@ holds one object per row instead, which is exchanged before a step.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,7 +61,14 @@ OfRow = TypeVar("OfRow")
 
 @dataclass(frozen=True)
 class RowProcessor:
-    """A logits processor whose fields that are tensors have a value, or a line, for each of `B` rows."""
+    """A logits processor whose fields that are tensors have a value, or a line, for each of `B` rows.
+
+    Attributes:
+        reads: Names of the parameters in `SamplingParams` that its first fields are made of, in their order. A row asks
+            for the processor where one of them is not neutral.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return processed scores `[B, N, V]`; the ones given are not written to."""
@@ -131,6 +138,11 @@ class HostProcessor(Generic[OfRow]):
         """Return processed scores `[B, N, V]`; the ones given are not written to."""
         raise NotImplementedError
 
+    @property
+    def kind(self) -> object:
+        """The class: any objects of rows are of one kind."""
+        return type(self)
+
     def at(self: OnHost, rows: Sequence[int]) -> OnHost:
         """Return the processor of some of the rows, in that order."""
         return type(self)([self.of_rows[row] for row in rows])
@@ -156,7 +168,8 @@ class OfSomeRows:
         return scores.index_copy(0, self.rows, part)
 
 
-ProcessorOfRows = RowProcessor | OfSomeRows | HostProcessor[Any]
+OwnProcessor = RowProcessor | HostProcessor[Any]
+ProcessorOfRows = OwnProcessor | OfSomeRows
 
 
 @dataclass(frozen=True)
@@ -166,6 +179,8 @@ class RowTemperature(RowProcessor):
     Attributes:
         temperature: Divisor of each row, `[B]` float32, positive.
     """
+
+    reads = ("temperature",)
 
     temperature: Tensor
 
@@ -187,6 +202,8 @@ class RowBias(RowProcessor):
         bias: What is added to each token's score, `[B, V]` float32.
     """
 
+    reads = ("logit_bias",)
+
     bias: Tensor
 
     @property
@@ -207,6 +224,8 @@ class RowRepetition(RowProcessor):
         penalty: Divisor of positive scores and factor of negative ones, `[B]` float32; 1 for none.
         first: First position of the text that counts, `[B]` int64; None for all.
     """
+
+    reads = ("repetition_penalty",)
 
     penalty: Tensor
     first: Tensor | None = None
@@ -237,6 +256,8 @@ class RowPenalties(RowProcessor):
         presence: Taken from a token's score once it was written, `[B]` float32; 0 for none.
     """
 
+    reads = "frequency_penalty", "presence_penalty"
+
     frequency: Tensor
     presence: Tensor
 
@@ -261,6 +282,8 @@ class RowMinimum(RowProcessor):
         ends: End tokens of each row, `[B, V]` bool.
     """
 
+    reads = "min_new_tokens", "stop_token_ids"
+
     tokens: Tensor
     ends: Tensor
 
@@ -284,6 +307,8 @@ class RowTopK(RowProcessor):
         largest_k: Bound on every `k`, none of which is 0 then, known to the host; None sorts the whole vocabulary where
             the host may not wait for the device to tell.
     """
+
+    reads = ("top_k",)
 
     k: Tensor
     largest_k: int | None = None
@@ -317,6 +342,8 @@ class RowTopP(RowProcessor):
         k: Tokens that each row keeps before, as by `RowTopK`, from the same sort, `[B]` int64; 0 for all. None where no
             row does.
     """
+
+    reads = ("top_p",)
 
     p: Tensor
     k: Tensor | None = None
@@ -352,6 +379,8 @@ class RowMinP(RowProcessor):
         p: Least probability relative to the likeliest token's, `[B]` float32; 0 for all tokens.
     """
 
+    reads = ("min_p",)
+
     p: Tensor
 
     @property
@@ -365,3 +394,18 @@ class RowMinP(RowProcessor):
         top = probs.max(dim=-1, keepdim=True)
         removed = (probs < self.p[:, None, None] * top.values).scatter(-1, top.indices, False)
         return scores.masked_fill(removed, -math.inf)
+
+
+# The processors that `SamplingParams` asks for by name, in transformers' order: those that change the scores of single
+# tokens, with a caller's own after the first of them; and, after grammars and temperature, those that cut off unlikely
+# tokens.
+FIRST_EDITS: tuple[type[RowProcessor], ...] = (RowBias, RowRepetition, RowMinimum)
+EDITS: tuple[type[RowProcessor], ...] = (*FIRST_EDITS, RowPenalties)
+CUTS: tuple[type[RowProcessor], ...] = (RowTopK, RowTopP, RowMinP)
+
+SMALLEST_TOP_K = 64  # bounds on k are this or a higher power of two, so that captured steps serve many k
+
+
+def bound_on_k(ks: Sequence[int], vocabulary: int) -> int | None:
+    """Return a bound on every k for `RowTopK`; None where one is 0."""
+    return min(max(SMALLEST_TOP_K, 1 << (max(ks) - 1).bit_length()), vocabulary) if min(ks) else None

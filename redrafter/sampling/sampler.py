@@ -1,7 +1,5 @@
 """The sampler: from the target's logits to its own draw at every node."""
 
-import itertools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,12 +78,6 @@ class Sampler:
         return len(self.processors) <= 1 and all(isinstance(processor, RowTemperature) for processor in self.processors)
 
     @property
-    def kind(self) -> tuple[object, ...]:
-        """What a captured step depends on: equal where only values of tensors differ."""
-        kinds = [processor.kind for processor in self.processors if isinstance(processor, RowProcessor)]
-        return self.seeds is None, self.greedy is None, self.plain is None, self.fused, *kinds
-
-    @property
     def fused(self) -> bool:
         """Whether draws are made on a GPU by a kernel that keeps no scores."""
         return kernels.TRITON and self.temperature.is_cuda and self.simple and not self.keep_scores
@@ -95,40 +87,16 @@ class Sampler:
         """Whether nothing here runs on the host, so that a step may stand in a CUDA graph."""
         return not any(isinstance(processor, HostProcessor) for processor in self.processors)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Sampler":
-        """Return the sampler with every tensor by row replaced by what `change` gives for it."""
-        tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self._own_tensors().items()}
-        processors = tuple(p.map(change) if isinstance(p, RowProcessor) else p for p in self.processors)
-        return replace(self, processors=processors, **tensors)
-
-    def at(self, rows: Sequence[int], index: Tensor) -> "Sampler":
-        """Return the sampler of some rows alone; `index` `[B']` int64 is `rows` on the device."""
-        taken = self.map(lambda tensor: tensor.index_select(0, index))
-        processors = (p.at(rows) if isinstance(p, HostProcessor) else p for p in taken.processors)
-        return replace(taken, processors=tuple(processors))
-
-    def buffers(self, rows: int) -> "Sampler":
-        """Return a sampler of this kind with room for `rows` rows, none of which is written yet."""
-        buffers = self.at([], self.limit.new_zeros(rows))
-        buffers.limit.zero_()
-        return buffers
-
-    def _own_tensors(self) -> dict[str, Tensor]:
-        names = ("seeds", "temperature", "prompt", "limit", "greedy", "plain")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
-
-    def tensors(self) -> list[Tensor]:
-        """Return every tensor by row, the processors' too."""
-        settings = [processor.settings for processor in self.processors if isinstance(processor, RowProcessor)]
-        return [*self._own_tensors().values(), *itertools.chain.from_iterable(settings)]
-
     def stream(self, which: int) -> "Sampler":
         """Return the sampler with noise of another stream."""
         return self if self.seeds is None else replace(self, seeds=branch(self.seeds, which))
 
     def to(self, device: torch.device) -> "Sampler":
         """Return the sampler on another device."""
-        return replace(self.map(lambda tensor: tensor.to(device)), ids=self.ids.to(device))
+        names = ("seeds", "temperature", "prompt", "limit", "ids", "greedy", "plain")
+        tensors: dict[str, Any] = {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}
+        processors = (p.map(lambda x: x.to(device)) if isinstance(p, RowProcessor) else p for p in self.processors)
+        return replace(self, processors=tuple(processors), **tensors)
 
     def noise(self, position: Tensor, count: int) -> Tensor | None:
         """Return the noise of tokens at positions `position[b] ... position[b] + count - 1`.

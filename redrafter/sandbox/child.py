@@ -18,8 +18,6 @@ from contextlib import contextmanager, suppress
 
 from redrafter.sandbox.frames import receive_frame, send_frame
 
-__all__ = ["bounded_work", "limit_memory", "main", "memory"]
-
 
 def main(descriptor: int, module: str, count: int) -> None:
     """Prepare one kind of work, then fork a process for each connection received, until the program closes its socket.

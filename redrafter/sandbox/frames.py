@@ -3,8 +3,6 @@
 import socket
 import struct
 
-__all__ = ["receive_frame", "send_frame"]
-
 _LENGTH = struct.Struct("=I")
 MAX_FRAME_BYTES = 1 << 30
 

@@ -16,8 +16,6 @@ from weakref import WeakKeyDictionary
 from redrafter.errors import ReDrafterError
 from redrafter.sandbox.frames import receive_frame, send_frame
 
-__all__ = ["NotPreparedError", "SandboxedProcess", "Zygote", "zygote_of"]
-
 # Modules are found on this program's path and not in its working directory.
 ZYGOTE_PROGRAM = (
     "import sys; sys.path[:] = sys.argv[4:]; from redrafter.sandbox.child import main; "

@@ -25,6 +25,7 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.sampler import Sampler
 from redrafter.step import step
 from redrafter.target.batch_invariance import check_rows
+from redrafter.target.forward_batch import ForwardBatch
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import chain
 
@@ -159,7 +160,7 @@ def new_state(target: Target, rows: int, width: int) -> State:
         tokens, length = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
         hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype)
         shift = torch.zeros_like(length) if target.images.ok else None
-        return State(tokens, length, hidden, torch.zeros(rows, dtype=torch.bool), shift)
+        return State(tokens, length, hidden, torch.zeros(rows, dtype=torch.bool), shift, torch.zeros_like(length))
 
 
 class CUDAGraphRunner:
@@ -351,7 +352,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     keep_kernels()
     zeros = torch.zeros(3, 7, dtype=torch.long, device=target.device)
     cache = PagedCache(store, torch.zeros(3, 5, dtype=torch.int32, device=target.device))
-    forward = partial(target.verify, chain(zeros), zeros[:, 0], cache)
+    forward = partial(target.verify, ForwardBatch(chain(zeros), zeros[:, 0], cache))
     target.varlen_forward.fuse_linears(forward)
     target.note_state()  # fused weights are elsewhere
     compile = compile and not target.keeps_states

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from redrafter.errors import ArgumentError, ReDrafterError
 
 if TYPE_CHECKING:  # options are parsed before torch is imported
-    from redrafter.scheduler.sequence import SamplingParams, TokenSequence
+    from redrafter.sampling.params import SamplingParams
+    from redrafter.scheduler.sequence import TokenSequence
     from redrafter.scheduler.waiting_queue import WaitingQueue
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
-from redrafter.cache.paged import stack_block_tables
+from redrafter.cache.paged import KVCache, stack_block_tables
 from redrafter.cache.to_device import to_device
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
@@ -21,7 +21,7 @@ from redrafter.scheduler.row_adapters import adapters_of, slot_of
 from redrafter.scheduler.row_caches import CachePair, RowCaches
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.scheduler.sequence_blocks import tables_of
-from redrafter.step import DraftPrompts, read_draft_prompts, read_prompts
+from redrafter.target.forward_batch import Prompts
 from redrafter.target.target import Target
 
 TARGET_SECONDS = 0.25  # duration of a prefill forward; running and new sequences wait as long for it
@@ -272,8 +272,9 @@ class Prefiller:
         first = [0 if whole else max(start - 1, 0) for whole, start in zip(complete, starts, strict=True)]
         numbers = (_stack([sequence.tokens for sequence in sequences], ends, first), starts, ends, rope)
         tokens, start, upto, rope_lengths = (to_device(x, device) for x in numbers)
-        caches = row_caches.of_prompts(sequences)
-        caches.target.adapters = adapters_of(sequences, device)
+        caches, counts = row_caches.of_prompts(sequences), [count for _, count in chunks]
+        adapters = adapters_of(sequences, device)
+        prompts = Prompts(tokens, upto, caches.target, start, counts, rope_lengths, adapters)
 
         def show(row: int, first: int, logits: Tensor) -> None:
             sequence, count = sequences[row], sequences[row].params.prompt_logprobs
@@ -281,55 +282,45 @@ class Prefiller:
             following = list(sequence.prompt[first + 1 : first + 1 + len(logits)])
             sequence.prompt_scores.extend(score_prompt(logits, following, count))
 
-        logits, hidden = read_prompts(
-            tokens,
-            upto,
-            self._target,
-            caches.target,
-            start=start,
-            counts=[count for _, count in chunks],
-            rope_lengths=rope_lengths,
-            draft_model=self._draft_model,
-            draft_cache=caches.draft,
-            draft_prompts=self._draft_prompts(sequences, ends),
-            show=show if sequences[0].needs_scores else None,
-        )
+        self._read_drafts(sequences, ends, prompts, caches.draft)
+        logits, hidden = self._target.prefill(prompts, show=show if sequences[0].needs_scores else None)
         done = _take_note(chunks)
         return PrefilledRows(sequences, tokens, upto, logits, hidden, caches, range(len(sequences))).at(done)
 
-    def _draft_prompts(self, sequences: Sequence[TokenSequence], ends: Sequence[int]) -> DraftPrompts | None:
-        """Return what a draft model with another vocabulary reads, where the target reads sequences up to `ends`.
-
-        It is taken as read.
-        """
+    def _read_drafts(
+        self, sequences: Sequence[TokenSequence], ends: Sequence[int], prompts: Prompts, cache: KVCache | None
+    ) -> None:
+        """Read into a draft model's cache, if there is one, what the target reads of sequences up to `ends`."""
+        model = self._draft_model
+        if model is None:
+            return
+        assert cache is not None, "a draft model has a cache"
         texts = [sequence.draft_text for sequence in sequences if sequence.draft_text is not None]
-        if self._draft_model is None or not texts:
-            return None
+        if not texts:
+            read_drafts(prompts, model, cache)
+            return
         lengths = [sequence.draft_length(end) for sequence, end in zip(sequences, ends, strict=True)]
         starts = [sequence.draft_prefilled for sequence in sequences]
         for sequence, length in zip(sequences, lengths, strict=True):
             sequence.draft_prefilled = length
-        device, counts = self._draft_model.device, [end - start for start, end in zip(starts, lengths, strict=True)]
+        counts = [end - start for start, end in zip(starts, lengths, strict=True)]
         tokens = _stack([text.ids for text in texts], lengths)
-        tokens, start, upto = (to_device(x, device) for x in (tokens, starts, lengths))
-        return DraftPrompts(tokens, start, upto, counts)
+        tokens, start, upto = (to_device(x, model.device) for x in (tokens, starts, lengths))
+        model.prefill(Prompts(tokens, upto, cache, start, counts))
 
     def _read_with_images(self, sequence: TokenSequence, row_caches: RowCaches) -> PrefilledRows:
         """Launch a forward that reads a prompt with images, and what was written behind it before it was preempted."""
         assert sequence.images is not None
         device, count = self._target.device, sequence.prefill_length
         caches = row_caches.of_prompts([sequence])
-        caches.target.adapters = adapters_of([sequence], device)
         tokens, upto = to_device(_stack_tokens([sequence], [count]), device), to_device([count], device, torch.long)
         if sequence.adapter is not None:
             sequence.adapter.check_images()
         prompt = sequence.images.prepare(self._target.model, sequence.prompt)
         sequence.position_shift = prompt.position_shift
-        if self._draft_model is not None:
-            assert caches.draft is not None, "a draft model has a cache"
-            draft_prompts = self._draft_prompts([sequence], [count])
-            read_draft_prompts(tokens, upto, self._draft_model, caches.draft, draft_prompts, counts=[count])
-        logits, hidden = self._target.read_with_images(tokens[:, :count], prompt, caches.target)
+        self._read_drafts([sequence], [count], Prompts(tokens, upto, caches.target, counts=[count]), caches.draft)
+        adapters = adapters_of([sequence], device)
+        logits, hidden = self._target.read_with_images(tokens[:, :count], prompt, caches.target, adapters)
         _take_note([(sequence, count)])
         return PrefilledRows([sequence], tokens, upto, logits, hidden, caches, [0])
 
@@ -374,6 +365,21 @@ class Prefiller:
         tokens, upto = to_device(_stack_tokens(complete, lengths), device), to_device(lengths, device, torch.long)
         logits, hidden = (x.index_select(0, to_device(done, device, torch.long)) for x in (ends.logits, ends.hidden))
         return PrefilledRows(complete, tokens, upto, logits, hidden, caches, range(len(complete)))
+
+
+def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
+    """Read prompts into the cache of a draft model with the target's ids. Of images it sees the ids in their places.
+
+    Recurrent states stay a token behind, since each step reads the last committed token again.
+    """
+    read = replace(prompts, cache=cache, rope_lengths=None, adapters=None).to(model.device)
+    read = replace(read, tokens=model.clamp_to_vocab(read.tokens))
+    if cache.states is None:
+        model.prefill(read)
+        return
+    start = None if read.start is None else (read.start - 1).clamp(min=0)
+    model.prefill(replace(read, start=start, upto=(read.upto - 1).clamp(min=1)))
+    cache.states.forget(read.upto == 1)
 
 
 def _take_note(chunks: Sequence[Chunk]) -> list[int]:

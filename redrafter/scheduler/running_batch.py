@@ -25,11 +25,12 @@ from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner, Pendi
 from redrafter.scheduler.launched import LaunchedStep
 from redrafter.scheduler.models import Models
 from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows
-from redrafter.scheduler.row_adapters import RowAdapters, any_adapter
+from redrafter.scheduler.row_adapters import any_adapter, slot_of
 from redrafter.scheduler.row_caches import CachePair, PagedRows, RowCaches
-from redrafter.scheduler.row_sampling import RowSampling
+from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.step import StepOutput, draw_first_tokens
+from redrafter.target.forward_batch import Prompts
 from redrafter.target.target import Target
 
 
@@ -90,7 +91,7 @@ class StepKey(NamedTuple):
     Attributes:
         rows: How many rows.
         window: Positions of each row that it sees.
-        sampling: What sampling depends on; see `RowSampling.kind`.
+        sampling: What sampling depends on; see `SamplingTensors.kind`.
         proposer: Id of the proposer.
         chunks: Chunks of prompts that there is room for.
         keeps_logits: Whether it keeps logits and scores, which are as large as the vocabulary.
@@ -123,7 +124,12 @@ class RunningBatch:
     """
 
     def __init__(
-        self, target: Target, sampling: RowSampling, rows: int, caches: RowCaches, graphs: CUDAGraphRunner | None = None
+        self,
+        target: Target,
+        sampling: SamplingTensors,
+        rows: int,
+        caches: RowCaches,
+        graphs: CUDAGraphRunner | None = None,
     ):
         """Make an empty batch.
 
@@ -136,7 +142,6 @@ class RunningBatch:
         """
         self.target, self.sampling, self.caches, self._all_rows = target, sampling, caches, rows
         self._graphs = graphs
-        self._adapters = RowAdapters(rows, target.device)
         self.rows: list[TokenSequence] = []
         self.draft_lengths: AdaptiveDraftLength | None = None
         self.draft_pauses: DraftPauses | None = None
@@ -242,8 +247,9 @@ class RunningBatch:
         if state.position_shift is not None:
             shifts = [sequence.position_shift for sequence in sequences]
             state.position_shift[rows] = to_device(shifts, state.length.device, torch.long)
+        assert state.adapters is not None, "buffers have the adapter of each row"
+        state.adapters[rows] = to_device([*map(slot_of, sequences)], state.length.device, torch.long)
         self.sampling.write(first, sequences)
-        self._adapters.write(first, sequences)
         self.caches.add(first, sequences, read.caches, read.rows)
 
     def update_block_tables(self, sequences: Sequence[TokenSequence]) -> None:
@@ -261,11 +267,10 @@ class RunningBatch:
         last = len(self.rows) - 1
         if row != last:
             state = self.state
-            for tensor in (state.tokens, state.length, state.hidden, state.position_shift):
+            for tensor in vars(state).values():  # `active` too: both rows step
                 if tensor is not None:
                     tensor[row] = tensor[last]
             self.sampling.move(last, row)
-            self._adapters.move(last, row)
             self.caches.move(last, row)
             self.rows[row] = self.rows[last]
             self.rows[row].row = row
@@ -301,10 +306,9 @@ class RunningBatch:
         window = min(self._round_up(longest + self.overshoot), self._positions)
         caches = self.caches.of_step(rows, window, longest, self._longest_draft(), proposer)
         adapted = any_adapter([*self.rows, *(sequence for sequence, _ in chunks)])
-        caches.target.adapters = self._adapters.first(rows) if adapted else None
-        if self.target.needs_reread(longest):
-            state = self._first(rows, window)
-            self.target.reread(state.tokens, state.length, state.active, caches.target)
+        state = self._first(rows, window, adapted=adapted)
+        prompts = Prompts(state.tokens, state.length, caches.target, adapters=state.adapters)
+        self.target.reread(longest, prompts, state.active)
         self.sampling.load_texts(self.rows)
         beside = self._load(chunks)
         stacks = self.target.adapters.stacks
@@ -317,7 +321,7 @@ class RunningBatch:
                 del self.captured_steps[old]  # no forward has those layers alone any more
             while len(self.captured_steps) >= MAX_CAPTURED_STEPS:
                 del self.captured_steps[next(iter(self.captured_steps))]
-            step = self._capture(key, proposer, caches, beside)
+            step = self._capture(key, state, proposer, caches, beside)
         self.captured_steps[key] = step
         return step
 
@@ -351,17 +355,15 @@ class RunningBatch:
         ahead = self.depth + 1
         return max(sequence.draft_bound(len(sequence.tokens) + ahead * sequence.launched) - 1 for sequence in self.rows)
 
-    def _first(self, rows: int, window: int) -> State:
+    def _first(self, rows: int, window: int, *, adapted: bool) -> State:
         """Return the state of the first rows and positions, which shares memory with `state`."""
-        state = self.state
-        shift = None if state.position_shift is None else state.position_shift[:rows]
-        return State(state.tokens[:rows, :window], state.length[:rows], state.hidden[:rows], state.active[:rows], shift)
+        first = self.state.at(slice(rows))
+        return replace(first, tokens=first.tokens[:, :window], adapters=first.adapters if adapted else None)
 
     def _capture(
-        self, key: StepKey, proposer: Proposer, caches: CachePair, chunks: PromptChunks | None
+        self, key: StepKey, state: State, proposer: Proposer, caches: CachePair, chunks: PromptChunks | None
     ) -> CapturedStep:
         """Make a step over the first rows, and capture it if the device can."""
-        state = self._first(key.rows, key.window)
         keep_scores = self._rejection_sampling and proposer is not self._plain
         sampler = self.sampling.sampler(key.rows, self.rows, keep_scores=keep_scores)
         drafts = None if proposer.model is None else caches.draft

@@ -1,6 +1,7 @@
 """Sampling parameters of rows as tensors, which captured steps read in place."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,27 +9,38 @@ from torch import Tensor
 
 from redrafter.cache.to_device import to_device
 from redrafter.sampling.grammar_masks import RowGrammars
+from redrafter.sampling.params import NEUTRAL, SamplingParams
 from redrafter.sampling.processors import (
+    CUTS,
+    EDITS,
+    FIRST_EDITS,
+    HostProcessor,
     OfSomeRows,
+    OwnProcessor,
     ProcessorOfRows,
-    RowBias,
-    RowMinimum,
-    RowMinP,
-    RowPenalties,
-    RowRepetition,
+    RowProcessor,
     RowTemperature,
     RowTopK,
     RowTopP,
+    bound_on_k,
 )
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.cuda_graphs import bucket
-from redrafter.scheduler.sequence import SamplingParams, TokenSequence
+from redrafter.scheduler.sequence import TokenSequence
 
 FEW = 8  # a step that sorts the scores of few rows sorts one in so many
+# Each row's numbers, by the dtype of their columns. transformers counts probabilities of top-p in float64.
+_TABLES = ("logit_bias", "stop_token_ids")  # which have a line of the vocabulary for each row
+_KINDS: tuple[type[RowProcessor], ...] = (*EDITS, RowTemperature, *CUTS)
+_READ = [name for kind in _KINDS for name in kind.reads if name not in _TABLES]
+FLAGS, DOUBLES = ["greedy", "plain"], ["top_p"]
+INTEGERS = ["seed", "prompt", "limit", *(name for name in _READ if isinstance(getattr(NEUTRAL, name), int))]
+FLOATS = [name for name in _READ if name not in (*INTEGERS, *DOUBLES)]
+WARPING = {name for kind in _KINDS if kind not in EDITS for name in kind.reads}  # in which greedy rows are neutral
 
 
 class Kind(NamedTuple):
-    """What a captured step depends on.
+    """What a captured step of a server depends on.
 
     A step has the processors that one of its rows asks for, in two groups: what changes the scores of single tokens is
     computed in one pass over all rows, what cuts off unlikely tokens takes a sort, of few rows or of all. Eight kinds
@@ -47,21 +59,39 @@ class Kind(NamedTuple):
     guided: bool
 
 
-class SamplingTensors:
-    """Sampling parameters of R rows, one tensor for each parameter: a `RowSampling` of any sequences side by side.
-
-    Parameters of one dtype are side by side in memory, so that rows are written and moved in few launches.
+class CallKind(NamedTuple):
+    """What a captured step of a call of `generate` depends on, whose rows ask for the same: exactly that is computed.
 
     Attributes:
-        seeds, prompt, limit: Seed, length of the prompt, and most tokens of the sequence, `[R]` int64.
-        top_k, minimum: Tokens to sample from, and tokens before the first stop token, `[R]` int64.
-        greedy, plain: Whether the row decodes greedily, and whether it verifies no drafts, `[R]` bool.
-        temperature, repetition, frequency, presence, min_p: `[R]` float32.
-        top_p: Probability that sampling keeps, `[R]` float64, as transformers counts it.
-        ids: All token ids, `[V]` int64.
+        asked: Which processors of rows change scores.
+        largest_k: Bound on every `top_k`; None where a row has none.
+        greedy: Whether every row takes the likeliest token.
+        plain: Whether a row verifies no drafts.
+        guided: Whether a row follows a grammar.
+        keeps_scores: Whether processed scores are recorded.
+        extra: Kinds of the caller's own processors before the temperature.
+        extra_last: The same, after all others.
     """
 
-    def __init__(self, rows: int, vocabulary: int, device: torch.device, ids: Tensor | None = None):
+    asked: tuple[type[RowProcessor], ...]
+    largest_k: int | None
+    greedy: bool
+    plain: bool
+    guided: bool
+    keeps_scores: bool
+    extra: Hashable
+    extra_last: Hashable
+
+
+class SamplingTensors:
+    """Sampling parameters of R rows, one tensor for each parameter, of any sequences side by side.
+
+    Parameters of one dtype are side by side in memory, so that rows are written and moved in few launches.
+    """
+
+    def __init__(
+        self, rows: int, vocabulary: int, device: torch.device, ids: Tensor | None = None, *, of_call: bool = False
+    ):
         """Make tensors of parameters that mean nothing before they are written.
 
         Args:
@@ -69,16 +99,20 @@ class SamplingTensors:
             vocabulary: V.
             device: Where the tensors are.
             ids: `arange(V)` on the device, if there is one already.
+            of_call: Whether the rows are always those of one call of `generate`. Steps then have exactly the processors
+                that these ask for, and the caller's own; else few kinds of steps, which can all be captured beforehand.
         """
+        self._rows, self._of_call = rows, of_call
         with device:
-            self._integers, self._floats = torch.zeros(5, rows, dtype=torch.long), torch.ones(5, rows)
-            self._flags, self._doubles = torch.zeros(2, rows, dtype=torch.bool), torch.ones(1, rows, dtype=torch.double)
+            self._integers = torch.zeros(len(INTEGERS), rows, dtype=torch.long)
+            self._flags = torch.zeros(len(FLAGS), rows, dtype=torch.bool)
+            self._floats = torch.ones(len(FLOATS), rows)
+            self._doubles = torch.ones(len(DOUBLES), rows, dtype=torch.double)
             self.ids = torch.arange(vocabulary) if ids is None else ids
-        self.seeds, self.prompt, self.limit, self.top_k, self.minimum = self._integers
-        self.greedy, self.plain = self._flags
-        self.temperature, self.repetition, self.frequency, self.presence, self.min_p = self._floats
-        [self.top_p] = self._doubles
+        self._tables = self._integers, self._flags, self._floats, self._doubles
+        self._columns = dict(zip((*INTEGERS, *FLAGS, *FLOATS, *DOUBLES), itertools.chain(*self._tables), strict=True))
         self._grammars = RowGrammars([])
+        self._own: dict[Hashable, list[OwnProcessor]] = {}
         self._cut_rows: list[int] = []
         self._cut_index = torch.zeros(rows, dtype=torch.long, device=device)  # the same, where steps look for it
         self._bias_and_stops: tuple[Tensor, Tensor] | None = None  # as large as the logits: made when first needed
@@ -87,25 +121,26 @@ class SamplingTensors:
     def bias_and_stops(self) -> tuple[Tensor, Tensor]:
         """Logit bias `[R, V]` float32, and whether a token ends the sequence, `[R, V]` bool."""
         if self._bias_and_stops is None:
-            rows, vocabulary, device = len(self.seeds), len(self.ids), self.ids.device
-            self._bias_and_stops = (
-                torch.zeros(rows, vocabulary, device=device),
-                torch.zeros(rows, vocabulary, dtype=torch.bool, device=device),
-            )
+            bias = torch.zeros(self._rows, len(self.ids), device=self.ids.device)
+            self._bias_and_stops = bias, torch.zeros_like(bias, dtype=torch.bool)
         return self._bias_and_stops
 
     def write(self, first: int, sequences: Sequence[TokenSequence]) -> None:
-        """Write the parameters of sequences into the rows from `first` on; see `RowSampling`."""
+        """Write the parameters of sequences into the rows from `first` on."""
         rows, device = slice(first, first + len(sequences)), self.ids.device
         integers, doubles = zip(*map(_numbers, sequences), strict=True)
-        whole = to_device(integers, device, torch.long).T  # [7, R']
-        real = to_device(doubles, device, torch.double).T  # [6, R']
-        self._integers[:, rows], self._flags[:, rows] = whole[:5], whole[5:].bool()
-        self._floats[:, rows], self._doubles[:, rows] = real[:5].float(), real[5:]
+        whole = to_device(integers, device, torch.long).T  # [I + F, R']
+        real = to_device(doubles, device, torch.double).T
+        self._integers[:, rows], self._flags[:, rows] = whole[: len(INTEGERS)], whole[len(INTEGERS) :].bool()
+        self._floats[:, rows], self._doubles[:, rows] = real[: len(FLOATS)].float(), real[len(FLOATS) :]
         for row, sequence in enumerate(sequences, start=first):
             params = sequence.params
             if self._bias_and_stops is not None or params.logit_bias or params.min_new_tokens:
                 self._write_bias_and_stops(row, params)
+            for mine, theirs in zip(self._own_of(params), (*params.extra, *params.extra_last), strict=True):
+                if isinstance(mine, RowProcessor) and isinstance(theirs, RowProcessor):
+                    for buffer, value in zip(mine.settings, theirs.settings, strict=True):
+                        buffer[row] = value[0]
 
     def _write_bias_and_stops(self, row: int, params: SamplingParams) -> None:
         bias, stops = self.bias_and_stops
@@ -115,99 +150,135 @@ class SamplingTensors:
             bias[row, to_device(tokens, bias.device)] = to_device(values, bias.device, bias.dtype)
         stops[row, to_device(sorted(params.stop_token_ids), stops.device, torch.long)] = True
 
+    def _own_of(self, params: SamplingParams) -> list[OwnProcessor]:
+        """Return buffers for all rows of processors like those of a caller's own, the same for the same kinds."""
+        given = (*params.extra, *params.extra_last)
+        assert self._of_call or not given, "the rows of a server ask for processors by name alone"
+        if (kinds := _kinds(given)) not in self._own:
+            self._own[kinds] = [
+                each.map(lambda x: x.new_zeros(self._rows, *x.shape[1:], device=self.ids.device))
+                if isinstance(each, RowProcessor)
+                else type(each)([])
+                for each in given
+            ]
+        return self._own[kinds]
+
     def move(self, source: int, to: int) -> None:
         """Copy the parameters of one row to another."""
-        for tensor in (self._integers, self._flags, self._floats, self._doubles):
-            tensor[:, to] = tensor[:, source]
-        for tensor in self._bias_and_stops or ():
+        for table in self._tables:
+            table[:, to] = table[:, source]
+        own = (each for buffers in self._own.values() for each in buffers if isinstance(each, RowProcessor))
+        for tensor in (*(self._bias_and_stops or ()), *(x for each in own for x in each.settings)):
             tensor[to] = tensor[source]
 
-    def kind(self, sequences: Sequence[TokenSequence]) -> Kind:
-        """Return what the sampler of these rows depends on; see `RowSampling`."""
+    def kind(self, sequences: Sequence[TokenSequence]) -> Kind | CallKind:
+        """Return what a captured step depends on, when these sequences are in the first rows."""
         params = [sequence.params for sequence in sequences]
-        rows, cut = bucket(len(params)), sum(each.cuts for each in params)
-        sorted_rows = rows if cut > rows // FEW else rows // FEW * bool(cut)
-        greedy, edits = all(each.greedy for each in params), any(each.edits for each in params)
-        return Kind(greedy, edits, sorted_rows, self.asks_host(sequences))
+        greedy, guided = all(each.greedy for each in params), any(each.grammar is not None for each in params)
+        if not self._of_call:
+            rows, cut = bucket(len(params)), sum(each.cuts for each in params)
+            sorted_rows = rows if cut > rows // FEW else rows // FEW * bool(cut)
+            return Kind(greedy, any(each.edits for each in params), sorted_rows, guided)
+        asked = {kind for each in params for kind in each.asked}
+        return CallKind(
+            tuple(kind for kind in (*EDITS, *CUTS) if kind in asked),
+            bound_on_k([each.top_k for each in params], len(self.ids)) if RowTopK in asked else None,
+            greedy,
+            not all(each.speculate for each in params),
+            guided,
+            any("scores" in sequence.keeps for sequence in sequences),
+            _kinds(params[0].extra),
+            _kinds(params[0].extra_last),
+        )
 
     def asks_host(self, sequences: Sequence[TokenSequence]) -> bool:
-        """Tell whether one of these sequences follows a grammar; see `RowSampling`."""
-        return any(sequence.guide is not None for sequence in sequences)
+        """Tell whether a step of these sequences runs Python code of a processor."""
+        return any(sequence.params.asks_host for sequence in sequences)
 
     def sampler(self, rows: int, sequences: Sequence[TokenSequence], keep_scores: bool = False) -> Sampler:
-        """Return a sampler of the first rows that reads these tensors in place; see `RowSampling`.
+        """Return a sampler of the first rows that reads these tensors in place.
 
         The processors have the order of those of transformers.
+
+        Args:
+            rows: How many rows.
+            sequences: The sequences in them, at most as many; rows after them stand still.
+            keep_scores: Whether a step needs the processed logits too, as rejection sampling does.
         """
-        greedy, edits, sorted_rows, guided = self.kind(sequences)
+        kind = self.kind(sequences)
         self.load_texts(sequences)
-        first = slice(rows)
-        processors: list[ProcessorOfRows] = []
-        if edits:
-            bias, stops = self.bias_and_stops
-            processors += [
-                RowBias(bias[first]),
-                RowRepetition(self.repetition[first]),
-                RowMinimum(self.minimum[first], stops[first]),
-                RowPenalties(self.frequency[first], self.presence[first]),
-            ]
-        if guided:
-            processors.append(self._grammars)
-        if not greedy:
-            processors.append(RowTemperature(self.temperature[first]))
-        if sorted_rows:
-            top_k, top_p, min_p = self.top_k[first], self.top_p[first], RowMinP(self.min_p[first])
-            # A captured step sorts once for both. A CPU sorts for top-p alone, as it can look how many top-k needs.
-            on_gpu = top_k.is_cuda
-            cuts = (RowTopP(top_p, top_k), min_p) if on_gpu else (RowTopK(top_k), RowTopP(top_p), min_p)
-            few = sorted_rows < rows
-            processors += [OfSomeRows(self._cut_index[:sorted_rows], cuts)] if few else cuts
+
+        def made(kinds: Iterable[type[RowProcessor]]) -> list[ProcessorOfRows]:
+            def setting(name: str) -> Tensor:
+                return self.bias_and_stops[_TABLES.index(name)] if name in _TABLES else self._columns[name]
+
+            return [each(*(setting(name)[:rows] for name in each.reads)) for each in kinds]
+
+        params = sequences[0].params
+        own = [x.map(lambda x: x[:rows]) if isinstance(x, RowProcessor) else x for x in self._own_of(params)]
+        if isinstance(kind, CallKind):
+            edits, cuts = ([each for each in group if each in kind.asked] for group in (EDITS, CUTS))
+            cut = made(cuts)
+            if RowTopK in cuts:
+                cut[cuts.index(RowTopK)] = RowTopK(self._columns["top_k"][:rows], kind.largest_k)
+            keep_scores |= kind.keeps_scores
+            all_greedy, mixed, plain = kind.greedy, False, kind.plain
+        else:
+            edits, cut = list(EDITS) if kind.edits else [], made(CUTS) if kind.sorted_rows else []
+            if cut and self.ids.is_cuda:
+                # A captured step sorts once for both. A CPU sorts for top-p alone: it can look how many top-k needs.
+                both = RowTopP(self._columns["top_p"][:rows], self._columns["top_k"][:rows])
+                cut = [both, *made(each for each in CUTS if each not in (RowTopK, RowTopP))]
+            if 0 < kind.sorted_rows < rows:
+                cut = [OfSomeRows(self._cut_index[: kind.sorted_rows], tuple(cut))]  # type: ignore[arg-type]
+            all_greedy, mixed, plain = kind.greedy, not kind.greedy, True
         return Sampler(
-            seeds=None if greedy else self.seeds[first],
-            processors=tuple(processors),
-            temperature=self.temperature[first],
-            prompt=self.prompt[first],
-            limit=self.limit[first],
+            seeds=None if all_greedy else self._columns["seed"][:rows],
+            processors=(
+                *made(each for each in edits if each in FIRST_EDITS),
+                *own[: len(params.extra)],
+                *made(each for each in edits if each not in FIRST_EDITS),
+                *([self._grammars] if kind.guided else []),
+                *([] if all_greedy else made([RowTemperature])),
+                *cut,
+                *own[len(params.extra) :],
+            ),
+            temperature=self._columns["temperature"][:rows],
+            prompt=self._columns["prompt"][:rows],
+            limit=self._columns["limit"][:rows],
             ids=self.ids,
             keep_scores=keep_scores,
-            greedy=None if greedy else self.greedy[first],
-            plain=self.plain[first],
+            greedy=self._columns["greedy"][:rows] if mixed else None,
+            plain=self._columns["plain"][:rows] if plain else None,
         )
 
     def load_texts(self, sequences: Sequence[TokenSequence]) -> None:
-        """Let the grammars of the first rows go on from the texts of these sequences, and note which rows are cut."""
+        """Let what runs on the host continue the texts of these sequences, and note which of the first rows are cut."""
         self._grammars.of_rows[:] = [sequence.guide for sequence in sequences]
-        cut = [row for row, sequence in enumerate(sequences) if sequence.params.cuts]
+        params = [sequence.params for sequence in sequences]
+        for at, mine in enumerate(self._own_of(params[0])):
+            if isinstance(mine, HostProcessor):
+                mine.of_rows[:] = [(*each.extra, *each.extra_last)[at].of_rows[0] for each in params]  # type: ignore[union-attr]
+        cut = [row for row, each in enumerate(params) if each.cuts]
         if cut and cut != self._cut_rows:  # where few rows are sorted, the first one fills the places that are left
             self._cut_rows = cut
-            self._cut_index.copy_(to_device(cut + cut[:1] * (len(self.seeds) - len(cut)), self.ids.device, torch.long))
+            self._cut_index.copy_(to_device(cut + cut[:1] * (self._rows - len(cut)), self.ids.device, torch.long))
 
     def sampler_of(self, sequences: Sequence[TokenSequence]) -> Sampler:
-        """Return a sampler for sequences that have no rows yet, in their order; see `RowSampling`."""
-        tensors = SamplingTensors(len(sequences), len(self.ids), self.ids.device, self.ids)
+        """Return a sampler for sequences that have no rows yet, in their order."""
+        tensors = SamplingTensors(len(sequences), len(self.ids), self.ids.device, self.ids, of_call=self._of_call)
         tensors.write(0, sequences)
         return tensors.sampler(len(sequences), sequences)
 
 
-def _numbers(sequence: TokenSequence) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return the parameters of a sequence in the order of the tensors: integers with flags, then all others."""
+def _kinds(processors: Iterable[OwnProcessor]) -> Hashable:
+    return tuple(each.kind for each in processors)
+
+
+def _numbers(sequence: TokenSequence) -> tuple[list[int], list[float]]:
+    """Return a row's numbers in the order of the columns: integers with flags, then all others."""
     params = sequence.params
-    greedy = params.greedy
-    integers = (
-        params.seed,
-        len(sequence.prompt),
-        sequence.max_length,
-        0 if greedy else params.top_k,
-        params.min_new_tokens,
-        greedy,
-        not params.speculate,
-    )
-    doubles = (
-        1.0 if greedy else params.temperature,
-        params.repetition_penalty,
-        params.frequency_penalty,
-        params.presence_penalty,
-        0.0 if greedy else params.min_p,
-        1.0 if greedy else params.top_p,
-    )
-    return integers, doubles
+    numbers = {name: getattr(NEUTRAL if params.greedy and name in WARPING else params, name) for name in _READ}
+    numbers |= {"seed": params.seed, "prompt": len(sequence.prompt), "limit": sequence.max_length}
+    numbers |= {"greedy": params.greedy, "plain": not params.speculate}
+    return [numbers[name] for name in (*INTEGERS, *FLAGS)], [numbers[name] for name in (*FLOATS, *DOUBLES)]

@@ -10,7 +10,8 @@ from torch import Tensor
 from redrafter.cache.block_manager import BlockTable
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError, NotFiniteError
-from redrafter.grammar.grammar import Grammar, GuidedText
+from redrafter.grammar.grammar import GuidedText
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.logprobs import PromptScore, token_logprobs
 from redrafter.target.images import ImageInputs, ImagePrompt
 from redrafter.target.lora import Adapter
@@ -65,63 +66,6 @@ class Stats:
 
 
 Finish = Literal["stop", "length", "cancelled", "error"]
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of a sequence are drawn, under the names that `generate` uses.
-
-    The defaults sample at temperature 1 and leave every other logits processor off.
-
-    Attributes:
-        temperature: Divisor of the logits; 0 for greedy decoding.
-        top_k: Sample from this many of the likeliest tokens; 0 for all.
-        top_p: Sample from the likeliest tokens whose probabilities add up to this; 1 for all.
-        min_p: Drop tokens less likely than this share of the likeliest token's probability.
-        repetition_penalty: Divide (or multiply, if negative) logits of tokens that occurred in prompt or text.
-        frequency_penalty: Subtract this times the number of occurrences in the text from a token's logit.
-        presence_penalty: Subtract this from the logits of tokens that occurred in the text.
-        logit_bias: Number to add to the logit of each token id.
-        min_new_tokens: Tokens to write before the first of `stop_token_ids` may be drawn.
-        stop_token_ids: Token ids that end the sequence.
-        seed: Key of the noise, from 0 to 2**62 - 1.
-        logprobs: How many of the likeliest tokens to report beside each new token; None for no log-probabilities.
-        prompt_logprobs: The same for the tokens of the prompt.
-        grammar: Grammar that the text must follow, or None.
-        speculate: Whether the row verifies drafts, if rows beside it may.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    min_new_tokens: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
-    seed: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    grammar: Grammar | None = None
-    speculate: bool = True
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.temperature == 0
-
-    @property
-    def edits(self) -> bool:
-        """Whether scores change for single tokens: by a penalty, a bias, or a least number of tokens."""
-        penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
-        return penalised or bool(self.logit_bias) or self.min_new_tokens > 0
-
-    @property
-    def cuts(self) -> bool:
-        """Whether unlikely tokens are never sampled, which takes a sort of the vocabulary."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,12 @@ from redrafter.app.parser import Parser
 from redrafter.app.program import run_command
 from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
 from redrafter.parallel.launched import process_rank
-from redrafter.serve.config import LIMIT_OPTIONS, ServeOptions, config_beside, read_config
-from redrafter.serve.engine_process.loading import LoadEngine
-from redrafter.serve.engine_process.start import EngineProcess
+from redrafter.serve.config import LIMIT_OPTIONS, ReplicaOptions, ServeOptions, config_beside, read_config
+from redrafter.serve.engine_process.start import EngineProcess, LoadEngine
 from redrafter.serve.network.api_keys import collect_keys
-from redrafter.serve.replicas.options import ReplicaOptions
 
 if TYPE_CHECKING:
     from redrafter.serve.server import Server
-
-__all__ = ["build_parser", "main"]
 
 _LOG = logging.getLogger("redrafter.serve")
 
@@ -97,13 +93,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
         draft, replicas = read_options(DraftOptions, args), read_options(ReplicaOptions, args)
         if args.print_config:
-            print(json.dumps(_shown(options) | asdict(load) | asdict(draft) | asdict(replicas), indent=2))
+            shown = asdict(load) | asdict(draft) | asdict(replicas)
+            print(json.dumps(shown | _shown(options), indent=2))
             return 0
+        request = LoadEngine(options, load, draft)  # which refuses what does not go together
         _check_dependencies()
         if replicas.ray:
             return _serve_on_ray(options, load, draft, replicas)
         if process_rank() > 0:
-            return _follow(LoadEngine(options, load, draft))
+            return _follow(request)
         return _serve(options, load, draft)
 
     return run_command(run)
@@ -149,7 +147,7 @@ def _serve(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> int
 
 def _serve_on_ray(options: ServeOptions, load: LoadOptions, draft: DraftOptions, replicas: ReplicaOptions) -> int:
     from redrafter.serve.log import start_logging
-    from redrafter.serve.replicas.command import serve_replicas
+    from redrafter.serve.replicas.application import serve_replicas
 
     start_logging(options.log_format, options.log_level)
     try:
@@ -167,7 +165,7 @@ def _serve_on_ray(options: ServeOptions, load: LoadOptions, draft: DraftOptions,
 
 def _follow(request: LoadEngine) -> int:
     """Run the part of the engine that another rank than 0 has: without a server, and told by rank 0 what to do."""
-    from redrafter.serve.engine_process.shared_worker import follow
+    from redrafter.serve.engine_process.worker import follow
 
     return follow(request)
 

@@ -3,16 +3,14 @@
 import json
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from redrafter.app.flags import flag, names, option
-from redrafter.app.option_files import check_object, read_text, unknown_key
-from redrafter.app.option_values import convert_value, options_by_name
-from redrafter.engine.options import EngineOptions, check_host_cache
-from redrafter.errors import ArgumentError
+from redrafter.app.config_file import check_object, convert_value, options_by_name, read_object, unknown_key
+from redrafter.app.flags import flag, names
+from redrafter.errors import ArgumentError, how_to_install
+from redrafter.options import option
 from redrafter.scheduler.limits import Limits
-from redrafter.serve.lora_modules import parse_lora_modules
 from redrafter.serve.network.api_keys import KEY_VARIABLE
 
 # Keys of `runtime.json` and of the `runtime` part of `llgtrt.json5`, and the options of the same meaning here.
@@ -102,14 +100,10 @@ class ServeOptions:
     max_num_tokens: int = option(Limits.max_num_tokens, "tokens of one forward: drafts, and pieces of prompts")
     max_queue_size: int = option(Limits.max_queue_size, "requests that may wait; 0: any number")
     guaranteed_no_evict: bool = option(False, "take a request on only where its longest text has room in the cache")
-    chunked_context: bool = option(True, "read a prompt whole, however long texts that are being written wait for it")
-    kv_cache_reuse: bool = option(True, "read every prompt from its beginning")
-    kv_host_cache_gib: float = option(
-        EngineOptions.kv_host_cache_gib,
-        "GiB of the host's memory for keys and values that have to leave the GPU, where prompts still find them",
-    )
-    speculate: bool = option(True, "plain decoding")
-    warm_up: bool = option(True, "on a GPU, let first requests wait until kernels are compiled and steps captured")
+    chunked_context: bool = option(True, "read long prompts in pieces, between which other texts continue")
+    kv_cache_reuse: bool = option(True, "reuse cached beginnings of prompts")
+    speculate: bool = option(True, "draft tokens for the model to verify")
+    warm_up: bool = option(True, "compile kernels and capture steps on a GPU before the first request")
     chat_template: str | None = option(
         None, "chat template in Jinja (default: the model's own)", metavar="FILE", path=True
     )
@@ -127,10 +121,6 @@ class ServeOptions:
         'LoRA adapters to serve beside the model, each as a model of its own: name=path, or {"name": "...", "path": '
         '"..."}; the path is a directory that PEFT wrote',
         metavar="NAME=PATH",
-    )
-    max_loras: int = option(EngineOptions.max_loras, "LoRA adapters that may be loaded at once")
-    max_lora_rank: int = option(
-        EngineOptions.max_lora_rank, "most of their ranks; a step with adapters computes as many columns for each"
     )
     allow_runtime_lora_updating: bool = option(
         False,
@@ -152,8 +142,6 @@ class ServeOptions:
             ("max_image_size", 1 << 10, 1 << 30),
             ("max_image_pixels", 1 << 10, 1 << 30),
             ("drain_timeout", 0, 86400),
-            ("max_loras", 1, 1024),
-            ("max_lora_rank", 1, 4096),
         ):
             if getattr(self, name) is not None and not least <= getattr(self, name) <= most:
                 raise ArgumentError(f"{flag(name)} must be from {least} to {most}, got {getattr(self, name)}")
@@ -164,9 +152,6 @@ class ServeOptions:
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ArgumentError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
         parse_lora_modules(self.lora_modules)
-        check_host_cache(self.kv_host_cache_gib)
-        if self.kv_host_cache_gib and not self.kv_cache_reuse:
-            raise ArgumentError("--kv-host-cache-gib stores what --no-kv-cache-reuse never finds: leave one out")
 
     def limits(self, max_seq_len: int | None) -> Limits:
         """Return the limits of the scheduler. max_seq_len: most tokens of a sequence; None for the model's context."""
@@ -229,22 +214,101 @@ def read_config(files: Sequence[str], options: Sequence[type], only: Collection[
 
 def _entries(file: str) -> list[tuple[str, Any]]:
     """Return the keys and values of a file, those of its `runtime` part among them."""
-    text = read_text(file)
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        document = _json5(file, text)
-    content = check_object(file, document)
+    content = read_object(file, json5=True)
     runtime = check_object(f"{file}: runtime", content.pop("runtime", {}))
     return [*content.items(), *runtime.items()]
 
 
-def _json5(file: str, text: str) -> Any:
-    try:
-        import json5
-    except ImportError:
-        raise ArgumentError(f"{file} is not JSON; for JSON5: pip install json5") from None
-    try:
-        return json5.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{file} is neither JSON nor JSON5: {error}") from error
+def parse_lora_modules(words: Sequence[str]) -> dict[str, str]:
+    """Return the directory of each adapter that `--lora-modules` names, in one of vLLM's two forms, by name.
+
+    Args:
+        words: `name=path`, or `{"name": "...", "path": "..."}` as JSON.
+
+    Raises:
+        ArgumentError: A word is neither, or a name stands twice.
+    """
+    modules: dict[str, str] = {}
+    for word in words:
+        name, _, path = word.partition("=")
+        unknown: set[str] = set()
+        if word.lstrip().startswith("{"):
+            try:
+                module = json.loads(word)
+            except ValueError:
+                module = {}
+            name, path = module.get("name"), module.get("path")
+            unknown = set(module) - {"name", "path", "base_model_name"}
+        if not (isinstance(name, str) and isinstance(path, str) and name and path) or unknown:
+            raise ArgumentError(f'--lora-modules are name=path or {{"name": "...", "path": "..."}}, got {word!r}')
+        if name in modules:
+            raise ArgumentError(f"--lora-modules names {name!r} twice: give each adapter a name of its own")
+        modules[name] = path
+    return modules
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """Options of `redrafter serve --ray`: how many replicas run, and what each of them is given."""
+
+    ray: bool = option(False, f"serve replicas of the model on Ray Serve: {how_to_install('serve,ray')}")
+    ray_address: str | None = option(
+        None,
+        "Ray cluster to serve on (default: that of the environment's RAY_ADDRESS, else the one that runs on this "
+        "machine, else a new one on this machine)",
+        metavar="ADDRESS",
+    )
+    num_replicas: int | None = option(None, "replicas, each with a copy of the model (default: 1)")
+    min_replicas: int | None = option(None, "fewest replicas, where --max-replicas lets their number follow the load")
+    max_replicas: int | None = option(None, "most replicas (default: as many as --num-replicas, whatever the load)")
+    target_ongoing_requests: float | None = option(
+        None,
+        "requests per replica above which others take some, and more replicas are started (default: --max-batch-size)",
+    )
+    upscale_delay_s: float = option(30.0, "seconds of too many requests before replicas are added")
+    downscale_delay_s: float = option(600.0, "seconds of too few requests before replicas are ended")
+    num_cpus: float = option(1.0, "CPU cores that Ray sets aside for a replica")
+    num_gpus: float | None = option(
+        None, "GPUs that Ray gives to a replica (default: 1 where the cluster has any, 0 with --device cpu)"
+    )
+    num_routers: int = option(1, "processes that hand requests to replicas")
+
+    def __post_init__(self) -> None:
+        if not self.ray:
+            given = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+            if given:
+                raise ArgumentError(f"{flag(given[0])} is for replicas: add --ray")
+        for name, least in (("num_replicas", 1), ("min_replicas", 0), ("max_replicas", 1), ("num_routers", 1)):
+            if getattr(self, name) is not None and not least <= getattr(self, name) <= 4096:
+                raise ArgumentError(f"{flag(name)} must be from {least} to 4096, got {getattr(self, name)}")
+        for name in ("upscale_delay_s", "downscale_delay_s", "num_cpus", "num_gpus"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) <= 86400:
+                raise ArgumentError(f"{flag(name)} must be from 0 to 86400, got {getattr(self, name):g}")
+        if self.target_ongoing_requests is not None and not 0 < self.target_ongoing_requests <= 1e6:
+            raise ArgumentError(
+                f"--target-ongoing-requests must be above 0 and at most 1e6, got {self.target_ongoing_requests:g}"
+            )
+        if self.min_replicas is not None and self.max_replicas is None:
+            raise ArgumentError("--min-replicas needs --max-replicas; for a fixed number give --num-replicas alone")
+        if self.num_replicas is not None and self.max_replicas is not None:
+            raise ArgumentError("give --num-replicas, or --min-replicas and --max-replicas, not both")
+        if self.max_replicas is not None and self.max_replicas < (
+            1 if self.min_replicas is None else self.min_replicas
+        ):
+            raise ArgumentError(f"--max-replicas {self.max_replicas} is below --min-replicas {self.min_replicas}")
+
+
+def check_replicated(options: ServeOptions) -> ServeOptions:
+    """Return the options of a server as its replicas get them, which is without the API keys themselves.
+
+    Raises:
+        ArgumentError: An option cannot be kept to by replicas.
+    """
+    if options.allow_runtime_lora_updating:
+        raise ArgumentError(
+            "--allow-runtime-lora-updating changes one server, and a replica that is started later would know nothing "
+            "of it: give adapters to all replicas with --lora-modules"
+        )
+    if options.max_connections is not None:
+        raise ArgumentError("--max-connections has no meaning with --ray, whose own proxy accepts connections")
+    return replace(options, api_key=(), api_key_file=None)

@@ -18,8 +18,6 @@ from redrafter.errors import first_line
 from redrafter.sandbox.child import bounded_work, limit_memory
 from redrafter.sandbox.frames import receive_frame, send_frame
 
-__all__ = ["prepare"]
-
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # of an animation, the first picture is read
 MAX_RATIO = 50  # of an image's sides: a processor may enlarge it until the shorter one has hundreds of pixels
 

@@ -7,21 +7,18 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from redrafter.errors import first_line
 from redrafter.sandbox.frames import receive_frame, send_frame
 from redrafter.sandbox.process import SandboxedProcess, Zygote, zygote_of
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.delta_stream import Stopped
-from redrafter.serve.protocol.messages import DATA_URL
-from redrafter.serve.protocol.requests import ApiError
+from redrafter.serve.engine_process.client import Stopped
+from redrafter.serve.protocol.requests import DATA_URL, ApiError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-__all__ = ["ImageLimits", "ImageReader", "PlacedImages"]
 
 MAX_AT_ONCE = 4  # requests whose images are decoded and cut up at once: decoded images are large
 MAX_AT_ONCE_PER_CLIENT = 2  # fewer, so that those of others go on beside one client's many
@@ -48,14 +45,8 @@ class ImageLimits:
     pixels: int = ServeOptions.max_image_pixels
 
 
-@dataclass(frozen=True)
-class PlacedImages:
-    """Images of one prompt.
-
-    Attributes:
-        text: The prompt, in which a mark for each image has become the tokens that stand for it.
-        inputs: What the model takes of the images, as the processor makes it.
-    """
+class PlacedImages(NamedTuple):
+    """A prompt in which each mark for an image has become the tokens that stand for it, and what the model takes."""
 
     text: str
     inputs: dict[str, Any]
@@ -65,13 +56,7 @@ class ImageReader:
     """Reads the images of chats."""
 
     def __init__(self, processor: Any, names: Collection[str], limits: ImageLimits | None = None):
-        """Make a reader.
-
-        Args:
-            processor: The processor that is saved beside the model.
-            names: Names of the inputs that the model takes beside ids and mask.
-            limits: What a request may have; None for the defaults.
-        """
+        """Make a reader of the processor beside a model, with the names of what the model takes of images."""
         self._processor, self._names, self.limits = processor, frozenset(names), limits or ImageLimits()
         self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
@@ -90,50 +75,35 @@ class ImageReader:
 
         A client with `MAX_AT_ONCE_PER_CLIENT` turns, or with half of `MAX_HELD_BYTES`, waits for its own requests. If
         nobody waits for a request any more, its process is ended at once, and its turn when its thread is free again.
-
-        Args:
-            encode: Encodes the request; called with a process that decodes its images.
-            client: Who asks.
-
-        Raises:
-            Stopped: The reader was closed.
+        `encode` is called with a process that decodes the images. Raises `Stopped` once the reader is closed.
         """
         async with self._clients.setdefault(client, asyncio.Semaphore(MAX_AT_ONCE_PER_CLIENT)):
-            while self._held[client] > MAX_HELD_BYTES // 2 or self._held.total() > MAX_HELD_BYTES:
-                if self._closed:
-                    break
+            while not self._closed and (
+                self._held[client] > MAX_HELD_BYTES // 2 or self._held.total() > MAX_HELD_BYTES
+            ):
                 await asyncio.sleep(POLL_SECONDS)
             async with self._turns:
-                return await self._run(encode)
-
-    async def _run(self, encode: Callable[[SandboxedProcess], T]) -> T:
-        loop = asyncio.get_running_loop()
-        process = await loop.run_in_executor(self._threads, self.new_process)
-        self._processes.add(process)
-        try:
-            if self._closed:
-                raise Stopped
-            work = loop.run_in_executor(self._threads, encode, process)
-            try:
-                return await asyncio.shield(work)
-            except asyncio.CancelledError:
-                process.end()
-                await asyncio.gather(work, return_exceptions=True)  # its thread is free again
-                raise
-        finally:
-            self._processes.discard(process)
-            process.end()
+                loop = asyncio.get_running_loop()
+                process = await loop.run_in_executor(self._threads, self.new_process)
+                self._processes.add(process)
+                try:
+                    if self._closed:
+                        raise Stopped
+                    work = loop.run_in_executor(self._threads, encode, process)
+                    try:
+                        return await asyncio.shield(work)
+                    except asyncio.CancelledError:
+                        process.end()
+                        await asyncio.gather(work, return_exceptions=True)  # its thread is free again
+                        raise
+                finally:
+                    self._processes.discard(process)
+                    process.end()
 
     async def count(
         self, deltas: AsyncGenerator[T, None], inputs: Mapping[str, Any], client: str
     ) -> AsyncGenerator[T, None]:
-        """Yield what the engine writes, and count the images of the prompt as held until it has read them.
-
-        Args:
-            deltas: What the engine writes; closed at the end.
-            inputs: What the model takes of the images.
-            client: Who asks.
-        """
+        """Yield what the engine writes, and count a client's images as held until the engine has read them."""
         size = sum(value.nbytes for value in inputs.values() if hasattr(value, "nbytes"))
         self._held[client] += size
         try:
@@ -148,11 +118,8 @@ class ImageReader:
 
     def new_process(self) -> SandboxedProcess:
         """Return a new process that decodes the images of one request."""
-        return SandboxedProcess(self._zygote)
-
-    def _zygote(self) -> Zygote:
         limits = json.dumps({"pixels": self.limits.pixels}).encode()
-        return zygote_of(self, lambda: Zygote("redrafter.serve.image_decoder", [limits]))
+        return SandboxedProcess(lambda: zygote_of(self, lambda: Zygote("redrafter.serve.image_decoder", [limits])))
 
     def close(self) -> None:
         """End all processes: those who wait for one get `Stopped`, as does who comes later."""
@@ -161,12 +128,10 @@ class ImageReader:
             process.end()
 
     def place(self, text: str, urls: Sequence[str], process: SandboxedProcess | None = None) -> PlacedImages:
-        """Decode images, and put the tokens that stand for them into a prompt.
+        """Decode images, as `data:` URLs, and put the tokens that stand for them into a prompt.
 
-        Args:
-            text: The prompt as the chat template rendered it, with the processor's mark for each image.
-            urls: The images in their order, as `data:` URLs.
-            process: The process to decode them in; None for a new one.
+        The chat template has put the processor's mark for each image into the prompt, in the same order. The images are
+        decoded in the process, or in a new one.
 
         Raises:
             ApiError: An image is too large or is none, takes too long, or the template left one out.
@@ -175,7 +140,27 @@ class ImageReader:
         mark: str = self._processor.image_token
         if (places := text.count(mark)) != len(urls):
             raise ApiError(400, f"the chat template has places for {places} of {len(urls)} images", "messages")
-        return self._process(text, self._decode(urls, process or self.new_process()))
+        images = self._decode(urls, process or self.new_process())
+        try:  # the processor cuts the images up and says which tokens stand for them
+            made = self._processor(
+                images=images,
+                text=[text],
+                return_tensors="pt",
+                add_special_tokens=False,
+                return_text_replacement_offsets=True,
+            )
+        except Exception as error:  # whatever its own code raises
+            raise ApiError(400, f"the model's processor refuses an image: {first_line(error)}", "messages") from error
+        [replaced] = made["text_replacement_offsets"]
+        if len(replaced) != len(images):
+            raise ApiError(400, f"the processor has places for {len(replaced)} of {len(images)} images", "messages")
+        pieces, end = [], 0
+        for entry in replaced:
+            begin, next_end = entry["span"]
+            pieces += [text[end:begin], entry["replacement"]]
+            end = next_end
+        inputs = {name: value for name, value in made.items() if name in self._names - set(_TOKEN_TYPES)}
+        return PlacedImages("".join([*pieces, text[end:]]), inputs)
 
     def _decode(self, urls: Sequence[str], process: SandboxedProcess) -> "list[Image]":
         """Return images in RGB."""
@@ -206,29 +191,6 @@ class ImageReader:
         finally:
             process.end()
         return images
-
-    def _process(self, text: str, images: "list[Image]") -> PlacedImages:
-        """Let the processor cut the images up and say which tokens stand for them."""
-        try:
-            made = self._processor(
-                images=images,
-                text=[text],
-                return_tensors="pt",
-                add_special_tokens=False,
-                return_text_replacement_offsets=True,
-            )
-        except Exception as error:  # whatever its own code raises
-            raise ApiError(400, f"the model's processor refuses an image: {first_line(error)}", "messages") from error
-        [replaced] = made["text_replacement_offsets"]
-        if len(replaced) != len(images):
-            raise ApiError(400, f"the processor has places for {len(replaced)} of {len(images)} images", "messages")
-        pieces, end = [], 0
-        for entry in replaced:
-            begin, next_end = entry["span"]
-            pieces += [text[end:begin], entry["replacement"]]
-            end = next_end
-        inputs = {name: value for name, value in made.items() if name in self._names - set(_TOKEN_TYPES)}
-        return PlacedImages("".join([*pieces, text[end:]]), inputs)
 
     def token_types(self, ids: Sequence[int]) -> dict[str, Any]:
         """Return which tokens of a prompt stand for images, under the name under which the model takes it, if any."""

@@ -16,8 +16,6 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["JsonLines", "RateLimit", "RequestLog", "TextLines", "escaped", "start_logging"]
-
 _LOG = logging.getLogger(__name__)
 MAX_ID_CHARACTERS = 100  # of a client's `X-Request-Id` that are kept
 REPEATED_WARNING_SECONDS = 5.0  # in which the same warning is logged once
@@ -60,29 +58,20 @@ class RateLimit(logging.Filter):
         self._logged_at: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record: not if it repeats a warning or tells of an answer that was cut off.
-
-        A warning is repeated if one with the same message, before arguments are filled in, was logged less than
-        `REPEATED_WARNING_SECONDS` ago. An answer that was cut off, because the server ends, is a record with an
-        `asyncio.CancelledError`.
-        """
+        """Return whether to log a record; warnings are compared before their arguments are filled in."""
         if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
             return False
-        if (
-            record.levelno != logging.WARNING
-            or time.monotonic() - self._logged_at.get(record.msg, -REPEATED_WARNING_SECONDS) >= REPEATED_WARNING_SECONDS
-        ):
-            self._logged_at[record.msg] = time.monotonic()
-            return True
-        return False
+        last, now = self._logged_at.get(record.msg, -REPEATED_WARNING_SECONDS), time.monotonic()
+        if record.levelno == logging.WARNING and now - last < REPEATED_WARNING_SECONDS:
+            return False
+        self._logged_at[record.msg] = now
+        return True
 
 
 def start_logging(form: str, level: str) -> None:
-    """Log the records of this library and others, warnings and uncaught errors as lines of one format on stderr.
+    """Log the records of this library and others, warnings and uncaught errors as lines on stderr, as "text" or "json".
 
-    Args:
-        form: "text" or "json".
-        level: Lowest level that is logged, "debug" to "error"; of other libraries, at least warnings.
+    `level` is the lowest that is logged, "debug" to "error"; of other libraries, at least warnings.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if form == "json" else TextLines())

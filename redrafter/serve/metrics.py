@@ -8,31 +8,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from redrafter.scheduler.sequence import Finish, SequenceDelta
-from redrafter.serve.engine_process.client import EngineClient
-from redrafter.serve.served_sequence import ServedSequence
-
-__all__ = ["Metrics"]
+from redrafter.serve.engine_process.client import EngineClient, ServedSequence
 
 _FIRST_TOKEN_BUCKETS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08),
+    *(0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
 )
 _PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1)
 _LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
@@ -44,12 +24,7 @@ class Metrics:
     """Counters and histograms of what an engine writes, and gauges of how busy it is."""
 
     def __init__(self, engine: EngineClient, model: str):
-        """Register the metrics of an engine.
-
-        Args:
-            engine: The engine.
-            model: Value of the label `model_name`.
-        """
+        """Register the metrics of an engine. model: value of the label `model_name`."""
         self.registry, self._engine, self._model = CollectorRegistry(), engine, model
         self._prompt = self._counter("prompt_tokens", "Prompt tokens, those found in the cache counted")
         self._queried = self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache")
@@ -116,69 +91,40 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that the engine has told last, as a registry calls it."""
-        yield self._family(
-            GaugeMetricFamily,
-            "redrafter:batch_invariant",
-            "1 where a text does not depend on what is computed beside it, bit for bit",
-            self._engine.facts.batch_invariant,
-        )
-        yield self._family(
-            GaugeMetricFamily,
-            "redrafter:fp8_weights",
-            "1 where the weights of linear layers were quantised to FP8 when the model was loaded",
-            self._engine.facts.fp8_weights,
-        )
-        yield self._family(
-            GaugeMetricFamily,
-            "redrafter:fp8_activations",
-            "1 where the inputs of linear layers are rounded to FP8 too, each token by itself",
-            self._engine.facts.fp8_activations,
-        )
-        config = GaugeMetricFamily(
-            "vllm:cache_config_info",
-            "How keys and values are stored",
-            labels=["model_name", "cache_dtype"],
-        )
-        config.add_metric([self._model, self._engine.facts.kv_cache_dtype], 1)
-        yield config
-        load = self._engine.load
-        for kind, name, help, value in (
-            (GaugeMetricFamily, "vllm:num_requests_running", "Texts that are read or written", load.running),
-            (GaugeMetricFamily, "vllm:num_requests_waiting", "Texts that wait for a place", load.waiting),
+        facts, load = self._engine.facts, self._engine.load
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        invariant = "1 where a text does not depend on what is computed beside it, bit for bit"
+        weights = "1 where the weights of linear layers were quantised to FP8 when the model was loaded"
+        activations = "1 where the inputs of linear layers are rounded to FP8 too, each token by itself"
+        preempted = "Rows put back, for want of blocks or for a client without any"
+        by_format = {"cache_dtype": facts.kv_cache_dtype}
+        for kind, name, help, value, labels in (
+            (gauge, "redrafter:batch_invariant", invariant, facts.batch_invariant, {}),
+            (gauge, "redrafter:fp8_weights", weights, facts.fp8_weights, {}),
+            (gauge, "redrafter:fp8_activations", activations, facts.fp8_activations, {}),
+            (gauge, "vllm:cache_config_info", "How keys and values are stored", 1, by_format),
+            (gauge, "vllm:num_requests_running", "Texts that are read or written", load.running, {}),
+            (gauge, "vllm:num_requests_waiting", "Texts that wait for a place", load.waiting, {}),
             (
-                GaugeMetricFamily,
+                gauge,
                 "vllm:kv_cache_usage_perc",
                 "Share of the blocks of keys and values that rows hold",
                 load.cache_usage,
+                {},
             ),
+            (counter, "vllm:num_preemptions", preempted, load.preempted, {}),
+            (gauge, "redrafter:kv_host_blocks", "Blocks of keys and values in the host's memory", load.host_blocks, {}),
             (
-                CounterMetricFamily,
-                "vllm:num_preemptions",
-                "Rows put back, for want of blocks or for a client without any",
-                load.preempted,
-            ),
-            (
-                GaugeMetricFamily,
-                "redrafter:kv_host_blocks",
-                "Blocks of keys and values in the host's memory",
-                load.host_blocks,
-            ),
-            (
-                CounterMetricFamily,
+                counter,
                 "redrafter:kv_host_hits",
                 "Prompt tokens that were found in the host's memory alone",
                 load.host_hits,
+                {},
             ),
         ):
-            yield self._family(kind, name, help, value)
-
-    def _family(
-        self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, help: str, value: float
-    ) -> Metric:
-        """Return a metric of one number."""
-        family = kind(name, help, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
+            family = kind(name, help, labels=["model_name", *labels])
+            family.add_metric([self._model, *labels.values()], value)
+            yield family
 
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(f"vllm:{name}", help, ["model_name"], registry=self.registry).labels(self._model)

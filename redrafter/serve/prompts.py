@@ -1,28 +1,82 @@
-"""Encode the prompts of requests."""
+"""Encode the prompts of requests; those of chats as the model's chat template renders them."""
 
+import inspect
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+from jinja2 import TemplateError, meta
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from redrafter.errors import first_line
 from redrafter.sandbox.process import SandboxedProcess
-from redrafter.serve.chat.control_tokens import ControlTokens, choose_marker
-from redrafter.serve.chat.template import THINK_TAGS, ChatTemplate
-from redrafter.serve.chat.tools import describe_tools, template_tools
+from redrafter.serve.control_tokens import ControlTokens, choose_marker
 from redrafter.serve.images import ImageReader
-from redrafter.serve.protocol.messages import Message, TextPart, ToolCall
-from redrafter.serve.protocol.requests import ApiError, ChatRequest
-
-__all__ = ["ChatPrompt", "Prompts"]
+from redrafter.serve.protocol.requests import ApiError, ChatRequest, Message, TextPart, ToolCall
+from redrafter.serve.tools import describe_tools, template_tools
 
 CHUNK_CHARACTERS = 16  # for each token of the context: a longer text is counted in chunks of so many characters
+THINK_TAGS = ("<think>", "</think>")  # what reasoning models write around their thoughts
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
-@dataclass(frozen=True)
-class ChatPrompt:
+class ChatTemplate:
+    """The chat template of a tokenizer that has one."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        template: str | dict[str, str] = tokenizer.chat_template
+        self._texts = list(template.values()) if isinstance(template, dict) else [template]
+
+    @property
+    def text(self) -> str:
+        """Source of the template; where the tokenizer has several, all of them joined."""
+        return "\n".join(self._texts)
+
+    @cached_property
+    def has_think_tags(self) -> bool:
+        """Tell whether the template has think tags that show up in decoded text, as special tokens do not."""
+        special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        return THINK_TAGS[1] in self.text and not special.intersection(THINK_TAGS)
+
+    @cached_property
+    def reads_parts(self) -> bool:
+        """Tell whether the template reads content as a list of parts alone, and leaves out a plain text."""
+        probe = "a text to look for"
+        try:
+            return probe not in self.render([{"role": "user", "content": probe}], None, add_generation_prompt=True)
+        except ApiError:
+            return False
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Variables that the template reads, without messages, tools and what the tokenizer itself supplies."""
+        undeclared: set[str] = set()
+        for text in self._texts:
+            environment = _compile_jinja_template(text).environment
+            undeclared |= meta.find_undeclared_variables(environment.parse(text)) - set(environment.globals)
+        supplied = set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"documents"}
+        return frozenset(undeclared - supplied - {"messages", *self._tokenizer.special_tokens_map})
+
+    def check(self, variables: dict[str, Any], param: str) -> None:
+        """Raise `ApiError`, about a field of the request, if the template does not read all of some variables."""
+        if unknown := [name for name in variables if name not in self.variables]:
+            known = ", ".join(sorted(self.variables)) or "none"
+            raise ApiError(400, f"{param}: the chat template reads no {unknown[0]!r}; it reads {known}", param)
+
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, **variables: Any) -> str:
+        """Render a chat as `apply_chat_template` does, or raise `ApiError` if the template refuses it."""
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **variables)
+        except _TEMPLATE_ERRORS as error:
+            raise ApiError(400, f"the chat template refuses: {first_line(error)}", "messages") from error
+        return str(text)
+
+
+class ChatPrompt(NamedTuple):
     """Prompt of a chat.
 
     Attributes:
@@ -33,7 +87,7 @@ class ChatPrompt:
 
     ids: list[int]
     thinking: bool
-    images: dict[str, Any] | None = None
+    images: dict[str, Any] | None
 
 
 @dataclass
@@ -79,14 +133,7 @@ class Prompts:
         return self._checked(list(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids), "prompt")
 
     def encode_prompts(self, prompt: str | list[Any]) -> list[list[int]]:
-        """Return the token ids of each prompt of a completion request.
-
-        Args:
-            prompt: The request's `prompt`: a text or token ids, or a list of such.
-
-        Raises:
-            ApiError: If there is no prompt, or one cannot be used.
-        """
+        """Return the token ids of each prompt of a completion request: a text or token ids, or a list of such."""
         prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
         if not prompts:
             raise ApiError(400, "there is no prompt", "prompt")
@@ -95,45 +142,41 @@ class Prompts:
     def encode_chat(self, request: ChatRequest, decoder: SandboxedProcess | None = None) -> ChatPrompt:
         """Render a chat request with the chat template, and encode it.
 
-        Args:
-            request: The request.
-            decoder: The process to decode its images in; None for a new one.
-
-        Raises:
-            ApiError: If there is no template, it refuses the request, or the prompt is too long.
+        Its images are decoded in the process `decoder`, or in a new one. Raises `ApiError` also where there is no
+        template, or it refuses the request.
         """
         urls = [url for message in request.messages for url in message.images]
-        reader = self._image_reader(len(urls)) if urls else None
+        reader = None
+        if urls:
+            if isinstance(self.images, str):
+                raise ApiError(400, self.images, "messages", "no_images")
+            reader = self.images
+            reader.check_count(len(urls))
+        template = self.template
         tools = template_tools(request.callable_tools)
-        messages = [_template_message(message, self.template) for message in request.messages]
+        messages = [_template_message(message, template) for message in request.messages]
         variables = self._variables(request)
-        marker = choose_marker(messages, tools, variables, self.template.text)
+        marker = choose_marker(messages, tools, variables, template.text)
         text = self._render(messages, None, variables, marker)
         if tools:
             with_tools = self._render(messages, tools, variables, marker)
             if with_tools == text:  # the template ignores tools
-                parallel_calls = request.parallel_tool_calls is not False
-                description = describe_tools(tools, parallel_calls)
-                messages = [{"role": "system", "content": _content(description, self.template)}, *messages]
+                description = describe_tools(tools, request.parallel_tool_calls is not False)
+                messages = [{"role": "system", "content": _content(description, template)}, *messages]
                 with_tools = self._render(messages, None, variables, marker)
             text = with_tools
         self._check_size(text, "messages")
-        placed = None if reader is None else reader.place(text, urls, decoder)
-        text, ids = self._control.encode(text if placed is None else placed.text, marker)
+        inputs: dict[str, Any] | None = None
+        if reader is not None:
+            text, inputs = reader.place(text, urls, decoder)
+        text, ids = self._control.encode(text, marker)
         begin, end = THINK_TAGS
         tail = request.messages[-1].text if request.continue_final_message else text.rstrip()[-len(begin) :]
         thinking = tail.rfind(begin) > tail.rfind(end)
         ids = self._checked(ids, "messages")
-        if reader is None or placed is None:
-            return ChatPrompt(ids, thinking)
-        return ChatPrompt(ids, thinking, placed.inputs | reader.token_types(ids))
-
-    def _image_reader(self, count: int) -> ImageReader:
-        """Return what reads a request's images, or raise `ApiError` where none or fewer are read."""
-        if isinstance(self.images, str):
-            raise ApiError(400, self.images, "messages", "no_images")
-        self.images.check_count(count)
-        return self.images
+        if reader is not None and inputs is not None:
+            inputs |= reader.token_types(ids)
+        return ChatPrompt(ids, thinking, inputs)
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
         """Return the variables that a request has for the chat template, and options of `apply_chat_template`."""
@@ -191,7 +234,7 @@ class Prompts:
 
 def _template_message(message: Message, template: ChatTemplate) -> dict[str, Any]:
     """Return a message as chat templates read it: arguments of calls as objects, content as one text or as parts."""
-    role = "system" if message.role == "developer" and not template.knows_developer else message.role
+    role = "system" if message.role == "developer" and "developer" not in template.text else message.role
     content: Any = _content(message.text, template)
     if message.images:
         content = [

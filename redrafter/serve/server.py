@@ -1,4 +1,4 @@
-"""A server: the application, and the line to the engine whose texts it answers with."""
+"""A server: the application, and the client of the engine whose texts it answers with."""
 
 import logging
 from dataclasses import dataclass, field
@@ -14,16 +14,13 @@ from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import EngineClient
-from redrafter.serve.engine_process.loading import EngineFacts
-from redrafter.serve.engine_process.start import EngineProcess
+from redrafter.serve.engine_process.start import EngineFacts, EngineProcess
 from redrafter.serve.images import ImageLimits, ImageReader
 from redrafter.serve.metrics import Metrics
-from redrafter.serve.network.access import AccessPolicy
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
+from redrafter.serve.network.guards import AccessPolicy
 from redrafter.serve.routes.app import create_app
 from redrafter.serve.service import Service
-
-__all__ = ["Server", "load_server"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,7 +30,7 @@ class Server:
     """The application that answers requests with the texts of an engine.
 
     Attributes:
-        engine: The line to the engine.
+        engine: The client of the engine.
         tokenizer: The model's tokenizer.
         options: How the server listens, and how much it serves at once.
         keys: API keys that clients must send.
@@ -65,9 +62,7 @@ class Server:
             images=self.images,
             reasoning=options.reasoning_format == "auto",
         )
-        policy = AccessPolicy.of(
-            self.keys, options.host, options.allowed_hosts, options.allowed_origins, options.open_metrics
-        )
+        policy = AccessPolicy.of(self.keys, options)
         self.app = create_app(service, policy, options.max_body_size, options.allow_runtime_lora_updating)
 
     def drain(self) -> None:
@@ -90,17 +85,12 @@ class Server:
 
 
 def load_server(process: EngineProcess, options: ServeOptions, load: LoadOptions, keys: ApiKeys) -> Server:
-    """Wait until an engine's process has loaded, and return a server of it.
-
-    Args:
-        process: The process.
-        options: How the server listens.
-        load: How the model is loaded.
-        keys: API keys that clients must send.
-    """
+    """Wait until an engine's process has loaded, and return a server of it, whose clients must send a key."""
     template = read_template(options.chat_template) if options.chat_template else None
-    try:
-        tokenizer = _load_tokenizer(load)  # while the process loads
+    try:  # while the process loads
+        model = load.model or str(boxed_pair())
+        tokenizer = load_tokenizer(model, trust_remote_code=load.trust_remote_code)
+        find_template(tokenizer, model)
     except ReDrafterError:
         process.wait_until_loaded()  # whose error says more
         raise
@@ -124,10 +114,3 @@ def _load_image_reader(options: ServeOptions, load: LoadOptions, facts: EngineFa
     except ReDrafterError as error:
         _LOG.warning("images are refused: %s", error)
         return "this server is not set up for images"
-
-
-def _load_tokenizer(options: LoadOptions) -> PreTrainedTokenizerBase:
-    model = options.model or str(boxed_pair())
-    tokenizer = load_tokenizer(model, trust_remote_code=options.trust_remote_code)
-    find_template(tokenizer, model)
-    return tokenizer

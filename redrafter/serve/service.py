@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -15,26 +15,25 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.engine.detokenizer import decode_tokens
 from redrafter.errors import ReDrafterError
 from redrafter.grammar.source import GrammarSource
+from redrafter.sampling.params import NEUTRAL, NUMBERS, SamplingParams
 from redrafter.sandbox.process import SandboxedProcess
-from redrafter.scheduler.sequence import SamplingParams
-from redrafter.serve.answers.chat import ChatFormat
-from redrafter.serve.answers.choice import Choice
-from redrafter.serve.answers.completion import CompletionFormat
-from redrafter.serve.answers.openai_format import collect_answer, raise_cuts_as_errors, stream_answer
-from redrafter.serve.answers.prompt_logprobs import check_scores, prompt_logprobs
-from redrafter.serve.answers.text import StopStrings
-from redrafter.serve.answers.usage import summarize
-from redrafter.serve.chat.tool_schema import call_schema
-from redrafter.serve.delta_stream import Stopped
-from redrafter.serve.engine_process.client import EngineClient
+from redrafter.serve.answers.choice import Choice, StopStrings, summarize
+from redrafter.serve.answers.formats import (
+    ChatFormat,
+    CompletionFormat,
+    check_scores,
+    collect_answer,
+    prompt_logprobs,
+    raise_cuts_as_errors,
+    stream_answer,
+)
+from redrafter.serve.engine_process.client import EngineClient, Stopped
 from redrafter.serve.images import ImageReader
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.fields import MAX_PROMPTS, StreamOptions
-from redrafter.serve.protocol.messages import Message
-from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest
-
-__all__ = ["Service"]
+from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, Message
+from redrafter.serve.tools import call_schema
 
 MIN_TEMPERATURE = 1e-5  # lower ones would overflow the logits: they mean greedy decoding, as in vLLM
 DEFAULT_COMPLETION_TOKENS = 16  # of a completion without max_tokens, as in OpenAI's API
@@ -43,6 +42,7 @@ AnyRequest = CompletionRequest | ChatRequest
 R = TypeVar("R")
 T = TypeVar("T")
 Facts = dict[str, Any]  # what the log says of a request, by name
+Answer = dict[str, Any] | AsyncIterator[dict[str, Any]]  # a whole one, or the parts of a stream
 
 
 @dataclass
@@ -80,9 +80,8 @@ class Service:
             self.tokenizer, self.model, facts.vocab_size, facts.context, self.special_tokens_in_content, self.images
         )
 
-    def model_entry(self, name: str | None = None) -> dict[str, Any]:
+    def model_entry(self, name: str) -> dict[str, Any]:
         """Return the entry of this model, or of an adapter, in a list of models."""
-        name = self.model if name is None else name
         entry = {"id": name, "object": "model", "created": self.created, "owned_by": "redrafter"}
         return entry | {"max_model_len": self.context, "parent": self.model if name in self.adapters else None}
 
@@ -123,45 +122,31 @@ class Service:
         self.adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
-        """Serve a LoRA adapter no longer. Texts that are being written with it go on.
-
-        Raises:
-            ApiError: There is no such adapter.
-        """
+        """Serve a LoRA adapter no longer, or raise `ApiError` if there is none. Its texts continue."""
         if name not in self.adapters:
             raise ApiError(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
         del self.adapters[name]
         await self.engine.change_adapters(name, None)
 
-    async def completion(
-        self, request: CompletionRequest, facts: Facts
-    ) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
-        """Answer a request for completions.
-
-        Args:
-            request: The request.
-            facts: What is logged of it; facts about the answer are added.
-
-        Returns:
-            The answer, or the parts of a stream.
-        """
+    async def completion(self, request: CompletionRequest, facts: Facts) -> Answer:
+        """Answer a request for completions, and add to the facts that are logged of it."""
         self.check_model(request.model)
         prompts = await asyncio.to_thread(self.prompts.encode_prompts, request.prompt)
-        echo = [decode_tokens(self.tokenizer, ids, True) for ids in prompts] if request.echo else None
         copies, kept = request.copies, request.n or 1
-        count = request.logprobs
-        if copies > kept and count is None:
-            count = 0  # the best ones are chosen by their log-probabilities
+        echo = None
+        if request.echo:
+            texts = [decode_tokens(self.tokenizer, ids, True) for ids in prompts]
+            echo = [text for text in texts for _ in range(kept)]
+        # Of more texts than are asked for, the best ones are chosen by their log-probabilities.
+        count = 0 if copies > kept and request.logprobs is None else request.logprobs
         grammar = _grammar_source(request)
-        params = self._sampling_params(request, count, grammar)
-        params = replace(params, prompt_logprobs=request.prompt_count)
-        copied = [ids for ids in prompts for _ in range(copies)]
-        before = None if echo is None else [text for text in echo for _ in range(kept)]
-        form = CompletionFormat(before, request.logprobs, self.tokenizer, request.prompt_logprobs)
+        params = self._sampling_params(request, count, request.prompt_count, grammar)
+        form = CompletionFormat(echo, request.logprobs, self.tokenizer, request.prompt_logprobs)
         max_new_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        copied = [ids for ids in prompts for _ in range(copies)]
         return await self._serve(request, copied, max_new_tokens, params, grammar, form, facts, (copies, kept))
 
-    async def chat(self, request: ChatRequest, facts: Facts) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
+    async def chat(self, request: ChatRequest, facts: Facts) -> Answer:
         """Answer a request for a chat, as `completion` does."""
         self.check_model(request.model)
         prompt = await self.encode(self.prompts.encode_chat, request, request.messages, facts)
@@ -169,8 +154,7 @@ class Service:
             raise ApiError(400, "the tokens of a prompt with images are not scored: leave it out", "prompt_logprobs")
         count = (request.top_logprobs or 0) if request.logprobs else None
         grammar = _grammar_source(request)
-        params = self._sampling_params(request, count, grammar)
-        params = replace(params, prompt_logprobs=request.prompt_logprobs)
+        params = self._sampling_params(request, count, request.prompt_logprobs, grammar)
         max_new_tokens = request.max_completion_tokens or request.max_tokens or self.context
         # A grammar describes the whole text, so that there are no thoughts to split off.
         thinks = self.reasoning and self.prompts.template.has_think_tags and grammar is None
@@ -192,17 +176,13 @@ class Service:
         messages: Sequence[Message] | None,
         facts: Facts,
     ) -> T:
-        """Encode a request in a thread; one with images when it is its client's turn.
+        """Encode a request in a thread; one whose messages have images, when it is its client's turn.
 
-        Args:
-            encode: Encodes the request; called with a process that decodes its images, None where it has none.
-            request: The request.
-            messages: Its messages; None where it is no chat.
-            facts: What is logged of it.
+        `encode` is called with the request and a process that decodes its images, None where it has none.
         """
         if isinstance(self.images, str) or not any(message.images for message in messages or ()):
             return await asyncio.to_thread(encode, request, None)
-        return await self.images.run(lambda decoder: encode(request, decoder), _client(facts))
+        return await self.images.run(lambda decoder: encode(request, decoder), str(facts.get("client", "")))
 
     async def _serve(
         self,
@@ -215,7 +195,7 @@ class Service:
         facts: Facts,
         best: tuple[int, int] = (1, 1),
         images: dict[str, Any] | None = None,
-    ) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
+    ) -> Answer:
         if len(prompts) > MAX_PROMPTS:
             raise ApiError(400, f"{len(prompts)} texts in one request; at most {MAX_PROMPTS}", "n")
         check_scores(prompts, params.prompt_logprobs)
@@ -223,24 +203,26 @@ class Service:
         make = (lambda: StopStrings(stops, self.tokenizer)) if stops else (lambda: None)
         asked = request.stream_options or StreamOptions()
         choices = [Choice(self.tokenizer, stops, asked.include_drafts) for _ in prompts]
-        client = _client(facts)
-        salt = self._salt(client, request.cache_salt)
-        name = request.model or self.model
-        adapter = None if name == self.model else name  # the engine refuses one that was unloaded a moment ago
+        client, name = str(facts.get("client", "")), request.model or self.model
+        owner = client if self.apart else ""
         deltas = self.engine.deltas(
-            prompts, max_new_tokens, params, make, grammar, client, salt, adapter, images=images
+            prompts,
+            max_new_tokens,
+            params,
+            make,
+            grammar,
+            client,
+            cache_salt=json.dumps([owner, request.cache_salt]) if owner or request.cache_salt else None,
+            adapter=None if name == self.model else name,  # the engine refuses one that was unloaded a moment ago
+            images=images,
         )
         if images is not None and not isinstance(self.images, str):
             deltas = self.images.count(deltas, images, client)
         if not request.stream:
             async with aclosing(deltas):  # or else the engine would go on after an error
                 body = await collect_answer(deltas, choices, form, name, best)
-            if (
-                isinstance(request, ChatRequest)
-                and request.prompt_logprobs is not None
-                and choices[0].sequence is not None
-            ):
-                sequence, count = choices[0].sequence, request.prompt_logprobs
+            sequence, count = choices[0].sequence, request.prompt_logprobs
+            if isinstance(request, ChatRequest) and count is not None and sequence is not None:
                 body["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs, sequence, count, self.tokenizer)
             facts |= summarize(choices)
             return body
@@ -263,77 +245,52 @@ class Service:
 
         return all_parts()
 
-    def _salt(self, client: str, asked: str | None) -> str | None:
-        """Return the salt that requests must have in common to share prefixes in the cache."""
-        owner = client if self.apart else ""
-        return json.dumps([owner, asked]) if owner or asked else None
-
     def _sampling_params(
-        self, request: AnyRequest, logprobs: int | None, grammar: GrammarSource | None
+        self, request: AnyRequest, logprobs: int | None, prompt_logprobs: int | None, grammar: GrammarSource | None
     ) -> SamplingParams:
         """Return the parameters of a request, whose grammar the engine adds; by default, those of the engine."""
         facts = self.engine.facts
 
         def pick(name: str) -> Any:
             asked = getattr(request, name)
-            return facts.sampling[name] if asked is None else asked
+            return facts.sampling.get(name, getattr(NEUTRAL, name)) if asked is None else asked
 
         temperature = pick("temperature")
         if grammar is not None and request.ignore_eos:
             raise ApiError(400, "a text that follows a grammar ends with it: leave out ignore_eos", "ignore_eos")
+        bias = {}
+        for token, value in (request.logit_bias or {}).items():
+            if not (token.isdecimal() and len(token) < 20 and int(token) < facts.vocab_size):
+                what = f"logit_bias names {token!r}, which is no token id below {facts.vocab_size}"
+                raise ApiError(400, what, "logit_bias")
+            bias[int(token)] = value
         ends = facts.end_tokens | frozenset(request.stop_token_ids or ())
+        numbers = {name: pick(name) for name in NUMBERS if hasattr(request, name)}
         return SamplingParams(
+            **numbers | {"top_k": max(numbers["top_k"], 0)},
             temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
-            top_k=max(pick("top_k"), 0),
-            top_p=pick("top_p"),
-            min_p=pick("min_p"),
-            repetition_penalty=pick("repetition_penalty"),
-            frequency_penalty=request.frequency_penalty or 0.0,
-            presence_penalty=request.presence_penalty or 0.0,
-            logit_bias=self._bias(request.logit_bias),
+            logit_bias=bias,
             min_new_tokens=request.min_tokens or 0,
             stop_token_ids=frozenset() if request.ignore_eos else ends,
             seed=secrets.randbits(61) if request.seed is None else request.seed,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             speculate=request.speculate,
         )
-
-    def _bias(self, given: dict[str, float] | None) -> dict[int, float]:
-        """Return a bias by token id, or raise `ApiError` for what is no token id."""
-        vocabulary = self.engine.facts.vocab_size
-        bias = {}
-        for token, value in (given or {}).items():
-            if not (token.isdecimal() and len(token) < 20 and int(token) < vocabulary):
-                raise ApiError(
-                    400, f"logit_bias names {token!r}, which is no token id below {vocabulary}", "logit_bias"
-                )
-            bias[int(token)] = value
-        return bias
-
-
-def _client(facts: Facts) -> str:
-    """Return the name of the client that sent a request."""
-    return str(facts.get("client", ""))
 
 
 def _grammar_source(request: AnyRequest) -> GrammarSource | None:
     """Return the grammar that a request asks for, or None."""
-    spec = _grammar_spec(request)
-    return None if spec is None else GrammarSource.of(spec)
-
-
-def _grammar_spec(request: AnyRequest) -> dict[str, Any] | None:
-    """Return the specification of the grammar that a request asks for, as `GrammarSource.of` reads it, or None."""
+    spec: dict[str, Any] | None = None
     if request.structured_outputs is not None:
-        [(kind, value)] = ((name, spec) for name, spec in request.structured_outputs if spec is not None)
-        return {"json_schema" if kind == "json_" else kind: value}
-    if isinstance(request, CompletionRequest):
-        return None
-    if (schema := call_schema(request)) is not None:
-        return {"json_schema": schema}
-    format = request.response_format
-    if format is None or format.type == "text":
-        return None
-    if format.json_schema is not None:
-        return {"json_schema": format.json_schema.schema_}
-    return {"json_object": True} if format.lark_grammar is None else {"lark": format.lark_grammar}
+        [(kind, value)] = ((name, value) for name, value in request.structured_outputs if value is not None)
+        spec = {"json_schema" if kind == "json_" else kind: value}
+    elif isinstance(request, ChatRequest):
+        form = request.response_format
+        if (schema := call_schema(request)) is not None:
+            spec = {"json_schema": schema}
+        elif form is not None and form.json_schema is not None:
+            spec = {"json_schema": form.json_schema.schema_}
+        elif form is not None and form.type != "text":
+            spec = {"json_object": True} if form.lark_grammar is None else {"lark": form.lark_grammar}
+    return None if spec is None else GrammarSource.of(spec)

@@ -24,6 +24,7 @@ from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.invariant_linear import in_full_vectors, invariant_expert_linear, invariant_linear
 from redrafter.target.drafter_inputs import decoder_stack
+from redrafter.target.forward_batch import ForwardBatch
 from redrafter.target.patch import ModelPatch
 from redrafter.target.quantization import float8_scheme, is_quantized
 from redrafter.target.supported import Support
@@ -111,7 +112,7 @@ def _read(target: "Target", sizes: Sequence[int], pool: KVCachePool) -> Tensor:
         if piece := ids[first : first + size].tolist():
             length = torch.full((1,), first, device=target.device)
             tokens = torch.tensor([piece], device=target.device)
-            logits.append(target.verify(chain(tokens), length, cache)[0][0])
+            logits.append(target.verify(ForwardBatch(chain(tokens), length, cache)).logits[0])
         first += size
     return torch.cat(logits)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from redrafter.attention.prompt_attention import Piece, cut_prompts
 from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.cache.to_device import to_device
+from redrafter.target.forward_batch import ForwardBatch, Prompts
 from redrafter.target.tree_forward import TreeForward
 from redrafter.target.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import chain
@@ -58,55 +59,20 @@ class PromptReader:
         return self._without_masks and (isinstance(cache, PagedCache) or not self._masks_on_dense)
 
     def read(
-        self,
-        prompts: Tensor,
-        length: Tensor,
-        cache: KVCache,
-        rope_lengths: Tensor | None,
-        *,
-        start: Tensor | None = None,
-        counts: Sequence[int] | None = None,
-        max_tokens: int | None = None,
-        show: ShowLogits | None = None,
+        self, prompts: Prompts, *, max_tokens: int | None = None, show: ShowLogits | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Read prompts; the arguments are those of `Target.prefill`.
-
-        Args:
-            prompts: Token ids, `[B, P]` int64, right-padded to any ids.
-            length: Tokens of each row up to which to read, `[B]` int64.
-            cache: Keys and values of the rows; receives those of the tokens.
-            rope_lengths: Length of text whose rope each row's tokens have at least, `[B]` int64; None for that up to
-                each token.
-            start: Tokens of each row that the cache holds already, `[B]` int64, fewer than `length`; None for none.
-            counts: How many tokens each row has beyond `start`; None for P of each, some of which may be padding.
-            max_tokens: The most tokens of all rows in one forward; None for as many as suit.
-            show: Is shown the logits of every token that is read, each row's in order.
-
-        Returns:
-            Logits `[B, V]` and hidden states `[B, F]` of each row's last token.
-        """
-        start = torch.zeros_like(length) if start is None else start
+        """Read prompts; see `Target.prefill`."""
         max_tokens = max_tokens or MAX_FORWARD_TOKENS
         if show is not None:
             max_tokens = min(max_tokens, max(MAX_SHOWN_LOGITS // self._vocab_size, 1))
-        if self.reads_without_masks(cache):
-            return self._read_pieces(prompts, start, length, cache, rope_lengths, max_tokens, show)
-        return self._read_chunks(prompts, start, length, cache, rope_lengths, counts, max_tokens, show)
+        read = self._read_pieces if self.reads_without_masks(prompts.cache) else self._read_chunks
+        return read(prompts, max_tokens, show)
 
-    def _read_pieces(
-        self,
-        prompts: Tensor,
-        start: Tensor,
-        length: Tensor,
-        cache: KVCache,
-        rope_lengths: Tensor | None,
-        max_tokens: int,
-        show: ShowLogits | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Read as `read` does, on a CPU: in pieces, one behind the other."""
+    def _read_pieces(self, prompts: Prompts, max_tokens: int, show: ShowLogits | None) -> tuple[Tensor, Tensor]:
+        """Read as `read` does, on a CPU: in pieces, one after the other."""
         last: dict[int, tuple[Tensor, Tensor]] = {}
-        for pieces in cut_prompts(start.tolist(), length.tolist(), max_tokens):
-            logits, hidden = self._varlen.read_pieces(pieces, prompts, cache, rope_lengths, all_tokens=show is not None)
+        for pieces in cut_prompts(prompts.first.tolist(), prompts.upto.tolist(), max_tokens):
+            logits, hidden = self._varlen.read_pieces(pieces, prompts, all_tokens=show is not None)
             if show is not None:
                 counts = [piece.count for piece in pieces]
                 for piece, its_logits in zip(pieces, logits.split(counts), strict=True):
@@ -115,52 +81,51 @@ class PromptReader:
                 logits, hidden = logits[ends], hidden[ends]
             rows = [piece.row for piece in pieces]
             last |= dict(zip(rows, zip(logits, hidden, strict=True), strict=True))
-        logits_of_rows, hidden_of_rows = zip(*(last[row] for row in range(len(prompts))), strict=True)
+        logits_of_rows, hidden_of_rows = zip(*(last[row] for row in range(len(prompts.tokens))), strict=True)
         return torch.stack(logits_of_rows), torch.stack(hidden_of_rows)
 
-    def _read_chunks(
-        self,
-        prompts: Tensor,
-        start: Tensor,
-        length: Tensor,
-        cache: KVCache,
-        rope_lengths: Tensor | None,
-        counts: Sequence[int] | None,
-        max_tokens: int,
-        show: ShowLogits | None,
-    ) -> tuple[Tensor, Tensor]:
+    def _read_chunks(self, prompts: Prompts, max_tokens: int, show: ShowLogits | None) -> tuple[Tensor, Tensor]:
         """Read as `read` does, with any model on any device: in chunks side by side, each a chain with its mask."""
-        forward = self._varlen if isinstance(cache, PagedCache) else self._padded
-        rows, width = prompts.shape
-        ragged = counts is not None and isinstance(cache, PagedCache)
-        counts = [width] * rows if counts is None else counts
-        fits = ragged and sum(counts) <= max_tokens
+        cache, length, start = prompts.cache, prompts.upto, prompts.first
+        paged = isinstance(cache, PagedCache)
+        forward: TreeForward = self._varlen if paged else self._padded
+        rows, width = prompts.tokens.shape
+        ragged = prompts.counts is not None and paged
+        counts = [width] * rows if prompts.counts is None else prompts.counts
         chunk = MAX_CHUNK_TOKENS
-        if isinstance(cache, PagedCache):
+        if paged:
             chunk = max(chunk, math.isqrt(MAX_MASK_NUMBERS // rows))
-        if not fits:
+        if not (ragged and sum(counts) <= max_tokens):
             chunk = max(min(chunk, max_tokens // rows), 1)
+        rope_lengths = length if prompts.rope_lengths is None else prompts.rope_lengths
         logits = hidden = None
         for offset in range(0, max(counts), chunk):
             sizes = [min(max(count - offset, 0), chunk) for count in counts]
             size = max(sizes)
-            behind = start + offset  # [B]
-            pieces = None if cache.states is None else _pieces(behind, length, sizes)
+            read = start + offset  # [B]
+            pieces = None if cache.states is None else _pieces(read, length, sizes)
             if pieces == []:
                 continue  # padding alone
-            positions = behind[:, None] + torch.arange(size, device=length.device)  # [B, size]
-            tokens = chain(prompts.gather(1, positions.clamp(max=width - 1)))
+            positions = read[:, None] + torch.arange(size, device=length.device)  # [B, size]
+            tokens = chain(prompts.tokens.gather(1, positions.clamp(max=width - 1)))
             if ragged:
                 tokens = replace(tokens, counts=to_device(sizes, length.device, torch.long), total=sum(sizes))
-            last = length - 1 - behind  # [B], the node of the last prompt token, if it is here
+            last = length - 1 - read  # [B], the node of the last prompt token, if it is here
             here = ((last >= 0) & (last < size))[:, None]  # [B, 1]
             end = last.clamp(0, size - 1)
-            new_logits, new_hidden = forward(
-                tokens, behind, cache, end if show is None else None, rope_lengths, pieces=pieces
+            batch = ForwardBatch(
+                tokens,
+                read,
+                cache,
+                logits_index=end if show is None else None,
+                rope_lengths=rope_lengths,
+                adapters=prompts.adapters,
+                pieces=pieces,
             )
+            new_logits, new_hidden, _ = forward(batch)
             if show is not None:
-                read = (last + 1).clamp(0, size).tolist()
-                for row, first, count in zip(range(rows), behind.tolist(), read, strict=True):
+                shown = (last + 1).clamp(0, size).tolist()
+                for row, first, count in zip(range(rows), read.tolist(), shown, strict=True):
                     show(row, first, new_logits[row, :count])
                 new_logits, new_hidden = (
                     x.gather(1, end[:, None, None].expand_as(x[:, :1])) for x in (new_logits, new_hidden)
@@ -173,13 +138,7 @@ class PromptReader:
         return logits, hidden
 
 
-def _pieces(behind: Tensor, length: Tensor, sizes: Sequence[int]) -> list[Piece]:
-    """Return what a forward reads of each row that reads on.
-
-    Args:
-        behind: Tokens of each row that are read already, `[B]` int64.
-        length: Tokens of each row up to which to read, `[B]` int64.
-        sizes: The most tokens of each row in the forward.
-    """
-    rows = enumerate(zip(behind.tolist(), length.tolist(), sizes, strict=True))
+def _pieces(read: Tensor, length: Tensor, sizes: Sequence[int]) -> list[Piece]:
+    """Return what a forward of at most `sizes` tokens a row reads of each row that reads on, after `read` tokens."""
+    rows = enumerate(zip(read.tolist(), length.tolist(), sizes, strict=True))
     return [Piece(row, first, min(end, first + size)) for row, (first, end, size) in rows if first < end and size]

@@ -26,6 +26,7 @@ from redrafter.cache.dense import LayerShape, states_of
 from redrafter.cache.paged import KVCache, fill_first_slots
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.target.drafter_inputs import decoder_stack
+from redrafter.target.forward_batch import ForwardBatch, Prompts
 from redrafter.target.patch import ModelPatch
 from redrafter.target.quantization import float8_scheme, is_quantized
 from redrafter.target.supported import MODEL_ERRORS
@@ -240,12 +241,13 @@ def run_trial(target: "Target", trial: Trial, cache: KVCache, *, whole: bool = F
             fill_first_slots(cache, list(trial.states.items()))
         else:
             most = None if whole else trial.prompts.shape[1] - trial.prompts.shape[1] // 5
-            target.prefill(trial.prompts, trial.length, cache, max_tokens=most)
-        logits, _ = target.verify(tree_of(tokens, parents, depth, max_depth=2), trial.length, cache)
+            target.prefill(Prompts(trial.prompts, trial.length, cache), max_tokens=most)
+        tree = tree_of(tokens, parents, depth, max_depth=2)
+        logits = target.verify(ForwardBatch(tree, trial.length, cache)).logits
         path = Path(torch.tensor([0, 2, 4], device=device).expand(rows, 3), torch.full_like(trial.length, 2))
         cache.commit(trial.length, path.nodes)
         cache.commit_states(trial.length, path, torch.ones_like(trial.length, dtype=torch.bool))
-        after, _ = target.verify(chain(e.expand(rows, 1)), trial.length + 3, cache)
+        after = target.verify(ForwardBatch(chain(e.expand(rows, 1)), trial.length + 3, cache)).logits
     except MODEL_ERRORS as error:
         raise UnsupportedError(f"{target.name} cannot run a token tree: {first_line(error)}") from error
     return torch.cat([logits, after], dim=1)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.dense import DenseCache, LayerShape, states_of
 from redrafter.cache.paged import KVCache, PagedCache, RoundingCache, fill_first_slots
 from redrafter.cache.to_device import made_on_host
@@ -22,6 +21,7 @@ from redrafter.parallel.local_shards import use_local_shards
 from redrafter.target.batch_invariance import RowByRow, check_products, check_rows, support_of
 from redrafter.target.cache_support import CacheSupport
 from redrafter.target.drafter_inputs import DrafterLayer, decoder_layers
+from redrafter.target.forward_batch import ForwardBatch, ForwardOutput, Prompts
 from redrafter.target.images import ImagePrompt, image_arguments, token_type_arguments
 from redrafter.target.lora import Adapter, AdapterSlots, LoraWeights
 from redrafter.target.model_state import ModelState, hooked_module, run_uncompiled
@@ -43,7 +43,7 @@ from redrafter.target.supported import (
 from redrafter.target.traits import learn_traits
 from redrafter.target.tree_forward import ModelParts, PaddedForward, TreeForward
 from redrafter.target.varlen_forward import VarlenForward
-from redrafter.tree.token_tree import Tree, chain
+from redrafter.tree.token_tree import chain
 
 _INVARIANT_ADAPTERS = (
     "batch_invariant=True computes one model for all rows, and adapters are products of each row's own: merge the "
@@ -338,12 +338,12 @@ class Target:
         """Run tokens `[B, M]` int64 through the model, as the beginnings of B texts."""
         cache = self.new_cache(len(tokens))
         cache.reserve(tokens.shape[1])
-        self.verify(chain(tokens), torch.zeros_like(tokens[:, 0]), cache)
+        self.verify(ForwardBatch(chain(tokens), torch.zeros_like(tokens[:, 0]), cache))
 
     def load_adapter(self, name: str, weights: LoraWeights, max_loras: int, max_lora_rank: int) -> Adapter:
         """Load a LoRA adapter beside the model; the arguments and errors are those of `AdapterSlots.load`.
 
-        Rows whose cache says so in `adapters` are then computed with it.
+        Rows that have its slot in `ForwardBatch.adapters` are then computed with it.
         """
         if self.batch_invariant:
             raise UnsupportedError(_INVARIANT_ADAPTERS)
@@ -390,57 +390,19 @@ class Target:
         """Replace ids outside this model's vocabulary by 0. They occur in no text of its own."""
         return tokens.where(tokens < self.vocab_size, 0)
 
-    def verify(
-        self,
-        tree: Tree,
-        length: Tensor,
-        cache: KVCache,
-        logits_index: Tensor | None = None,
-        position_shift: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the new nodes of a tree through the model, in one forward. Nothing is committed.
+    def verify(self, batch: ForwardBatch) -> ForwardOutput:
+        """Run the new nodes of trees, and chunks of prompts beside them, through the model in one forward.
 
-        Args:
-            tree: The trees of B rows, M new nodes each.
-            length: Committed tokens of each row, `[B]` int64.
-            cache: Keys and values of the rows; receives those of the new nodes.
-            logits_index: The one of each row's M new nodes at which to compute the head, `[B]` int64; None for all.
-            position_shift: What is added to the places of each row's tokens in its text to get their positions, `[B]`
-                int64; None for nothing.
-
-        Returns:
-            Logits `[B, M, V]` and the hidden states that a drafter reads, `[B, M, F]`; M is 1 with `logits_index`.
+        Nothing is committed.
         """
-        forward = self.varlen_forward if isinstance(cache, PagedCache) else self._padded_forward
-        return forward(tree, length, cache, logits_index, None, position_shift)  # type: ignore[arg-type]
-
-    def verify_and_read(
-        self,
-        tree: Tree,
-        length: Tensor,
-        cache: KVCache,
-        chunks: PromptChunks,
-        position_shift: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, ChunkEnds]:
-        """Run a tree and chunks of prompts through the model, in one forward on a paged cache.
-
-        Args:
-            tree: The trees of B rows, N nodes each.
-            length: Committed tokens of each row, `[B]` int64.
-            cache: Keys and values of the rows; receives those of the nodes, and its pool those of the chunks.
-            chunks: What is read of P prompts, whose positions are not shifted.
-            position_shift: As in `verify`.
-
-        Returns:
-            Logits `[B, N, V]` and hidden states `[B, N, F]` of the nodes, and both of the last token of each chunk.
-        """
-        assert self.reads_beside_trees, "the caller reads prompts by `prefill`"
-        assert isinstance(cache, PagedCache)
-        return self.varlen_forward.verify_and_read(tree, length, cache, chunks, position_shift)
+        assert batch.chunks is None or self.reads_beside_trees, "the caller reads prompts by `prefill`"
+        forward = self.varlen_forward if isinstance(batch.cache, PagedCache) else self._padded_forward
+        tree = batch.tree if self.rope is None else self.rope.drop_past_switch(batch.tree, batch.length)
+        return ForwardOutput(tree, *forward(batch))
 
     @property
     def reads_beside_trees(self) -> bool:
-        """Whether `verify_and_read` can read prompts: on a paged cache.
+        """Whether `verify` can read chunks of prompts: on a paged cache.
 
         Recurrent layers read prompts row by row, in a forward of their own.
         """
@@ -451,36 +413,25 @@ class Target:
         """Whether any layer keeps recurrent states."""
         return bool(states_of(self._caches.shapes))
 
-    def drop_past_rope_switch(self, tree: Tree, length: Tensor) -> Tree:
-        """Return the tree without the tokens that cannot be accepted, as rope switches before them.
-
-        Args:
-            tree: The trees of B rows.
-            length: Committed tokens of each row, `[B]` int64.
-        """
-        return tree if self.rope is None else self.rope.drop_past_switch(tree, length)
-
-    def needs_reread(self, longest: int) -> bool:
-        """Tell whether `reread` may be due, when the longest row has `longest` committed tokens."""
-        return self.rope is not None and self.rope.rereads and longest >= self.rope.switch_at
-
-    def reread(self, tokens: Tensor, length: Tensor, active: Tensor, cache: KVCache) -> None:
+    def reread(self, longest: int, state: Prompts, active: Tensor) -> None:
         """Read again the rows that reach the rope switch, with the frequencies of long texts.
 
         Args:
-            tokens: Each row's text, `[B, T]` int64.
-            length: Committed tokens of each row, `[B]` int64.
-            active: The rows that go on, `[B]` bool.
-            cache: Keys and values of the rows; those of the rows that are read again are replaced.
+            longest: The most tokens that a row may have committed, at least.
+            state: The rows, with `upto` committed tokens; keys and values of those that are read again are replaced.
+            active: The rows that continue, `[B]` bool.
         """
-        assert self.rope is not None, "needs_reread says when to call"
+        if self.rope is None or not self.rope.rereads or longest < self.rope.switch_at:
+            return
         switch_at = self.rope.switch_at
-        rows = ((length == switch_at) & active).nonzero()[:, 0]
+        rows = ((state.upto == switch_at) & active).nonzero()[:, 0]
         if not len(rows):
             return
-        with cache.subset(rows, switch_at) as part:
-            long = torch.full_like(rows, switch_at + 1)
-            self.prompt_reader.read(tokens[rows], length[rows], part, long, counts=[switch_at] * len(rows))
+        adapters = None if state.adapters is None else state.adapters[rows]
+        with state.cache.subset(rows, switch_at) as cache:
+            long, counts = torch.full_like(rows, switch_at + 1), [switch_at] * len(rows)
+            read = Prompts(state.tokens[rows], state.upto[rows], cache, None, counts, long, adapters)
+            self.prompt_reader.read(read)
 
     @property
     def images(self) -> Support:
@@ -510,20 +461,23 @@ class Target:
             return Support("it stores something else on a paged cache than on its own")
         return self._images_on_dense
 
-    def read_with_images(self, ids: Tensor, prompt: ImagePrompt, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def read_with_images(
+        self, ids: Tensor, prompt: ImagePrompt, cache: KVCache, adapters: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Read one prompt with images into a cache, as the model itself does, all of it at once.
 
         Args:
             ids: The prompt, and what was written behind it before the row was preempted, `[1, P]` int64.
             prompt: What the model takes beside the ids of the prompt.
-            cache: Keys and values of one row, which says the row's adapter; receives those of all P tokens.
+            cache: Keys and values of one row; receives those of all P tokens.
+            adapters: Slot of the row's adapter, `[1]` int64; None for the model alone.
 
         Returns:
             Logits `[1, V]` and hidden states `[1, F]` of the last token.
         """
         fp8 = cache.pool.fp8 if isinstance(cache, PagedCache) else None
         past = DynamicCache() if fp8 is None else RoundingCache(fp8)
-        read_whole, adapters = self._padded_forward.read_whole, cache.adapters
+        read_whole = self._padded_forward.read_whole
         length = prompt.length + prompt.position_shift
         logits, hidden = read_whole(ids[:, : prompt.length], prompt.inputs, past, adapters, length)
         if prompt.length < ids.shape[1]:
@@ -542,26 +496,12 @@ class Target:
         return logits, hidden[:, -1]
 
     def prefill(
-        self,
-        prompts: Tensor,
-        length: Tensor,
-        cache: KVCache,
-        *,
-        start: Tensor | None = None,
-        counts: Sequence[int] | None = None,
-        rope_lengths: Tensor | None = None,
-        max_tokens: int | None = None,
-        show: ShowLogits | None = None,
+        self, prompts: Prompts, *, max_tokens: int | None = None, show: ShowLogits | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Read prompts into a cache, in several forwards where they are long.
+        """Read prompts into their cache, in several forwards where they are long.
 
         Args:
-            prompts: Token ids, `[B, P]` int64, right-padded to any ids.
-            length: Tokens of each prompt, `[B]` int64.
-            cache: Keys and values of the rows; receives those of the prompts.
-            start: Tokens of each row that the cache holds already, `[B]` int64, fewer than `length`; None for none.
-            counts: How many tokens each row has beyond `start`; None for P of each, some of which may be padding.
-            rope_lengths: What `rope_length` returns for each row, `[B]` int64; None for `length`.
+            prompts: The prompts.
             max_tokens: The most tokens of all rows in one forward; None for as many as suit.
             show: Is shown the logits of every token that is read, each row's in order; forwards are then so short that
                 their logits are at most `MAX_SHOWN_LOGITS` numbers.
@@ -569,10 +509,7 @@ class Target:
         Returns:
             Logits `[B, V]` and hidden states `[B, F]` of each prompt's last token.
         """
-        rope_lengths = length if rope_lengths is None else rope_lengths
-        return self.prompt_reader.read(
-            prompts, length, cache, rope_lengths, start=start, counts=counts, max_tokens=max_tokens, show=show
-        )
+        return self.prompt_reader.read(prompts, max_tokens=max_tokens, show=show)
 
 
 def context_of(config: object) -> int | None:

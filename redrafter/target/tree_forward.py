@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from redrafter.attention.mask import TreeSlots, additive_mask
-from redrafter.attention.prompt_attention import Piece
-from redrafter.cache.dense import DenseCache
+from redrafter.attention.tree_plan import ChunkEnds
 from redrafter.errors import UnsupportedError
 from redrafter.target.drafter_inputs import DrafterLayer, join_hidden
+from redrafter.target.forward_batch import ForwardBatch
 from redrafter.target.lora import LoraStacks
 from redrafter.target.model_state import CompiledPart, run_uncompiled
 from redrafter.target.patch import ModelPatch
@@ -27,7 +27,6 @@ from redrafter.target.positions import answer_by_position, has_alibi
 from redrafter.target.recurrent_layers import mixer_plan, replaced_mixers
 from redrafter.target.rope import RopeByLength
 from redrafter.target.traits import ModelTraits, cache_argument
-from redrafter.tree.token_tree import Tree
 
 # One lock a model, for all forwards of all targets on it: what one sets on the model, another must not take down.
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
@@ -82,33 +81,8 @@ class TreeForward(ABC):
         return bool(self._kinds.chunk_sizes)
 
     @abstractmethod
-    def __call__(
-        self,
-        tree: Tree,
-        length: Tensor,
-        cache: Any,
-        logits_index: Tensor | None = None,
-        prompt: Tensor | None = None,
-        position_shift: Tensor | None = None,
-        pieces: Sequence[Piece] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the new nodes of a tree through the model.
-
-        Args:
-            tree: The trees of B rows, M new nodes each.
-            length: Committed tokens of each row, `[B]` int64.
-            cache: Keys and values of the rows; receives those of the new nodes.
-            logits_index: The one of each row's M new nodes at which to compute the head, `[B]` int64; None for all.
-            prompt: Length of text whose rope each row's tokens have at least, `[B]` int64; None for no least.
-            position_shift: What is added to the places of each row's tokens in its text to get their positions, `[B]`
-                int64; None for nothing.
-            pieces: For a chain that is part of prompts, what is read of each row that reads on; its recurrent states
-                are those after it then. None for a tree, whose path is committed later. Models without such states
-                need not be told.
-
-        Returns:
-            Logits `[B, M, V]` and the hidden states that a drafter reads, `[B, M, F]`; M is 1 with `logits_index`.
-        """
+    def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, ChunkEnds | None]:
+        """Run a batch through the model, and return what `ForwardOutput` has of it."""
 
     def read_aux_hidden(self, layers: Sequence[nn.Module], layer_ids: tuple[int, ...]) -> None:
         """Append the outputs of these layers to the hidden states of all later calls.
@@ -154,14 +128,13 @@ class TreeForward(ABC):
     def _select(self, hidden: Tensor) -> Tensor:
         """Pick from hidden states the tokens that `self._index` names."""
 
-    def _mixing(
-        self, tree: Tree, length: Tensor, cache: Any, pieces: Sequence[Piece] | None
-    ) -> AbstractContextManager[None]:
+    def _mixing(self, batch: ForwardBatch) -> AbstractContextManager[None]:
         """Have the model's mixers go level by level, or row by row where the tree is part of prompts."""
         if not self._mixers:
             return nullcontext()
-        assert cache.states is not None, "a model with mixers has states"
-        return replaced_mixers(self._mixers, mixer_plan(tree, length, cache.states, pieces))
+        states = batch.cache.states
+        assert states is not None, "a model with mixers has states"
+        return replaced_mixers(self._mixers, mixer_plan(batch.tree, batch.length, states, batch.pieces))
 
     def _kept_columns(self, adapters: Tensor | None) -> Tensor | None:
         """Return which columns of the adapters' stacks each token keeps; None where no row has an adapter.
@@ -241,32 +214,24 @@ class PaddedForward(TreeForward):
         self._device, self._dtype = device, dtype
         self._alibi = any(has_alibi(module) for module in parts.traits.slot_readers)
 
-    def __call__(
-        self,
-        tree: Tree,
-        length: Tensor,
-        cache: DenseCache,
-        logits_index: Tensor | None = None,
-        prompt: Tensor | None = None,
-        position_shift: Tensor | None = None,
-        pieces: Sequence[Piece] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the new nodes of a tree through the model; see `TreeForward`."""
-        nodes, new = tree.tokens.shape[1], tree.new
-        cache.write_after(length + (nodes - new), new)
-        places = length[:, None] + tree.depth[:, -new:]  # [B, M]
-        positions = places if position_shift is None else places + position_shift[:, None]
+    def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, None]:
+        """Run new nodes of trees through the model; see `TreeForward`."""
+        tree, length, cache, new, places = batch.tree, batch.length, batch.cache, batch.tree.new, batch.places
+        assert batch.chunks is None, "chunks are read on a paged cache"
+        cache.write_after(length + (tree.tokens.shape[1] - new), new)
+        positions = places if batch.position_shift is None else batch.positions
         slots = TreeSlots(length, tree.depth, tree.ancestors, cache.window)
-        keep = self._kept_columns(None if cache.adapters is None else cache.adapters[:, None].expand(-1, new))
+        keep = self._kept_columns(None if batch.adapters is None else batch.adapters[:, None].expand(-1, new))
+        rope_lengths = torch.zeros_like(length) if batch.rope_lengths is None else batch.rope_lengths
         with (
             self.lock,
             self._recording() as patch,
-            self._mixing(tree, length, cache, pieces),
+            self._mixing(batch),
         ):
             self._adapt(patch, keep)
             answer_by_position(patch, self._slot_readers, lambda: places, slots)
-            self._choose_rope(patch, torch.zeros_like(length) if prompt is None else prompt)
-            self._start_recording(logits_index)
+            self._choose_rope(patch, rope_lengths)
+            self._start_recording(batch.logits_index)
             out = self._call_model(
                 tree.tokens[:, -new:],
                 # Nodes past the end of the context are never kept; they only must not index past a table.
@@ -278,9 +243,9 @@ class PaddedForward(TreeForward):
         if self._drafter_layer is not None:
             flat = tree.tokens[:, -new:].flatten(), places.flatten(), hidden.flatten(0, 1)
             self._drafter_layer.write(cache, cache.slots(self._device), *flat)
-        if logits_index is not None:
-            hidden = _take(hidden, logits_index)
-        return out.logits.to(self._device), hidden
+        if batch.logits_index is not None:
+            hidden = _take(hidden, batch.logits_index)
+        return out.logits.to(self._device), hidden, None
 
     def read_whole(
         self,

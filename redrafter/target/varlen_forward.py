@@ -17,16 +17,16 @@ from redrafter.attention.tree_attention import (
     replacement_for,
     tree_attention_forward,
 )
-from redrafter.attention.tree_plan import RUNNING_PLAN, ChunkEnds, Plan, PromptChunks
+from redrafter.attention.tree_plan import RUNNING_PLAN, ChunkEnds, Plan
 from redrafter.cache.dense import DenseCache
-from redrafter.cache.paged import KVCache, PagedCache
+from redrafter.cache.paged import KVCache
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE
 from redrafter.target.batch_invariance import RowByRow
+from redrafter.target.forward_batch import ForwardBatch, Prompts
 from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs
 from redrafter.target.positions import answer_by_position
 from redrafter.target.recurrent_layers import PromptStates, replaced_mixers
 from redrafter.target.tree_forward import ModelParts, TreeForward
-from redrafter.tree.token_tree import Tree
 
 __all__ = ["VarlenForward"]
 
@@ -84,75 +84,33 @@ class VarlenForward(TreeForward):
         self.version, self.outdated = 0, False
         self._row_by_row: RowByRow | None = None
 
-    def __call__(
-        self,
-        tree: Tree,
-        length: Tensor,
-        cache: PagedCache,
-        logits_index: Tensor | None = None,
-        prompt: Tensor | None = None,
-        position_shift: Tensor | None = None,
-        pieces: Sequence[Piece] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the new nodes of a tree through the model; see `TreeForward`."""
-        index = torch.arange(tree.size, device=length.device)
-        if logits_index is not None:  # of a row without tokens in a ragged forward, any token will do
-            index = (tree.row_starts()[:-1] + logits_index).clamp(max=tree.size - 1)
-        with self._mixing(tree, length, cache, pieces):
-            logits, hidden = self._run_tree(tree, length, cache, index, prompt, None, position_shift)
-        if logits_index is not None:
-            return logits[:, None], hidden[index][:, None]
-        return _by_row(tree, logits, hidden[: tree.size])
-
-    def verify_and_read(
-        self,
-        tree: Tree,
-        length: Tensor,
-        cache: PagedCache,
-        chunks: PromptChunks,
-        position_shift: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, ChunkEnds]:
-        """Run the nodes of a tree and chunks of prompts through the model; see `Target.verify_and_read`."""
-        count = tree.size
-        index = torch.cat([torch.arange(count, device=length.device), count + chunks.last])
-        logits, hidden = self._run_tree(tree, length, cache, index, None, chunks, position_shift)
-        ends = ChunkEnds(logits[count:], hidden[index[count:]])
-        return *_by_row(tree, logits[:count], hidden[:count]), ends
-
-    def _run_tree(
-        self,
-        tree: Tree,
-        length: Tensor,
-        cache: PagedCache,
-        index: Tensor,
-        prompt: Tensor | None,
-        chunks: PromptChunks | None,
-        position_shift: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run T tokens, the new nodes of a tree and then chunks of prompts, through the model.
-
-        Args:
-            tree: The trees of B rows, M new nodes each.
-            length: Committed tokens of each row, `[B]` int64.
-            cache: Keys and values of the rows.
-            index: The tokens at which to compute the head, `[R]` int64.
-            prompt: As in a call; chunks say their own.
-            chunks: What is read of prompts; None for nothing.
-            position_shift: As in a call; those of prompts are not shifted.
-
-        Returns:
-            Logits `[R, V]` and the hidden states of all tokens, `[T, F]`.
-        """
-        wanted, nodes = len(index), _flat_nodes(tree)
-        ids = tree.tokens[:, -tree.new :].flatten()[nodes]
-        places = positions = (length[:, None] + tree.depth[:, -tree.new :]).flatten()[nodes]
-        if position_shift is not None:
-            positions = positions + position_shift[:, None].expand(-1, tree.new).flatten()[nodes]
+    def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, ChunkEnds | None]:
+        """Run new nodes of trees, and then chunks of prompts, through the model; see `TreeForward`."""
+        tree, chunks, count = batch.tree, batch.chunks, batch.tree.size
+        index = torch.arange(count, device=batch.length.device)
+        if batch.logits_index is not None:  # of a row without tokens in a ragged forward, any token will do
+            index = (tree.row_starts()[:-1] + batch.logits_index).clamp(max=count - 1)
+        of_nodes = len(index)
         if chunks is not None:
-            ids, places, positions = (
-                torch.cat(both)
-                for both in ((ids, chunks.tokens), (places, chunks.positions()), (positions, chunks.positions()))
-            )
+            index = torch.cat([index, count + chunks.last])
+        with self._mixing(batch):
+            logits, hidden = self._run_batch(batch, index)
+        ends = None if chunks is None else ChunkEnds(logits[of_nodes:], hidden[index[of_nodes:]])
+        if batch.logits_index is not None:
+            return logits[:of_nodes, None], hidden[index[:of_nodes]][:, None], ends
+        return tree.by_row(logits[:count]), tree.by_row(hidden[:count]), ends
+
+    def _run_batch(self, batch: ForwardBatch, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the T tokens of a batch through the model, and the head at R of them, `index` `[R]` int64.
+
+        Returns logits `[R, V]` and the hidden states of all tokens, `[T, F]`.
+        """
+        tree, length, cache, chunks, wanted = batch.tree, batch.length, batch.cache, batch.chunks, len(index)
+        ids = batch.flat(tree.tokens[:, -tree.new :], None if chunks is None else chunks.tokens)
+        in_chunks = None if chunks is None else chunks.positions()  # those of prompts are not shifted
+        places = positions = batch.flat(batch.places, in_chunks)
+        if batch.position_shift is not None:
+            positions = batch.flat(batch.positions, in_chunks)
         if self._context is not None:
             # What is past the end is never kept.
             places, positions = places.clamp(max=self._context - 1), positions.clamp(max=self._context - 1)
@@ -164,12 +122,12 @@ class VarlenForward(TreeForward):
         else:
             plan = cache.plan(tree, length, self._kinds.windows, chunks, len(ids))
         plan = replace(plan, chunk_sizes=self._kinds.chunk_sizes, invariant=invariant)
-        prompt = self._token_prompts(tree, nodes, length, prompt, chunks)
+        prompt = None if self._rope is None else _aligned(batch.token_rope_lengths)
         if prompt is not None:
             torch._dynamo.maybe_mark_dynamic(prompt, 0)
         for x in (ids, positions, index, *plan.tensors):
             torch._dynamo.maybe_mark_dynamic(x, 0)
-        keep = self._kept_columns(_token_adapters(tree, nodes, cache.adapters, chunks))
+        keep = self._kept_columns(batch.token_adapters)
         if keep is not None:
             keep = pad(keep, (0, 0, 0, len(ids) - len(keep)))
             torch._dynamo.maybe_mark_dynamic(keep, 0)
@@ -179,26 +137,17 @@ class VarlenForward(TreeForward):
         if self._drafter_layer is not None:
             above = tree.tokens.shape[1] - tree.new
             offsets = length[:, None] + torch.arange(above, above + tree.new, device=length.device)  # [B, M]
-            slots = cache.slots(offsets.clamp(max=cache.window - 1))[nodes]  # past the end are nodes that a row has not
-            slots = slots if chunks is None else torch.cat([slots, chunks.slots()])
+            slots = cache.slots(offsets.clamp(max=cache.window - 1))  # past the end are nodes that a row has not
+            slots = slots[batch.nodes] if chunks is None else torch.cat([slots[batch.nodes], chunks.slots()])
             self._drafter_layer.write(cache, slots, *tokens, hidden)
         return logits[:wanted], hidden
 
-    def read_pieces(
-        self, pieces: Sequence[Piece], prompts: Tensor, cache: KVCache, lengths: Tensor | None, *, all_tokens: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Read pieces of prompts in one forward on a CPU.
+    def read_pieces(self, pieces: Sequence[Piece], read: Prompts, *, all_tokens: bool) -> tuple[Tensor, Tensor]:
+        """Read pieces of prompts, T tokens together, in one forward on a CPU.
 
-        Args:
-            pieces: What to read, T tokens together.
-            prompts: Token ids, `[B, P]` int64.
-            cache: Keys and values of the rows; receives those of the tokens.
-            lengths: Length of text whose rope each row's tokens have at least, `[B]` int64.
-            all_tokens: Compute the head at all T tokens instead of at the last one of each piece.
-
-        Returns:
-            Logits `[R, V]` and hidden states `[R, F]` of R tokens: one a piece, or all T.
+        Returns logits `[R, V]` and hidden states `[R, F]` of R tokens: one a piece, or all T with `all_tokens`.
         """
+        prompts, cache = read.tokens, read.cache
         tokens = torch.cat([prompts[piece.row, piece.first : piece.end] for piece in pieces])  # [T]
         positions = torch.cat([torch.arange(piece.first, piece.end) for piece in pieces])
         if self._context is not None:
@@ -207,9 +156,10 @@ class VarlenForward(TreeForward):
         if not all_tokens:
             index = torch.tensor([piece.count for piece in pieces]).cumsum(0) - 1
         prompt = None
-        if self._rope is not None and lengths is not None:
+        if self._rope is not None:
+            lengths = read.upto if read.rope_lengths is None else read.rope_lengths
             prompt = torch.cat([lengths[piece.row].expand(piece.count) for piece in pieces])
-        adapters = cache.adapters
+        adapters = read.adapters
         if adapters is not None:
             adapters = torch.cat([adapters[piece.row].expand(piece.count) for piece in pieces])
         keep = self._kept_columns(adapters)
@@ -316,24 +266,6 @@ class VarlenForward(TreeForward):
         """Return the positions of the running forward's tokens, `[1, T]` int64."""
         return self._positions[None]
 
-    def _token_prompts(
-        self, tree: Tree, nodes: Tensor | slice, length: Tensor, prompt: Tensor | None, chunks: PromptChunks | None
-    ) -> Tensor | None:
-        """Return the length of text whose rope each token has at least, `[T]` int64; None where rope needs none.
-
-        Args:
-            tree: The trees of B rows.
-            nodes: Which of their new nodes are tokens, as `_flat_nodes` says.
-            length: Committed tokens of each row, `[B]` int64.
-            prompt: As in a call.
-            chunks: What is read of prompts; None for nothing.
-        """
-        if self._rope is None:
-            return None
-        prompt = torch.zeros_like(length) if prompt is None else prompt
-        of_nodes = prompt[:, None].expand(-1, tree.new).flatten()[nodes]
-        return _aligned(of_nodes if chunks is None else torch.cat([of_nodes, chunks.token_prompts()]))
-
     def _running_prompt(self) -> Tensor:
         """Return the length of text whose rope each token of the running forward has at least, `[1, T]` int64."""
         return self._prompt[None]
@@ -367,45 +299,6 @@ class VarlenForward(TreeForward):
                 yield
         finally:
             RUNNING_PLAN.reset(running)
-
-
-def _flat_nodes(tree: Tree) -> Tensor | slice:
-    """Return which of a tree's `B * M` new nodes are tokens of the forward."""
-    if tree.counts is None:
-        return slice(None)
-    starts = tree.row_starts()
-    index = torch.arange(tree.size, device=starts.device)
-    row = torch.searchsorted(starts[1:], index, right=True)
-    return row * tree.new + index - starts[row]
-
-
-def _token_adapters(
-    tree: Tree, nodes: Tensor | slice, adapters: Tensor | None, chunks: PromptChunks | None
-) -> Tensor | None:
-    """Return the slot of each token's adapter, `[T]` int64; None where no row has one.
-
-    Args:
-        tree: The trees of B rows.
-        nodes: Which of their new nodes are tokens, as `_flat_nodes` says.
-        adapters: Slot of each row's adapter, `[B]` int64; None where neither a row nor a chunk has one.
-        chunks: What is read of prompts; None for nothing.
-    """
-    if adapters is None:
-        return None
-    of_nodes = adapters[:, None].expand(-1, tree.new).flatten()[nodes]
-    return of_nodes if chunks is None else torch.cat([of_nodes, chunks.token_adapters()])
-
-
-def _by_row(tree: Tree, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what is known of a forward's nodes, `[T, D]` each, as `[B, M, D]`; undefined where nodes were left out."""
-    rows = tree.tokens.shape[0]
-    if tree.counts is None:
-        return logits.view(rows, -1, logits.shape[-1]), hidden.view(rows, -1, hidden.shape[-1])
-    starts = tree.row_starts()
-    index = torch.minimum(
-        starts[:-1, None] + torch.arange(tree.new, device=starts.device), starts[1:, None] - 1
-    )  # [B, M]
-    return logits[index], hidden[index]
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields
 
 from redrafter.app import flags
 from redrafter.app.config_file import ConfigParser
-from redrafter.app.flags import add_options, dtype_word, flag, integers, names, option, read_options
+from redrafter.app.flags import add_options, dtype_word, flag, integers, names, read_options
 from redrafter.drafting.drafter_config import CONTEXT_HEAD_DIM, check_context_heads
 from redrafter.errors import ArgumentError
+from redrafter.options import option
 
 __all__ = ["DEFAULT_LENGTH", "SIZED_OPTIONS", "TRACKERS", "TrainConfig", "parse", "shown_command"]
 
@@ -74,7 +75,7 @@ class TrainConfig:
     exit_dim: int | None = option(
         None, "width of a new drafter's layers and head (default: twice the base's hidden size, at most 8192)"
     )
-    rnn: bool = option(True, "a new drafter's state is the sum of the embeddings instead of a learned recurrence")
+    rnn: bool = option(True, "learn the recurrence of a new drafter; without it, the state sums up the embeddings")
     target_layers: tuple[int, ...] | None = option(
         None,
         "decoder layers of the base, counted from 0, whose outputs a new drafter reads beside the last hidden state, "
@@ -109,7 +110,7 @@ class TrainConfig:
         f"tokens in a row of a batch; longer documents are split (default: {DEFAULT_LENGTH}, or the base's context, "
         "if that is shorter)",
     )
-    pack: bool = option(True, "give each document a row of its own, padded")
+    pack: bool = option(True, "pack several documents into a row; without it, each has a padded row of its own")
     epochs: float | None = option(None, "passes over the data (default: 1 when neither --steps nor --minutes is given)")
     validate: str | None = option(None, "texts to validate on (default: rows of --data with split val)", path=True)
     validate_prompts: int = option(32, "held-out prompts that the base continues for validation; 0: no validation")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from redrafter import kernels
 from redrafter.errors import ArgumentError
+from redrafter.parallel.ranks import Ranks
 
 MAX_BEAMS = 1024  # also of levels; a tree's memory grows with the square of its nodes
 
@@ -81,9 +82,33 @@ class Tree:
             return torch.arange(rows + 1, device=self.tokens.device) * self.new
         return torch.nn.functional.pad(self.counts.cumsum(0), (1, 0))
 
+    def verified_nodes(self) -> Tensor | slice:
+        """Return which of the `B * M` new nodes the next forward computes."""
+        if self.counts is None:
+            return slice(None)
+        starts = self.row_starts()
+        index = torch.arange(self.size, device=starts.device)
+        row = torch.searchsorted(starts[1:], index, right=True)
+        return row * self.new + index - starts[row]
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """Return what is known of the nodes of a forward, `[T, D]`, as `[B, M, D]`; undefined where left out."""
+        if self.counts is None:
+            return x.view(len(self.tokens), -1, x.shape[-1])
+        starts = self.row_starts()
+        return x[torch.minimum(starts[:-1, None] + torch.arange(self.new, device=x.device), starts[1:, None] - 1)]
+
     def last_level(self, count: int) -> "Tree":
         """Return the same tree with only its last level, `levels` deep and of `count` nodes, to be computed."""
         return replace(self, ancestors=self.ancestors[:, -count:], levels_above=self.levels)
+
+    def of_first(self, ranks: Ranks) -> "Tree":
+        """Return the tree that rank 0 drafted. Every rank drafts, and where two drafts are alike may choose another."""
+        if ranks.size == 1 or not self.levels:
+            return self
+        own = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name != "sampled_from"}
+        drafted: dict[str, Any] = dict(zip(own, ranks.of_first(*own.values()), strict=True))
+        return replace(self, **drafted)
 
     def to(self, device: torch.device) -> "Tree":
         """Return the tree on another device."""

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from redrafter.app.flags import integers, option
-from redrafter.app.option_values import convert_value, options_by_name
+from redrafter.app.config_file import convert_value, options_by_name
+from redrafter.app.flags import integers
 from redrafter.errors import ArgumentError
+from redrafter.options import option
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.models import ARCHITECTURES, HIDDEN, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.steps import read_prompts, verify
 from helpers.targets import CHUNKED
 from redrafter.attention.prompt_attention import Piece, cut_prompts
 from redrafter.cache.paged import KVCachePool, PagedCache
@@ -46,8 +47,8 @@ def a_cache(target: Target, on_pages: bool, rows: int = 3, slots: int = 48) -> o
 def read(target: Target, prompts: Tensor, cache: object, **how: object) -> tuple[Tensor, ...]:
     """Return what the last tokens of prompts give, and what one more token gives, which sees all that was stored."""
     with torch.inference_mode():
-        last_tokens = target.prefill(prompts, LENGTHS, cache, **how)
-        return *last_tokens, *target.verify(chain(torch.tensor([[7], [8], [9]])), LENGTHS, cache)
+        last_tokens = read_prompts(target, prompts, LENGTHS, cache, **how)
+        return *last_tokens, *verify(target, chain(torch.tensor([[7], [8], [9]])), LENGTHS, cache)
 
 
 def test_pieces_are_of_one_size_and_leave_nothing_out():
@@ -95,7 +96,7 @@ def test_what_the_cache_holds_of_a_prompt_is_read_on_from(on_pages):
     expected = read(target, prompts, a_cache(target, on_pages))
     cache = a_cache(target, on_pages)
     with torch.inference_mode():
-        target.prefill(prompts, torch.tensor([21, 12, 1]), cache)
+        read_prompts(target, prompts, torch.tensor([21, 12, 1]), cache)
     assert_all_close(
         read(target, prompts, cache, start=torch.tensor([21, 12, 1]), counts=[19, 1, 28], max_tokens=9), expected
     )
@@ -118,16 +119,16 @@ def test_prompts_of_unequal_length_are_read_in_chains_without_padding(
 
     with torch.inference_mode():
         if starts.any():
-            target.prefill(prompts, starts, cache, counts=start)
+            read_prompts(target, prompts, starts, cache, counts=start)
         hook = target.embedding.register_forward_hook(lambda module, ids, out: tokens.append(out.shape[-2]))
         counts = (LENGTHS - starts).tolist()
         how = {"start": starts, "counts": counts, "max_tokens": max_tokens}
-        last = target.prefill(prompts, LENGTHS, cache, **how)
+        last = read_prompts(target, prompts, LENGTHS, cache, **how)
         hook.remove()
         assert sum(tokens) < sum(counts) + TOKEN_MULTIPLE * len(tokens)
         assert len(tokens) == -(-max(counts) // min(chunk, max_tokens // 3 if sum(counts) > max_tokens else chunk))
-        last += target.verify(chain(torch.tensor([[7], [8], [9]])), LENGTHS, cache)
-        target.prefill(prompts, LENGTHS, cache, **how, show=lambda row, first, logits: shown[row].append(logits))
+        last += verify(target, chain(torch.tensor([[7], [8], [9]])), LENGTHS, cache)
+        read_prompts(target, prompts, LENGTHS, cache, **how, show=lambda row, first, logits: shown[row].append(logits))
     assert_all_close(last, expected)
     assert [len(torch.cat(logits)) for logits in shown] == counts
     assert_all_close(tuple(torch.cat(logits)[-1] for logits in shown), tuple(expected[0]))
@@ -215,7 +216,7 @@ def test_no_tensor_of_a_prefill_grows_with_the_square_of_the_prompt(architecture
     keys = prompt * max(shape.heads * max(shape.key_dim, shape.value_dim) for shape in target.shapes)
     ids, length = torch.randint(3, VOCAB, (2, prompt)), torch.tensor([prompt, prompt // 2])
     with torch.inference_mode(), _Largest(iter([*target.model.parameters(), *pools])) as largest:
-        target.prefill(ids, length, cache, max_tokens=max_tokens)
+        read_prompts(target, ids, length, cache, max_tokens=max_tokens)
     # Tokens of a forward, each with what the widest layer makes of it; on pages, the keys of one row beside each other.
     widest = max(parameter.shape[0] for parameter in target.model.parameters())
     assert largest.bytes <= 4 * max(keys if on_pages else 0, max_tokens * max(widest, 8 * HIDDEN), 4 * prompt, 4096)

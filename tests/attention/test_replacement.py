@@ -5,6 +5,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from helpers.models import VOCAB, assert_close_by_scale, tiny_model
+from helpers.steps import read_prompts, verify
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import chain
@@ -30,7 +31,7 @@ def test_scores_are_capped_as_by_the_attention_that_a_model_was_loaded_with(atte
     if on_pages:
         cache = PagedCache(KVCachePool(target.paged_shapes, 2), torch.tensor([[1]]).int())
     with torch.inference_mode():
-        read, _ = target.prefill(text[:, :9], length, cache)
-        verified, _ = target.verify(chain(text[:, 9:]), length, cache)
+        read, _ = read_prompts(target, text[:, :9], length, cache)
+        verified, _ = verify(target, chain(text[:, 9:]), length, cache)
         expected = model(text).logits[0, 8:]
     assert_close_by_scale(torch.cat([read, verified[0]]), expected, 2e-5)

@@ -14,7 +14,7 @@ from redrafter import ArgumentError, CheckpointError, ReDrafterError, Unsupporte
 from redrafter.app import loading
 from redrafter.bench.options import BenchOptions
 from redrafter.bench.padded_model import SHAPES, PadShape
-from redrafter.bench.speedup import Equality, measure_rivals, measure_steady_state, steady_rate
+from redrafter.bench.speedup import compare_texts, measure_rivals, measure_steady_state, steady_rate
 from redrafter.bench.standing_batch import long_texts, measure_parts, open_standing_batch, random_drafter
 from redrafter.bench.suite import run_suite
 from redrafter.cli import bench as bench_module
@@ -398,26 +398,28 @@ def test_first_difference():
 def test_a_divergence_is_found_with_its_margin():
     work = workload()
     plain = [run for batch in work.batches(1) for run in work.run(batch, False).tokens]
-    assert Equality.of(work, plain, plain).equal
+    assert compare_texts(work, plain, plain)["equal"]
     other = [plain[0], [*plain[1][:5], (plain[1][5] + 1) % VOCAB, *plain[1][6:]]]
-    found = Equality.of(work, plain, other)
+    found = compare_texts(work, plain, other)
     with torch.no_grad():
         logits = work.engine.model(torch.tensor([[*PROMPTS[1], *plain[1][:5]]])).logits[0, -1]
     best = logits.topk(2)
     assert int(best.indices[0]) == plain[1][5]
-    assert (found.rows, found.divergent, found.equal) == (2, 1, False)
-    assert (found.first["prompt"], found.first["token"]) == (1, 5)
-    assert (found.first["plain"], found.first["speculative"]) == (plain[1][5], other[1][5])
+    assert (found["rows"], found["divergent"], found["equal"]) == (2, 1, False)
+    assert (found["first"]["prompt"], found["first"]["token"]) == (1, 5)
+    assert (found["first"]["plain"], found["first"]["speculative"]) == (plain[1][5], other[1][5])
     assert (
-        found.first["margin"] == found.largest_margin == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
+        found["first"]["margin"]
+        == found["largest_margin"]
+        == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
     )
-    assert found.first["top_two"] == (other[1][5] == int(best.indices[1]))
-    sampled = Equality.of(workload(temperature=1.0), plain, other)
-    assert sampled.divergent == 1
-    assert sampled.first["margin"] is None
-    assert sampled.largest_margin is None
-    assert not found.first["near_tie"]
-    assert not sampled.first["near_tie"]
+    assert found["first"]["top_two"] == (other[1][5] == int(best.indices[1]))
+    sampled = compare_texts(workload(temperature=1.0), plain, other)
+    assert sampled["divergent"] == 1
+    assert sampled["first"]["margin"] is None
+    assert sampled["largest_margin"] is None
+    assert not found["first"]["near_tie"]
+    assert not sampled["first"]["near_tie"]
 
 
 def test_batches_take_prompts_in_turn_and_every_row_is_one():
@@ -471,10 +473,10 @@ def work_texts(work: Workload) -> list[list[int]]:
 def test_contexts_past_the_models_own_are_timed_and_marked():
     work = workload()
     found = measure_parts(work, Bandwidth(1e9, 1), 2, CONTEXT + 30, speculate=True)
-    assert found.context == CONTEXT + 30
-    assert found.beyond
-    assert found.kv_bytes == 2 * found.context * slot_bytes(work.engine.target.shapes)
-    assert not measure_parts(work, Bandwidth(1e9, 1), 2, 20, speculate=False).beyond
+    assert found["context"] == CONTEXT + 30
+    assert found["beyond"]
+    assert found["kv_bytes"] == 2 * found["context"] * slot_bytes(work.engine.target.shapes)
+    assert not measure_parts(work, Bandwidth(1e9, 1), 2, 20, speculate=False)["beyond"]
 
 
 def test_long_texts_share_no_block():
@@ -525,10 +527,10 @@ def test_a_rival_that_fails_is_reported(monkeypatch):
 
     monkeypatch.setattr(work.engine.model, "generate", generate)
     static, eager = measure_rivals(work, ["static", "eager"], None)
-    assert static.error == "RuntimeError: out of luck"
-    assert static.tokens_per_second is None
-    assert eager.error is None
-    assert eager.same_texts == eager.prompts == 2
+    assert static["error"] == "RuntimeError: out of luck"
+    assert static["tokens_per_second"] is None
+    assert eager["error"] is None
+    assert eager["same_texts"] == eager["prompts"] == 2
 
 
 def test_where_speculation_is_off_the_table_says_so(monkeypatch, capsys):
@@ -581,10 +583,10 @@ def test_waves_are_decoded_in_one_call_and_leave_the_engine_as_it_was():
     work = workload(max_new_tokens=12)
     options = work.engine.options
     result = measure_steady_state(work, 2, 3)
-    assert (result.batch_size, result.prompts) == (2, 6)
+    assert (result["batch_size"], result["prompts"]) == (2, 6)
     assert work.engine.options is options
-    assert result.plain.tokens_per_step == 1
-    assert result.speculative.tokens_per_step >= 1
-    for speed in (result.plain, result.speculative):
-        assert speed.tokens_per_second > 0
-        assert speed.steady_tokens_per_second is not None
+    assert result["plain"]["tokens_per_step"] == 1
+    assert result["speculative"]["tokens_per_step"] >= 1
+    for speed in (result["plain"], result["speculative"]):
+        assert speed["tokens_per_second"] > 0
+        assert speed["steady_tokens_per_second"] is not None

@@ -19,6 +19,7 @@ from helpers.models import (
     with_tree,
 )
 from helpers.processors import PROCESSORS
+from helpers.steps import read_prompts, verify
 from redrafter import ArgumentError, CacheFullError, Engine
 from redrafter.attention.tree_attention import ATTENTION_NAME, gathered_attention, tree_attention
 from redrafter.cache.dense import LayerShape
@@ -73,8 +74,8 @@ def test_a_ragged_forward_equals_one_of_all_nodes(architecture):
     with torch.inference_mode():
         for each in (tree, replace(tree, counts=torch.tensor(counts), total=9)):
             cache = PagedCache(KVCachePool(target.paged_shapes, 7), table)
-            target.prefill(prompts, lengths, cache)
-            results.append(target.verify(each, lengths, cache))
+            read_prompts(target, prompts, lengths, cache)
+            results.append(verify(target, each, lengths, cache))
     for of_all, of_some in zip(*results, strict=True):
         for row, count in enumerate(counts):
             torch.testing.assert_close(of_some[row, :count], of_all[row, :count], rtol=1e-4, atol=1e-4)
@@ -92,14 +93,14 @@ def test_a_packed_forward_equals_a_dense_one_before_and_after_merging(architectu
     dense = target.new_cache(2)
     dense.reserve(32)
     with torch.inference_mode():
-        target.prefill(prompts, lengths, dense)
-        expected = target.verify(tree, lengths, dense)
+        read_prompts(target, prompts, lengths, dense)
+        expected = verify(target, tree, lengths, dense)
         for _ in range(2):
             cache = PagedCache(KVCachePool(target.paged_shapes, 5), table)
-            target.prefill(prompts, lengths, cache)
-            for packed, of_dense in zip(target.verify(tree, lengths, cache), expected, strict=True):
+            read_prompts(target, prompts, lengths, cache)
+            for packed, of_dense in zip(verify(target, tree, lengths, cache), expected, strict=True):
                 assert_close_by_scale(packed, of_dense, 2e-5)
-            target.varlen_forward.fuse_linears(lambda cache=cache: target.verify(tree, lengths, cache))
+            target.varlen_forward.fuse_linears(lambda cache=cache: verify(target, tree, lengths, cache))
     assert before == dict(model.named_modules())  # the fused layers were removed again
     assert model.config._attn_implementation != ATTENTION_NAME
     assert not target.head._forward_pre_hooks

@@ -377,7 +377,7 @@ def test_a_run_that_is_cut_short_leaves_the_file_as_it_was(folder, prompts, monk
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare_module, "decode_batches", stop)
+    monkeypatch.setattr(compare_module, "run_in_turn", stop)
     args = ("--model", str(folder / "merged"), "--prompts", prompts, "--output", str(file))
     assert main(["compare", *args]) == 130
     assert file.read_text() == "before"

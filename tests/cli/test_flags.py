@@ -9,11 +9,9 @@ from functools import partial
 import pytest
 
 from helpers.command_line import byte_tokenizer, fails
-from redrafter.app.flag_translation import find_meaning
 from redrafter.app.foreign_flags import FLAGS
-from redrafter.app.parser import Parser
-from redrafter.cli import SCRIPTS, main
-from redrafter.cli.commands import build_parser
+from redrafter.app.parser import Parser, find_meaning
+from redrafter.cli import SCRIPTS, build_parser, main
 from redrafter.convert import config as convert_config
 from redrafter.convert.convert_checkpoint import main as convert
 from redrafter.errors import did_you_mean

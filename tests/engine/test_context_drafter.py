@@ -10,6 +10,7 @@ from torch import Tensor
 
 from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.scheduling import KINDS, alone, launch_ahead, make_sequence, random_sequences, run, scheduler
+from helpers.steps import read_prompts
 from redrafter import MismatchError, ReDrafter
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
@@ -163,10 +164,10 @@ def test_a_cache_that_is_older_than_the_drafter_is_left_alone():
     cache, ids = target.new_cache(1), torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(2))
     cache.reserve(20)
     ReDrafter(target, context_drafter())
-    target.prefill(ids, torch.tensor([20]), cache)
+    read_prompts(target, ids, torch.tensor([20]), cache)
     fresh = target.new_cache(1)
     fresh.reserve(20)
-    target.prefill(ids, torch.tensor([20]), fresh)
+    read_prompts(target, ids, torch.tensor([20]), fresh)
     assert len(fresh.layers) == len(cache.layers) + 1
     for mine, other in zip(cache.layers, fresh.layers, strict=False):
         assert torch.equal(mine.keys, other.keys)

@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 from helpers.generation import Collect, Steps
 from helpers.models import CONTEXT, VOCAB, assert_close_by_scale, in_threads, paged, row_texts, tiny_model, uneven_batch
-from helpers.steps import prefill
+from helpers.steps import prefill, read_prompts
 from redrafter import ArgumentError, CheckpointError, DraftTarget, MismatchError, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.draft_length import AdaptiveDraftLength
@@ -229,7 +229,7 @@ def test_the_draft_models_cache_follows_the_accepted_path(llama, similar, shape,
             accepted += drawn.path.accepted.tolist()
             fresh = draft_model.new_cache(4)
             fresh.reserve(64)
-            draft_model.prefill(state.tokens, state.length, fresh)
+            read_prompts(draft_model, state.tokens, state.length, fresh)
             for pools in zip(caches[1].pools, fresh.pools, strict=True):
                 stored, expected = (rearrange(pool.data, "g (b s) h d -> b s g h d", b=4) for pool in pools)
                 for row, n in enumerate(state.length.tolist()):  # slot n - 1 is read again in the next step
@@ -461,7 +461,7 @@ def test_what_is_found_again_was_read_by_both_models(llama):
     lease = graphs.blocks.admit([*text[0].tolist(), 5], 4 * BLOCK_SIZE)
     fresh = PagedCache(KVCachePool(engine.target.paged_shapes, 4), torch.tensor([[1, 2, 3]]).int())
     with torch.inference_mode():
-        engine.target.prefill(text, torch.tensor([count]), fresh)
+        read_prompts(engine.target, text, torch.tensor([count]), fresh)
     at = torch.arange(lease.reused)[None]
     assert lease.reused >= 2 * BLOCK_SIZE
     for store in (graphs.store, graphs.draft_store):

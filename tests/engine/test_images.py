@@ -126,9 +126,7 @@ def test_a_draft_model_with_another_vocabulary_reads_what_it_has_for_an_image(mo
     monkeypatch.setattr(
         engine.draft_model,
         "prefill",
-        lambda tokens, upto, *args, **more: (
-            read.append(tokens[0, : upto[0]].tolist()) or prefill(tokens, upto, *args, **more)
-        ),
+        lambda prompts: read.append(prompts.tokens[0, : prompts.upto[0]].tolist()) or prefill(prompts),
     )
     inputs, text = prompts_with_images(model, UNEVEN[:1]), DraftText(engine.draft_vocabulary)
     engine.generate(**inputs, **GREEDY)

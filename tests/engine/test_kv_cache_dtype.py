@@ -19,6 +19,7 @@ from helpers.scheduling import (
     seeing_sequence,
 )
 from helpers.seeing_models import tiny_seeing_model
+from helpers.steps import read_prompts
 from helpers.targets import CHUNKED
 from redrafter import ArgumentError, DraftTarget, Engine, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.app.loading import Pair
@@ -122,8 +123,8 @@ def test_prompts_in_pieces_are_read_as_whole_ones(target, max_tokens):
     shapes = stored_as(target.paged_shapes, torch.float8_e4m3fn)
     caches = [PagedCache(KVCachePool(shapes, 4), table) for _ in range(2)]
     with torch.inference_mode():
-        whole, _ = target.prefill(prompts, length, caches[0])
-        in_pieces, _ = target.prefill(prompts, length, caches[1], max_tokens=max_tokens)
+        whole, _ = read_prompts(target, prompts, length, caches[0])
+        in_pieces, _ = read_prompts(target, prompts, length, caches[1], max_tokens=max_tokens)
     torch.testing.assert_close(in_pieces, whole, atol=1e-5, rtol=0)
     for pieces, at_once in zip(caches[1].pool.pools, caches[0].pool.pools, strict=True):
         assert torch.equal(pieces.float(), at_once.float())

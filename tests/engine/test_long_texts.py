@@ -7,10 +7,10 @@ from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import launch_ahead, make_sequence, run, scheduler
 from redrafter.cache.block_manager import BlockManager
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler import row_caches
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.prefill import Prefiller
-from redrafter.scheduler.sequence import SamplingParams
 from redrafter.target.target import Target
 
 CONTEXT, PROMPT, NEW = 65536, 3000, 40
@@ -65,7 +65,7 @@ def test_only_the_last_chunk_of_a_prompt_brings_all_its_tokens(model, prompt, mo
     served = scheduler(paged(with_tree(model, tiny_drafter(), 4, 3), 400), blocks=400, max_num_tokens=600)
     read, prefill = [], Target.prefill
     monkeypatch.setattr(
-        Target, "prefill", lambda self, tokens, *args, **how: read.append(tokens) or prefill(self, tokens, *args, **how)
+        Target, "prefill", lambda self, prompts, **how: read.append(prompts.tokens) or prefill(self, prompts, **how)
     )
     run(served, [make_sequence(prompt[0].tolist(), 2, GREEDY)])
     most = 600 + 1  # of a chunk, and the token before it, from which a draft model with recurrent states reads on

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from helpers.models import ARCHITECTURES, row_texts, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
-from helpers.processors import PROCESSORS
-from redrafter.engine.arguments import with_openai_arguments
+from helpers.processors import PROCESSORS, in_their_terms
 from redrafter.sampling.noise import gumbel
 
 TREES = [(1, 1), (1, 5), (5, 5), (10, 3)]
@@ -64,7 +63,7 @@ ONLY_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon
 def test_greedy_with_a_processor_equals_model_generate(llama, name):
     ids, _ = uneven_batch(rows=1)
     arguments = {"max_new_tokens": NEW, "do_sample": False} | PROCESSORS[name]
-    expected = llama.generate(ids, **with_openai_arguments(arguments, ids.shape[1]))
+    expected = llama.generate(ids, **in_their_terms(arguments, ids.shape[1]))
     for engine in (with_tree(llama, tiny_drafter(), 5, 5), scripted_engine(llama, expected, 3, 5)):
         assert torch.equal(engine.generate(ids, **arguments), expected)
 

@@ -7,7 +7,7 @@ import torch
 from einops import rearrange
 
 from helpers.models import CONTEXT, VOCAB, assert_close_by_scale, paged, row_texts, tiny_model, uneven_batch
-from helpers.steps import prefill
+from helpers.steps import prefill, read_prompts
 from helpers.tokenizers import TEXTS, byte_level, sentencepiece_like
 from helpers.vocabularies import renumbered
 from redrafter import ArgumentError, DraftTarget
@@ -15,7 +15,7 @@ from redrafter.cache.paged import PagedCache
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.sampler import Sampler
-from redrafter.step import DraftPrompts, step
+from redrafter.step import step
 from redrafter.target.target import Target
 
 IDS, MASK = uneven_batch()
@@ -129,18 +129,17 @@ def test_the_draft_models_cache_follows_the_accepted_path(llama, some_shared, sh
     for cache in caches:
         cache.reserve(160)
     prompts, lengths = draft_texts(vocabulary, tokens, length)
-    read = DraftPrompts(prompts, torch.zeros_like(lengths), lengths, lengths.tolist())
     accepted = []
     with torch.inference_mode():
-        how = {"draft_model": draft_model, "draft_cache": caches[1], "draft_prompts": read}
-        state = prefill(tokens, length, target, caches[0], sampler, **how)
+        read_prompts(draft_model, prompts, lengths, caches[1], counts=lengths.tolist())
+        state = prefill(tokens, length, target, caches[0], sampler)
         for _ in range(6):
             state, drawn = step(state, engine.proposer, target, caches[0], sampler, caches[1])
             accepted += drawn.path.accepted.tolist()
             texts, lengths = draft_texts(vocabulary, state.tokens, state.length)
             fresh = draft_model.new_cache(4)
             fresh.reserve(160)
-            draft_model.prefill(texts, lengths, fresh)
+            read_prompts(draft_model, texts, lengths, fresh)
             for pools in zip(caches[1].pools, fresh.pools, strict=True):
                 stored, expected = (rearrange(pool.data, "g (b s) h d -> b s g h d", b=4) for pool in pools)
                 for row, n in enumerate(lengths.tolist()):  # slot n - 1 is read again in the next step
@@ -162,7 +161,7 @@ def test_what_is_found_again_was_read_by_both_models(llama, some_shared, new):
     fresh.reserve(count)
     reused = PagedCache(graphs.draft_store, torch.tensor([table.blocks]).int())
     with torch.inference_mode():
-        engine.draft_model.prefill(torch.tensor([draft_text.ids]), torch.tensor([count]), fresh)
+        read_prompts(engine.draft_model, torch.tensor([draft_text.ids]), torch.tensor([count]), fresh)
     at = torch.arange(table.reused)
     for pool, expected in zip(graphs.draft_store.pools, fresh.pools, strict=True):
         assert_close_by_scale(pool[:, reused.slots(at[None])], expected.data[:, at], 2e-5)

@@ -8,11 +8,10 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.engine_process.channel import Channel
 from redrafter.serve.engine_process.client import EngineClient
 from redrafter.serve.engine_process.engine import ServedEngine
-from redrafter.serve.engine_process.loading import EngineFacts
 from redrafter.serve.engine_process.process import serve
+from redrafter.serve.engine_process.start import Channel, EngineFacts
 from redrafter.serve.server import Server
 
 OPENAI_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -1,5 +1,13 @@
 """Logits processors of Hugging Face in the combinations that tests of exactness go through."""
 
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from redrafter.engine.arguments import split_own
+
 # What may stand between the logits and the draw. Each is checked greedy against `model.generate` where it applies
 # there, and sampling against plain decoding in the same engine.
 PROCESSORS = {
@@ -26,3 +34,24 @@ PROCESSORS = {
     "eos_list": {"eos_token_id": [2, 11, 30, 31, 32]},
     "many": {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
 }
+
+
+class TokenPenalties(LogitsProcessor):
+    """OpenAI's penalties, of tokens after a prompt of `width`."""
+
+    def __init__(self, frequency: float, presence: float, width: int):
+        self.frequency, self.presence, self.width = frequency, presence, width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        written = input_ids[:, self.width :]
+        count = torch.zeros_like(scores).scatter_add(1, written, torch.ones_like(written, dtype=scores.dtype))
+        return scores - (self.frequency * count + self.presence * (count > 0))
+
+
+def in_their_terms(arguments: dict[str, Any], width: int) -> dict[str, Any]:
+    """Return arguments of `generate` as `model.generate` takes them, after prompts of `width` tokens."""
+    others, own = split_own(arguments)
+    if own:
+        penalties = TokenPenalties(own.get("frequency_penalty", 0.0), own.get("presence_penalty", 0.0), width)
+        others["logits_processor"] = [penalties]
+    return others

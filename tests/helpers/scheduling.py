@@ -12,13 +12,14 @@ import torch
 from helpers.models import VOCAB, graphs_with_host, new_pool
 from helpers.seeing_models import Layout, prompts_with_images
 from redrafter import Engine
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.row_caches import DenseRows
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, TokenSequence
+from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.target.images import ImageInputs
 
 KINDS = {

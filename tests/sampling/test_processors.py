@@ -13,12 +13,12 @@ from torch.nn.functional import pad
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from helpers.processors import TokenPenalties
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.sampling.hf_processors import (
     READERS,
     REFUSED,
     TemperaturePerRow,
-    TokenPenalties,
     index_of_warpers,
     read_processors,
 )
@@ -181,7 +181,6 @@ CASES: dict[str, tuple[Make, bool]] = {  # the bool: whether it must change some
     "suppress at begin": (lambda width: hf.SuppressTokensAtBeginLogitsProcessor([3, 4], width), True),
     "suppress one after begin": (lambda width: hf.SuppressTokensAtBeginLogitsProcessor([3, 4], width + 1), True),
 }
-CASES["token penalties"] = (lambda width: TokenPenalties(0.7, -0.4, width), True)
 CASES["temperature per row"] = (lambda width: TemperaturePerRow([0.7] * (3 if width == WIDTH else 1)), True)
 STARTS = [LENGTHS, [0, 6, 14], [1, 7, 15], [2, 30, 17], [23, 8, 36]]
 
@@ -317,7 +316,6 @@ def test_processors_of_some_rows_leave_the_others_as_they_are() -> None:
         "repetition penalty",
         "min length",
         "min new tokens",
-        "token penalties",
         "repetition penalty without the prompt",
         "temperature per row",
         "bias of single tokens",
@@ -631,7 +629,7 @@ def test_every_class_of_hugging_face_is_supported_or_refused() -> None:
     theirs = {name for name, kind in classes if issubclass(kind, LogitsProcessor) and kind.__module__ == hf.__name__}
     assert theirs - {"LogitsProcessor"} <= known
     tested = {type(make(WIDTH)).__name__ for make, _ in CASES.values()} | {"PrefixConstrainedLogitsProcessor"}
-    assert tested == set(READERS) | {"TokenPenalties", "TemperaturePerRow"}
+    assert tested == set(READERS) | {"TemperaturePerRow"}
 
 
 def test_a_bias_outside_the_vocabulary_is_an_error_as_in_hugging_face() -> None:

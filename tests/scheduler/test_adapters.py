@@ -19,7 +19,8 @@ from helpers.scheduling import (
 )
 from helpers.seeing_models import tiny_seeing_model
 from redrafter.engine.engine import Engine
-from redrafter.scheduler.sequence import SamplingParams, TokenSequence
+from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.sequence import TokenSequence
 
 GREEDY = SamplingParams(temperature=0)
 NAMES = (None, "one", "two")

@@ -9,6 +9,7 @@ from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import KINDS, Sink, alone, nothing_is_held, random_sequences, run, scheduler
 from redrafter import Engine
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.limits import Limits, QueueFullError
 from redrafter.scheduler.prefill import (
     MIN_FORWARD_TOKENS,
@@ -22,7 +23,7 @@ from redrafter.scheduler.prefill import (
 from redrafter.scheduler.row_caches import RowCaches
 from redrafter.scheduler.running_set import MAX_CANCELLATIONS_PER_ROUND, MIN_ROUNDS_IN_PLACE
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import SamplingParams, TokenSequence
+from redrafter.scheduler.sequence import TokenSequence
 from redrafter.scheduler.waiting_queue import MAX_REMEMBERED_CLIENTS, SPARE_HEAP_ENTRIES, WaitingQueue
 
 GREEDY = KINDS["greedy"]

@@ -5,9 +5,10 @@ import pytest
 from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import alone, make_sequence, run, scheduler
 from redrafter.engine.engine import Engine
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.prefill import Prefiller
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import SamplingParams, TokenSequence
+from redrafter.scheduler.sequence import TokenSequence
 
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams(temperature=0.8, seed=5)

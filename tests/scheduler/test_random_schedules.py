@@ -17,10 +17,11 @@ from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler import running_batch
 from redrafter.scheduler.prefill import ChunkBuffers
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import SamplingParams, TokenSequence
+from redrafter.scheduler.sequence import TokenSequence
 from redrafter.target.target import Target
 
 POSITIONS = 32  # of the smallest buffers here, so that prompts of some hundred tokens are larger than several sizes

@@ -12,9 +12,10 @@ from helpers.scheduling import KINDS, Sink, alone, make_sequence, nothing_is_hel
 from redrafter import DraftTarget, Engine
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.limits import QueueFullError
-from redrafter.scheduler.sequence import SamplingParams, TokenSequence
-from redrafter.serve.engine_process.warm_up import warm_up
+from redrafter.scheduler.sequence import TokenSequence
+from redrafter.serve.engine_process.engine import warm_up
 from redrafter.target.target import Target
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("openai")  # test_serve needs it
 
 from helpers.serving import PROMPTS
 from redrafter.scheduler.sequence import Stats
-from redrafter.serve.answers.usage import speculation_metrics
+from redrafter.serve.answers.choice import speculation_metrics
 from redrafter.serve.command import listen
 from redrafter.serve.config import ServeOptions
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 pytest.importorskip("fastapi")
 
 from redrafter import boxed_pair
-from redrafter.serve.chat.control_tokens import ControlTokens, choose_marker
+from redrafter.serve.control_tokens import ControlTokens, choose_marker
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 

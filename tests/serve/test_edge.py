@@ -24,14 +24,13 @@ from helpers.processes import soon
 from redrafter.cli import main
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.serve import log
-from redrafter.serve.answers.openai_format import raise_cuts_as_errors
+from redrafter.serve.answers.formats import raise_cuts_as_errors
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.delta_stream import SlowConsumerError, Stopped
-from redrafter.serve.network import bodies, connections
-from redrafter.serve.network.access import AccessPolicy, Refusal, host_of
+from redrafter.serve.engine_process.client import SlowConsumerError, Stopped
+from redrafter.serve.network import connections, guards
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys, collect_keys
-from redrafter.serve.network.bodies import check_structure
 from redrafter.serve.network.connections import Connection, OpenConnections, room_for_connections
+from redrafter.serve.network.guards import AccessPolicy, Refusal, check_structure, host_of
 from redrafter.serve.routes.app import create_app
 from redrafter.serve.server import Server
 
@@ -202,7 +201,7 @@ def test_keys_are_shown_nowhere(capsys, tmp_path):
     ],
 )
 def test_a_name_that_leads_here_is_not_enough(bound, allowed, host, status):
-    app = create_app(Service(), AccessPolicy.of(ApiKeys(), bound, allowed, (), False))
+    app = create_app(Service(), AccessPolicy.of(ApiKeys(), ServeOptions(host=bound, allowed_hosts=allowed)))
     assert asked(app, "GET", "/v1/models", headers={"Host": host}).status_code == status
     assert asked(app, "GET", "/health", headers={"Host": host}).status_code == 200
 
@@ -340,16 +339,16 @@ def test_a_body_of_as_many_parts_as_may_be_is_parsed():
 
 
 def test_large_bodies_are_held_and_parsed_within_limits(monkeypatch):
-    monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 1000)
-    monkeypatch.setattr(bodies, "MAX_LARGE_BODIES_BYTES", 3000)
+    monkeypatch.setattr(guards, "SMALL_BODY_BYTES", 1000)
+    monkeypatch.setattr(guards, "MAX_LARGE_BODIES_BYTES", 3000)
     app = create_app(Service(), max_body_bytes=5000)
-    loads = bodies.json.loads
+    loads = guards.json.loads
 
     def parse(text: str, **how: Any) -> Any:
         time.sleep(0.02)
         return loads(text, **how)
 
-    monkeypatch.setattr(bodies.json, "loads", parse)
+    monkeypatch.setattr(guards.json, "loads", parse)
 
     async def ask(size: int, count: int, seconds: float | None = None) -> list[httpx.Response]:
         body = json.dumps({"prompt": "a" * size}).encode()
@@ -370,8 +369,8 @@ def test_large_bodies_are_held_and_parsed_within_limits(monkeypatch):
 
 
 def test_other_work_is_done_between_large_bodies(monkeypatch):
-    monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 10)
-    limits = bodies.BodyLimits(lambda *_: None, 1 << 20)  # bytes
+    monkeypatch.setattr(guards, "SMALL_BODY_BYTES", 10)
+    limits = guards.BodyLimits(lambda *_: None, 1 << 20)  # bytes
 
     async def run() -> int:
         turns = 0

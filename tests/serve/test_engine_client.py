@@ -18,13 +18,14 @@ from helpers.scheduling import alone, make_sequence, nothing_is_held, scheduler
 from redrafter import Engine
 from redrafter.errors import ArgumentError
 from redrafter.grammar.source import GrammarSource
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import SamplingParams, SequenceDelta
-from redrafter.serve import delta_stream
-from redrafter.serve.delta_stream import SlowConsumerError, Stopped
+from redrafter.scheduler.sequence import SequenceDelta
+from redrafter.serve.engine_process import client as client_module
 from redrafter.serve.engine_process import process
 from redrafter.serve.engine_process import worker as worker_module
+from redrafter.serve.engine_process.client import SlowConsumerError, Stopped
 from redrafter.serve.engine_process.messages import Submit
 
 GREEDY = SamplingParams(temperature=0)
@@ -84,8 +85,8 @@ def test_a_first_token_does_not_wait_for_a_step(client, served, monkeypatch):
 
 
 def test_who_takes_nothing_is_dropped_and_nobody_else(client, engine, monkeypatch):
-    monkeypatch.setattr(delta_stream, "MAX_PENDING_TOKENS", 20)
-    monkeypatch.setattr(delta_stream, "MAX_BEHIND_SECONDS", 0.0)
+    monkeypatch.setattr(client_module, "MAX_PENDING_TOKENS", 20)
+    monkeypatch.setattr(client_module, "MAX_BEHIND_SECONDS", 0.0)
 
     async def slow() -> None:
         async with aclosing(client.deltas([[5, 6, 7], [9]], 60, GREEDY, lambda: None)) as deltas:
@@ -113,8 +114,8 @@ def test_who_takes_nothing_is_dropped_and_nobody_else(client, engine, monkeypatc
 
 
 def test_alternatives_count_among_what_is_pending(client, monkeypatch):
-    monkeypatch.setattr(delta_stream, "MAX_PENDING_TOKENS", 100)
-    monkeypatch.setattr(delta_stream, "MAX_BEHIND_SECONDS", 0.0)
+    monkeypatch.setattr(client_module, "MAX_PENDING_TOKENS", 100)
+    monkeypatch.setattr(client_module, "MAX_BEHIND_SECONDS", 0.0)
 
     async def listen(logprobs: int | None) -> None:
         params = SamplingParams(temperature=0, logprobs=logprobs)
@@ -130,7 +131,7 @@ def test_alternatives_count_among_what_is_pending(client, monkeypatch):
 
 
 def test_who_turns_round_for_a_moment_is_not_dropped(client, monkeypatch):
-    monkeypatch.setattr(delta_stream, "MAX_PENDING_TOKENS", 5)
+    monkeypatch.setattr(client_module, "MAX_PENDING_TOKENS", 5)
 
     async def listen() -> int:
         async with aclosing(client.deltas([[5, 6, 7]], 60, GREEDY, lambda: None)) as deltas:

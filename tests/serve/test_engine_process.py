@@ -15,8 +15,7 @@ from helpers.serving import Program
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process import start
-from redrafter.serve.engine_process.loading import LoadEngine
-from redrafter.serve.engine_process.start import EngineEndedError, EngineProcess
+from redrafter.serve.engine_process.start import EngineEndedError, EngineProcess, LoadEngine
 
 ENDLESS = {"prompt": "The sea", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 

@@ -5,8 +5,10 @@ import pytest
 pytest.importorskip("fastapi")
 
 from helpers.serving import Program, openai
+from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
+from redrafter.serve.engine_process.start import LoadEngine
 
 PROMPTS = [f"Number {number} of the sailors told of {what} and the sea. " * 8 for number, what in enumerate("abcdef")]
 
@@ -28,10 +30,10 @@ def test_tokens_found_on_the_host_are_reported():
 
 def test_a_cache_on_the_host_needs_reuse():
     with pytest.raises(ArgumentError, match="--kv-host-cache-gib stores what --no-kv-cache-reuse never finds"):
-        ServeOptions(kv_host_cache_gib=1.0, kv_cache_reuse=False)
+        LoadEngine(ServeOptions(kv_cache_reuse=False), LoadOptions(kv_host_cache_gib=1.0), DraftOptions())
 
 
 @pytest.mark.parametrize("gib", [-1.0, float("nan"), 1e9])
 def test_a_size_that_cannot_be_is_refused_before_anything_is_loaded(gib: float):
     with pytest.raises(ArgumentError, match=r"--kv-host-cache-gib\) must be from 0 to the machine's memory"):
-        ServeOptions(kv_host_cache_gib=gib)
+        LoadOptions(kv_host_cache_gib=gib)

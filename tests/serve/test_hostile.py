@@ -12,11 +12,9 @@ pytest.importorskip("llguidance")
 
 from helpers.processes import cpu_seconds
 from helpers.serving import Program
-from redrafter.serve.chat.reader import ChatReader
-from redrafter.serve.chat.tools import collect_calls
-from redrafter.serve.protocol.messages import Tool
-from redrafter.serve.protocol.requests import error_body
-from redrafter.serve.protocol.response_models import ErrorAnswer
+from redrafter.serve.answers.reader import ChatReader, collect_calls
+from redrafter.serve.protocol.answers import ErrorAnswer
+from redrafter.serve.protocol.requests import Tool, error_body
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HALF = "\ud800"  # of a character

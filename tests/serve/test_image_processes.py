@@ -27,9 +27,9 @@ from helpers.serving import Program
 from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve import images
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.delta_stream import Stopped
+from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.images import ImageLimits, ImageReader
-from redrafter.serve.network import bodies
+from redrafter.serve.network import guards
 from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.routes.app import create_app
 
@@ -186,8 +186,8 @@ def test_a_server_that_is_told_to_stop_waits_for_no_image(tmp_path):
 
 
 def test_a_body_that_waits_for_its_images_counts_among_those_that_are_held(monkeypatch):
-    monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 1000)
-    monkeypatch.setattr(bodies, "MAX_LARGE_BODIES_BYTES", 5000)
+    monkeypatch.setattr(guards, "SMALL_BODY_BYTES", 1000)
+    monkeypatch.setattr(guards, "MAX_LARGE_BODIES_BYTES", 5000)
     decode = asyncio.Event()
 
     async def chat(request: Any, facts: Any) -> dict[str, Any]:

@@ -20,10 +20,9 @@ pytest.importorskip("llguidance")
 from helpers.processes import soon
 from helpers.serving import Program
 from redrafter.cache.paged import KVCachePool
-from redrafter.serve.chat.tool_schema import call_schema
-from redrafter.serve.chat.tools import describe_tools
+from redrafter.serve.protocol.answers import ChatAnswer, CompletionAnswer
 from redrafter.serve.protocol.requests import ChatRequest
-from redrafter.serve.protocol.response_models import ChatAnswer, CompletionAnswer
+from redrafter.serve.tools import call_schema, describe_tools
 
 STORY = (
     "The old man looked at the sea and said that no ship would come today because the wind had turned in the night; "

@@ -20,12 +20,12 @@ from helpers.scheduling import scheduler
 from helpers.serving import Program
 from redrafter import boxed_pair
 from redrafter.errors import ArgumentError
-from redrafter.scheduler.sequence import SamplingParams, TokenSequence
-from redrafter.serve.config import ServeOptions
-from redrafter.serve.engine_process.loading import EngineFacts
+from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.sequence import TokenSequence
+from redrafter.serve.config import ServeOptions, parse_lora_modules
 from redrafter.serve.engine_process.messages import Submit
+from redrafter.serve.engine_process.start import EngineFacts
 from redrafter.serve.engine_process.worker import Worker
-from redrafter.serve.lora_modules import parse_lora_modules
 from redrafter.serve.protocol.requests import CompletionRequest
 from redrafter.serve.service import Service
 

@@ -20,10 +20,10 @@ pytest.importorskip("fastapi")
 from helpers.bare_server import BareServer
 from helpers.serving_in_process import listening
 from redrafter.scheduler.limits import QueueFullError
-from redrafter.serve.answers.text import TextStream
-from redrafter.serve.delta_stream import Stopped
-from redrafter.serve.network.access import AccessPolicy
+from redrafter.serve.answers.choice import TextStream
+from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.network.api_keys import ApiKeys
+from redrafter.serve.network.guards import AccessPolicy
 from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.routes.app import create_app
 

@@ -3,7 +3,7 @@
 import pytest
 
 from redrafter.scheduler.sequence import SequenceDelta, Stats
-from redrafter.serve.served_sequence import ServedSequence
+from redrafter.serve.engine_process.client import ServedSequence
 
 
 def sequence(stop: int | None) -> ServedSequence:

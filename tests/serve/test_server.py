@@ -291,10 +291,10 @@ def test_a_call_that_must_be_made_needs_tools(client):
 
 
 def test_a_body_that_never_comes_holds_nobody_up(monkeypatch):
-    from redrafter.serve.network import bodies
+    from redrafter.serve.network import guards
     from redrafter.serve.routes import app
 
-    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(guards, "BODY_SECONDS", 0.2)
 
     async def ask() -> list[int]:
         async def never() -> AsyncIterator[bytes]:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from helpers.serving import Program
 from redrafter import boxed_pair
-from redrafter.serve.protocol.response_models import ErrorAnswer
+from redrafter.serve.protocol.answers import ErrorAnswer
 from redrafter.version import __version__
 
 

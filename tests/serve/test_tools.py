@@ -17,11 +17,11 @@ from redrafter import boxed_pair
 from redrafter.grammar.child import CompiledGrammar
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.sequence import SequenceDelta
-from redrafter.serve.answers.chat import ChatFormat
 from redrafter.serve.answers.choice import Choice
-from redrafter.serve.chat.reader import Call, ChatReader, Fragment, Span
-from redrafter.serve.chat.tool_schema import call_schema
+from redrafter.serve.answers.formats import ChatFormat
+from redrafter.serve.answers.reader import Call, ChatReader, Fragment, Span
 from redrafter.serve.protocol.requests import ChatRequest
+from redrafter.serve.tools import call_schema
 
 F, G = '{"name": "f", "arguments": {"a": [1, {"b": "}\\"<tool_call>"}]}}', '{"name": "g", "parameters": {}}'
 FIRST = ("f", '{"a": [1, {"b": "}\\"<tool_call>"}]}')

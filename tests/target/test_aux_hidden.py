@@ -21,6 +21,7 @@ from helpers.models import (
     uneven_batch,
     with_tree,
 )
+from helpers.steps import read_prompts, verify
 from redrafter import Engine, MismatchError, ReDrafter, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.drafter import RecurrentProposer
@@ -171,9 +172,9 @@ def test_verification_returns_what_the_model_says_of_its_layers(architecture):
     hooks = hooks_of(model)  # transformers leaves its own
     with torch.inference_mode():
         for cache in forward_caches(target, 2):
-            _, prefilled = target.prefill(prompts, lengths, cache)
-            _, hidden = target.verify(tree, lengths, cache)
-            _, some = target.verify(tree, lengths, cache, torch.tensor([3, 0]))
+            _, prefilled = read_prompts(target, prompts, lengths, cache)
+            _, hidden = verify(target, tree, lengths, cache)
+            _, some = verify(target, tree, lengths, cache, torch.tensor([3, 0]))
             torch.testing.assert_close(prefilled, first, atol=5e-5, rtol=1e-3)
             torch.testing.assert_close(hidden, told, atol=5e-5, rtol=1e-3)
             torch.testing.assert_close(some, told[[0, 1], [3, 0]][:, None], atol=5e-5, rtol=1e-3)
@@ -188,12 +189,12 @@ def test_a_forward_that_failed_leaves_no_features_to_the_next():
     prompt = torch.randint(3, VOCAB, (1, 9))
     with torch.inference_mode():
         for cache in forward_caches(target, 1):
-            _, expected = target.prefill(prompt, length, cache)
+            _, expected = read_prompts(target, prompt, length, cache)
             layer.forward, forward = broken, layer.forward
             with pytest.raises(RuntimeError, match="out of memory"):
-                target.prefill(prompt, length, cache)
+                read_prompts(target, prompt, length, cache)
             layer.forward = forward
-            assert torch.equal(target.prefill(prompt, length, cache)[1], expected)
+            assert torch.equal(read_prompts(target, prompt, length, cache)[1], expected)
 
 
 def test_the_output_of_the_last_layer_is_what_the_final_norm_reads():
@@ -203,7 +204,7 @@ def test_the_output_of_the_last_layer_is_what_the_final_norm_reads():
     cache = target.new_cache(1)
     cache.reserve(8)
     with torch.inference_mode():
-        _, hidden = target.prefill(torch.tensor([[5, 6, 7]]), torch.tensor([3]), cache)
+        _, hidden = read_prompts(target, torch.tensor([[5, 6, 7]]), torch.tensor([3]), cache)
     torch.testing.assert_close(rms_norm(hidden[:, HIDDEN:], (HIDDEN,), eps=1e-6), hidden[:, :HIDDEN])
 
 
@@ -216,7 +217,7 @@ def test_a_prompt_of_many_chunks_leaves_the_features_of_its_last_token(masked):
     cache = target.new_cache(2)
     cache.reserve(16)
     with torch.inference_mode():
-        _, hidden = target.prefill(prompts, torch.tensor([11, 6]), cache, max_tokens=7)
+        _, hidden = read_prompts(target, prompts, torch.tensor([11, 6]), cache, max_tokens=7)
     expected = [plain_features(model, text, (1,))[-1] for text in (prompts[0], prompts[1, :6])]
     torch.testing.assert_close(hidden, torch.stack(expected), atol=5e-5, rtol=1e-3)
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from helpers.models import VOCAB, assert_close_by_scale, tiny_model
+from helpers.steps import read_prompts, verify
 from helpers.targets import CHUNKED
 from redrafter import UnsupportedError
 from redrafter.attention import invariant_attention
@@ -15,6 +16,7 @@ from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.kernels import invariant_linear
 from redrafter.target.batch_invariance import check_rows
+from redrafter.target.forward_batch import ForwardBatch
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import chain, tree_of
 
@@ -59,7 +61,7 @@ def read(target, ids, sizes, cache=None):
     """Return the logits of a text, `[T, V]`, read as chains of these numbers of tokens."""
     cache, logits, first = cache or new_cache(target), [], 0
     for size in sizes:
-        logits.append(target.verify(chain(ids[:, first : first + size]), torch.tensor([first]), cache)[0][0])
+        logits.append(verify(target, chain(ids[:, first : first + size]), torch.tensor([first]), cache)[0][0])
         first += size
     return torch.cat(logits)
 
@@ -91,14 +93,14 @@ def test_logits_are_the_same_in_a_tree_among_rows(model, dtype):
     cache = new_cache(bound, rows=3)
     others[1] = ids[0]
     lengths = torch.tensor([17, n, 64])
-    bound.prefill(others, lengths, cache)
+    read_prompts(bound, others, lengths, cache)
     parents, depth = torch.tensor([[0, 0, 0, 1, 2, 4, 5, 6]]), torch.tensor([[0, 1, 1, 2, 2, 3, 4, 5]])
     path = torch.tensor([0, 2, 4, 5, 6])
     tokens = others.gather(1, lengths[:, None] + depth) * 5 % VOCAB
     tokens[1, path] = ids[0, n : n + 5]
     tree = tree_of(tokens, parents.expand(3, -1), depth.expand(3, -1), 5)
     for each in (tree, replace(tree, counts=torch.tensor([1, 8, 3]), total=12)):
-        logits, _ = bound.verify(each, lengths, cache)
+        logits, _ = verify(bound, each, lengths, cache)
         assert torch.equal(logits[1, path], expected(model, dtype)[n : n + 5])
 
 
@@ -108,12 +110,13 @@ def test_a_chunk_beside_trees_leaves_the_same_logits(model, dtype=torch.bfloat16
     bound = target(model, dtype)
     ids, cache = text(), new_cache(bound, rows=2)
     trees = PagedCache(cache.pool, cache.table[:1])
-    bound.prefill(text(rows=2)[:1], torch.tensor([31]), trees)
+    read_prompts(bound, text(rows=2)[:1], torch.tensor([31]), trees)
     room = PromptChunks.room(4, cache.table.shape[1], torch.device("cpu"))
     for first, end in ((0, 40), (40, 41), (41, 70)):
         room.tokens[: end - first] = ids[0, first:end]
         room.starts[1:], room.lengths[0], room.table[0] = end - first, first, cache.table[1]
-        _, _, ends = bound.verify_and_read(chain(torch.full((1, 5), 9)), torch.tensor([31]), trees, room)
+        batch = ForwardBatch(chain(torch.full((1, 5), 9)), torch.tensor([31]), trees, chunks=room)
+        ends = bound.verify(batch).chunk_ends
         assert torch.equal(ends.logits[0], expected(model, dtype)[end - 1])
 
 
@@ -124,9 +127,9 @@ def test_prompts_may_be_cut_anywhere(model):
     rows[0] = text()[0]
     for cut in [1, 2, 7, 15, 16, 17, 26, 39]:
         cache = new_cache(bound, rows=2)
-        bound.prefill(rows, torch.tensor([cut, 3]), cache, counts=[cut, 3])
-        logits, _ = bound.prefill(
-            rows, torch.tensor([40, 5]), cache, start=torch.tensor([cut, 3]), counts=[40 - cut, 2], max_tokens=23
+        read_prompts(bound, rows, torch.tensor([cut, 3]), cache, counts=[cut, 3])
+        logits, _ = read_prompts(
+            bound, rows, torch.tensor([40, 5]), cache, start=torch.tensor([cut, 3]), counts=[40 - cut, 2], max_tokens=23
         )
         assert torch.equal(logits[0], expected(model, torch.bfloat16)[39])
 
@@ -135,8 +138,13 @@ def test_prompts_may_be_cut_anywhere(model):
 @torch.inference_mode()
 def test_what_prompt_scores_show_is_the_same(model):
     bound, shown = target(model, torch.bfloat16), []
-    bound.prefill(
-        text()[:, :60], torch.tensor([60]), new_cache(bound), max_tokens=13, show=lambda *x: shown.append(x[2].clone())
+    read_prompts(
+        bound,
+        text()[:, :60],
+        torch.tensor([60]),
+        new_cache(bound),
+        max_tokens=13,
+        show=lambda *x: shown.append(x[2].clone()),
     )
     assert torch.equal(torch.cat(shown), expected(model, torch.bfloat16)[:60])
 

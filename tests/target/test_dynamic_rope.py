@@ -12,7 +12,7 @@ from helpers.models import paged, prompts_of, scripted_engine, tiny_drafter, tin
 from helpers.scheduling import launch_ahead, make_sequence, nothing_is_held, run, scheduler
 from redrafter import ArgumentError, Engine
 from redrafter.attention.tree_attention import tree_attention
-from redrafter.scheduler.sequence import SamplingParams
+from redrafter.sampling.params import SamplingParams
 from redrafter.target.target import Target
 
 FIRST, WHOLE, NEW = 64, 256, 24

@@ -7,6 +7,7 @@ import torch
 
 from helpers.models import VOCAB, Scripted, row_texts, tiny_drafter, uneven_batch
 from helpers.recurrent import RECURRENT, generated_alone, recurrent_model
+from helpers.steps import read_prompts, verify
 from redrafter import DraftTarget, Engine, ReDrafter, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.states import StatesOfRows
@@ -124,7 +125,7 @@ def test_a_prompt_read_in_pieces_leaves_what_it_leaves_whole(target, max_tokens)
     with torch.inference_mode():
         for cache, most in ((whole, None), (pieces, max_tokens)):
             cache.reserve(32)
-            results.append(target.prefill(prompts, length, cache, max_tokens=most))
+            results.append(read_prompts(target, prompts, length, cache, max_tokens=most))
     for found, expected in zip(*results, strict=True):
         assert close(target, found, expected)
     for key, expected in whole.states.store.tensors.items():
@@ -147,12 +148,12 @@ def test_a_tree_that_is_grown_level_by_level_equals_the_whole(target):
         for levels in ([7], [1, 3, 5, 7]):
             cache = target.new_cache(3)
             cache.reserve(32)
-            target.prefill(prompts, length, cache)
+            read_prompts(target, prompts, length, cache)
             pieces = []
             for level, (start, end) in enumerate(zip([0, *levels], levels, strict=False)):
                 part = tree_of(tokens[:, :end], parents[:, :end], depth[:, :end], level)
                 tree = whole if len(levels) == 1 else part.last_level(end - start)
-                pieces.append(target.verify(tree, length, cache)[0])
+                pieces.append(verify(target, tree, length, cache)[0])
             results.append(torch.cat(pieces, dim=1))
     assert close(target, *results)
 
@@ -176,8 +177,8 @@ def logits_of_a_tree(target):
     cache.reserve(16)
     length = torch.tensor([5, 3])
     with torch.inference_mode():
-        target.prefill(tokens, length, cache)
-        return target.verify(tree_of(tokens, parents.expand(2, 7), depth.expand(2, 7), 3), length, cache)[0]
+        read_prompts(target, tokens, length, cache)
+        return verify(target, tree_of(tokens, parents.expand(2, 7), depth.expand(2, 7), 3), length, cache)[0]
 
 
 def test_linear_layers_at_the_edges_are_computed_once_with_the_same_result(target, monkeypatch):
@@ -209,8 +210,8 @@ def test_nodes_that_rows_share_have_the_logits_that_they_have_in_whole_trees(one
     with torch.inference_mode():
         for tree in (whole, shared):
             cache = PagedCache(KVCachePool(one_of_few.paged_shapes, 3), table, home)
-            one_of_few.prefill(prompts, length, cache)
-            results.append(one_of_few.verify(tree, length, cache)[0])
+            read_prompts(one_of_few, prompts, length, cache)
+            results.append(verify(one_of_few, tree, length, cache)[0])
     kept = [[0, 1, 3, 5], [0, 2, 4]]
     assert shared.counts.tolist() == [4, 3]
     for row, nodes in enumerate(kept):
@@ -222,9 +223,9 @@ def test_rows_that_stand_still_keep_their_states(one_of_few):
     cache.reserve(16)
     length, tokens = torch.tensor([5, 5]), torch.arange(10).view(2, 5) + 3
     with torch.inference_mode():
-        one_of_few.prefill(tokens, length, cache)
+        read_prompts(one_of_few, tokens, length, cache)
         before = {key: x.clone() for key, x in cache.states.store.tensors.items()}
-        one_of_few.verify(chain(tokens[:, :3]), length, cache)
+        verify(one_of_few, chain(tokens[:, :3]), length, cache)
         path = Path(torch.tensor([[0, 1, 2], [0, 1, 2]]), torch.tensor([2, 2]))
         cache.commit_states(length, path, torch.tensor([False, True]))
     for key, state in cache.states.store.tensors.items():

@@ -12,7 +12,7 @@ from helpers.adapters import adapted
 from helpers.models import paged, prompts_of, scripted_engine, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import launch_ahead, make_sequence, run, scheduler
 from redrafter import ArgumentError, Engine
-from redrafter.scheduler.sequence import SamplingParams
+from redrafter.sampling.params import SamplingParams
 
 AT, WHOLE, NEW = 64, 256, 24
 GREEDY = SamplingParams(temperature=0)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from helpers.models import ARCHITECTURES, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.steps import read_prompts, verify
 from helpers.targets import CHUNKED
 from redrafter import CheckpointError, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
@@ -100,7 +101,7 @@ def test_binding_leaves_nothing_on_the_model():
     cache = target.new_cache(1)
     cache.reserve(4)
     with torch.inference_mode():
-        target.prefill(torch.tensor([[5, 6, 7]]), torch.tensor([3]), cache)
+        read_prompts(target, torch.tensor([[5, 6, 7]]), torch.tensor([3]), cache)
     assert not head._forward_pre_hooks
     assert not head._forward_hooks
 
@@ -124,14 +125,14 @@ def test_a_tree_that_is_grown_level_by_level_equals_the_whole(architecture, page
             else:
                 cache = target.new_cache(3)
                 cache.reserve(32)
-            target.prefill(prompts, length, cache)
+            read_prompts(target, prompts, length, cache)
             pieces = []
             for start, end in zip([0, *levels], levels, strict=False):
                 tree = tree_of(tokens[:, :end], parents[:, :end], depth[:, :end], int(depth[0, end - 1]))
                 tree = whole if len(levels) == 1 else tree.last_level(end - start)
-                pieces.append(target.verify(tree, length, cache))
+                pieces.append(verify(target, tree, length, cache))
                 one = torch.tensor([end - start - 1, 0, (end - start) // 2])  # the head at one of the new nodes
-                alone = target.verify(tree, length, cache, logits_index=one)
+                alone = verify(target, tree, length, cache, logits_index=one)
                 for part, all_of in zip(alone, pieces[-1], strict=True):
                     assert torch.allclose(part[:, 0], all_of[torch.arange(3), one], atol=2e-5)
             results.append([torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)])

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from helpers.drafters import FORMS, random_drafter
 from helpers.models import HIDDEN, VOCAB, assert_close_by_scale, tiny_drafter, tiny_model
+from helpers.steps import read_prompts
 from redrafter import MismatchError
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter
@@ -139,7 +140,7 @@ def test_loss_is_that_of_the_chain_that_drafting_runs(base, form):
         cache = target.new_cache(1)
         cache.reserve(length)
         with torch.no_grad():
-            got = target.prefill(text[:, :length], torch.tensor([length]), cache)
+            got = read_prompts(target, text[:, :length], torch.tensor([length]), cache)
         logits.append(got[0][0, ids])
         hidden.append(got[1][0])
     total, objective = torch.zeros(()), Objective(0.7, 0.6, 30)

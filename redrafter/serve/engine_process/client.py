@@ -1,46 +1,175 @@
-"""The server's side of the line to its engine: requests go out, and what the engine writes comes back as streams."""
+"""The server's side of the connection to its engine: requests go out, and what it writes comes back as streams."""
 
 import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
 from redrafter.errors import ReDrafterError
 from redrafter.grammar.source import GrammarSource
-from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, Stats
-from redrafter.serve.delta_stream import DeltaStream, SlowConsumerError, Stopped
-from redrafter.serve.engine_process.channel import Channel
-from redrafter.serve.engine_process.loading import EngineFacts
+from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.logprobs import PromptScore
+from redrafter.scheduler.sequence import SequenceDelta, Stats
 from redrafter.serve.engine_process.messages import (
-    AdaptersChanged,
+    Answered,
     Cancel,
     ChangeAdapters,
     EngineFailed,
     EngineLoad,
-    Refused,
     Submit,
     Written,
 )
-from redrafter.serve.served_sequence import ServedSequence
-
-__all__ = ["EngineClient", "EngineHandle"]
+from redrafter.serve.engine_process.start import Channel, EngineFacts
 
 _LOG = logging.getLogger(__name__)
 
+# Tokens of one request that may wait to be received; each of a token's alternatives counts as one more.
+MAX_PENDING_TOKENS = 1 << 14
+MAX_BEHIND_SECONDS = 10.0  # seconds for which more may wait: a fast engine draws them before a reader is back
+
 FindStop = Callable[[Sequence[int]], int | None]
-Change = concurrent.futures.Future[None]
+
+
+class Stopped(Exception):
+    """The server accepts nothing new any more, or was stopped before the sequences ended."""
+
+    def __init__(self, reason: str = "the server is stopping"):
+        super().__init__(reason)
+
+
+class SlowConsumerError(ReDrafterError):
+    """The client did not receive its tokens in time, so the rest of the request was cancelled."""
+
+
+@dataclass(eq=False)
+class ServedSequence:
+    """A prompt, and how far the text after it is: the engine's own `TokenSequence` is in another process.
+
+    Attributes:
+        prompt: Token ids.
+        stop_token_ids: Ids that end the text.
+        stats: Counts of its steps; the draw of its first token is none.
+        find_stop: Called with the tokens of each delta; returns the index of the one that ends the text, or None.
+        adapter: Name of its LoRA adapter; None for the model alone.
+        reused: Leading tokens of the prompt that were in the cache already.
+        prompt_scores: Scores of the prompt's tokens but the first, once it is read, if they were asked for.
+        written: Number of tokens that were written.
+        ended: Whether the last delta has come.
+        arrived_at, first_token_at: When it was made and when its first token came, by `time.perf_counter`.
+    """
+
+    prompt: Sequence[int]
+    stop_token_ids: frozenset[int]
+    stats: Stats
+    find_stop: FindStop | None = None
+    adapter: str | None = None
+    reused: int = 0
+    prompt_scores: Sequence[PromptScore] = ()
+    written: int = 0
+    ended: bool = False
+    arrived_at: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+
+    def append(self, delta: SequenceDelta) -> SequenceDelta:
+        """Count a delta of the engine, and return as much of it as there is before the text ends.
+
+        The engine knows of end tokens and lengths; stop strings are found here.
+        """
+        stop = None if self.find_stop is None else self.find_stop(delta.tokens)
+        if stop is not None and delta.finish != "error":
+            kept = stop + 1
+            logprobs = None if delta.logprobs is None else delta.logprobs[:kept]
+            accepted = min(delta.accepted, kept)
+            delta = replace(delta, tokens=delta.tokens[:kept], accepted=accepted, logprobs=logprobs, finish="stop")
+        if self.written and delta.tokens:
+            self.stats.count(delta.drafted, delta.accepted, len(delta.tokens))
+        self.written += len(delta.tokens)
+        self.ended = delta.finish is not None
+        return delta
+
+
+class DeltaStream:
+    """Deltas of one request on their way from the thread that receives them to an event loop.
+
+    Each side counts tokens for itself, so that neither waits for the other.
+
+    Attributes:
+        loop: The event loop that receives.
+        numbers: Number of each sequence of the request.
+        sequences: These sequences.
+        error: What the receiver gets instead of more deltas; None while all is well.
+        woken: Whether the loop was told to look, and has not looked since.
+        ready: Set, within the loop, for the receiver to look.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, numbers: Sequence[int], sequences: Sequence[ServedSequence]
+    ) -> None:
+        self.loop, self.numbers, self.sequences = loop, tuple(numbers), sequences
+        self.error: Exception | None = None
+        self.woken = False
+        self.ready = asyncio.Event()
+        self._items: deque[tuple[int, SequenceDelta]] = deque()
+        self._written = self._received = 0
+        self._oldest_at = 0.0  # when the oldest delta came that was not received yet
+
+    @property
+    def pending(self) -> int:
+        """Number of tokens and their alternatives that came and were not received."""
+        return self._written - self._received
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether too many tokens have waited for too long to be received."""
+        too_many = self.error is None and self.pending > MAX_PENDING_TOKENS
+        return too_many and time.monotonic() - self._oldest_at > MAX_BEHIND_SECONDS
+
+    @property
+    def ended(self) -> bool:
+        """Whether all its sequences have ended."""
+        return all(sequence.ended for sequence in self.sequences)
+
+    def write(self, index: int, delta: SequenceDelta) -> None:
+        """Add a delta of sequence `index`, in the thread that receives them. After an error, do nothing."""
+        if self.error is None:
+            if not self._items:
+                self._oldest_at = time.monotonic()
+            self._items.append((index, delta))
+            self._written += _weight(delta)
+
+    def fail(self, error: Exception) -> None:
+        """Let the receiver get an error instead of the deltas that wait. The first error counts."""
+        if self.error is None:
+            self.error = error
+            self._items.clear()
+
+    async def receive(self) -> list[tuple[int, SequenceDelta]]:
+        """Wait for deltas and return all there are, or raise what the stream failed with."""
+        await self.ready.wait()
+        self.ready.clear()
+        self.woken = False  # before looking: what comes later wakes again
+        items = []
+        with suppress(IndexError):  # it became empty
+            while True:
+                items.append(self._items.popleft())
+        self._received += sum(_weight(delta) for _, delta in items)
+        if self.error is not None:
+            raise self.error
+        return items
 
 
 class EngineHandle(Protocol):
-    """Whatever runs the other end of the line."""
+    """Whatever runs the other end of the connection."""
 
     def end(self) -> None:
-        """Wait until it has ended, once the line is closed, and end it by force if it does not."""
+        """Wait until it has ended, once the connection is closed, and end it by force if it does not."""
 
     def describe_end(self) -> str:
         """Return how it ended by itself, in one line."""
@@ -56,31 +185,20 @@ class EngineClient:
     """
 
     def __init__(self, channel: Channel, facts: EngineFacts, handle: EngineHandle):
-        """Make a client that has not started.
-
-        Args:
-            channel: The line to the engine.
-            facts: What the engine has said of itself.
-            handle: The engine's process.
-        """
         self._channel, self.facts, self._handle = channel, facts, handle
         self.load = EngineLoad()
         self.on_delta: Callable[[ServedSequence, SequenceDelta], object] = lambda sequence, delta: None
         self._on_failure: Callable[[str], object] = lambda reason: None
         self._numbers = count()
-        self._texts: dict[int, tuple[DeltaStream, int]] = {}  # those that have not ended: stream, and place in it
+        self._texts: dict[int, tuple[DeltaStream, int]] = {}  # those that have not ended: stream, and index in it
         self._streams: set[DeltaStream] = set()  # those that somebody receives from
-        self._changes: dict[int, Change] = {}  # of adapters, that the engine has not answered
+        self._changes: dict[int, concurrent.futures.Future[None]] = {}  # of adapters, that the engine has not answered
         self._draining = self._stopping = False
         self._failure: str | None = None  # as the engine has told it
         self._thread = threading.Thread(target=self._run, name="redrafter-receiver", daemon=True)
 
     def start(self, on_failure: Callable[[str], object] = lambda reason: None) -> None:
-        """Start to receive, in a thread.
-
-        Args:
-            on_failure: Called in that thread if the engine ends by itself, with how it ended.
-        """
+        """Start to receive, in a thread, which calls `on_failure` with how the engine ended if it does by itself."""
         self._on_failure = on_failure
         self._thread.start()
 
@@ -100,7 +218,7 @@ class EngineClient:
         return len(self._streams)
 
     def drain(self) -> None:
-        """Accept nothing new; requests that were accepted go on."""
+        """Accept nothing new; requests that were accepted continue."""
         self._draining = True
 
     def stop(self) -> None:
@@ -109,7 +227,7 @@ class EngineClient:
         self._channel.close()
         self._handle.end()
         if self._thread.is_alive():
-            self._thread.join()  # the line is closed
+            self._thread.join()  # the connection is closed
         self._fail_all(Stopped())
 
     async def deltas(
@@ -120,26 +238,14 @@ class EngineClient:
         make_find_stop: Callable[[], FindStop | None],
         grammar: GrammarSource | None = None,
         client: str = "",
-        cache_salt: str | None = None,
-        adapter: str | None = None,
-        images: dict[str, Any] | None = None,
+        **more: Any,
     ) -> AsyncGenerator[tuple[int, ServedSequence, list[SequenceDelta]], None]:
         """Ask for a text after each prompt of one request, after prompt i with seed + i, and yield their deltas.
 
         A consumer that is slower than the engine gets more at once. One that receives nothing for `MAX_BEHIND_SECONDS`
-        while `MAX_PENDING_TOKENS` tokens wait is dropped. Closing this iterator early cancels the rest.
-
-        Args:
-            prompts: Token ids of each prompt.
-            max_new_tokens: Most tokens that may follow each.
-            params: How tokens are drawn, without a grammar.
-            make_find_stop: Makes the `find_stop` of one sequence, or None.
-            grammar: Grammar that the texts must follow, or None.
-            client: Who asks, as far as fairness goes.
-            cache_salt: Prefixes are reused only from requests with the same salt.
-            adapter: Name of the LoRA adapter of all texts; None for the model alone.
-            images: What the model takes of the images in each of the prompts, which are equal; None for text. It may
-                be hundreds of megabytes, and is emptied once the engine has it.
+        while `MAX_PENDING_TOKENS` tokens wait is dropped. Closing this iterator early cancels the rest. Arguments are
+        fields of `Submit`, but that `make_find_stop` makes the `find_stop` of one sequence, or None. `images` are
+        emptied once the engine has them.
 
         Yields:
             The index of a prompt, its sequence, and its deltas since it was yielded last, until all have ended.
@@ -152,7 +258,7 @@ class EngineClient:
         """
         if not self.alive:
             raise Stopped
-        ends, depth = params.stop_token_ids, self.facts.draft_depth
+        ends, depth, adapter = params.stop_token_ids, self.facts.draft_depth, more.get("adapter")
         sequences = [
             ServedSequence(prompt, ends, Stats(accepted_by_depth=[0] * depth), make_find_stop(), adapter)
             for prompt in prompts
@@ -161,16 +267,13 @@ class EngineClient:
         self._streams.add(stream)
         try:
             self._texts.update({number: (stream, index) for index, number in enumerate(stream.numbers)})
-            text = (stream.numbers, prompts, max_new_tokens, params, grammar, client, cache_salt)
-            self._channel.send(Submit(*text, adapter, images))
-            if not self._thread.is_alive():  # it may have ended before it could see the request
-                raise Stopped
+            self._send(Submit(stream.numbers, prompts, max_new_tokens, params, grammar, client, **more))
             left = len(prompts)
             while left:
                 deltas: defaultdict[int, list[SequenceDelta]] = defaultdict(list)
                 received = await stream.receive()
-                if images:
-                    images.clear()
+                if more.get("images"):
+                    more["images"].clear()
                 for index, delta in received:
                     deltas[index].append(delta)
                     left -= delta.finish is not None
@@ -178,15 +281,11 @@ class EngineClient:
                     yield index, sequences[index], new
         finally:
             self._streams.discard(stream)
-            if not all(sequence.ended for sequence in sequences):
+            if not stream.ended:
                 self._channel.send(Cancel(stream.numbers))
 
     async def change_adapters(self, name: str, path: str | None) -> None:
-        """Load a LoRA adapter from a directory of the engine's machine, or unload it.
-
-        Args:
-            name: Name of the adapter.
-            path: Directory to load it from; None to unload it.
+        """Load a LoRA adapter from a directory of the engine's machine, or unload it where there is no path.
 
         Raises:
             Stopped: The server accepts nothing new, or it or the engine was stopped meanwhile.
@@ -194,22 +293,25 @@ class EngineClient:
         """
         if not self.alive:
             raise Stopped
-        number, change = next(self._numbers), Change()
+        number, change = next(self._numbers), concurrent.futures.Future[None]()
         self._changes[number] = change
-        self._channel.send(ChangeAdapters(number, name, path))
-        if not self._thread.is_alive():  # it may have ended before it could see the request
-            raise Stopped
+        self._send(ChangeAdapters(number, name, path))
         await asyncio.wrap_future(change)
 
+    def _send(self, request: Submit | ChangeAdapters) -> None:
+        self._channel.send(request)
+        if not self._thread.is_alive():  # it may have ended before it could see the request
+            raise Stopped
+
     def _run(self) -> None:
-        """Receive messages until the line ends."""
+        """Receive messages until the connection ends."""
         try:
             while True:
                 self._handle_message(self._channel.receive())
         except EOFError:
             pass
         except Exception:
-            _LOG.exception("the line to the engine failed: nothing is served any more")
+            _LOG.exception("the connection to the engine failed: nothing is served any more")
         self._draining = True
         if not self._stopping:
             ended = self._handle.describe_end()
@@ -217,24 +319,25 @@ class EngineClient:
             self._fail_all(Stopped(reason))
             self._on_failure(reason)
 
-    def _handle_message(self, message: Written | Refused | AdaptersChanged | EngineFailed) -> None:
+    def _handle_message(self, message: Written | Answered | EngineFailed) -> None:
         if isinstance(message, EngineFailed):
             self._failure = message.reason
-            return
-        if isinstance(message, AdaptersChanged):
-            self._changed(message)
-            return
-        if isinstance(message, Refused):
-            self._refuse(message)
-            return
-        self.load = message.load
-        for number, facts in message.prompts.items():
-            if number in self._texts:
-                stream, index = self._texts[number]
-                sequence = stream.sequences[index]
-                sequence.reused, sequence.prompt_scores = facts.reused, facts.scores or sequence.prompt_scores
-        written = {self._append(number, delta) for number, delta in message.deltas if number in self._texts}
-        _wake(stream for stream in written if not stream.woken)
+        elif isinstance(message, Answered):
+            if message.numbers[0] in self._changes:
+                _settle(self._changes.pop(message.numbers[0]), message.error)
+            elif message.error is not None:
+                [stream] = {self._texts.pop(number)[0] for number in message.numbers}
+                stream.fail(message.error)
+                _wake([stream])
+        else:
+            self.load = message.load
+            for number, (reused, scores) in message.prompts.items():
+                if number in self._texts:
+                    stream, index = self._texts[number]
+                    sequence = stream.sequences[index]
+                    sequence.reused, sequence.prompt_scores = reused, scores or sequence.prompt_scores
+            written = {self._append(number, delta) for number, delta in message.deltas if number in self._texts}
+            _wake(stream for stream in written if not stream.woken)
 
     def _append(self, number: int, delta: SequenceDelta) -> DeltaStream:
         """Hand a delta to the stream of its text, and return the stream."""
@@ -243,7 +346,7 @@ class EngineClient:
         try:
             delta = sequence.append(delta)
             self.on_delta(sequence, delta)
-        except Exception as error:  # of a tokenizer, where stop strings are looked for: others go on
+        except Exception as error:  # of a tokenizer, where stop strings are looked for: others continue
             if not isinstance(error, ReDrafterError):
                 _LOG.error("a text was given up", exc_info=error)
                 error = ReDrafterError(f"the text cannot be read ({type(error).__name__})")
@@ -260,33 +363,29 @@ class EngineClient:
             self._channel.send(Cancel(stream.numbers))
         return stream
 
-    def _refuse(self, refused: Refused) -> None:
-        for number in refused.numbers:
-            stream, _ = self._texts.pop(number)
-            stream.fail(refused.error)
-        _wake([stream])
-
-    def _changed(self, message: AdaptersChanged) -> None:
-        change = self._changes.pop(message.number)
-        if not change.set_running_or_notify_cancel():
-            return  # nobody waits for it any more
-        if message.error is None:
-            change.set_result(None)
-        else:
-            change.set_exception(message.error)
-
     def _fail_all(self, error: Stopped) -> None:
         """Let everybody who still receives get an error."""
         self._texts.clear()
-        for change in (self._changes.pop(number) for number in tuple(self._changes)):
-            if change.set_running_or_notify_cancel():
-                change.set_exception(error)
-        unfinished = [
-            stream for stream in tuple(self._streams) if not all(sequence.ended for sequence in stream.sequences)
-        ]
+        for number in tuple(self._changes):
+            _settle(self._changes.pop(number), error)
+        unfinished = [stream for stream in tuple(self._streams) if not stream.ended]
         for stream in unfinished:
             stream.fail(error)
         _wake(unfinished)
+
+
+def _weight(delta: SequenceDelta) -> int:
+    """Count the tokens of a delta, and the likeliest ones that are reported beside them."""
+    return len(delta.tokens) + sum(len(likeliest) for _, likeliest in delta.logprobs or ())
+
+
+def _settle(change: "concurrent.futures.Future[None]", error: Exception | None) -> None:
+    if not change.set_running_or_notify_cancel():
+        return  # nobody waits for it any more
+    if error is None:
+        change.set_result(None)
+    else:
+        change.set_exception(error)
 
 
 def _wake(streams: Iterable[DeltaStream]) -> None:
@@ -295,11 +394,11 @@ def _wake(streams: Iterable[DeltaStream]) -> None:
     for stream in streams:
         stream.woken = True
         by_loop[stream.loop].append(stream)
+
+    def wake(waiting: list[DeltaStream]) -> None:
+        for stream in waiting:
+            stream.ready.set()
+
     for loop, waiting in by_loop.items():
         with suppress(RuntimeError):  # the loop is closed: nobody receives any more
-            loop.call_soon_threadsafe(_wake_in_loop, waiting)
-
-
-def _wake_in_loop(streams: Sequence[DeltaStream]) -> None:
-    for stream in streams:
-        stream.wake()
+            loop.call_soon_threadsafe(wake, waiting)

@@ -14,8 +14,6 @@ from redrafter.grammar.grammar import Grammar, GrammarProcess
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.limits import QueueFullError
 
-__all__ = ["Grammars"]
-
 MAX_KEPT_GRAMMARS = 32  # grammars kept for later requests
 MAX_KEPT_BYTES = 1 << 30  # bytes that they may hold together
 MAX_LIVING_GRAMMARS = 256  # grammars in use by a sequence or kept
@@ -52,11 +50,8 @@ class Grammars:
     async def get(self, source: GrammarSource, client: str) -> Grammar:
         """Return a compiled grammar, from an earlier request if it is kept.
 
-        The compilation is stopped when nobody waits for it any more.
-
-        Args:
-            source: The grammar's notation and text.
-            client: Who asks. Of one client, `MAX_COMPILATIONS_PER_CLIENT` grammars are compiled at once.
+        The compilation is stopped when nobody waits for it any more. Of one client, `MAX_COMPILATIONS_PER_CLIENT`
+        grammars are compiled at once.
 
         Raises:
             ArgumentError: The grammar is wrong, too large or too complex.
@@ -65,21 +60,17 @@ class Grammars:
         if source not in self._begun:
             semaphore = self._clients.setdefault(client, asyncio.Semaphore(MAX_COMPILATIONS_PER_CLIENT))
             async with semaphore:  # not for a client that joins a compilation
-                if (kept := self._kept_alive(source)) is not None:
+                if (kept := self._kept.get(source)) is not None and kept.process.alive:
+                    self._kept.move_to_end(source)
                     return kept
                 if source not in self._begun:
                     self._check(source)
-                    self._begin(source)
+                    task = asyncio.ensure_future(self._compile(source))
+                    # Marks an error as seen, even if nobody waits.
+                    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+                    self._begun[source] = _Compilation(task)
                 return await self._wait(source)
         return await self._wait(source)
-
-    def _kept_alive(self, source: GrammarSource) -> Grammar | None:
-        """Return a kept grammar whose process still runs, or None."""
-        kept = self._kept.get(source)
-        if kept is None or not kept.process.alive:
-            return None
-        self._kept.move_to_end(source)
-        return kept
 
     def _check(self, source: GrammarSource) -> None:
         """Raise for a grammar that was refused a moment ago, and if too many grammars are in use."""
@@ -90,13 +81,6 @@ class Grammars:
             raise QueueFullError(f"{MAX_LIVING_GRAMMARS} other grammars are in use, and no more may be")
         if sum(grammar.process.memory for grammar in self._living) > MAX_LIVING_BYTES:
             raise QueueFullError(f"other grammars that are in use hold {MAX_LIVING_BYTES >> 30} GB, and no more may be")
-
-    def _begin(self, source: GrammarSource) -> None:
-        task = asyncio.ensure_future(self._compile(source))
-        task.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # marks an error as seen, even if nobody waits
-        self._begun[source] = _Compilation(task)
 
     async def _wait(self, source: GrammarSource) -> Grammar:
         compilation = self._begun[source]
@@ -116,27 +100,21 @@ class Grammars:
             try:
                 grammar = await self._in_thread(lambda: Grammar(source, self._tokenizer, process))
             except ArgumentError as error:
-                self._refuse(source, str(error))
+                self._refused[source] = time.monotonic(), str(error)
+                self._refused.move_to_end(source)
+                while len(self._refused) > MAX_REMEMBERED_REFUSALS:
+                    self._refused.popitem(last=False)
                 raise
             except asyncio.CancelledError:
                 process.end()
                 raise
-        self._keep(source, grammar)
-        return grammar
-
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-    def _refuse(self, source: GrammarSource, why: str) -> None:
-        self._refused[source] = time.monotonic(), why
-        self._refused.move_to_end(source)
-        while len(self._refused) > MAX_REMEMBERED_REFUSALS:
-            self._refused.popitem(last=False)
-
-    def _keep(self, source: GrammarSource, grammar: Grammar) -> None:
         self._living.add(grammar)
         self._kept[source] = grammar
         self._kept.move_to_end(source)
         held_bytes = sum(grammar.process.memory for grammar in self._kept.values())
         while len(self._kept) > MAX_KEPT_GRAMMARS or (held_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
             held_bytes -= self._kept.popitem(last=False)[1].process.memory
+        return grammar
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

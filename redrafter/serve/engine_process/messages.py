@@ -5,20 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from redrafter.grammar.source import GrammarSource
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.logprobs import PromptScore
-from redrafter.scheduler.sequence import SamplingParams, SequenceDelta
-
-__all__ = [
-    "AdaptersChanged",
-    "Cancel",
-    "ChangeAdapters",
-    "EngineFailed",
-    "EngineLoad",
-    "PromptFacts",
-    "Refused",
-    "Submit",
-    "Written",
-]
+from redrafter.scheduler.sequence import SequenceDelta
 
 
 @dataclass(frozen=True)
@@ -31,43 +20,34 @@ class Submit:
         max_new_tokens: Most tokens that may follow each.
         params: How tokens are drawn, without a grammar; text i is drawn with the seed + i.
         grammar: Grammar that the texts must follow, or None.
-        client: Who asks.
+        client: Who asks, as far as fairness goes.
         cache_salt: Prefixes are reused only from requests with the same salt.
         adapter: Name of the LoRA adapter of all texts; None for the model alone.
-        images: What the model takes of the images in each of the prompts, which are equal; None for text.
+        images: What the model takes of the images in each of the prompts, which are equal; None for text. It may be
+            hundreds of megabytes.
     """
 
     numbers: tuple[int, ...]
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     params: SamplingParams
-    grammar: GrammarSource | None
-    client: str
-    cache_salt: str | None
+    grammar: GrammarSource | None = None
+    client: str = ""
+    cache_salt: str | None = None
     adapter: str | None = None
     images: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """Texts that nobody waits for any more. Those that have ended are left alone.
-
-    Attributes:
-        numbers: Their numbers.
-    """
+    """Numbers of texts to abort. Those that have ended are left alone."""
 
     numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ChangeAdapters:
-    """A request to load a LoRA adapter, or to unload one.
-
-    Attributes:
-        number: Number of the request.
-        name: Name of the adapter.
-        path: Directory to load it from; None to unload it.
-    """
+    """A request, with a number of its own, to load a LoRA adapter from a directory, or to unload it: path None."""
 
     number: int
     name: str
@@ -75,53 +55,18 @@ class ChangeAdapters:
 
 
 @dataclass(frozen=True)
-class AdaptersChanged:
-    """The answer to `ChangeAdapters`.
+class Answered:
+    """The answer to `ChangeAdapters`, and to a `Submit` that is not served: why; None where adapters have changed."""
 
-    Attributes:
-        number: Number of the request.
-        error: Why nothing has changed; None where it has.
-    """
-
-    number: int
+    numbers: tuple[int, ...]
     error: Exception | None
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A request that is not served.
-
-    Attributes:
-        numbers: Numbers of its texts.
-        error: Why.
-    """
-
-    numbers: tuple[int, ...]
-    error: Exception
-
-
-@dataclass(frozen=True)
 class EngineFailed:
-    """The last message of an engine that cannot go on.
-
-    Attributes:
-        reason: Why, in a few words that clients may read.
-    """
+    """The last message of an engine that cannot continue: why, in a few words that clients may read."""
 
     reason: str
-
-
-@dataclass(frozen=True)
-class PromptFacts:
-    """What is known of a prompt once it is read.
-
-    Attributes:
-        reused: How many of its tokens were in the cache already.
-        scores: Scores of its tokens but the first; empty unless asked for.
-    """
-
-    reused: int
-    scores: Sequence[PromptScore] = ()
 
 
 @dataclass(frozen=True)
@@ -129,10 +74,10 @@ class EngineLoad:
     """How busy an engine is.
 
     Attributes:
-        running: Texts that hold a place.
-        waiting: Texts that wait for one.
-        preempted: Number of texts that were put back into the queue so far.
-        cache_usage: Share of the blocks of keys and values that texts hold, 0 to 1.
+        running: Sequences that hold a slot.
+        waiting: Sequences that wait for one.
+        preempted: Number of sequences that were put back into the queue so far.
+        cache_usage: Share of the blocks of keys and values that sequences hold, 0 to 1.
         host_blocks: Blocks of the host's memory that hold keys and values.
         host_hits: Tokens of prompts whose keys and values were found there alone so far.
     """
@@ -151,10 +96,11 @@ class Written:
 
     Attributes:
         deltas: What texts have gained, with their numbers.
-        prompts: What became known of prompts, by the number of their text.
+        prompts: How many leading tokens of prompts were in the cache already, and scores of their tokens but the first
+            (empty unless asked for), by the number of their text, once that is known.
         load: How busy the engine is now.
     """
 
     deltas: Sequence[tuple[int, SequenceDelta]]
-    prompts: Mapping[int, PromptFacts]
+    prompts: Mapping[int, tuple[int, Sequence[PromptScore]]]
     load: EngineLoad

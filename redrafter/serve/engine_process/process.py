@@ -1,4 +1,4 @@
-"""The main program of the engine's process: load, then serve what comes over the line until that ends."""
+"""The main program of the engine's process: load, then serve what comes over the connection until that ends."""
 
 import asyncio
 import gc
@@ -20,23 +20,12 @@ from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.serve.engine_process.channel import Channel
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
 from redrafter.serve.engine_process.grammars import Grammars
-from redrafter.serve.engine_process.loading import LoadEngine, LoadFailed
-from redrafter.serve.engine_process.messages import (
-    AdaptersChanged,
-    Cancel,
-    ChangeAdapters,
-    EngineFailed,
-    Refused,
-    Submit,
-)
-from redrafter.serve.engine_process.shared_worker import SharedWorker
-from redrafter.serve.engine_process.worker import Worker
+from redrafter.serve.engine_process.messages import Answered, Cancel, ChangeAdapters, EngineFailed, Submit
+from redrafter.serve.engine_process.start import Channel, LoadEngine
+from redrafter.serve.engine_process.worker import SharedWorker, Worker
 from redrafter.serve.log import start_logging
-
-__all__ = ["main", "serve"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,17 +38,23 @@ _NO_GRAMMARS = (
 
 
 def main(descriptor: int) -> None:
-    """Run the engine's process, and exit with its code.
+    """Run the engine's process on the descriptor of a Unix socket to its server, and exit with its code.
 
-    Signals for the server are ignored: it ends this process by closing the line, once its texts have ended.
-
-    Args:
-        descriptor: File descriptor of a Unix socket to the server.
+    Signals for the server are ignored: it ends this process by closing the connection, once its texts have ended.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
-    threading.Thread(target=_end_with_server, args=(connection,), daemon=True).start()
+
+    def end_with_server() -> None:
+        """End the process soon after its server, whatever it does: nobody else would end it."""
+        watch = select.poll()
+        watch.register(connection, 0)  # no event but the closing of the other end
+        watch.poll()
+        time.sleep(ORPHAN_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=end_with_server, daemon=True).start()
     sys.exit(run_command(lambda: _run(Channel(connection))))
 
 
@@ -75,7 +70,7 @@ def _run(channel: Channel) -> int:
         if request.options.warm_up:
             engine.warm_up()
     except ReDrafterError as error:
-        channel.send(LoadFailed(error))
+        channel.send(error)
         channel.close(FLUSH_SECONDS)
         return 2
     gc.collect()
@@ -85,27 +80,16 @@ def _run(channel: Channel) -> int:
 
 
 def serve(channel: Channel, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Serve a scheduler until the other end closes the line, and return an exit code: 1 if a round has failed.
+    """Serve a scheduler without sequences until the other end closes the channel. The tokenizer is for grammars.
 
-    Args:
-        channel: The line to a server.
-        scheduler: A scheduler without sequences.
-        tokenizer: Tokenizer of the model, for grammars.
+    Returns:
+        An exit code: 1 if a round has failed.
     """
 
     async def run() -> int:
         return await _EngineServer(channel, scheduler, tokenizer).run()
 
     return asyncio.run(run())
-
-
-def _end_with_server(connection: socket.socket) -> None:
-    """End the process soon after the other end of a socket was closed, whatever it does: nobody else would end it."""
-    watch = select.poll()
-    watch.register(connection, 0)  # no event but the closing of the other end
-    watch.poll()
-    time.sleep(ORPHAN_SECONDS)
-    os._exit(1)
 
 
 class _EngineServer:
@@ -116,13 +100,17 @@ class _EngineServer:
         self._done = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._shared = scheduler.engine.target.ranks.size > 1
-        lines = scheduler, channel.send, self._end
-        self._worker = SharedWorker(*lines, self._refuse) if self._shared else Worker(*lines)
+
+        def end() -> None:
+            self._call(self._done.set)
+
+        line = scheduler, channel.send, end
+        self._worker = SharedWorker(*line, self._refuse) if self._shared else Worker(*line)
         self._changing: set[asyncio.Task[None]] = set()
         self._compiling: dict[tuple[int, ...], asyncio.Task[None]] = {}  # by the numbers of a request's texts
 
     async def run(self) -> int:
-        """Serve until the line ends or the engine fails, and return the exit code of the process."""
+        """Serve until the connection ends or the engine fails, and return the exit code of the process."""
         threading.Thread(target=self._receive, name="redrafter-receiver", daemon=True).start()
         self._worker.start()
         await self._done.wait()
@@ -132,10 +120,6 @@ class _EngineServer:
         self._channel.close(FLUSH_SECONDS)
         return 0 if failure is None else 1
 
-    def _end(self) -> None:
-        """Let `run` return, from another thread."""
-        self._call(self._done.set)
-
     def _receive(self) -> None:
         """Hand messages to the event loop, in a thread of their own."""
         try:
@@ -144,7 +128,7 @@ class _EngineServer:
         except EOFError:
             pass
         finally:  # also where a message cannot be read: an engine that hears nothing serves nobody
-            self._end()
+            self._call(self._done.set)
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function in the event loop, from another thread; do nothing if the loop has ended."""
@@ -153,7 +137,9 @@ class _EngineServer:
 
     def _handle(self, message: Submit | Cancel | ChangeAdapters) -> None:
         if isinstance(message, Cancel):
-            self._cancel(message.numbers)
+            if (task := self._compiling.get(message.numbers)) is not None:
+                task.cancel()
+            self._worker.cancel(message.numbers)  # the task may have submitted them a moment ago
         elif isinstance(message, ChangeAdapters):
             task = asyncio.ensure_future(asyncio.to_thread(self._change_adapters, message))
             self._changing.add(task)
@@ -166,11 +152,6 @@ class _EngineServer:
             task = asyncio.ensure_future(self._compile(message, message.grammar))
             self._compiling[message.numbers] = task
             task.add_done_callback(lambda _: self._compiled(message, task))
-
-    def _cancel(self, numbers: tuple[int, ...]) -> None:
-        if (task := self._compiling.get(numbers)) is not None:
-            task.cancel()
-        self._worker.cancel(numbers)  # the task may have submitted them a moment ago
 
     async def _compile(self, request: Submit, source: GrammarSource) -> None:
         """Submit a request once its grammar is compiled."""
@@ -187,27 +168,28 @@ class _EngineServer:
         if task.cancelled():
             self._refuse(request, ReDrafterError("its client has gone"))
 
-    def _change_adapters(self, message: ChangeAdapters) -> None:
-        """Load or unload an adapter, in a thread of its own, and tell the server."""
-        error: Exception | None = None
-        try:
-            self._worker.change_adapters(message.name, message.path)
-        except ReDrafterError as refusal:
-            error = refusal
-        except Exception as failure:
-            _LOG.error("an adapter could not be changed", exc_info=failure)
-            error = RuntimeError(str(failure))  # another library's may not be picklable
-        self._channel.send(AdaptersChanged(message.number, error))
-
     def _submit(self, request: Submit, grammar: Grammar | None) -> None:
         try:
             self._worker.submit(request, grammar)
         except Exception as error:
             self._refuse(request, error)
 
+    def _change_adapters(self, message: ChangeAdapters) -> None:
+        """Load or unload an adapter, in a thread of its own, and tell the server."""
+        error: Exception | None = None
+        try:
+            self._worker.change_adapters(message.name, message.path)
+        except Exception as failure:
+            error = _sendable(failure, "an adapter could not be changed")
+        self._channel.send(Answered((message.number,), error))
+
     def _refuse(self, request: Submit, error: Exception) -> None:
-        """Tell the server why a request is not served; log what is no error of the user."""
-        if not isinstance(error, ReDrafterError):
-            _LOG.error("a request could not be begun", exc_info=error)
-            error = RuntimeError(str(error))  # another library's may not be picklable
-        self._channel.send(Refused(request.numbers, error))
+        self._channel.send(Answered(request.numbers, _sendable(error, "a request could not be begun")))
+
+
+def _sendable(error: Exception, what: str) -> Exception:
+    """Return an error as the server may get it: one that is no error of the user is logged, with what it prevented."""
+    if isinstance(error, ReDrafterError):
+        return error
+    _LOG.error(what, exc_info=error)
+    return RuntimeError(str(error))  # another library's may not be picklable

@@ -1,16 +1,25 @@
-"""Start the engine's process, and end it."""
+"""The engine's process as its server sees it: its start and end, the connection to it, and what it says once loaded.
+
+Nothing here imports torch, so that the process can be started before the server has imported it.
+"""
 
 import os
+import pickle
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
-from redrafter.errors import ReDrafterError
-from redrafter.serve.engine_process.channel import Channel
-from redrafter.serve.engine_process.loading import EngineFacts, LoadEngine, LoadFailed
-
-__all__ = ["EngineEndedError", "EngineProcess"]
+from redrafter.app.options import DraftOptions, LoadOptions
+from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.sandbox.frames import receive_frame, send_frame
+from redrafter.serve.config import ServeOptions
 
 # A fresh interpreter, since CUDA does not survive a fork. Ctrl-C is for the server, also before the modules are there;
 # these are found on this program's path and not in its working directory.
@@ -18,22 +27,105 @@ PROGRAM = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[2:]; "
     "from redrafter.serve.engine_process.process import main; main(int(sys.argv[1]))"
 )
-END_SECONDS = 5.0  # seconds that it has to end in once the line is closed
+END_SECONDS = 5.0  # seconds that it has to end in once the connection is closed
+
+
+@dataclass(frozen=True)
+class LoadEngine:
+    """The first message of a server: load this."""
+
+    options: ServeOptions
+    load: LoadOptions
+    draft: DraftOptions
+
+    def __post_init__(self) -> None:
+        if self.load.kv_host_cache_gib and not self.options.kv_cache_reuse:
+            raise ArgumentError("--kv-host-cache-gib stores what --no-kv-cache-reuse never finds: leave one out")
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """The answer of an engine that is loaded: what its server must know of it.
+
+    Attributes:
+        model: Directory or hub id of the model.
+        description: Lines for the log that say what is served.
+        vocab_size: Number of token ids.
+        context: Most tokens of a prompt and the text after it.
+        end_tokens: Ids that end a text.
+        sampling: Sampling parameters of requests that leave them out, by name.
+        draft_depth: Levels of the deepest tree of drafts.
+        reuse: Whether prompts are looked for in the cache.
+        batch_invariant: Whether a text does not depend on what is computed beside it, bit for bit.
+        adapters: Directories of the LoRA adapters that are loaded, by name.
+        image_inputs: Names of what the model takes of images beside ids and mask; none where it takes no images.
+        fp8_weights: Whether the weights of linear layers were quantised to FP8 when the model was loaded.
+        fp8_activations: Whether the inputs of these layers are rounded to FP8 too.
+        kv_cache_dtype: Format of stored keys and values; see `EngineOptions`.
+    """
+
+    model: str
+    description: tuple[str, ...]
+    vocab_size: int
+    context: int
+    end_tokens: frozenset[int]
+    sampling: Mapping[str, float]
+    draft_depth: int
+    reuse: bool
+    batch_invariant: bool = False
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    image_inputs: frozenset[str] = frozenset()
+    fp8_weights: bool = False
+    fp8_activations: bool = False
+    kv_cache_dtype: str = "auto"
 
 
 class EngineEndedError(ReDrafterError):
     """The engine's process has ended by itself."""
 
 
-class EngineProcess:
-    """The engine's process, which ends once the line to it is closed, and so with this process at the latest.
+class Channel:
+    """One end of the connection between a server and its engine: messages as pickles, in frames over a socket.
 
-    Attributes:
-        channel: The line to it.
+    A thread of its own sends them, so that a sender never waits for the other end. Both ends are processes of one
+    program. Nobody else may reach the socket: who writes a pickle may run any code.
     """
 
+    def __init__(self, connection: socket.socket):
+        self._connection = connection  # closed by `close`
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="redrafter-channel", daemon=True)
+        self._writer.start()
+
+    def send(self, message: object) -> None:
+        """Queue a message, from any thread. What the other end can no longer receive is dropped."""
+        self._messages.put(message)
+
+    def receive(self) -> Any:
+        """Wait for the next message, in one thread at a time, or raise `EOFError` if either end is closed."""
+        try:
+            return pickle.loads(receive_frame(self._connection))
+        except OSError as error:
+            raise EOFError("this end is closed") from error
+
+    def close(self, flush_seconds: float = 0.0) -> None:
+        """Close this end, which `receive` hears at both ends, once all is sent or so many seconds have passed."""
+        self._messages.put(None)
+        self._writer.join(timeout=flush_seconds)
+        with suppress(OSError):  # the other end was first
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _write(self) -> None:
+        with suppress(OSError):  # the other end is gone, of which `receive` tells
+            while (message := self._messages.get()) is not None:
+                send_frame(self._connection, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+class EngineProcess:
+    """The engine's process, which ends once its `channel` is closed, and so with this process at the latest."""
+
     def __init__(self, request: LoadEngine) -> None:
-        """Start the process. request: what to load."""
         ours, theirs = socket.socketpair()
         with theirs:
             path = (entry or os.getcwd() for entry in sys.path)
@@ -43,21 +135,17 @@ class EngineProcess:
         self.channel.send(request)
 
     def wait_until_loaded(self) -> EngineFacts:
-        """Wait until the engine is loaded, and return what it says of itself.
-
-        Raises:
-            ReDrafterError: The engine cannot be loaded.
-        """
+        """Wait until the engine is loaded, and return what it says of itself, or raise why it cannot be loaded."""
         try:
-            answer: EngineFacts | LoadFailed = self.channel.receive()
+            answer: EngineFacts | ReDrafterError = self.channel.receive()
         except EOFError:
             raise EngineEndedError(f"{self.describe_end()}: nothing is served") from None
-        if isinstance(answer, LoadFailed):
-            raise answer.error
+        if isinstance(answer, ReDrafterError):
+            raise answer
         return answer
 
     def end(self) -> None:
-        """Wait until the process has ended, once the line is closed, and end it by force if it does not."""
+        """Wait until the process has ended, once the connection is closed, and end it by force if it does not."""
         try:
             self._process.wait(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -65,13 +153,13 @@ class EngineProcess:
             self._process.wait()
 
     def close(self) -> None:
-        """Close the line, and end the process at once if it has not ended."""
+        """Close the connection, and end the process at once if it has not ended."""
         self.channel.close()
         self._process.kill()
         self._process.wait()
 
     def describe_end(self) -> str:
-        """Wait until the process, whose end of the line is closed, has ended by itself, and return how."""
+        """Wait until the process, whose end of the connection is closed, has ended by itself, and return how."""
         try:
             code = self._process.wait(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -1,32 +1,37 @@
 """The thread that runs the scheduler, and sends what each half of a round wrote as one message."""
 
 import logging
+import signal
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
 from redrafter.engine.engine import Engine
-from redrafter.errors import ReDrafterError
+from redrafter.errors import ReDrafterError, first_line
 from redrafter.grammar.grammar import Grammar
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.scheduler.logprobs import PromptScore
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
-from redrafter.serve.engine_process.messages import EngineLoad, PromptFacts, Submit, Written
+from redrafter.serve.engine_process.engine import ServedEngine, load_pair
+from redrafter.serve.engine_process.messages import Cancel, EngineLoad, Submit, Written
+from redrafter.serve.engine_process.start import LoadEngine
 from redrafter.target.images import ImageInputs
 
-__all__ = ["Worker"]
-
 _LOG = logging.getLogger(__name__)
-
 STOP_SECONDS = 10.0  # seconds for which `stop` waits for the current round
+IDLE_SECONDS = 5.0  # after which idle ranks hear that there is nothing to do, long before they would give up
+ENDED_SECONDS = 0.2  # after which a process whose connections are closed is known to have ended
 
 
 class Worker:
     """Runs the rounds of a scheduler in a thread of its own, as long as there is work.
 
     Attributes:
-        scheduler: The scheduler.
+        scheduler: The scheduler; nobody else may run its rounds.
         failure: Why the rounds have failed, in a few words; None if they have not.
     """
 
@@ -34,7 +39,7 @@ class Worker:
         """Make a worker that has not started.
 
         Args:
-            scheduler: The scheduler; nobody else may run its rounds.
+            scheduler: The scheduler.
             send: Called in the engine's thread with what half a round wrote; it must not wait.
             on_end: Called in the engine's thread when that ends, whether it was stopped or has failed.
         """
@@ -43,7 +48,7 @@ class Worker:
         self._work = threading.Event()
         self._sequences: dict[int, TokenSequence] = {}  # those that have not ended, by number
         self._deltas: list[tuple[int, SequenceDelta]] = []  # not sent yet
-        self._prompts: dict[int, PromptFacts] = {}  # likewise
+        self._prompts: dict[int, tuple[int, list[PromptScore]]] = {}  # likewise
         self._reused: dict[int, int] = {}  # reused tokens of prompts, as they were sent
         self._load = EngineLoad()  # as it was sent
         self._stopping = False
@@ -60,11 +65,7 @@ class Worker:
         self._thread.join(timeout=STOP_SECONDS)
 
     def submit(self, request: Submit, grammar: Grammar | None) -> None:
-        """Queue the texts of a request.
-
-        Args:
-            request: The request.
-            grammar: Its compiled grammar.
+        """Queue the texts of a request with its compiled grammar.
 
         Raises:
             QueueFullError: Too many sequences wait.
@@ -119,9 +120,8 @@ class Worker:
 
     def _write(self, number: int, sequence: TokenSequence, delta: SequenceDelta) -> None:
         """Note a delta for the next message."""
-        if self._reused.get(number) != sequence.reused:  # it may rise where a text goes on after it was put back
-            scores = () if number in self._reused else sequence.prompt_scores
-            self._prompts[number] = PromptFacts(sequence.reused, scores)
+        if self._reused.get(number) != sequence.reused:  # it may rise where a text continues after it was put back
+            self._prompts[number] = sequence.reused, [] if number in self._reused else sequence.prompt_scores
             self._reused[number] = sequence.reused
         if delta.error is not None and not isinstance(delta.error, ReDrafterError):
             delta = replace(delta, error=RuntimeError(str(delta.error)))  # another library's may not be picklable
@@ -133,7 +133,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while self._work_on():
+            while self._continues():
                 if not self.scheduler.idle:
                     self.scheduler.read()
                     self._report()  # a first token does not wait for the step
@@ -152,8 +152,8 @@ class Worker:
         _LOG.error("the engine failed: nothing is served any more", exc_info=error)
         return f"the engine failed ({type(error).__name__})"
 
-    def _work_on(self) -> bool:
-        """Wait for work, and return whether to go on."""
+    def _continues(self) -> bool:
+        """Wait for work, and return whether to continue."""
         if self.scheduler.idle and not self._stopping:
             self._work.wait()
             self._work.clear()
@@ -162,15 +162,98 @@ class Worker:
     def _report(self) -> None:
         """Send what was written since the last call."""
         scheduler, blocks = self.scheduler, self.scheduler.graphs.blocks
-        held = 1 - blocks.num_free_blocks / blocks.num_blocks
         load = EngineLoad(
             scheduler.running,
             scheduler.waiting,
             scheduler.preempted,
-            held,
+            1 - blocks.num_free_blocks / blocks.num_blocks,
             blocks.num_host_blocks,
             blocks.onboarded * BLOCK_SIZE,
         )
         if self._deltas or load != self._load:
             self._send(Written(self._deltas, self._prompts, load))
             self._deltas, self._prompts, self._load = [], {}, load
+
+
+class SharedWorker(Worker):
+    """Runs the rounds of a scheduler on one of several ranks.
+
+    Before each round, rank 0 tells the others what has come since the last one. All ranks apply it in the same order
+    and then decide alike, so that they launch the same forwards.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        send: Callable[[Written], object],
+        on_end: Callable[[], object],
+        refuse: Callable[[Submit, Exception], object],
+    ):
+        """Make a worker as `Worker` does; `refuse` hears in its thread of a request that cannot be queued, and why."""
+        super().__init__(scheduler, send, on_end)
+        self._ranks, self._refuse = scheduler.engine.target.ranks, refuse
+        self._heard: deque[Submit | Cancel] = deque()
+
+        def fail(error: Exception, count: int) -> None:
+            raise error  # ends the rounds: after a failure, this rank may have taken other steps than the others
+
+        scheduler.on_failure = fail
+
+    def submit(self, request: Submit, grammar: Grammar | None) -> None:
+        """Queue the texts of a request in the next round; one that cannot be queued is given to `refuse`."""
+        assert grammar is None, "grammars are refused before"
+        self._heard.append(request)
+        self._work.set()
+
+    def cancel(self, numbers: Iterable[int]) -> None:
+        """End the texts with these numbers in the next round, except those that have ended."""
+        self._heard.append(Cancel(tuple(numbers)))
+        self._work.set()
+
+    def run_here(self) -> bool:
+        """Run the rounds in this thread until rank 0 ends them; return whether nothing failed."""
+        self._run()
+        return self.failure is None
+
+    def _continues(self) -> bool:
+        """Hear what has come, and apply it. Return False when the rounds shall end. Collective."""
+        if self._ranks.rank == 0:
+            if self.scheduler.idle and not self._heard and not self._stopping:
+                self._work.wait(IDLE_SECONDS)
+            self._work.clear()
+        heard = [self._heard.popleft() for _ in range(len(self._heard))]
+        messages, self._stopping = self._ranks.from_first((heard, self._stopping))
+        for message in messages:
+            if isinstance(message, Cancel):
+                super().cancel(message.numbers)
+                continue
+            try:
+                super().submit(message, None)
+            except Exception as error:
+                self._refuse(message, error)
+        return not self._stopping
+
+    def _explain(self, error: BaseException) -> str:
+        """Name the ranks whose end made a message to them fail, if there are any."""
+        if isinstance(error, RuntimeError):  # torch has no other type for the errors of gloo's messages
+            time.sleep(ENDED_SECONDS)
+        if not (ended := self._ranks.ended()):
+            return super()._explain(error)
+        reason = f"the process of rank {', '.join(map(str, ended))} has ended (torchrun reports how)"
+        _LOG.error("%s: %s", reason, first_line(error))
+        return reason
+
+
+def follow(request: LoadEngine) -> int:
+    """Load the part of an engine that a rank other than 0 has, and serve it until rank 0 ends the rounds.
+
+    Returns:
+        The exit code: 1 if a round has failed.
+    """
+    engine = ServedEngine.of(load_pair(request), request.options, request.load)
+    if request.options.warm_up:
+        engine.warm_up()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 hears them too, lets texts end, and then ends this one
+    worker = SharedWorker(engine.scheduler, lambda written: None, lambda: None, lambda request, error: None)
+    return 0 if worker.run_here() else 1

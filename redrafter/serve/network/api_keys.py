@@ -8,8 +8,6 @@ from pathlib import Path
 
 from redrafter.errors import ArgumentError
 
-__all__ = ["KEY_VARIABLE", "ApiKeys", "collect_keys"]
-
 KEY_VARIABLE = "REDRAFTER_API_KEY"  # environment variable with one key
 
 
@@ -39,34 +37,26 @@ class ApiKeys:
 
 
 def collect_keys(given: Iterable[str], file: str | None) -> ApiKeys:
-    """Collect the keys of the command line, of the environment, and of a file, in this order.
-
-    Args:
-        given: Keys of the command line.
-        file: Path of a file with one key on each line; None for no file.
+    """Collect the keys of the command line, of the environment, and of a file with a key a line, in this order.
 
     Raises:
         ArgumentError: The file cannot be read or holds no key, or a key cannot stand in a header.
     """
     keys = [*given, *filter(None, [os.environ.get(KEY_VARIABLE)])]
     if file is not None:
-        keys += _read_keys(file)
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise ArgumentError(f"--api-key-file {file} cannot be read: {reason}") from error
+        read = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not read:
+            raise ArgumentError(f"--api-key-file {file} holds no key: write a key a line")
+        keys += read
     for key in keys:
         if not (key.isascii() and key.isprintable() and key.strip() == key and key):
             raise ArgumentError("an API key must be of printable ASCII characters, without spaces around it")
     return ApiKeys(keys)
-
-
-def _read_keys(file: str) -> list[str]:
-    try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise ArgumentError(f"--api-key-file {file} cannot be read: {reason}") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not keys:
-        raise ArgumentError(f"--api-key-file {file} holds no key: write a key a line")
-    return keys
 
 
 def _digest(key: bytes) -> bytes:

@@ -13,8 +13,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from redrafter.errors import ArgumentError
 from redrafter.serve.protocol.requests import error_body
 
-__all__ = ["Connection", "OpenConnections", "open_file_limit", "room_for_connections"]
-
 _LOG = logging.getLogger(__name__)
 MAX_CONNECTIONS = 1024  # if enough files may be opened
 SPARE_FILES = 64  # kept for files that are opened later, and for connections that are being closed
@@ -34,22 +32,13 @@ class OpenConnections:
     def __init__(self, max_connections: int):
         self.max_connections = max_connections
         self.open: set[Connection] = set()
-        self._waiting: dict[Connection, float] = {}  # by when a request must arrive; the longest wait first
-        self._stalled: dict[Connection, float] = {}  # by when the client must read on
-
-    @property
-    def waiting(self) -> int:
-        """Number of connections without a request."""
-        return len(self._waiting)
+        self.waiting: dict[Connection, float] = {}  # those without a request: by when one must come; longest wait first
+        self.stalled: dict[Connection, float] = {}  # those whose client does not read its answer: by when it must
 
     def admit(self, connection: "Connection") -> bool:
-        """Add a connection, if need be in place of the one that has been without a request for longest.
-
-        Returns:
-            Whether there was room for it.
-        """
+        """Add a connection, if need be in place of the one without a request for longest; return whether it fits."""
         if len(self.open) >= self.max_connections:
-            longest = next(iter(self._waiting), None)
+            longest = next(iter(self.waiting), None)
             if longest is None:
                 return False
             self.drop(longest)
@@ -58,24 +47,12 @@ class OpenConnections:
 
     def await_request(self, connection: "Connection", seconds: float) -> None:
         """Note that a connection has so many seconds to send its next request."""
-        self._waiting.pop(connection, None)
-        self._waiting[connection] = time.monotonic() + seconds
-
-    def request_arrived(self, connection: "Connection") -> None:
-        """Note that a connection has sent its request."""
-        self._waiting.pop(connection, None)
-
-    def writing_paused(self, connection: "Connection") -> None:
-        """Note that a client does not read its answer."""
-        self._stalled[connection] = time.monotonic() + STALLED_SECONDS
-
-    def writing_resumed(self, connection: "Connection") -> None:
-        """Note that a client reads its answer again."""
-        self._stalled.pop(connection, None)
+        self.waiting.pop(connection, None)  # so that it becomes the last one
+        self.waiting[connection] = time.monotonic() + seconds
 
     def remove(self, connection: "Connection") -> None:
         """Forget a connection that is closed."""
-        for group in (self._waiting, self._stalled):
+        for group in (self.waiting, self.stalled):
             group.pop(connection, None)
         self.open.discard(connection)
 
@@ -94,7 +71,7 @@ class OpenConnections:
         while True:
             await asyncio.sleep(min(HEADERS_SECONDS, IDLE_SECONDS, STALLED_SECONDS, 10.0) / 10)
             now = time.monotonic()
-            for group in (self._waiting, self._stalled):
+            for group in (self.waiting, self.stalled):
                 for connection in [connection for connection, deadline in group.items() if deadline < now]:
                     self.drop(connection)
 
@@ -148,7 +125,7 @@ class Connection(H11Protocol):
         """Handle what was read, and note the arrival of a request."""
         super().handle_events()
         if self._asking:
-            self._connections.request_arrived(self)
+            self._connections.waiting.pop(self, None)
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
@@ -159,12 +136,12 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         """Stop writing until the client has read some of its answer."""
-        self._connections.writing_paused(self)
+        self._connections.stalled[self] = time.monotonic() + STALLED_SECONDS
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """Go on writing."""
-        self._connections.writing_resumed(self)
+        """Continue to write."""
+        self._connections.stalled.pop(self, None)
         super().resume_writing()
 
     def _has_tiny_chunks(self, data: bytes) -> bool:
@@ -205,13 +182,9 @@ def open_file_limit() -> int:
 
 
 def room_for_connections(wanted: int | None) -> int:
-    """Return how many connections may be open.
+    """Return how many connections may be open: `MAX_CONNECTIONS` unless the user wants another number.
 
-    Args:
-        wanted: The number that the user asks for; None for `MAX_CONNECTIONS`, or fewer if too few files may be opened.
-
-    Raises:
-        ArgumentError: Fewer files may be opened than the user asks for.
+    Fewer where too few files may be opened; where the user wants more than that, raise `ArgumentError`.
     """
     taken = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
     files = max(open_file_limit() - taken - SPARE_FILES, 4)

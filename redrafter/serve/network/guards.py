@@ -1,23 +1,106 @@
-"""Guards that every request passes before its route: the log, access control, and limits of bodies."""
+"""Guards that every request passes before its route: host, origin, key and content type, then the limits of its body.
 
+`json.loads` and the validation of its result are single calls during which the event loop serves nothing else, not even
+`/health`. Their duration depends on the number of values in a body rather than on its bytes, so both are limited before
+anything is parsed, and large bodies are parsed one at a time, each followed by a pause as long as its parsing took.
+"""
+
+import asyncio
+import json
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import Request, Response
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from redrafter.serve.config import ServeOptions
 from redrafter.serve.log import RequestLog
-from redrafter.serve.network.access import AccessControl, AccessPolicy, HeadAsGet
-from redrafter.serve.network.bodies import BodyLimits
+from redrafter.serve.network.api_keys import ApiKeys
+from redrafter.serve.protocol.requests import error_body
 
-__all__ = ["add_guards"]
+# Answer with no more than a status, for load balancers and the like.
+HEALTH_PATHS = ("/health", "/v1/health/live", "/v1/health/ready")
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+KEYLESS_PATHS = (*HEALTH_PATHS, "/", "/docs", "/version")  # and static pages, which ask for the key themselves
+OWN_SITES = (b"same-origin", b"none")  # `Sec-Fetch-Site` of a request by a page of this server, or typed by the user
+READING_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
+BODY_SECONDS = 30.0  # in which a body must arrive
+SMALL_BODY_BYTES = 1 << 16  # of a body that is parsed in a few milliseconds, and need not wait for others
+POLL_SECONDS = 0.01  # after which a body that waits for its turn looks again
+MAX_LARGE_BODIES_BYTES = 256 << 20  # of larger bodies that are held at once
+# Of the bytes that a body may have, one in so many may be
+BYTES_PER_COMMA = 8  # a comma, of which there is about one for each value
+BYTES_PER_CONTAINER = 32  # [, { or a colon: lists, objects and their fields take several times as long as a number
+BYTES_PER_EXPONENT = 128  # an exponent: numbers with one take longest
+_ALIKE = bytes.maketrans(b"123456789E", b"000000000e")  # makes every exponent begin with 0e
+_PAIR = re.compile(rb"(?i)\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")  # one character, as two escapes
+_LONE = re.compile(rb"(?i)\\ud[89a-f]")
+
+Headers = dict[bytes, bytes]
+
+
+@dataclass(frozen=True)
+class AccessPolicy:
+    """Which requests a server accepts.
+
+    Attributes:
+        keys: API keys; without any, everybody may send requests.
+        hosts: Names in the `Host` header that are accepted, `*.example.org` for all below one; empty for any.
+        origins: Origins of other servers' pages that may send requests, such as `https://chat.example.org`; `*` for
+            all.
+        open_metrics: Whether `/metrics` needs no key.
+    """
+
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    open_metrics: bool = False
+
+    @classmethod
+    def of(cls, keys: ApiKeys, options: ServeOptions) -> "AccessPolicy":
+        """Return the policy of a server.
+
+        One that listens on a loopback address accepts only its own names by default, so that no web page reaches it
+        under another name that resolves to this machine.
+        """
+        host, hosts = options.host, options.allowed_hosts
+        own_names = (*LOOPBACK_HOSTS, host) if host in LOOPBACK_HOSTS or host.startswith("127.") else ()
+        known = () if "*" in hosts else tuple(map(str.lower, hosts)) or own_names
+        return cls(keys, known, options.allowed_origins, options.open_metrics)
+
+    def knows_host(self, host: str) -> bool:
+        """Return whether clients may call this server by a name."""
+        return not self.hosts or any(
+            host == name or (name.startswith("*.") and host.endswith(name[1:])) for name in self.hosts
+        )
+
+
+class Refusal(HTTPException):
+    """Refusal of a request, with a message for its client."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, headers: dict[str, str] | None = None):
+        super().__init__(status, message, headers)
+        self.code = code
+
+
+def error_answer(refusal: Refusal) -> JSONResponse:
+    """Return the answer with a refusal, in the shape of OpenAI's errors."""
+    body = error_body(refusal.status_code, refusal.detail, None, refusal.code)
+    return JSONResponse(body, refusal.status_code, refusal.headers)
 
 
 def add_guards(app: Starlette, policy: AccessPolicy, max_body_bytes: int) -> None:
-    """Add the middleware that every request passes.
-
-    Args:
-        app: The application.
-        policy: Which requests are accepted.
-        max_body_bytes: Bytes that the body of a request may have.
-    """
+    """Add the middleware that every request passes to an application. Bodies may have so many bytes."""
     # The last one runs first.
     app.add_middleware(BodyLimits, max_bytes=max_body_bytes)
     app.add_middleware(AccessControl, policy=policy)
@@ -32,3 +115,259 @@ def add_guards(app: Starlette, policy: AccessPolicy, max_body_bytes: int) -> Non
         )
     app.add_middleware(HeadAsGet)
     app.add_middleware(RequestLog)
+
+
+class AccessControl:
+    """ASGI middleware that refuses what an `AccessPolicy` does not accept.
+
+    It sets `scope["facts"]["client"]` to the name of the key that was sent, and `scope["admitted"]` to whether the
+    client may see everything.
+    """
+
+    def __init__(self, app: ASGIApp, policy: AccessPolicy):
+        self.app, self.policy = app, policy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request, and serve it or answer with the refusal."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = dict(scope["headers"])
+        try:
+            self._check_host(scope, headers)
+            self._check_origin(scope, headers)
+            self._check_key(scope, headers)
+            self._check_type(scope, headers)
+        except Refusal as refusal:
+            return await error_answer(refusal)(scope, receive, send)
+        await self.app(scope, receive, send)
+
+    def _check_host(self, scope: Scope, headers: Headers) -> None:
+        if b"host" not in headers or scope["path"] in HEALTH_PATHS:
+            return
+        host = host_of(headers[b"host"].decode("latin-1"))
+        if not self.policy.knows_host(host):
+            raise Refusal(403, f"this server is not called {host!r}; --allowed-hosts says what it is called")
+
+    def _check_origin(self, scope: Scope, headers: Headers) -> None:
+        """Refuse requests of other servers' pages, which a browser sends for any page."""
+        if scope["method"] in READING_METHODS or not _is_foreign(headers):
+            return
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if origin not in self.policy.origins and "*" not in self.policy.origins:
+            raise Refusal(
+                403, f"pages of {origin or 'another site'} may not ask here; --allowed-origins says which may"
+            )
+
+    def _check_key(self, scope: Scope, headers: Headers) -> None:
+        policy, path = self.policy, scope["path"]
+        scope["admitted"] = not policy.keys
+        if scope["admitted"]:
+            return
+        name = policy.keys.client(headers.get(b"authorization", b""))
+        if name is not None:
+            scope["facts"]["client"], scope["admitted"] = name, True
+        elif path not in KEYLESS_PATHS and not (policy.open_metrics and path == "/metrics"):
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise Refusal(401, "the API key is missing or wrong", "invalid_api_key", challenge)
+
+    def _check_type(self, scope: Scope, headers: Headers) -> None:
+        """Refuse bodies of another type than JSON, but accept what `curl -d` sends, which calls everything a form."""
+        if scope["method"] != "POST":
+            return
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json")):
+            return
+        by_browser = b"origin" in headers or b"sec-fetch-site" in headers
+        if by_browser or kind not in (b"", b"application/x-www-form-urlencoded"):
+            raise Refusal(415, "the body must be JSON, sent with the header Content-Type: application/json")
+        headers_kept = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        scope["headers"] = [*headers_kept, (b"content-type", b"application/json")]
+
+
+class HeadAsGet:
+    """ASGI middleware that answers HEAD as GET; the connection leaves the body out."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, HEAD as GET."""
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # a copy: the connection still knows that it was HEAD
+        await self.app(scope, receive, send)
+
+
+def host_of(header: str) -> str:
+    """Return the name or address in a `Host` header, without its port and brackets."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    return header.rpartition(":")[0].lower() if header.count(":") == 1 else header.lower()
+
+
+def _is_foreign(headers: Headers) -> bool:
+    """Return whether a browser sends a request for a page of another server."""
+    site = headers.get(b"sec-fetch-site")
+    if site is not None:
+        return site not in OWN_SITES
+    origin = headers.get(b"origin")
+    if origin is None:
+        return False
+    try:
+        host = urlsplit(origin.lower()).netloc or None  # an origin such as `null` has none
+    except ValueError:
+        host = None
+    return host != headers.get(b"host", b"").lower()
+
+
+class BodyLimits:
+    """ASGI middleware that refuses bodies that are too long, arrive too slowly or hold too many values."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int):
+        self.app, self.max_bytes = app, max_bytes
+        self._held_bytes = 0  # of larger bodies
+        self._busy_until = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request under the limits."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        body = _Body(self, receive)
+        scope["body"] = body
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        try:
+            body.check_length(int(length) if length.isdigit() else 0)
+        except Refusal as refusal:
+            return await error_answer(refusal)(scope, receive, send)
+
+        async def answer(message: Message) -> None:
+            body.release()  # not before: what waits for its turn, as images do, still holds the body
+            await send(message)
+
+        try:
+            await self.app(scope, body.receive, answer)
+        finally:
+            body.release()
+
+    def hold(self, size: int) -> None:
+        """Count bytes of a larger body, or refuse them if too many are held; a negative size is held no longer."""
+        if size > 0 and self._held_bytes + size > MAX_LARGE_BODIES_BYTES:
+            raise Refusal(503, "too many large bodies at once", headers={"Retry-After": "1"})
+        self._held_bytes += size
+
+    async def parse(self, body: bytes, parse: Callable[[bytes], Any]) -> Any:
+        """Return the value of a body, of larger bodies one at a time."""
+        if len(body) <= SMALL_BODY_BYTES:
+            return parse(body)
+        while (left := self._busy_until - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, POLL_SECONDS))
+        self._busy_until, began = math.inf, time.monotonic()
+        try:
+            check_structure(body, self.max_bytes)
+            return parse(body)
+        finally:
+            # The fields are validated right after this; the call runs only after that.
+            asyncio.get_running_loop().call_soon(self._pause, began)
+
+    def _pause(self, began: float) -> None:
+        now = time.monotonic()
+        self._busy_until = now + (now - began)
+
+
+class _Body:
+    """The body of one request, while it arrives."""
+
+    def __init__(self, limits: BodyLimits, receive: Receive):
+        self.limits, self._receive = limits, receive
+        self._read = self._held = 0
+        self._whole = False
+        self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+
+    def check_length(self, length: int) -> None:
+        """Refuse a body of so many bytes if it is too long."""
+        if length > self.limits.max_bytes:
+            raise Refusal(413, f"the body is longer than {self.limits.max_bytes} bytes")
+
+    async def receive(self) -> Message:
+        """Return the next message of the request, while its body is within the limits."""
+        if self._whole:
+            return await self._receive()
+        left = self._deadline - asyncio.get_running_loop().time()
+        try:
+            message = await asyncio.wait_for(self._receive(), max(left, 0.01))
+        except asyncio.TimeoutError:
+            raise Refusal(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+        size = len(message.get("body", b""))
+        self._read += size
+        self._whole = not message.get("more_body", False)
+        self.check_length(self._read)
+        if self._read > SMALL_BODY_BYTES:
+            self.limits.hold(size)
+            self._held += size
+        return message
+
+    def release(self) -> None:
+        """Uncount the bytes of the body, which are held no longer."""
+        self.limits.hold(-self._held)
+        self._held = 0
+
+
+def check_structure(body: bytes, max_bytes: int) -> None:
+    """Raise `Refusal` for a body that holds too many values for the bytes that bodies may have, without parsing it.
+
+    Characters within strings count too: telling them apart would take longer than it saves.
+    """
+    if (count := body.count(b",")) > max_bytes // BYTES_PER_COMMA:
+        raise Refusal(413, f"the body holds {count} commas; at most {max_bytes // BYTES_PER_COMMA}")
+    if (count := sum(map(body.count, (b"[", b"{", b":")))) > max_bytes // BYTES_PER_CONTAINER:
+        raise Refusal(
+            413, f"the body holds {count} of the characters [, {{ and :; at most {max_bytes // BYTES_PER_CONTAINER}"
+        )
+    if (count := body.translate(_ALIKE).count(b"0e")) > max_bytes // BYTES_PER_EXPONENT:
+        raise Refusal(413, f"the body holds {count} numbers with exponents; at most {max_bytes // BYTES_PER_EXPONENT}")
+
+
+def _loads(body: bytes) -> Any:
+    """Return the value of a JSON body; `json.JSONDecodeError` is left to the application."""
+    try:
+        text = body.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise Refusal(400, "the body is not UTF-8") from None
+    if b"\\ud" in body.lower() and _LONE.search(_PAIR.sub(b"-", body.replace(b"\\\\", b"-"))):
+        raise Refusal(400, "the body holds half a character: a surrogate that stands alone")
+
+    def refuse_constant(name: str) -> None:
+        raise Refusal(400, f"the body is no JSON: {name} is no number there")
+
+    try:
+        return json.loads(text, parse_constant=refuse_constant)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deeply") from None
+    except ValueError:  # Python reads no number of so many digits
+        raise Refusal(400, "the body holds a number of too many digits") from None
+
+
+class JsonRequest(Request):
+    """A request whose body is parsed under `BodyLimits`."""
+
+    async def json(self) -> Any:
+        """Return the value of the body."""
+        if not hasattr(self, "_json"):
+            body: _Body = self.scope["body"]
+            self._json = await body.limits.parse(await self.body(), _loads)
+            self._body = b""  # it may be large, and a stream may last
+        return self._json
+
+
+class JsonRoute(APIRoute):
+    """A route whose bodies are parsed under `BodyLimits`."""
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        """Return a handler that parses bodies under `BodyLimits`."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(JsonRequest(request.scope, request.receive))
+
+        return handle

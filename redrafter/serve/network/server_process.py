@@ -21,14 +21,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.start import EngineEndedError
-from redrafter.serve.network.access import Refusal, error_answer
 from redrafter.serve.network.connections import PARTING_SECONDS, Connection, OpenConnections, room_for_connections
+from redrafter.serve.network.guards import Refusal, error_answer
 from redrafter.serve.routes.page import page
 
 if TYPE_CHECKING:  # it imports torch
     from redrafter.serve.engine_process.client import EngineClient
-
-__all__ = ["ServerProcess"]
 
 _LOG = logging.getLogger(__name__)
 ACCEPTED_AT_ONCE = 32  # connections in one turn of the event loop, before others are closed to make room
@@ -39,15 +37,13 @@ FORCED_END_SECONDS = 5.0  # after which a process that was told to end is ended 
 
 
 class Loaded(Protocol):
-    """What a load returns."""
+    """What a load returns: the application that answers requests, and the client of the engine that writes."""
 
     @property
-    def app(self) -> ASGIApp:
-        """The application that answers requests."""
+    def app(self) -> ASGIApp: ...  # noqa: D102
 
     @property
-    def engine(self) -> "EngineClient":
-        """The line to the engine that writes the texts."""
+    def engine(self) -> "EngineClient": ...  # noqa: D102
 
     def drain(self) -> None:
         """Accept nothing new; what is being written goes on."""
@@ -96,11 +92,9 @@ class ServerProcess:
     def run(self, load: Callable[[], LoadedT], ready: Callable[[LoadedT], object]) -> None:
         """Serve until SIGINT or SIGTERM.
 
-        The first signal lets running requests end within `--drain-timeout`; a second one drops them.
-
-        Args:
-            load: Called in a thread, while every request is answered with 503. What it raises ends the server.
-            ready: Called with what was loaded, once it is served.
+        The first signal lets running requests end within `--drain-timeout`; a second one drops them. `load` is called
+        in a thread, while every request is answered with 503; what it raises ends the server. `ready` is called with
+        what was loaded, once it is served.
 
         Raises:
             EngineEndedError: The engine has ended by itself; running requests have got an error.
@@ -124,7 +118,12 @@ class ServerProcess:
             await asyncio.sleep(0.01)
         self._listening.listen(BACKLOG_CONNECTIONS)  # uvicorn has set it to the number that are accepted at once
         try:
-            loaded = await self._load(load)
+            began, loading = time.monotonic(), asyncio.ensure_future(asyncio.to_thread(load))
+            while not (await asyncio.wait([loading], timeout=LOADING_LOG_SECONDS))[0]:
+                _LOG.info("still loading after %.0f s", time.monotonic() - began)
+            loaded = loading.result()
+            gc.collect()
+            gc.freeze()  # what is loaded stays; collecting it takes 0.3 s, in which no row steps
             loaded.engine.start(lambda reason: loop.call_soon_threadsafe(self._engine_ended, reason))
             self._loaded = loaded
             ready(loaded)
@@ -136,15 +135,6 @@ class ServerProcess:
             watching.cancel()
             if self._ending is not None:
                 _end_by_force_after(FORCED_END_SECONDS, self._exit_code)
-
-    async def _load(self, load: Callable[[], LoadedT]) -> LoadedT:
-        began, loading = time.monotonic(), asyncio.ensure_future(asyncio.to_thread(load))
-        while not (await asyncio.wait([loading], timeout=LOADING_LOG_SECONDS))[0]:
-            _LOG.info("still loading after %.0f s", time.monotonic() - began)
-        loaded = loading.result()
-        gc.collect()
-        gc.freeze()  # what is loaded stays; collecting it takes 0.3 s, in which no row steps
-        return loaded
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._loaded is not None:

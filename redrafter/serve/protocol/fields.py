@@ -7,30 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StrictBool, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-__all__ = [
-    "IMAGE_TAG",
-    "LIST_TAG",
-    "MAX_INTEGER",
-    "MAX_PARTS",
-    "MAX_PROMPTS",
-    "OBJECT_TAG",
-    "TEXT_TAG",
-    "Bias",
-    "Count",
-    "Ids",
-    "Prompts",
-    "ResponseFormat",
-    "Stops",
-    "StreamOptions",
-    "Strict",
-    "StructuredOutputs",
-    "field_path",
-    "one_of",
-    "refuse_with",
-    "tag_text_or_list",
-    "tag_text_or_object",
-]
-
 MAX_PROMPTS = 1024  # of one request, counting each choice
 MAX_BIASES = 1 << 14  # entries of logit_bias
 MAX_PARTS = 4096  # messages of a request, parts of a message, calls of a message

@@ -19,21 +19,7 @@ from redrafter.serve.protocol.fields import (
     refuse_with,
     tag_text_or_list,
 )
-from redrafter.serve.protocol.messages import DataUrl
-from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError
-
-__all__ = [
-    "CallItem",
-    "CallOutputItem",
-    "FlatTool",
-    "FlatToolChoice",
-    "InputImage",
-    "Part",
-    "ReasoningItem",
-    "ResponseAnswer",
-    "ResponsesRequest",
-    "TextFormat",
-]
+from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError, DataUrl
 
 _ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
 _PART_TYPES = ("input_text", "input_image", "output_text", "reasoning_text", "text")

@@ -1,26 +1,26 @@
-"""The application of Ray Serve: routers that clients talk to, and replicas that write."""
+"""`redrafter serve --ray`: the application of Ray Serve, and the life of a command that starts it."""
 
 import json
+import logging
+import os
+import signal
+import socket
+import threading
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from redrafter.app.config_file import convert_value, options_by_name, unknown_key
 from redrafter.app.flags import read_options
-from redrafter.app.option_files import unknown_key
-from redrafter.app.option_values import Option, convert_value, options_by_name
 from redrafter.app.options import DraftOptions, LoadOptions
-from redrafter.errors import ArgumentError, MissingDependencyError, how_to_install
-from redrafter.serve.config import ServeOptions
+from redrafter.errors import ArgumentError, MissingDependencyError, ReDrafterError, how_to_install
+from redrafter.serve.config import ReplicaOptions, ServeOptions, check_replicated
 from redrafter.serve.network.api_keys import ApiKeys, collect_keys
-from redrafter.serve.replicas.engine_replica import EngineReplica
-from redrafter.serve.replicas.options import ReplicaOptions, check_replicated
-from redrafter.serve.replicas.router_replica import RouterReplica
+from redrafter.serve.replicas.actors import EngineReplica, RouterReplica
 
 if TYPE_CHECKING:
     from ray.serve import Application
-
-__all__ = ["app", "build_application", "import_ray"]
 
 HEALTH_PERIOD_SECONDS = 2.0  # after which a replica that was killed is missed, at the latest
 HEALTH_TIMEOUT_SECONDS = 30.0
@@ -32,14 +32,15 @@ OF_RAYS_PROXY = frozenset({"port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
 ROUTER_CPUS = 0.1  # that Ray sets aside for a router
 LOGGING = {"enable_access_log": False}  # the log has a line of its own for each request
 EXTRA_DRAIN_SECONDS = 5.0  # that routers have beyond replicas, whose last parts they send
+_LOG = logging.getLogger(__name__)
+APPLICATION = "redrafter"  # its name in Ray Serve
+POLL_SECONDS = 0.2  # between looks at the state of the application
+CONNECT_SECONDS = 5.0
+KEEP_ALIVE_SECONDS = 30  # that a connection may be idle for
 
 
 def import_ray() -> Any:
-    """Return the module `ray`, with `ray.serve` imported.
-
-    Raises:
-        MissingDependencyError: Ray is not installed.
-    """
+    """Return the module `ray`, with `ray.serve` imported, or raise `MissingDependencyError`."""
     try:
         import ray
         import ray.serve
@@ -61,93 +62,148 @@ def app(args: Mapping[str, Any]) -> "Application":
         )
     if unknown := sorted(set(args) - set(known)):
         raise unknown_key("the application's args", unknown[0], known)
-    values = Namespace(**{name: _convert(name, value, known[name]) for name, value in args.items()} | {"ray": True})
-    options = read_options(ServeOptions, values)
+    values = {}
+    for name, value in args.items():
+        # What was typed after `serve run` is a text, whatever the option holds.
+        if isinstance(value, str) and known[name].hint not in (str, str | None):
+            with suppress(ValueError):  # told below, where it is of another type
+                value = json.loads(value.lower() if value in ("True", "False") else value)
+        values[name] = convert_value("the application's args", name, value, known[name])
+    given = Namespace(**values | {"ray": True})
+    options = read_options(ServeOptions, given)
     keys = collect_keys(options.api_key, options.api_key_file)
-    load, draft = read_options(LoadOptions, values), read_options(DraftOptions, values)
-    return build_application(options, load, draft, read_options(ReplicaOptions, values), keys)
+    load, draft = read_options(LoadOptions, given), read_options(DraftOptions, given)
+    return build_application(options, load, draft, read_options(ReplicaOptions, given), keys)
 
 
 def build_application(
     options: ServeOptions, load: LoadOptions, draft: DraftOptions, replicas: ReplicaOptions, keys: ApiKeys
 ) -> "Application":
-    """Build the application.
-
-    Args:
-        options: How much each replica serves at once, and which requests are accepted.
-        load: The model and its drafter, and how to load them.
-        draft: What drafts without a drafter.
-        replicas: How many replicas there are, and on what.
-        keys: API keys that clients must send.
+    """Build the application: routers, and replicas of the model.
 
     Raises:
         ArgumentError: An option cannot be kept to by replicas.
         MissingDependencyError: Ray is not installed.
     """
-    serve = import_ray().serve
+    ray = import_ray()
     options = check_replicated(options)
-    engines = serve.deployment(
-        EngineReplica,
-        name="Engine",
-        ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": _count_gpus(load, replicas)},
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        graceful_shutdown_timeout_s=options.drain_timeout,
-        graceful_shutdown_wait_loop_s=0.1,
-        health_check_period_s=HEALTH_PERIOD_SECONDS,
-        health_check_timeout_s=HEALTH_TIMEOUT_SECONDS,
-        logging_config=LOGGING,
-        max_constructor_retry_count=LOAD_ATTEMPTS,
-        request_router_config={
-            "request_router_class": "redrafter.serve.replicas.prefix_router.PrefixRouter",
-            "request_router_kwargs": {"target": _target(options, replicas)},
-        },
-        **_scale(options, replicas),
-    ).bind(options, load, draft, keys)
-    return serve.deployment(
-        serve.ingress()(RouterReplica),
-        name="Router",
-        num_replicas=replicas.num_routers,
-        ray_actor_options={"num_cpus": ROUTER_CPUS},
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        graceful_shutdown_timeout_s=options.drain_timeout + EXTRA_DRAIN_SECONDS,
-        graceful_shutdown_wait_loop_s=0.1,
-        health_check_period_s=HEALTH_PERIOD_SECONDS,
-        logging_config=LOGGING,
-    ).bind(engines, options, keys)
-
-
-def _convert(name: str, value: Any, option: Option) -> Any:
-    """Return an option's value; one that was typed after `serve run` is a text, whatever the option holds."""
-    if isinstance(value, str) and option.hint not in (str, str | None):
-        with suppress(ValueError):  # told below, where it is of another type
-            value = json.loads(value.lower() if value in ("True", "False") else value)
-    return convert_value("the application's args", name, value, option)
-
-
-def _target(options: ServeOptions, replicas: ReplicaOptions) -> float:
-    """Return the number of requests above which a replica is full."""
-    return replicas.target_ongoing_requests or float(options.max_batch_size)
-
-
-def _scale(options: ServeOptions, replicas: ReplicaOptions) -> dict[str, Any]:
-    """Return Ray's configuration of the number of replicas."""
-    if replicas.max_replicas is None:
-        return {"num_replicas": replicas.num_replicas or 1}
-    return {
-        "autoscaling_config": {
+    target = replicas.target_ongoing_requests or float(options.max_batch_size)  # requests above which one is full
+    scale: dict[str, Any] = {"num_replicas": replicas.num_replicas or 1}
+    if replicas.max_replicas is not None:
+        autoscaling = {
             "min_replicas": 1 if replicas.min_replicas is None else replicas.min_replicas,
             "max_replicas": replicas.max_replicas,
-            "target_ongoing_requests": _target(options, replicas),
+            "target_ongoing_requests": target,
             "upscale_delay_s": replicas.upscale_delay_s,
             "downscale_delay_s": replicas.downscale_delay_s,
         }
+        scale = {"autoscaling_config": autoscaling}
+    num_gpus = replicas.num_gpus
+    if num_gpus is None:
+        has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+        num_gpus = 1.0 if has_gpus and load.device != "cpu" else 0.0
+    shared = {
+        "max_ongoing_requests": MAX_ONGOING_REQUESTS,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "health_check_period_s": HEALTH_PERIOD_SECONDS,
+        "logging_config": LOGGING,
     }
+    engines = ray.serve.deployment(
+        EngineReplica,
+        name="Engine",
+        ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": num_gpus},
+        graceful_shutdown_timeout_s=options.drain_timeout,
+        health_check_timeout_s=HEALTH_TIMEOUT_SECONDS,
+        max_constructor_retry_count=LOAD_ATTEMPTS,
+        request_router_config={
+            "request_router_class": "redrafter.serve.replicas.prefix_router.PrefixRouter",
+            "request_router_kwargs": {"target": target},
+        },
+        **shared,
+        **scale,
+    ).bind(options, load, draft, keys)
+    return ray.serve.deployment(
+        ray.serve.ingress()(RouterReplica),
+        name="Router",
+        num_replicas=replicas.num_routers,
+        ray_actor_options={"num_cpus": ROUTER_CPUS},
+        graceful_shutdown_timeout_s=options.drain_timeout + EXTRA_DRAIN_SECONDS,
+        **shared,
+    ).bind(engines, options, keys)
 
 
-def _count_gpus(load: LoadOptions, replicas: ReplicaOptions) -> float:
-    """Return the GPUs of a replica."""
-    if replicas.num_gpus is not None:
-        return replicas.num_gpus
+def serve_replicas(
+    options: ServeOptions,
+    load: LoadOptions,
+    draft: DraftOptions,
+    replicas: ReplicaOptions,
+    keys: ApiKeys,
+    ready: Callable[[], object],
+) -> None:
+    """Serve until SIGINT or SIGTERM, then let running requests end within `--drain-timeout`.
+
+    `ready` is called once replicas serve.
+
+    Raises:
+        ReDrafterError: Ray cannot be reached, or the replicas cannot be loaded.
+    """
     ray = import_ray()
-    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-    return 1.0 if has_gpus and load.device != "cpu" else 0.0
+    signalled = threading.Event()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a new cluster reports to nobody unless the user says so
+    try:
+        ray.init(address=replicas.ray_address, namespace="redrafter", logging_level=logging.WARNING)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        where = replicas.ray_address or os.environ.get("RAY_ADDRESS") or "this machine"
+        raise ArgumentError(f"there is no Ray cluster at {where}: give another --ray-address ({error})") from error
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: signalled.set())
+    try:
+        application = build_application(options, load, draft, replicas, keys)
+        proxy = {
+            name: getattr(options, name) for name in ("host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+        }
+        http_options = proxy | {"keep_alive_timeout_s": KEEP_ALIVE_SECONDS}
+        ray.serve.start(proxy_location="HeadOnly", http_options=http_options)
+        target = ray.serve.RunTarget(application, name=APPLICATION, route_prefix="/")
+        ray.serve.run_many([target], wait_for_applications_running=False)
+        try:
+            if _wait_until_running(ray, signalled):
+                _check_address(options)
+                ready()
+                signalled.wait()
+                _LOG.info("stopping: running texts are still written, for %g s at most", options.drain_timeout)
+        finally:
+            ray.serve.delete(APPLICATION)  # waits until running requests have ended
+            if not ray.serve.status().applications:
+                ray.serve.shutdown()  # so that its proxy listens where the next command says
+    finally:
+        ray.shutdown()  # ends a cluster that was started here, and no other
+
+
+def _wait_until_running(ray: Any, signalled: threading.Event) -> bool:
+    """Wait until all replicas serve, and return whether they do: not if a signal came before.
+
+    Raises:
+        ReDrafterError: They cannot be loaded.
+    """
+    while not signalled.wait(POLL_SECONDS):
+        status = ray.serve.status().applications[APPLICATION]
+        if status.status == "RUNNING":
+            return True
+        if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            messages = [deployment.message for deployment in status.deployments.values() if deployment.message]
+            [message, *_] = messages or [status.message]
+            # The last line of a traceback tells the error.
+            raise ReDrafterError(f"the replicas cannot be loaded: {message.strip().splitlines()[-1]}")
+    return False
+
+
+def _check_address(options: ServeOptions) -> None:
+    """Raise `ReDrafterError` if Ray's proxy listens elsewhere: where it has run before, it keeps its own address."""
+    try:
+        socket.create_connection((options.host, options.port), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ReDrafterError(
+            f"Ray Serve does not listen on {options.host}:{options.port}: it runs on this cluster since before, or the "
+            "cluster's head is another machine; there, type: serve run redrafter.serve.replicas.application:app"
+        ) from error

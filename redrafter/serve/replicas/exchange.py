@@ -1,76 +1,98 @@
-"""One request to an ASGI application in the same process, and its answer in parts."""
+"""A request on its way from a router to a replica, where an ASGI application answers it in parts."""
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Scope
 
-from redrafter.serve.replicas.call import AnswerPart, AnswerStart, HttpCall
-
-__all__ = ["answer_parts"]
-
+Headers = list[tuple[bytes, bytes]]
 LEAVING_SECONDS = 5.0  # in which an application must have ended once it was told that its client has left
+
+
+@dataclass(frozen=True)
+class HttpCall:
+    """A request of a client, on its way to a replica.
+
+    Attributes:
+        scope: What ASGI says of the request, as far as it can be sent.
+        body: Its body.
+        key: Requests with the same key go to the same replica; None for any replica.
+    """
+
+    scope: dict[str, Any]
+    body: bytes
+    key: str | None = None
+
+    @classmethod
+    def of(cls, scope: Scope, body: bytes, key: str | None, request_id: str) -> "HttpCall":
+        """Return the call for a request of an ASGI server with the body that the replica shall get, and its log id."""
+        sent = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "server")
+        replaced = (b"content-length", b"transfer-encoding", b"x-request-id")
+        headers = [(name, value) for name, value in scope["headers"] if name not in replaced]
+        headers += [(b"content-length", b"%d" % len(body)), (b"x-request-id", request_id.encode())]
+        # By 2.3, an application is told of a client that has left by a message, and not by an error when it sends.
+        asgi = {"version": "3.0", "spec_version": "2.3"}
+        kept = {name: scope[name] for name in sent if name in scope}
+        return cls(kept | {"asgi": asgi, "headers": headers, "client": scope.get("client")}, body, key)
+
+
+class AnswerStart(NamedTuple):
+    """Status and headers of an answer."""
+
+    status: int
+    headers: Headers
+
+
+class AnswerPart(NamedTuple):
+    """A part of an answer: bytes of its body and, in the first part, its start."""
+
+    start: AnswerStart | None
+    body: bytes
+
+
+class ReplicaLostError(Exception):
+    """The engine of a replica has ended: another replica can answer what this one has not."""
 
 
 async def answer_parts(app: ASGIApp, call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
     """Yield what an application answers to a call, as much at once as it has sent since the last part.
 
     Closing this iterator early tells the application that its client has left.
-
-    Args:
-        app: The application.
-        call: The request.
     """
-    exchange = _Exchange(call.body)
-    running = asyncio.ensure_future(app(dict(call.scope), exchange.receive, exchange.send))
-    running.add_done_callback(lambda _: exchange.news.set())
+    request: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
+    starts: list[AnswerStart] = []  # at most one, not yielded yet
+    body: list[bytes] = []  # likewise
+    news, left = asyncio.Event(), asyncio.Event()
+
+    async def receive() -> Message:
+        if request:
+            return request.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [(bytes(name), bytes(value)) for name, value in message["headers"]]
+            starts.append(AnswerStart(message["status"], headers))
+        elif message["type"] == "http.response.body":
+            body.append(message.get("body", b""))
+        news.set()
+
+    running = asyncio.ensure_future(app(dict(call.scope), receive, send))
+    running.add_done_callback(lambda _: news.set())
     try:
-        while not running.done() or exchange.has_news:
-            await exchange.news.wait()
-            exchange.news.clear()
-            if exchange.has_news:
-                yield exchange.take()
+        while not running.done() or starts or body:
+            await news.wait()
+            news.clear()
+            if starts or body:
+                part = AnswerPart(starts.pop() if starts else None, b"".join(body))
+                body.clear()
+                yield part
         running.result()
     finally:
-        exchange.left.set()
+        left.set()
         if not running.done():
             await asyncio.wait([running], timeout=LEAVING_SECONDS)
             running.cancel()
-
-
-class _Exchange:
-    """The two ends of a request that an application is called with."""
-
-    def __init__(self, body: bytes):
-        self._request: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        self._start: AnswerStart | None = None
-        self._body: list[bytes] = []
-        self.news, self.left = asyncio.Event(), asyncio.Event()
-
-    async def receive(self) -> Message:
-        """Return the whole body, and after that, once the client has left, that it has."""
-        if self._request:
-            return self._request.pop()
-        await self.left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Message) -> None:
-        """Keep what the application sends."""
-        if message["type"] == "http.response.start":
-            self._start = AnswerStart(
-                message["status"], [(bytes(name), bytes(value)) for name, value in message["headers"]]
-            )
-        elif message["type"] == "http.response.body":
-            self._body.append(message.get("body", b""))
-        self.news.set()
-
-    @property
-    def has_news(self) -> bool:
-        """Tell whether the application has sent anything since the last part was taken."""
-        return self._start is not None or bool(self._body)
-
-    def take(self) -> AnswerPart:
-        """Return what the application has sent since the last call."""
-        part = AnswerPart(self._start, b"".join(self._body))
-        self._start, self._body = None, []
-        return part

@@ -1,9 +1,18 @@
-"""The application that clients talk to: it hands each request to a replica, and to another one if that is lost."""
+"""The application that clients talk to: it hands each request to a replica, and to another one if that is lost.
+
+A request goes to the replica that has read the beginning of its prompt, unless that one is busy. Requests of one
+session, and prompts that begin alike, have the same key. For each key the replicas have an order of their own, by a
+hash of both (rendezvous hashing), which every router computes alike; a replica that comes or goes changes it only for
+the keys that it is first for. A request goes to the first replica in the order of its key that is not full (consistent
+hashing with bounded loads, https://arxiv.org/abs/1608.01350).
+"""
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
+import math
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
@@ -13,25 +22,185 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from redrafter.serve.network.access import HEALTH_PATHS, AccessPolicy, Refusal, error_answer
-from redrafter.serve.network.bodies import JsonRequest
-from redrafter.serve.network.guards import add_guards
+from redrafter.serve.network.guards import HEALTH_PATHS, AccessPolicy, JsonRequest, Refusal, add_guards, error_answer
 from redrafter.serve.protocol.requests import error_body
-from redrafter.serve.replicas.affinity import SESSION_HEADER, routing_key
-from redrafter.serve.replicas.call import AnswerPart, AnswerStart, HttpCall
-from redrafter.serve.replicas.resumption import DivergedError, SentStream, can_resume
+from redrafter.serve.replicas.exchange import AnswerPart, AnswerStart, HttpCall
 
-__all__ = ["create_router"]
-
+SESSION_HEADER = b"x-session-id"  # as Ray Serve has it
+KEY_CHARACTERS = 256  # of a prompt's beginning: some four blocks of keys and values
+KEY_TOKENS = 64
+SHARE_ABOVE_MEAN = 1.25  # of the mean number of requests per replica, that each may have
+PROMPT_FIELDS = ("prompt", "messages", "instructions", "input")  # of completions, chats and responses
+SYSTEM_ROLES = ("system", "developer")
+_DONE = b"[DONE]"
+# Fields that tell more of a stream's tokens than their text, which may come in other pieces the second time.
+_TOLD_BY_TOKEN = ("logprobs", "tools", "prompt_logprobs")
+_CHANNELS = ("text", "content", "reasoning_content")
 _LOG = logging.getLogger(__name__)
-
 WRITING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 MAX_RETRIES = 2  # of a request whose replica is lost: more, and a request that ends engines would end all of them
 HEALTH_SECONDS = 5.0  # in which some replica must answer
 SEED_BITS = 61
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 Ask = Callable[[HttpCall], AsyncGenerator[AnswerPart, None]]
+
+
+def routing_key(session: bytes | None, document: Mapping[str, Any]) -> str | None:
+    """Return the key of a request: its session, or how its prompt begins; None for a request without a prompt.
+
+    `session` is the value of `SESSION_HEADER`, if it was sent; `document` the body, which nobody has checked yet.
+    """
+    if session:
+        return "session " + session.decode("latin-1")
+    prompt = next((document[name] for name in PROMPT_FIELDS if document.get(name)), None)
+    if prompt is None:
+        return None
+    named = (document.get(name) for name in ("model", "cache_salt"))
+    return json.dumps([*(name if isinstance(name, str) else None for name in named), _beginning(prompt)])
+
+
+def rank_replicas(key: str, loads: Mapping[str, int], target: float) -> list[str]:
+    """Return the names of all replicas, the best for a key first: those that are not full, then the least loaded.
+
+    `loads` are the numbers of requests that replicas have; one may have `target`, however few the others have.
+    """
+    order = sorted(loads, key=lambda name: hashlib.sha256(f"{name} {key}".encode()).digest())
+    limit = max(target, math.ceil(SHARE_ABOVE_MEAN * (sum(loads.values()) + 1) / max(len(loads), 1)))
+    free = [name for name in order if loads[name] < limit]
+    full = [name for name in order if loads[name] >= limit]
+    return free + sorted(full, key=lambda name: loads[name])
+
+
+def _beginning(prompt: Any) -> str:
+    """Return how a prompt begins: a text, token ids, messages, or a list of prompts, of which the first counts."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt[:KEY_CHARACTERS]
+    if not isinstance(prompt, list):
+        return ""
+    messages = [part for part in prompt if isinstance(part, dict)]
+    if not messages:
+        return " ".join(str(token) for token in prompt[:KEY_TOKENS] if isinstance(token, int))
+    system = (message for message in messages if message.get("role") in SYSTEM_ROLES)
+    content = next(system, messages[0]).get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = (part.get("text") for part in parts if isinstance(part, dict))
+    return " ".join(text for text in texts if isinstance(text, str))[:KEY_CHARACTERS]
+
+
+class DivergedError(Exception):
+    """The second text is not the first one."""
+
+
+def can_resume(path: str, document: Mapping[str, Any]) -> bool:
+    """Return whether another replica can continue a stream that has begun. document: body of its request.
+
+    It writes the whole text again, and the client gets what it lacks.
+    """
+    options = document.get("stream_options")
+    drafts = isinstance(options, dict) and options.get("include_drafts")
+    fields = (document.get(name) for name in _TOLD_BY_TOKEN)
+    told = any(field is not None and field is not False for field in fields)  # 0 asks for log-probabilities too
+    return path in ("/v1/completions", "/v1/chat/completions") and not told and not drafts
+
+
+class SentStream:
+    """The events that a client has got of a stream of completions or of a chat."""
+
+    def __init__(self) -> None:
+        self._sent: list[bytes] = []
+        self._resumption: _Resumption | None = None
+
+    def resume(self) -> None:
+        """Expect the same stream from its beginning."""
+        self._resumption = _Resumption(b"".join(self._sent)) if self._sent else None
+
+    def push(self, events: bytes) -> bytes:
+        """Return those of a replica's events that the client lacks, whole or in part.
+
+        Raises:
+            DivergedError: The text is not the one that the client has the beginning of.
+        """
+        new = events if self._resumption is None else self._resumption.push(events)
+        if new:
+            self._sent.append(new)
+        return new
+
+
+class _Resumption:
+    """The part of a resumed stream that is left out, because the client has it."""
+
+    def __init__(self, sent: bytes):
+        self._left: dict[tuple[int, str], str] = {}  # text that is still to be left out, by choice and channel
+        self._finished: set[int] = set()
+        self._head: dict[str, Any] = {}
+        self._had_usage = False
+        for data in _split(sent):
+            event = json.loads(data)
+            self._head = self._head or {name: event[name] for name in ("id", "created")}
+            self._had_usage |= not event["choices"]
+            for choice in event["choices"]:
+                index, delta = choice["index"], _delta(choice)
+                for channel in _CHANNELS:
+                    key = (index, channel)
+                    self._left[key] = self._left.get(key, "") + (delta.get(channel) or "")
+                if choice["finish_reason"] is not None:
+                    self._finished.add(index)
+        self._opened = {index for index, _ in self._left}
+
+    def push(self, events: bytes) -> bytes:
+        """Return the part of some events that the client lacks."""
+        kept = []
+        for data in _split(events):
+            event = json.loads(data)
+            if "choices" in event and (event := self._cut_event(event)) is None:
+                continue
+            kept.append(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
+        if events.endswith(b"data: " + _DONE + b"\n\n"):
+            kept.append(b"data: " + _DONE + b"\n\n")
+        return b"".join(kept)
+
+    def _cut_event(self, event: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what the client lacks of an event; None if it lacks nothing."""
+        if not event["choices"]:
+            return None if self._had_usage else event | self._head
+        choices = [choice for choice in event["choices"] if self._cut_choice(choice)]
+        return event | self._head | {"choices": choices} if choices else None
+
+    def _cut_choice(self, choice: dict[str, Any]) -> bool:
+        """Cut off what the client has of a choice, and return whether anything is left that it lacks."""
+        index, delta = choice["index"], _delta(choice)
+        if index in self._opened:
+            delta.pop("role", None)
+        for channel in _CHANNELS:
+            if delta.get(channel):
+                delta[channel] = self._cut_text((index, channel), delta[channel])
+        finish = choice["finish_reason"] is not None
+        if finish and any(self._left.get((index, channel)) for channel in _CHANNELS):
+            raise DivergedError
+        lacked = finish and index not in self._finished
+        return lacked or index not in self._opened or any(delta.get(channel) for channel in _CHANNELS)
+
+    def _cut_text(self, key: tuple[int, str], text: str) -> str:
+        expected = self._left.get(key, "")
+        count = min(len(expected), len(text))
+        if expected[:count] != text[:count]:
+            raise DivergedError
+        self._left[key] = expected[count:]
+        return text[count:]
+
+
+def _split(events: bytes) -> list[bytes]:
+    """Return the data of whole events but for the last one of a stream, which has none."""
+    data = (event.removeprefix(b"data: ") for event in events.split(b"\n\n") if event)
+    return [document for document in data if document != _DONE]
+
+
+def _delta(choice: dict[str, Any]) -> dict[str, Any]:
+    """Return where a choice has its text: a chat's in its delta, a completion's in the choice itself."""
+    delta: dict[str, Any] = choice.get("delta", choice)
+    return delta
 
 
 def create_router(
@@ -50,16 +219,31 @@ def create_router(
         policy: Which requests are accepted.
         max_body_bytes: Bytes that the body of a request may have.
     """
-    app = Starlette(routes=[Mount("/", _Router(ask, metrics, lost))])
+
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            if scope["path"] == "/metrics" and scope["method"] == "GET":
+                return await Response(await metrics(), media_type=METRICS_TYPE)(scope, receive, send)
+            body, document = await _read(scope, receive)
+        except Refusal as refusal:
+            return await error_answer(refusal)(scope, receive, send)
+        key = routing_key(dict(scope["headers"]).get(SESSION_HEADER), document)
+        call = HttpCall.of(scope, body, key, scope["facts"]["id"])
+        answering = _Answer(call, can_resume(scope["path"], document), send).relay(ask, lost)
+        if scope["path"] not in HEALTH_PATHS:
+            return await answering
+        try:
+            await asyncio.wait_for(answering, HEALTH_SECONDS)
+        except asyncio.TimeoutError:
+            await Response(status_code=503)(scope, receive, send)
+
+    app = Starlette(routes=[Mount("/", route)])
     add_guards(app, policy, max_body_bytes)
-    return _without_request_id(app)
-
-
-def _without_request_id(app: ASGIApp) -> ASGIApp:
-    """Return an application that leaves the header with a request's id to Ray's proxy, which adds it anyway."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_without(message: Message) -> None:
+        async def send_without(message: Message) -> None:  # Ray's proxy adds the header with a request's id anyway
             if message["type"] == "http.response.start":
                 headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
                 message = {**message, "headers": headers}
@@ -68,34 +252,6 @@ def _without_request_id(app: ASGIApp) -> ASGIApp:
         await app(scope, receive, send_without)
 
     return answer
-
-
-class _Router:
-    """Hands requests to replicas. Arguments are those of `create_router`."""
-
-    def __init__(self, ask: Ask, metrics: Callable[[], Awaitable[bytes]], lost: tuple[type[Exception], ...]):
-        self._ask, self._metrics, self._lost = ask, metrics, lost
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
-        if scope["type"] != "http":
-            return
-        try:
-            if scope["path"] == "/metrics" and scope["method"] == "GET":
-                text = await self._metrics()
-                return await Response(text, media_type=METRICS_TYPE)(scope, receive, send)
-            body, document = await _read(scope, receive)
-        except Refusal as refusal:
-            return await error_answer(refusal)(scope, receive, send)
-        key = routing_key(dict(scope["headers"]).get(SESSION_HEADER), document)
-        call = HttpCall.of(scope, body, key, scope["facts"]["id"])
-        answering = _Answer(call, can_resume(scope["path"], document), send).relay(self._ask, self._lost)
-        if scope["path"] not in HEALTH_PATHS:
-            return await answering
-        try:
-            await asyncio.wait_for(answering, HEALTH_SECONDS)
-        except asyncio.TimeoutError:
-            await Response(status_code=503)(scope, receive, send)
 
 
 async def _read(scope: Scope, receive: Receive) -> tuple[bytes, Mapping[str, Any]]:
@@ -123,7 +279,7 @@ class _Answer:
     """The answer to one request, on its way from replicas to the client."""
 
     def __init__(self, call: HttpCall, resumable: bool, send: Send):
-        self._call, self._resumable, self._send = call, resumable, send
+        self._call, self._send = call, send
         self._stream = SentStream() if resumable else None
         self._begun = False  # the client has got the status
 
@@ -140,8 +296,9 @@ class _Answer:
                     "the replica that wrote this text was lost, and another one writes another text"
                 )
             except lost as error:
-                _LOG.warning("a replica was lost while it answered %s: %s", self._call.scope["path"], _reason(error))
-                if attempt == MAX_RETRIES or (self._begun and not self._resumable):
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                _LOG.warning("a replica was lost while it answered %s: %s", self._call.scope["path"], reason)
+                if attempt == MAX_RETRIES or (self._begun and self._stream is None):
                     return await self._fail("the replica that wrote this answer was lost: send the request again")
                 if self._stream is not None:
                     self._stream.resume()
@@ -152,7 +309,9 @@ class _Answer:
         async with contextlib.aclosing(ask(self._call)) as parts:
             async for part in parts:
                 if part.start is not None:
-                    start, streaming = part.start, _is_stream(part.start)
+                    start = part.start
+                    types = (value for name, value in start.headers if name.lower() == b"content-type")
+                    streaming = any(value.startswith(b"text/event-stream") for value in types)
                 if not streaming:
                     whole.append(part.body)
                 elif body := part.body if self._stream is None else self._stream.push(part.body):
@@ -177,13 +336,3 @@ class _Answer:
         headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
         await self._send_start(AnswerStart(503, [*headers, (b"content-length", b"%d" % len(body))]))
         await self._send({"type": "http.response.body", "body": body})
-
-
-def _is_stream(start: AnswerStart) -> bool:
-    return any(
-        name.lower() == b"content-type" and value.startswith(b"text/event-stream") for name, value in start.headers
-    )
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""The ASGI application: OpenAI's routes, health, metrics, and a page to try them on."""
+"""The ASGI application: OpenAI's routes, health, metrics, a page to try them on, and what is refused by name."""
 
 import asyncio
 import json
@@ -14,13 +14,9 @@ from starlette.exceptions import HTTPException
 from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.delta_stream import Stopped
-from redrafter.serve.network.access import AccessPolicy, Refusal, error_answer
-from redrafter.serve.network.bodies import JsonRoute
-from redrafter.serve.network.guards import add_guards
-from redrafter.serve.protocol.fields import field_path
-from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, error_body
-from redrafter.serve.protocol.response_models import (
+from redrafter.serve.engine_process.client import Stopped
+from redrafter.serve.network.guards import AccessPolicy, JsonRoute, Refusal, add_guards, error_answer
+from redrafter.serve.protocol.answers import (
     ChatAnswer,
     CompletionAnswer,
     ModelHealth,
@@ -28,17 +24,38 @@ from redrafter.serve.protocol.response_models import (
     answer_responses,
     error_responses,
 )
-from redrafter.serve.routes.adapters import add_adapter_routes
+from redrafter.serve.protocol.fields import field_path
+from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, error_body
 from redrafter.serve.routes.page import page
-from redrafter.serve.routes.refused import add_refusals
 from redrafter.serve.routes.responses import add_responses
-from redrafter.serve.routes.tokens import add_token_routes
+from redrafter.serve.routes.tokens import add_adapter_routes, add_token_routes
 from redrafter.serve.service import Service
 from redrafter.version import __version__
 
-__all__ = ["create_app"]
-
 _LOG = logging.getLogger(__name__)
+_TEXT = "this server writes text alone: use /v1/chat/completions, /v1/responses or /v1/completions"
+_STORED = "nothing is stored here: send all that belongs to a request with it"
+_REFUSED = {
+    "/v1/embeddings": "embeddings are not served: " + _TEXT,
+    "/v1/messages": "Anthropic's protocol is not served: send the messages to /v1/chat/completions, in OpenAI's shape",
+    "/v1/complete": "Anthropic's protocol is not served: send the prompt to /v1/completions",
+    "/v1/audio": "audio is not served: " + _TEXT,
+    "/v1/images": "images are not served: " + _TEXT,
+    "/v1/videos": "videos are not served: " + _TEXT,
+    "/v1/realtime": "the realtime protocol is not served: ask /v1/chat/completions with stream=true",
+    "/v1/moderations": "moderations are not served: " + _TEXT,
+    "/v1/files": "files are not served: " + _STORED,
+    "/v1/uploads": "uploads are not served: " + _STORED,
+    "/v1/vector_stores": "vector stores are not served: " + _STORED,
+    "/v1/conversations": "conversations are not served: " + _STORED,
+    "/v1/assistants": "assistants are not served: use /v1/responses; " + _STORED,
+    "/v1/threads": "threads are not served: use /v1/responses; " + _STORED,
+    "/v1/batches": "batches are not served: send the requests at once, as many as you like; they share their steps",
+    "/v1/fine_tuning": "training is not served: redrafter train trains a drafter, on the command line",
+    "/v1/rerank": "rerank is not served: " + _TEXT,
+    "/v1/score": "scores of pairs are not served; for log-probabilities, /v1/completions with prompt_logprobs",
+    "/pooling": "pooling is not served: " + _TEXT,
+}
 
 
 def create_app(
@@ -47,14 +64,7 @@ def create_app(
     max_body_bytes: int = ServeOptions.max_body_size,
     allow_lora_updating: bool = ServeOptions.allow_runtime_lora_updating,
 ) -> FastAPI:
-    """Return the ASGI application.
-
-    Args:
-        service: Answers the requests.
-        policy: Which requests are accepted; None for all.
-        max_body_bytes: Bytes that the body of a request may have.
-        allow_lora_updating: Whether clients may load and unload adapters.
-    """
+    """Return the ASGI application, which accepts all requests unless a policy says which."""
     policy = policy or AccessPolicy()
     service.apart = len(policy.keys) > 1
     app = FastAPI(title="redrafter", version=__version__, docs_url=None, redoc_url=None)
@@ -108,7 +118,9 @@ def create_app(
     add_token_routes(app, service)
     add_responses(app, service, _respond)
     add_adapter_routes(app, service, allow_lora_updating)
-    add_refusals(app)
+    for path, reason in _REFUSED.items():  # with all below them; clients do not retry after 404 in OpenAI's shape
+        for route in (path, f"{path}/{{rest:path}}"):
+            app.add_api_route(route, _refusal(reason), methods=["GET", "POST", "DELETE"], include_in_schema=False)
     return app
 
 
@@ -119,13 +131,15 @@ async def _respond(
 ) -> Response:
     """Return the answer to a request, or status 499 if the client leaves before it is ready.
 
-    Args:
-        work: Computes the answer, or the parts of a stream.
-        request: The request.
-        events: Writes the parts of a stream as server-sent events; None for those of OpenAI's completions.
+    `work` computes the answer, or the parts of a stream, which `events` writes as server-sent events: if None, as those
+    of OpenAI's completions.
     """
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_wait_for_disconnect(request))
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -139,11 +153,6 @@ async def _respond(
     return StreamingResponse(
         (events or _events)(answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
     )
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _events(parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
@@ -181,22 +190,22 @@ def _handle_errors(app: FastAPI) -> None:
         _LOG.error("a request needs what is not there: %s", error)
         return respond(501, "this server cannot do what the request asks for", None, "not_implemented")
 
-    @app.exception_handler(ArgumentError)
-    async def argument(_: Request, error: ArgumentError) -> Response:
-        return respond(400, str(error))
+    for kind, status, headers in (
+        (ArgumentError, 400, {}),
+        (QueueFullError, 429, {"Retry-After": "1"}),
+        (Stopped, 503, {"Retry-After": "5"}),
+    ):
+
+        @app.exception_handler(kind)
+        async def told(
+            _: Request, error: Exception, status: int = status, headers: dict[str, str] = headers
+        ) -> Response:
+            return respond(status, str(error), **headers)
 
     @app.exception_handler(ReDrafterError)
     async def failed(_: Request, error: ReDrafterError) -> Response:
         _LOG.error("a request failed: %s", error)
         return respond(500, str(error))
-
-    @app.exception_handler(QueueFullError)
-    async def full(_: Request, error: QueueFullError) -> Response:
-        return respond(429, str(error), **{"Retry-After": "1"})
-
-    @app.exception_handler(Stopped)
-    async def stopped(_: Request, error: Stopped) -> Response:
-        return respond(503, str(error), **{"Retry-After": "5"})
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
@@ -217,3 +226,10 @@ def _handle_errors(app: FastAPI) -> None:
         if kind == "unsupported":
             return respond(400, f"{param} is not supported: {message}", param, "unsupported_parameter")
         return respond(422, f"{param}: {message}" if param else message, param)
+
+
+def _refusal(reason: str) -> Callable[[], Awaitable[None]]:
+    async def refuse() -> None:
+        raise ApiError(404, reason, code="unsupported_endpoint")
+
+    return refuse

@@ -7,8 +7,6 @@ from importlib.resources import files
 
 from fastapi.responses import HTMLResponse
 
-__all__ = ["page"]
-
 
 def page(name: str, status: int = 200) -> HTMLResponse:
     """Return a page whose security policy allows only its own script and style, and requests to its own server.

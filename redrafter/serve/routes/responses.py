@@ -1,32 +1,34 @@
 """`/v1/responses`: OpenAI's Responses protocol, translated into a chat request and its answer back."""
 
+import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from pydantic import ValidationError
 
-from redrafter.serve.answers.responses_stream import (
-    call_item,
-    format_events,
-    message_item,
-    reasoning_item,
-    response_events,
-    responses_usage,
+from redrafter.serve.protocol.answers import answer_responses
+from redrafter.serve.protocol.requests import ApiError, ChatRequest
+from redrafter.serve.protocol.responses import (
+    CallItem,
+    CallOutputItem,
+    FlatToolChoice,
+    InputImage,
+    Part,
+    ReasoningItem,
+    ResponseAnswer,
+    ResponsesRequest,
 )
-from redrafter.serve.protocol.response_models import answer_responses
-from redrafter.serve.protocol.responses import ResponseAnswer, ResponsesRequest
-from redrafter.serve.protocol.responses_as_chat import as_chat
 from redrafter.serve.service import Service
 
-__all__ = ["add_responses"]
-
-Respond = Callable[..., Awaitable[Response]]
+Event = dict[str, Any]
 
 
-def add_responses(app: FastAPI, service: Service, respond: Respond) -> None:
+def add_responses(app: FastAPI, service: Service, respond: Callable[..., Awaitable[Response]]) -> None:
     """Add the route. respond: makes a response of a dictionary or a stream, and stops if the client leaves."""
 
     @app.post("/v1/responses", responses=answer_responses(ResponseAnswer))
@@ -40,9 +42,92 @@ def add_responses(app: FastAPI, service: Service, respond: Respond) -> None:
         return await respond(work(), request, format_events)
 
 
+def as_chat(request: ResponsesRequest) -> ChatRequest:
+    """Translate a Responses request to a chat request.
+
+    Raises:
+        ApiError: If a JSON schema is missing.
+        RequestValidationError: If the chat request is invalid.
+    """
+    shared = ("model", "parallel_tool_calls", "service_tier", "temperature", "top_p", "user", "seed", "top_k", "min_p")
+    chat: dict[str, Any] = {name: getattr(request, name) for name in shared}
+    chat |= {"messages": _messages(request), "max_completion_tokens": request.max_output_tokens}
+    chat |= {"ignore_eos": request.ignore_eos, "stream": request.stream}
+    if request.reasoning is not None:
+        chat["reasoning_effort"] = request.reasoning.effort
+    if request.stream:
+        chat["stream_options"] = {"include_usage": True}
+    if request.tools:
+        functions = (tool.model_dump(exclude={"type"}, exclude_none=True) for tool in request.tools)
+        chat["tools"] = [{"type": "function", "function": function} for function in functions]
+    chat["tool_choice"] = request.tool_choice
+    if isinstance(request.tool_choice, FlatToolChoice):
+        chat["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice.name}}
+    form = None if request.text is None else request.text.format
+    if form is not None:
+        chat["response_format"] = {"type": form.type}
+        if form.type == "json_schema":
+            if form.schema_ is None:
+                raise ApiError(400, "text.format of type json_schema needs a schema", "text.format.schema")
+            schema = {"name": form.name or "schema", "schema": form.schema_, "strict": form.strict}
+            chat["response_format"]["json_schema"] = schema
+    try:
+        return ChatRequest.model_validate(chat)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from error
+
+
+def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the chat messages of a request.
+
+    Thoughts, a text of the assistant and calls that follow each other become one message.
+    """
+    messages: list[dict[str, Any]] = []
+    if request.instructions is not None:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        return [*messages, {"role": "user", "content": request.input}]
+    for item in request.input:
+        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        if isinstance(item, ReasoningItem):
+            messages.append({"role": "assistant", "content": None, "reasoning_content": _text(item.content or [])})
+        elif isinstance(item, CallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            if last is None:
+                messages.append(last := {"role": "assistant", "content": None})
+            last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        elif isinstance(item, CallOutputItem):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        elif item.role == "assistant" and last and last["content"] is None and "tool_calls" not in last:
+            last["content"] = _content(item.content)  # after its thoughts
+        else:
+            messages.append({"role": item.role, "content": _content(item.content)})
+    return messages
+
+
+def _content(content: str | list[Part | InputImage]) -> str | list[dict[str, Any]]:
+    """Return the content of a chat message: a text, or parts where there are images."""
+    if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
+        return _text(content)
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, Part)
+        else {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
+        for part in content
+    ]
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
     """Return the fields that all responses to a request share: those of the request, and defaults of the others."""
     format = None if body.text is None or body.text.format is None else body.text.format
+
+    def as_dict(part: Any) -> Any:
+        return part if isinstance(part, str) else part.model_dump(exclude_none=True, by_alias=True)
+
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
@@ -64,9 +149,9 @@ def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
         "service_tier": "default",
         "store": False,
         "temperature": body.temperature,
-        "text": {"format": _as_dict(format) if format is not None else {"type": "text"}},
-        "tool_choice": _as_dict(body.tool_choice) if body.tool_choice is not None else "auto",
-        "tools": [_as_dict(tool) | {"parameters": tool.parameters, "strict": tool.strict} for tool in body.tools or ()],
+        "text": {"format": as_dict(format) if format is not None else {"type": "text"}},
+        "tool_choice": as_dict(body.tool_choice) if body.tool_choice is not None else "auto",
+        "tools": [as_dict(tool) | {"parameters": tool.parameters, "strict": tool.strict} for tool in body.tools or ()],
         "top_logprobs": 0,
         "top_p": body.top_p,
         "truncation": "disabled",
@@ -75,25 +160,166 @@ def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
     }
 
 
-def _as_dict(part: Any) -> Any:
-    return part if isinstance(part, str) else part.model_dump(exclude_none=True, by_alias=True)
-
-
 def _whole(answer: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a chat request as the fields of a response."""
     [choice] = answer["choices"]
-    message, cut = choice["message"], choice["finish_reason"] == "length"
-    calls = message.get("tool_calls") or []
-    status = "incomplete" if cut else "completed"
-    thoughts = message.get("reasoning_content")
-    output = [reasoning_item(thoughts, "completed" if message["content"] or calls else status)] if thoughts else []
-    if message["content"] or not (calls or thoughts):
-        output.append(message_item(message["content"] or "", status))
-    output += [call_item(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
-    return {
-        "status": status,
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": output,
-        "usage": responses_usage(answer["usage"]),
-        "metrics": answer["metrics"],
+    message, items = choice["message"], ItemWriter()
+    calls = [call | {"index": index} for index, call in enumerate(message.get("tool_calls") or ())]
+    status = "incomplete" if choice["finish_reason"] == "length" else "completed"
+    for _ in items.add(message | {"tool_calls": calls}):
+        pass
+    for _ in items.end(status):
+        pass
+    return _ending(status, items) | _usage(answer)
+
+
+def _ending(status: str, items: "ItemWriter") -> dict[str, Any]:
+    details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    return {"status": status, "incomplete_details": details, "output": items.done}
+
+
+def _usage(chat: dict[str, Any]) -> dict[str, Any]:
+    """Return the usage of a chat answer under the names of the Responses protocol, and its metrics."""
+    usage = chat["usage"]
+    reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    told = {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": usage["total_tokens"],
     }
+    return {"usage": told, "metrics": chat["metrics"]}
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+class ItemWriter:
+    """Writes the items of one response. Each method yields the events for what it does.
+
+    Attributes:
+        done: Items that are complete.
+    """
+
+    def __init__(self) -> None:
+        self.done: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+        self._written = ""  # of the open item
+        self._call: int | None = None  # the number of the open call
+
+    def add(self, delta: dict[str, Any]) -> Iterator[Event]:
+        """Append the delta of a chat's message, to the open item or to the next ones."""
+        if thought := delta.get("reasoning_content"):
+            if self._kind != "reasoning":
+                yield from self._begin("rs", "reasoning", summary=[], content=[])
+            self._written += thought
+            yield self._content_event("response.reasoning_text.delta", delta=thought)
+        if text := delta.get("content"):
+            yield from self._open_message()
+            self._written += text
+            yield self._content_event("response.output_text.delta", delta=text, logprobs=[])
+        for call in delta.get("tool_calls") or ():
+            function = call["function"]
+            if self._open is None or self._call != call["index"]:
+                yield from self._begin("fc", "function_call", call_id=call["id"], name=function["name"], arguments="")
+                self._call = call["index"]
+            if arguments := function.get("arguments"):
+                self._written += arguments
+                yield self._item_event("response.function_call_arguments.delta", delta=arguments)
+
+    def end(self, status: str) -> Iterator[Event]:
+        """Complete the last item with a status; it is an empty message where there is none."""
+        if self._open is None and not self.done:
+            yield from self._open_message()
+        yield from self._close(status)
+
+    @property
+    def _kind(self) -> str | None:
+        return None if self._open is None else str(self._open["type"])
+
+    def _open_message(self) -> Iterator[Event]:
+        if self._kind != "message":
+            yield from self._begin("msg", "message", {"role": "assistant"}, content=[])
+            yield self._content_event("response.content_part.added", part=_text_part(""))
+
+    def _begin(self, prefix: str, kind: str, before: dict[str, Any] | None = None, **fields: Any) -> Iterator[Event]:
+        yield from self._close()
+        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, **(before or {}), "status": "in_progress"}
+        self._open = item | fields
+        yield {"type": "response.output_item.added", "output_index": len(self.done), "item": dict(self._open)}
+
+    def _close(self, status: str = "completed") -> Iterator[Event]:
+        """Complete the open item, if there is one."""
+        if self._open is None:
+            return
+        item, written = self._open | {"status": status}, self._written
+        if self._kind == "message":
+            item["content"] = [_text_part(written)]
+            yield self._content_event("response.output_text.done", text=written, logprobs=[])
+            yield self._content_event("response.content_part.done", part=_text_part(written))
+        elif self._kind == "reasoning":
+            item["content"] = [{"type": "reasoning_text", "text": written}]
+            yield self._content_event("response.reasoning_text.done", text=written)
+        else:
+            item["arguments"] = written
+            yield self._item_event("response.function_call_arguments.done", arguments=written, name=item["name"])
+        yield {"type": "response.output_item.done", "output_index": len(self.done), "item": item}
+        self.done.append(item)
+        self._open, self._written, self._call = None, "", None
+
+    def _item_event(self, kind: str, **fields: Any) -> Event:
+        assert self._open is not None
+        return {"type": kind, "item_id": self._open["id"], "output_index": len(self.done)} | fields
+
+    def _content_event(self, kind: str, **fields: Any) -> Event:
+        return self._item_event(kind, content_index=0, **fields)
+
+
+async def response_events(head: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Event]:
+    """Yield the numbered events of one response from the chunks of a chat's stream, which are closed at the end.
+
+    `head` are the fields of the response that do not change while it is written.
+    """
+    number = 0
+    try:
+        async for event in _events(head, chunks):
+            yield event | {"sequence_number": number}
+            number += 1
+    finally:
+        await chunks.aclose()  # type: ignore[attr-defined]
+
+
+async def _events(head: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Event]:
+    yield {"type": "response.created", "response": head}
+    yield {"type": "response.in_progress", "response": head}
+    items, finish, tail = ItemWriter(), None, dict[str, Any]()
+    try:
+        async for chunk in chunks:
+            if chunk.get("usage"):
+                tail = _usage(chunk)
+            for choice in chunk["choices"]:
+                finish = choice["finish_reason"] or finish
+                for event in items.add(choice["delta"]):
+                    yield event
+    except ApiError as error:
+        cause = {"code": "invalid_prompt" if error.status < 500 else "server_error", "message": str(error)}
+        yield {"type": "response.failed", "response": head | {"status": "failed", "error": cause, "output": items.done}}
+        return
+    status = "incomplete" if finish == "length" else "completed"
+    for event in items.end(status):
+        yield event
+    yield {"type": f"response.{status}", "response": head | _ending(status, items) | tail}
+
+
+async def format_events(events: AsyncIterator[Event]) -> AsyncIterator[str]:
+    """Yield events as server-sent events of the Responses protocol, and close `events` at the end."""
+    try:
+        async for event in events:
+            yield f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+    finally:
+        await events.aclose()  # type: ignore[attr-defined]

@@ -1,26 +1,25 @@
-"""`/tokenize` and `/detokenize`, in vLLM's shapes, `/v1/models/{id}` and `/version`."""
+"""vLLM's routes: `/tokenize` and `/detokenize`, `/v1/models/{id}`, `/version`, and those that change adapters."""
 
 import asyncio
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field, StrictBool, model_validator
 
 from redrafter.engine.detokenizer import decode_tokens
 from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve.prompts import Prompts
+from redrafter.serve.protocol.answers import Model, error_responses
 from redrafter.serve.protocol.fields import MAX_PARTS, Ids, Strict
-from redrafter.serve.protocol.messages import Message, Tool
-from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError, ChatRequest
-from redrafter.serve.protocol.response_models import Model, error_responses
+from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError, ChatRequest, Message, Tool
 from redrafter.serve.service import Service
 from redrafter.version import __version__
 
-__all__ = ["add_token_routes"]
-
 MAX_CONTEXTS = 8  # times the context length that a prompt may have to be tokenized
+_CLOSED = "adapters are not changed while this server runs: start it with --allow-runtime-lora-updating"
 
 
 class TokenizeRequest(Strict):
@@ -83,6 +82,18 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         """Return a reader of prompts that are only tokenized, which may be longer than the context."""
         return replace(service.prompts, context=MAX_CONTEXTS * service.context)
 
+    def encode(body: TokenizeRequest, decoder: SandboxedProcess | None) -> list[int]:
+        """Return the tokens that a completion or a chat would read."""
+        if body.messages is not None:
+            generation = body.add_generation_prompt
+            chat = ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=generation)
+            return prompts().encode_chat(chat, decoder).ids
+        assert body.prompt is not None
+        if body.add_special_tokens is None:
+            [ids] = prompts().encode_prompts(body.prompt)
+            return ids
+        return prompts().encode_text(body.prompt, add_special_tokens=body.add_special_tokens)
+
     @app.get("/version", response_model=Version)
     async def version() -> dict[str, str]:
         return {"version": __version__}
@@ -95,7 +106,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", response_model=TokenizeAnswer, **options)
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         service.check_model(body.model)
-        ids = await service.encode(partial(_tokens, prompts()), body, body.messages, request.scope["facts"])
+        ids = await service.encode(encode, body, body.messages, request.scope["facts"])
         names = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": names}
 
@@ -110,14 +121,40 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         return {"prompt": await asyncio.to_thread(decode_tokens, service.tokenizer, body.tokens)}
 
 
-def _tokens(prompts: Prompts, body: TokenizeRequest, decoder: SandboxedProcess | None) -> list[int]:
-    """Return the tokens that a completion or a chat would read."""
-    if body.messages is not None:
-        generation = body.add_generation_prompt
-        chat = ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=generation)
-        return prompts.encode_chat(chat, decoder).ids
-    assert body.prompt is not None
-    if body.add_special_tokens is None:
-        [ids] = prompts.encode_prompts(body.prompt)
-        return ids
-    return prompts.encode_text(body.prompt, add_special_tokens=body.add_special_tokens)
+class LoadAdapterRequest(Strict):
+    """An adapter to load: its name, and the directory on the server's machine that PEFT wrote."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+
+
+class UnloadAdapterRequest(Strict):
+    """The adapter to unload."""
+
+    lora_name: str | None = None
+
+
+def add_adapter_routes(app: FastAPI, service: Service, allowed: bool) -> None:
+    """Add the routes, which do nothing but refuse where adapters may not be changed."""
+    options: dict[str, Any] = {"response_class": PlainTextResponse}
+    options["responses"] = error_responses(400, 401, 404, 408, 413, 422, 503)
+
+    def check_allowed() -> None:
+        if not allowed:
+            raise ApiError(404, _CLOSED, code="unsupported_endpoint")
+
+    @app.post("/v1/load_lora_adapter", **options)
+    async def load(body: LoadAdapterRequest) -> PlainTextResponse:
+        check_allowed()
+        if not body.lora_name or not body.lora_path:
+            raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", code="invalid_user_input")
+        await service.load_adapter(body.lora_name, body.lora_path)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @app.post("/v1/unload_lora_adapter", **options)
+    async def unload(body: UnloadAdapterRequest) -> PlainTextResponse:
+        check_allowed()
+        if not body.lora_name:
+            raise ApiError(400, "'lora_name' needs to be provided to unload a LoRA adapter.", code="invalid_user_input")
+        await service.unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

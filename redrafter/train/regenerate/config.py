@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from redrafter.app.config_file import ConfigParser
-from redrafter.app.flags import add_options, dtype_word, flag, floats, option, read_options
+from redrafter.app.flags import add_options, dtype_word, flag, floats, read_options
 from redrafter.errors import ArgumentError
+from redrafter.options import option
 
 __all__ = ["RegenerateConfig", "parse", "shard_numbers"]
 

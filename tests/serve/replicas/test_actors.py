@@ -18,9 +18,8 @@ from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ReDrafterError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.network.api_keys import ApiKeys
-from redrafter.serve.replicas.call import AnswerPart, AnswerStart, HttpCall, ReplicaLostError
-from redrafter.serve.replicas.engine_replica import EngineReplica
-from redrafter.serve.replicas.router_replica import RouterReplica
+from redrafter.serve.replicas.actors import EngineReplica, RouterReplica
+from redrafter.serve.replicas.exchange import AnswerPart, AnswerStart, HttpCall, ReplicaLostError
 
 JSON = [(b"content-type", b"application/json")]
 
@@ -28,8 +27,7 @@ JSON = [(b"content-type", b"application/json")]
 @pytest.fixture(autouse=True)
 def ray(monkeypatch) -> None:
     FakeRay().install(monkeypatch)
-    for module in ("engine_replica", "router_replica"):
-        monkeypatch.setattr(f"redrafter.serve.replicas.{module}.start_logging", lambda form, level: None)
+    monkeypatch.setattr("redrafter.serve.replicas.actors.start_logging", lambda form, level: None)
 
 
 def router_of(handle: FakeHandle) -> TestClient:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from redrafter.serve.replicas.affinity import rank_replicas, routing_key
+from redrafter.serve.replicas.router import rank_replicas, routing_key
 
 SYSTEM = {"role": "system", "content": "You are the keeper of a lighthouse." * 10}
 IDLE = {"a": 0, "b": 0, "c": 0}

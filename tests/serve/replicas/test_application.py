@@ -6,10 +6,9 @@ pytest.importorskip("fastapi")
 
 from helpers.fake_ray import Deployment, FakeRay
 from redrafter.app.options import DraftOptions, LoadOptions
-from redrafter.serve.config import ServeOptions
+from redrafter.serve.config import ReplicaOptions, ServeOptions
 from redrafter.serve.network.api_keys import ApiKeys
 from redrafter.serve.replicas.application import app, build_application
-from redrafter.serve.replicas.options import ReplicaOptions
 
 
 def built(load: LoadOptions | None = None, **replicas: object) -> tuple[Deployment, Deployment]:

@@ -6,8 +6,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from redrafter.serve.replicas.call import AnswerPart, AnswerStart, HttpCall
-from redrafter.serve.replicas.exchange import answer_parts
+from redrafter.serve.replicas.exchange import AnswerPart, AnswerStart, HttpCall, answer_parts
 
 CALL = HttpCall({"type": "http"}, b"the body")
 

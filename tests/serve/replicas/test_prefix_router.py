@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("fastapi")
 
 from helpers.fake_ray import FakeRay
-from redrafter.serve.replicas.affinity import rank_replicas
-from redrafter.serve.replicas.call import HttpCall
+from redrafter.serve.replicas.exchange import HttpCall
+from redrafter.serve.replicas.router import rank_replicas
 
 MODULE = "redrafter.serve.replicas.prefix_router"
 

@@ -12,10 +12,9 @@ pytest.importorskip("fastapi")
 from helpers.fake_ray import FakeRay
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.serve.config import ServeOptions
+from redrafter.serve.config import ReplicaOptions, ServeOptions
 from redrafter.serve.network.api_keys import ApiKeys
-from redrafter.serve.replicas.command import serve_replicas
-from redrafter.serve.replicas.options import ReplicaOptions
+from redrafter.serve.replicas.application import serve_replicas
 
 LOADING, RUNNING = ("DEPLOYING", ""), ("RUNNING", "")
 

@@ -9,9 +9,8 @@ import yaml
 
 from redrafter.cli import main
 from redrafter.errors import ArgumentError, MissingDependencyError
-from redrafter.serve.config import ServeOptions
+from redrafter.serve.config import ReplicaOptions, ServeOptions, check_replicated
 from redrafter.serve.replicas.application import app
-from redrafter.serve.replicas.options import ReplicaOptions, check_replicated
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "ray"
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from redrafter.serve.replicas.resumption import DivergedError, SentStream, can_resume
+from redrafter.serve.replicas.router import DivergedError, SentStream, can_resume
 
 DONE = b"data: [DONE]\n\n"
 

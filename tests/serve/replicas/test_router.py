@@ -10,9 +10,9 @@ pytest.importorskip("fastapi")
 
 from starlette.testclient import TestClient
 
-from redrafter.serve.network.access import AccessPolicy
 from redrafter.serve.network.api_keys import ApiKeys
-from redrafter.serve.replicas.call import AnswerPart, AnswerStart, HttpCall, ReplicaLostError
+from redrafter.serve.network.guards import AccessPolicy
+from redrafter.serve.replicas.exchange import AnswerPart, AnswerStart, HttpCall, ReplicaLostError
 from redrafter.serve.replicas.router import MAX_RETRIES, create_router
 
 JSON = AnswerStart(200, [(b"content-type", b"application/json"), (b"x-request-id", b"of the replica")])

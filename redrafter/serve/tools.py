@@ -1,13 +1,10 @@
-"""JSON schema of the call that a model must write."""
+"""Tools: how a model hears of them, and the JSON schema of a call that it must write."""
 
+import json
 from typing import Any
 
-from redrafter.serve.protocol.messages import ToolChoice
-from redrafter.serve.protocol.requests import ChatRequest
+from redrafter.serve.protocol.requests import ChatRequest, Tool, ToolChoice
 
-__all__ = ["call_schema"]
-
-_ANY_OBJECT = {"type": "object"}
 # Without this, a model may fill a call with spaces and line breaks until no token is left. A separator is a regular
 # expression; a space after it is how models are trained to write JSON.
 _COMPACT_JSON = {
@@ -21,6 +18,24 @@ _DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples", "example"})
 _NAMED_SCHEMAS_KEYWORDS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
+def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
+    """Return tools as chat templates read them, without fields that are null."""
+    return [
+        {"type": tool.type, "function": {name: value for name, value in tool.function if value is not None}}
+        for tool in tools
+    ]
+
+
+def describe_tools(tools: list[dict[str, Any]], parallel_calls: bool = True) -> str:
+    """Return a system message that describes `template_tools` to a model whose chat template ignores them."""
+    lines = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    one_call = "" if parallel_calls else " Call no more than one at a time."
+    return (
+        "These functions may be called:\n" + "\n".join(lines) + "\nTo call one, answer with a JSON object of its "
+        f'"name" and its "arguments", and nothing else.{one_call}'
+    )
+
+
 def call_schema(request: ChatRequest) -> dict[str, Any] | None:
     """Return the JSON schema of the one call that an answer must be, or None where `tool_choice` does not force one."""
     choice = request.tool_choice
@@ -28,10 +43,11 @@ def call_schema(request: ChatRequest) -> dict[str, Any] | None:
         return None
     named = choice.function.name if isinstance(choice, ToolChoice) else None
     functions = [tool.function for tool in request.tools if named in (None, tool.function.name)]
-    definitions = {
-        str(number): _move_schema(function.parameters or _ANY_OBJECT, f"#/$defs/{number}")
-        for number, function in enumerate(functions)
-    }
+    definitions = {}
+    for number, function in enumerate(functions):
+        schema = function.parameters or {"type": "object"}
+        alone = {name: value for name, value in schema.items() if name not in ("$id", "$schema", "x-guidance")}
+        definitions[str(number)] = _move_references(alone, f"#/$defs/{number}")
     calls = [
         {
             "type": "object",
@@ -42,14 +58,6 @@ def call_schema(request: ChatRequest) -> dict[str, Any] | None:
         for number, function in enumerate(functions)
     ]
     return {"x-guidance": _COMPACT_JSON, "anyOf": calls, "$defs": definitions}
-
-
-def _move_schema(schema: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a schema for use at a path within another schema, with its references to itself adapted."""
-    alone = {name: value for name, value in schema.items() if name not in ("$id", "$schema", "x-guidance")}
-    moved = _move_references(alone, path)
-    assert isinstance(moved, dict)
-    return moved
 
 
 def _move_references(value: Any, path: str) -> Any:

@@ -9,13 +9,16 @@ The result does not depend on the pieces in which the text comes.
 """
 
 import json
+import re
 import uuid
+from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
-from redrafter.serve.chat.cursor import Cursor, Steps
-
-__all__ = ["Call", "ChatReader", "Fragment", "Span"]
-
+Steps = Generator[None, None, bool]  # yields when it needs more text
+_STRING = re.compile(r'["\\]')
+_NESTED = re.compile(r'["{}\[\]]')
+_SCALAR_END = re.compile(r"[\s,}\]]")
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _THINK, _THINK_END = "<think>", "</think>"
 _SPACE = " \t\r\n"
@@ -50,7 +53,7 @@ class Fragment:
 Event = Span | Call | Fragment
 
 
-class ChatReader(Cursor):
+class ChatReader:
     """Parser of what a model writes in a chat: `push` text, and get the events that are certain.
 
     Args:
@@ -60,6 +63,7 @@ class ChatReader(Cursor):
         thinking: Whether the text begins within thoughts.
 
     Attributes:
+        text: The text so far.
         calls: Calls that have begun.
         cut: Whether the text ends within a call.
     """
@@ -67,7 +71,9 @@ class ChatReader(Cursor):
     def __init__(
         self, names: frozenset[str], parallel_calls: bool = True, split_thoughts: bool = False, thinking: bool = False
     ):
-        super().__init__()
+        self.text = ""
+        self._at = 0  # index of the next character to read
+        self._last = False  # whether the text is complete
         self._names, self._parallel_calls = names, parallel_calls
         self._split_thoughts, self._thinking = split_thoughts, thinking
         self.calls = 0
@@ -89,8 +95,11 @@ class ChatReader(Cursor):
     def _read(self) -> Steps:
         if self._split_thoughts:
             yield from self._read_thoughts()
-        if not self._names:
-            return (yield from self._read_plain())
+        while not self._names:
+            self._report(len(self.text), False)
+            if self._last:
+                return True
+            yield
         yield from self._skip(_SPACE)
         if (yield from self._has_more()) and self.text[self._at] in "{[":
             yield from self._read_calls()
@@ -116,18 +125,13 @@ class ChatReader(Cursor):
         self._from = self._at
         return True
 
-    def _read_plain(self) -> Steps:
-        while True:
-            self._report(len(self.text), False)
-            if self._last:
-                return True
-            yield
-
     def _read_until(self, mark: str, thought: bool) -> Steps:
         """Report the text before a mark, without trailing spaces, and move past it. Return False without a mark."""
         while (index := self.text.find(mark, self._at)) < 0:
-            sure = len(self.text) - _partial_mark(self.text, mark)
-            self._at = max(self._at, sure)
+            # Characters at the end of the text may be the beginning of the mark.
+            sizes = range(len(mark) - 1, 0, -1)
+            partial = next((size for size in sizes if self.text.endswith(mark[:size])), 0)
+            self._at = max(self._at, len(self.text) - partial)
             if self._last:
                 end = len(self.text)
                 self._report(self._stripped_end(end) if thought or self.calls else end, thought)
@@ -221,10 +225,82 @@ class ChatReader(Cursor):
         part = self.text[begin:end].rstrip()
         return begin + len(part) if part else self._from
 
+    # What follows moves through a text that is still being written: it yields when it needs more of it.
 
-def _partial_mark(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of a mark."""
-    return next((size for size in range(len(mark) - 1, 0, -1) if text.endswith(mark[:size])), 0)
+    def _skip_value(self) -> Steps:
+        """Move past a JSON value. Return False if the text ends before its end."""
+        first, depth = self.text[self._at], 0
+        if first not in '"{[':
+            return (yield from self._find(_SCALAR_END)) or True
+        while True:
+            if not (yield from self._find(_NESTED)):
+                return False
+            mark = self.text[self._at]
+            self._at += 1
+            if mark == '"':
+                if not (yield from self._skip_string()):
+                    return False
+            else:
+                depth += 1 if mark in "{[" else -1
+            if depth <= 0:
+                return True
+
+    def _skip_string(self) -> Steps:
+        """Move past a JSON string whose opening quote was read. Return False if the text ends before its end."""
+        while (yield from self._find(_STRING)):
+            self._at += 1
+            if self.text[self._at - 1] == '"':
+                return True
+            if not (yield from self._has_more()):
+                return False
+            self._at += 1
+        return False
+
+    def _find(self, pattern: re.Pattern[str]) -> Steps:
+        """Move to the next match of a one-character pattern. Return False if there is none."""
+        while (match := pattern.search(self.text, self._at)) is None:
+            self._at = len(self.text)
+            if not (yield from self._has_more()):
+                return False
+        self._at = match.start()
+        return True
+
+    def _skip(self, characters: str) -> Steps:
+        """Move past any of some characters."""
+        while (yield from self._has_more()) and self.text[self._at] in characters:
+            self._at += 1
+        return True
+
+    def _skip_literal(self, literal: str) -> Steps:
+        """Move past a literal if it comes next; else return False and stay."""
+        begin = self._at
+        for character in literal:
+            if not (yield from self._has_more()) or self.text[self._at] != character:
+                self._at = begin
+                return False
+            self._at += 1
+        return True
+
+    def _has_more(self) -> Steps:
+        """Wait until there is a character to read. Return False at the end of the text."""
+        while self._at == len(self.text):
+            self._flush()
+            if self._last:
+                return False
+            yield
+        return True
+
+
+def collect_calls(events: list[Event]) -> list[dict[str, Any]]:
+    """Return the calls among all events of a text, in OpenAI's format."""
+    calls: list[dict[str, Any]] = []
+    for event in events:
+        if isinstance(event, Call):
+            function = {"name": event.name, "arguments": ""}
+            calls.append({"id": event.id, "type": "function", "function": function})
+        elif isinstance(event, Fragment):
+            calls[event.number]["function"]["arguments"] += event.text
+    return calls
 
 
 def _parse_name(text: str) -> str | None:

@@ -4,16 +4,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = [
-    "ChatAnswer",
-    "CompletionAnswer",
-    "ErrorAnswer",
-    "ModelHealth",
-    "Models",
-    "answer_responses",
-    "error_responses",
-]
-
 FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
 
 

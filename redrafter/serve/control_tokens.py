@@ -19,19 +19,13 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.serve.protocol.requests import ApiError
 
-__all__ = ["ControlTokens", "choose_marker"]
-
 _MARKERS = range(0xE000, 0xF8FF)  # code points of private use
 _ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})")
 _TEXT_FIELDS = ("content", "reasoning_content", "name", "tool_call_id")  # of a message
 
 
 def choose_marker(*values: Any) -> str:
-    """Return a character that occurs in none of some JSON values, neither as it is nor as JSON escapes it.
-
-    Raises:
-        ApiError: If the values use up all candidates.
-    """
+    """Return a character that occurs in none of some JSON values, neither as it is nor as JSON escapes it."""
     text = json.dumps(values, ensure_ascii=False).lower()
     used = set(text) | {chr(int(code, 16)) for code in _ESCAPED.findall(text)}
     if (free := next((chr(code) for code in _MARKERS if chr(code) not in used), None)) is None:
@@ -48,10 +42,6 @@ class ControlTokens:
 
     Control tokens are the special tokens, and those other added tokens that the chat template spells, such as
     `<tool_call>`. In messages of the assistant only special tokens are marked: the model writes the others itself.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        template: Source of its chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str):
@@ -68,21 +58,21 @@ class ControlTokens:
     def mark_message(self, message: Mapping[str, Any], marker: str) -> dict[str, Any]:
         """Return a message, as chat templates read it, with `marker` in the control tokens that it spells."""
         pattern = self._special_pattern if message["role"] == "assistant" else self._any_pattern
+
+        def mark_text(text: str) -> str:
+            return self._mark_edges(_break_names(text, marker, pattern), marker)
+
         marked: dict[str, Any] = {}
         for name, value in message.items():
-            if name == "content" and isinstance(value, list):
-                marked[name] = [self._mark_part(part, pattern, marker) for part in value]
+            if name == "content" and isinstance(value, list):  # of its parts, only texts come from a user
+                marked[name] = [
+                    part | {"text": mark_text(part["text"])} if part["type"] == "text" else part for part in value
+                ]
             elif name in _TEXT_FIELDS:
-                marked[name] = self._mark_edges(_break_names(value, marker, pattern), marker)
+                marked[name] = mark_text(value)
             else:
                 marked[name] = value if name == "role" else self.mark(value, marker)
         return marked
-
-    def _mark_part(self, part: dict[str, Any], pattern: re.Pattern[str], marker: str) -> dict[str, Any]:
-        """Mark a part of a message's content, of which only texts come from a user."""
-        if part["type"] != "text":
-            return part
-        return part | {"text": self._mark_edges(_break_names(part["text"], marker, pattern), marker)}
 
     def mark(self, value: Any, marker: str) -> Any:
         """Return any JSON value with `marker` in the control tokens that its texts and keys spell."""
@@ -97,10 +87,7 @@ class ControlTokens:
 
         A marker inside the spelling of a control token, such as `<|im_end|>`, says that it comes from such a text. A
         spelling without a marker was written by the chat template or by the model, and gets the control token's id.
-
-        Args:
-            text: What the chat template rendered of messages that `mark_message` and `mark` returned.
-            marker: The marker that these put in.
+        The text is what the template rendered of messages that `mark_message` and `mark` returned.
 
         Returns:
             The text without markers, and its token ids.
@@ -155,13 +142,10 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
     elif isinstance(vocabulary, list):
         model["vocab"] = [[names.get(name, name), score] for name, score in vocabulary]
     if "merges" in model:
-        model["merges"] = [pair for pair in model["merges"] if _merge_result(pair) not in names]
+        joined = (pair.replace(" ", "") if isinstance(pair, str) else "".join(pair) for pair in model["merges"])
+        model["merges"] = [pair for pair, name in zip(model["merges"], joined, strict=True) if name not in names]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-
-
-def _merge_result(pair: str | list[str]) -> str:
-    return pair.replace(" ", "") if isinstance(pair, str) else "".join(pair)
 
 
 def _match_any(names: set[str]) -> re.Pattern[str]:

@@ -1,0 +1,100 @@
+"""How the tokens of a sequence are drawn, in a call of `generate` as in a server's request."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from redrafter.grammar.grammar import Grammar
+from redrafter.sampling.processors import CUTS, EDITS, HostProcessor, OwnProcessor, RowProcessor
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of a sequence are drawn, under the names that `generate` uses.
+
+    The defaults sample at temperature 1 and leave every other logits processor off.
+
+    Attributes:
+        temperature: Divisor of the logits; 0 for greedy decoding.
+        top_k: Sample from this many of the likeliest tokens; 0 for all.
+        top_p: Sample from the likeliest tokens whose probabilities add up to this; 1 for all.
+        min_p: Drop tokens less likely than this share of the likeliest token's probability.
+        repetition_penalty: Divide (or multiply, if negative) logits of tokens that occurred in prompt or text.
+        frequency_penalty: Subtract this times the number of occurrences in the text from a token's logit.
+        presence_penalty: Subtract this from the logits of tokens that occurred in the text.
+        logit_bias: Number to add to the logit of each token id.
+        min_new_tokens: Tokens to write before the first of `stop_token_ids` may be drawn.
+        stop_token_ids: Token ids that end the sequence.
+        seed: Key of the noise, from 0 to 2**63 - 1.
+        logprobs: How many of the likeliest tokens to report beside each new token; None for no log-probabilities.
+        prompt_logprobs: The same for the tokens of the prompt.
+        grammar: Grammar that the text must follow, or None.
+        speculate: Whether the row verifies drafts, if rows beside it may.
+        extra: Processors of the caller's own, each with the settings of this one row. They come after those of
+            transformers' names that edit single tokens, and before this library's own, grammars and temperature.
+        extra_last: The same, after all others.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_new_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+    speculate: bool = True
+    extra: tuple[OwnProcessor, ...] = ()
+    extra_last: tuple[OwnProcessor, ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0
+
+    @cached_property
+    def asked(self) -> tuple[type[RowProcessor], ...]:
+        """Which of `EDITS` and `CUTS` change scores; sampling alone takes a cut, which needs a sort."""
+        kinds = EDITS if self.greedy else (*EDITS, *CUTS)
+        own = vars(self)
+        return tuple(kind for kind in kinds if any(own[name] != value for name, value in _NEUTRAL[kind]))
+
+    @cached_property
+    def edits(self) -> bool:
+        """Whether scores change for single tokens: by a penalty, a bias, or a least number of tokens."""
+        return any(kind in EDITS for kind in self.asked)
+
+    @cached_property
+    def cuts(self) -> bool:
+        """Whether unlikely tokens are never sampled, which takes a sort of the vocabulary."""
+        return any(kind in CUTS for kind in self.asked)
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether there are settings as large as the vocabulary."""
+        own = (each for each in (*self.extra, *self.extra_last) if isinstance(each, RowProcessor))
+        return (
+            bool(self.logit_bias) or self.min_new_tokens > 0 or any(x.dim() > 1 for each in own for x in each.settings)
+        )
+
+    @cached_property
+    def asks_host(self) -> bool:
+        """Whether a step runs Python code of a processor."""
+        own = (*self.extra, *self.extra_last)
+        return self.grammar is not None or any(isinstance(each, HostProcessor) for each in own)
+
+
+NEUTRAL = SamplingParams()
+# Names of the numbers that ask for a processor, as calls, requests and commands spell them.
+NUMBERS = [name for kind in (*EDITS, *CUTS) for name in kind.reads if isinstance(getattr(NEUTRAL, name), int | float)]
+# The parameters by which a row asks for a processor, with the values that ask for nothing.
+_NEUTRAL = {
+    kind: [(name, getattr(NEUTRAL, name)) for name in kind.reads if name != "stop_token_ids"]
+    for kind in (*EDITS, *CUTS)
+}

@@ -1,1 +1,0 @@
-"""Chat templates, control tokens, tools and thoughts."""

@@ -1,0 +1,132 @@
+"""What a forward reads and gives: rows of tokens with ancestors, chunks of prompts after them, and what goes with each.
+
+A pending token, a chain of drafts, a tree of them and a part of a prompt are one kind of thing. What a row has beside
+its tokens (positions that images have shifted, the sequence length that selects RoPE frequencies, an adapter) stands
+here once, for every forward and layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redrafter.attention.prompt_attention import Piece
+from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
+from redrafter.tree.token_tree import Tree
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """The new nodes of B rows' trees, which one forward computes, and chunks of P other prompts after them.
+
+    Attributes:
+        tree: The trees, M new nodes each.
+        length: Committed tokens of each row, `[B]` int64.
+        cache: Keys and values of the rows; receives those of the new nodes, and its pool those of the chunks.
+        logits_index: The one of each row's M new nodes at which to compute the head, `[B]` int64; None for all.
+        position_shift: What is added to the places of each row's tokens in its text to get their positions, `[B]`
+            int64: images count as other numbers of positions than tokens. None for nothing.
+        rope_lengths: Sequence length that selects RoPE frequencies, at least, of each row's tokens, `[B]` int64; None
+            for that up to each token.
+        adapters: Slot of each row's adapter, 0 for none, `[B]` int64; None where no row and no chunk has one.
+        chunks: What is read of prompts beside the trees, on a paged cache; None for nothing.
+        pieces: For chains that are parts of prompts, what is read of each row that reads on; its recurrent states are
+            those after it then. None for a tree, whose path is committed later.
+    """
+
+    tree: Tree
+    length: Tensor
+    cache: Any  # a `KVCache`; each forward knows which kind
+    logits_index: Tensor | None = None
+    position_shift: Tensor | None = None
+    rope_lengths: Tensor | None = None
+    adapters: Tensor | None = None
+    chunks: PromptChunks | None = None
+    pieces: Sequence[Piece] | None = None
+
+    @property
+    def places(self) -> Tensor:
+        """The place of each new node in its row's text, `[B, M]` int64."""
+        return self.length[:, None] + self.tree.depth[:, -self.tree.new :]
+
+    @property
+    def positions(self) -> Tensor:
+        """The position of each new node, `[B, M]` int64."""
+        return self.places if self.position_shift is None else self.places + self.position_shift[:, None]
+
+    @cached_property
+    def nodes(self) -> Tensor | slice:
+        """Which of the `B * M` new nodes are tokens of the forward."""
+        return self.tree.verified_nodes()
+
+    def flat(self, of_rows: Tensor, of_chunks: Tensor | None) -> Tensor:
+        """Return for each of T tokens what is known of new nodes, `[B, M]` or `[B, 1]`, and of the tokens of chunks."""
+        of_nodes = of_rows.expand(-1, self.tree.new).flatten()[self.nodes]
+        return of_nodes if of_chunks is None else torch.cat([of_nodes, of_chunks])
+
+    @property
+    def token_rope_lengths(self) -> Tensor:
+        """`rope_lengths` of each token, `[T]` int64."""
+        of_rows = torch.zeros_like(self.length) if self.rope_lengths is None else self.rope_lengths
+        return self.flat(of_rows[:, None], None if self.chunks is None else self.chunks.by_token(self.chunks.prompts))
+
+    @property
+    def token_adapters(self) -> Tensor | None:
+        """`adapters` of each token, `[T]` int64; None where there are none."""
+        if self.adapters is None:
+            return None
+        of_chunks = None if self.chunks is None else self.chunks.by_token(self.chunks.adapters)
+        return self.flat(self.adapters[:, None], of_chunks)
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """What a forward gives.
+
+    Attributes:
+        tree: The trees of the batch, without tokens that cannot be accepted since the model's rope switches there.
+        logits: Logits of the new nodes, `[B, M, V]`; M is 1 with `logits_index`.
+        hidden: Hidden states that a drafter reads, `[B, M, F]`.
+        chunk_ends: Both of the last token of each chunk; None for no chunks.
+    """
+
+    tree: Tree
+    logits: Tensor
+    hidden: Tensor
+    chunk_ends: ChunkEnds | None = None
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts, or parts of prompts, that are read into a cache, in as many forwards as suit.
+
+    Attributes:
+        tokens: Each row's prompt, padded on the right with any ids, `[B, P]` int64.
+        upto: Position to stop before, `[B]` int64.
+        cache: Keys and values of the rows; receives those of the tokens.
+        start: Tokens that the cache holds already, `[B]` int64, fewer than `upto`; None for none.
+        counts: How many tokens each row has beyond `start`; None for P of each, some of which may be padding.
+        rope_lengths: As in `ForwardBatch`; None for `upto`.
+        adapters: As in `ForwardBatch`.
+    """
+
+    tokens: Tensor
+    upto: Tensor
+    cache: Any = field(repr=False)
+    start: Tensor | None = None
+    counts: Sequence[int] | None = None
+    rope_lengths: Tensor | None = None
+    adapters: Tensor | None = None
+
+    @property
+    def first(self) -> Tensor:
+        """Position of the first token that is read of each row, `[B]` int64."""
+        return torch.zeros_like(self.upto) if self.start is None else self.start
+
+    def to(self, device: torch.device) -> "Prompts":
+        """Return the same prompts on another device."""
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
