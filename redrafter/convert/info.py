@@ -32,7 +32,7 @@ from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
-from redrafter.target.mixers import layer_tensors
+from redrafter.target.recurrent_layers import layer_tensors
 from redrafter.target.supported import check_states_found, check_supported, stored_shapes
 from redrafter.version import __version__
 

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from redrafter import kernels
-from redrafter.attention.mask import LayerKinds
 from redrafter.cache.dense import DenseCache, LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.target.attention_probe import AttentionProbe
-from redrafter.target.mixers import Mixer
+from redrafter.target.positions import masks_slots
 from redrafter.target.prompt_reader import PromptReader
 from redrafter.target.self_test import SelfTest
 from redrafter.target.supported import Support, stored_shapes
+from redrafter.target.traits import ModelTraits
 
 if TYPE_CHECKING:
     from redrafter.target.target import Target
@@ -38,21 +37,26 @@ class CacheSupport:
     def __init__(
         self,
         target: "Target",
-        probe: AttentionProbe,
-        kinds: LayerKinds,
-        mixers: Sequence[Mixer],
+        traits: ModelTraits,
         reader: PromptReader,
-        reads_slots: bool,
     ):
         """Run the self-test on dense caches, in the fastest way that the model is right in.
 
+        <<<<<<< HEAD
         Prompts are read so by `reader` then. `reads_slots`: whether its attention masks slots, or biases them, in code
         of its own.
+        =======
+        Args:
+            target: What is being bound.
+            traits: What its layers are.
+            reader: Its reader of prompts, which is set to that way.
+        >>>>>>> lighter-patch
 
         Raises:
             UnsupportedError: The model is right on no cache.
         """
-        self._target, self._probe, self._kinds, self._reads_slots = target, probe, kinds, reads_slots
+        self._target, self._traits = target, traits
+        kinds, mixers = traits.kinds, traits.mixers
         window = min((kind.window for kind in kinds.by_name.values() if kind.window), default=0)
         longest = window + 3 if window <= MAX_CHEAP_WINDOW else 5
         longest = max(longest, MIN_TOKENS_WITH_STATES) if mixers else longest
@@ -61,7 +65,7 @@ class CacheSupport:
         self.shapes = stored_shapes(self._self_test.output, target.config, target.name, states)
         self._contiguous = False
         on_cpu = all(shape.device.type == "cpu" for shape in self.shapes)
-        reader.use_masks_on_dense_cache(not (probe.kinds and on_cpu))
+        reader.use_masks_on_dense_cache(not (traits.attention.kinds and on_cpu))
         self._settle_dense(reader)
 
     def new_dense(self, rows: int, shapes: Sequence[LayerShape]) -> DenseCache:
@@ -87,14 +91,14 @@ class CacheSupport:
 
         Models with latent attention store something else in transformers' own caches.
         """
-        seen = self._probe.shapes
+        seen = self._traits.attention.shapes
         nothing = next(iter(seen.values()), self.shapes[0]).storing_nothing()
         return [replace(seen.get(layer, nothing), states=shape.states) for layer, shape in enumerate(self.shapes)]
 
     @cached_property
     def paged(self) -> Support:
         """Whether the model can be decoded on a paged cache. The first access may run the self-test on one."""
-        target, probe = self._target, self._probe
+        target, probe = self._target, self._traits.attention
         if len({shape.device for shape in self.shapes}) > 1:
             return Support("it is spread over several devices; load it on one with device='cuda'")
         if target.device.type == "cuda" and not kernels.TRITON:
@@ -107,9 +111,9 @@ class CacheSupport:
             return Support(
                 "an indexer chooses what its layers attend to, and the paged cache has no place for its keys"
             )
-        if attends and self._kinds.by_layer is None:
+        if attends and self._traits.kinds.by_layer is None:
             return Support("what its layers see is not known")
-        if self._reads_slots:
+        if masks_slots(self._traits.slot_readers):  # in code of its own
             return Support("its attention takes positions from slots of the cache")
         try:
             with torch.no_grad():

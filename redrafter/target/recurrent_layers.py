@@ -1,12 +1,17 @@
 """Recurrent layers in our forwards: over the nodes of trees level by level, over prompts row by row.
 
+A mixer mixes a token with those before it by a convolution or a recurrence instead of attention. It asks transformers'
+cache for the states that it left there, and leaves the new ones. To call it on other states, it is handed a cache with
+a copy of its layer in which the tensors are replaced; so nothing here depends on what a release of transformers calls
+them.
+
 While a forward runs, each mixer of the model is called by a function of ours that cuts its input into calls of the
 mixer's own forward, each on states of its own. In a tree, the nodes of one depth are the rows of one call of a single
 token each, on the states after their parents: so each token goes the way that it goes in plain decoding. A prompt is
 read whole from its row's state, without padding.
 """
 
-from abc import ABC, abstractmethod
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,38 +19,122 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers import Cache
 
 from redrafter.attention.prompt_attention import Piece
-from redrafter.cache.states import StatesOfRows
+from redrafter.cache.states import StateName, StateShape, StatesOfRows
 from redrafter.target.fused_linear import is_plain
-from redrafter.target.mixers import Mixer
 from redrafter.target.patch import ModelPatch
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["MixerPlan", "PromptStates", "TreeStates", "mixer_plan", "replaced_mixers"]
+_OF_ATTENTION = ("keys", "values")  # what a layer holds that attends besides
 
 
-class MixerPlan(ABC):
-    """What the mixers must know of one forward."""
+@dataclass(frozen=True)
+class Mixer:
+    """A module that keeps recurrent states.
 
-    @abstractmethod
-    def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Compute what a mixer returns for all tokens of the forward.
+    Attributes:
+        module: The module.
+        layer: Index of its layer of the cache.
+        states: The states that it keeps.
+        parameters: Names of what its forward takes, in order.
+        arguments: Names of what the model gives it.
+        cache_argument: The one of them that is the cache.
+        tokens_argument: The one of them that is a vector of each token, `[B, T, D]`.
+        empty: Its layer of the cache before any token.
+        full: The same after some tokens, without the tensors.
+        continues: Whether it reads several tokens at once from a state rightly. All do from none, and one token at a
+            time; some recurrences read several as if none came before them.
+        first_linears: Names of the linear layers in it that read the vectors of the tokens as they are, in the order of
+            their calls.
+        last_linear: Name of the linear layer in it whose output it returns; None where that is none.
+    """
+
+    module: nn.Module
+    layer: int
+    states: tuple[StateShape, ...]
+    parameters: tuple[str, ...]
+    arguments: frozenset[str]
+    cache_argument: str
+    tokens_argument: str
+    empty: Any
+    full: Any
+    continues: bool = False
+    first_linears: tuple[str, ...] = ()
+    last_linear: str | None = None
+
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name, without what the model gives it in our forwards alone."""
+        named = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
+        return {name: value for name, value in named.items() if name in self.arguments}
+
+    def run(
+        self, forward: Callable[..., Any], arguments: Mapping[str, Any], states: Sequence[Tensor] | None
+    ) -> tuple[Any, list[Tensor]]:
+        """Call the module's own `forward` on some states; return what it returns, and its states after the last token.
 
         Args:
-            mixer: The mixer.
-            forward: Its own forward.
-            arguments: The arguments of its call, by name.
+            forward: The module's forward.
+            arguments: Its arguments by name; the one for the cache is replaced.
+            states: What it continues from, `[B, ...]` each, in the order of `self.states`; may be changed in place.
+                None to begin with the first token of a text.
         """
+        layer = copied_layer(self.empty if states is None else self.full)
+        for shape, state in zip(self.states, states or (), strict=bool(states)):
+            _put(layer, shape.name, state)
+        cache = Cache(layers=[layer] * (self.layer + 1))
+        output = forward(**{**arguments, self.cache_argument: cache})
+        after = layer_tensors(layer)
+        return output, [after[shape.name] for shape in self.states]
 
-    def finish(self) -> None:  # noqa: B027 -- most have nothing to do
-        """Take note that the forward has ended."""
+
+def layer_tensors(layer: Any) -> dict[StateName, Tensor]:
+    """Return the states that a layer of the cache holds."""
+    found: dict[StateName, Tensor] = {}
+    for attribute, value in vars(layer).items():
+        if attribute in _OF_ATTENTION:
+            continue
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        found |= {(attribute, index): x for index, x in items if isinstance(x, Tensor)}
+        if isinstance(value, Tensor) and value.dim():  # skip 0-dim counters
+            found[attribute, None] = value
+    return found
 
 
-class TreeStates(MixerPlan):
-    """A forward over the new nodes of trees: one call for each level."""
+def copied_layer(layer: Any) -> Any:
+    """Return a layer of the cache of its own, which holds the same tensors."""
+    copied = copy.copy(layer)
+    for attribute, value in vars(layer).items():
+        if isinstance(value, dict | list):
+            setattr(copied, attribute, copy.copy(value))
+    return copied
+
+
+def layer_without_tensors(layer: Any) -> Any:
+    """Return a layer of the cache that says of itself what this one does, but holds no tensors."""
+    bare = copied_layer(layer)
+    for name in layer_tensors(layer):
+        _put(bare, name, None)
+    for attribute in _OF_ATTENTION:
+        if hasattr(bare, attribute):
+            setattr(bare, attribute, None)
+    return bare
+
+
+def _put(layer: Any, name: StateName, state: Tensor | None) -> None:
+    """Replace a state in a layer of the cache."""
+    attribute, index = name
+    if index is None:
+        setattr(layer, attribute, state)
+    else:
+        getattr(layer, attribute)[index] = state
+
+
+class TreeStates:
+    """A forward over the new nodes of trees: one call of each mixer for each level."""
 
     def __init__(self, tree: Tree, length: Tensor, states: StatesOfRows, starts: Tensor | None = None):
         """Make room for the states after the nodes.
@@ -66,7 +155,7 @@ class TreeStates(MixerPlan):
         self._taken = self._index.clamp(min=0)
 
     def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Compute what a mixer returns, level by level; see `MixerPlan`."""
+        """Compute what a mixer returns for all tokens of a call of its forward, level by level."""
         tokens, levels = _Tokens.of(arguments[mixer.tokens_argument]), self._levels
         keys, dtypes = [state.key for state in mixer.states], [state.dtype for state in mixer.states]
         parents, taken = levels.parents.to(tokens.device), self._taken.to(tokens.device)
@@ -76,7 +165,7 @@ class TreeStates(MixerPlan):
             for level, given in enumerate(tokens.take_levels(arguments, taken, len(parents))):
                 if level:  # which also copies: a mixer may write to what it is given
                     states = [state.index_select(0, parents[level]) for state in states]
-                linears.take(level)
+                linears.level = level
                 output, states = mixer.run(forward, given, states)
                 states = [state.to(dtype) for state, dtype in zip(states, dtypes, strict=True)]
                 outputs.append(output)
@@ -84,34 +173,33 @@ class TreeStates(MixerPlan):
             self._states.write_entries(keys, levels.entries, map(torch.cat, zip(*after, strict=True)))
         return linears.finish(tokens.join(self._index.to(tokens.device), outputs))
 
+    def finish(self) -> None:
+        """Leave the rows' states as they are until a path is committed."""
+
 
 class _OuterLinears:
     """A context in which the first and last linear layers of a mixer are computed once, for the tokens of all levels.
 
     Their weights are read once then. The first ones hand out what they computed, a level at a time, and the last one
     hands on what it is given, until all of it is there.
+
+    Attributes:
+        level: The level whose tokens the mixer is called with.
     """
 
     def __init__(self, mixer: Mixer, arguments: Mapping[str, Any], index: Tensor, levels: int):
-        """Compute the first linear layers of a mixer's call.
-
-        Args:
-            mixer: The mixer.
-            arguments: The arguments of its call, by name.
-            index: The tokens of all levels among those of the call, `[L * R]` int64.
-            levels: L.
-        """
+        """Compute the first linear layers of a call; index: the tokens of all L levels among its own, `[L * R]`."""
         x, last = arguments[mixer.tokens_argument], mixer.last_linear
         # A layer that was given a hook since the model was bound is called by the mixer, as any other layer in it.
         self._first = [layer for name in mixer.first_linears if is_plain(layer := mixer.module.get_submodule(name))]
         self._last = layer if last is not None and is_plain(layer := mixer.module.get_submodule(last)) else None
         self._outputs = [_rows_of(linear(x), index).chunk(levels) for linear in self._first]
-        self._level = 0
+        self.level = 0
         self._patch = ModelPatch()
 
     def __enter__(self) -> "_OuterLinears":
         for linear, outputs in zip(self._first, self._outputs, strict=True):
-            self._patch.replace_forward(linear, lambda *_, outputs=outputs: outputs[self._level])
+            self._patch.replace_forward(linear, lambda *_, outputs=outputs: outputs[self.level])
         if self._last is not None:
             self._patch.replace_forward(self._last, lambda _, args, __: args[0])
         return self
@@ -119,17 +207,13 @@ class _OuterLinears:
     def __exit__(self, *_: object) -> None:
         self._patch.__exit__()
 
-    def take(self, level: int) -> None:
-        """Let the first layers hand out what they computed for the tokens of a level."""
-        self._level = level
-
     def finish(self, output: Any) -> Any:
         """Return what the mixer returns for all tokens, from what the last layer was given for them."""
         return output if self._last is None else self._last(output)
 
 
-class PromptStates(MixerPlan):
-    """A forward over pieces of prompts: one call for each."""
+class PromptStates:
+    """A forward over pieces of prompts: one call of each mixer for each."""
 
     def __init__(self, pieces: Sequence[Piece], starts: Sequence[int], states: StatesOfRows | None):
         """Plan a forward over pieces of prompts.
@@ -142,7 +226,7 @@ class PromptStates(MixerPlan):
         self._pieces, self._starts, self._states = pieces, starts, states
 
     def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Compute what a mixer returns, row by row; see `MixerPlan`."""
+        """Compute what a mixer returns for all tokens of a call of its forward, row by row."""
         tokens = _Tokens.of(arguments[mixer.tokens_argument])
         outputs, read = [], []
         for piece, start in zip(self._pieces, self._starts, strict=True):
@@ -167,13 +251,7 @@ class PromptStates(MixerPlan):
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens of a mixer's call, `rows` times `count` of them.
-
-    Attributes:
-        rows: First size of what is given for each token.
-        count: Second size of it.
-        device: Where they are.
-    """
+    """The tokens of a mixer's call: the first two sizes of what is given for each of them, and where they are."""
 
     rows: int
     count: int
@@ -185,13 +263,7 @@ class _Tokens:
         return cls(x.shape[0], x.shape[1], x.device)
 
     def take_levels(self, arguments: Mapping[str, Any], index: Tensor, levels: int) -> list[dict[str, Any]]:
-        """Return the arguments for the tokens of each level, each token in a row of its own.
-
-        Args:
-            arguments: The arguments for all tokens.
-            index: The tokens of all levels, `[L * R]` int64.
-            levels: L.
-        """
+        """Return the arguments for the tokens `index` `[L * R]` of L levels, each token in a row of its own."""
         leaves, kinds = pytree.tree_flatten(_without_masks(arguments))
         by_leaf = [
             _rows_of(self._expanded(leaf), index).chunk(levels) if self._per_token(leaf) else [leaf] * levels
@@ -224,18 +296,17 @@ class _Tokens:
             index: Indices of tokens in the order of the outputs, `[R]` int64, -1 for none.
             outputs: What was returned for some of them each, `[R', 1, ...]`.
         """
-        leaves, kinds = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
-        joined = [self._join(index, parts) for parts in zip(*leaves, strict=True)]
-        return pytree.tree_unflatten(joined, kinds[0])
-
-    def _join(self, index: Tensor, parts: Sequence[Any]) -> Any:
-        if not isinstance(parts[0], Tensor):
-            return parts[0]
         size = self.rows * self.count
-        whole = torch.cat(list(parts)).squeeze(1)
-        joined = whole.new_zeros(size + 1, *whole.shape[1:])
-        joined[index] = whole  # -1 is the one that is cut off
-        return joined[:size].unflatten(0, (self.rows, self.count))
+
+        def join(*parts: Any) -> Any:
+            if not isinstance(parts[0], Tensor):
+                return parts[0]
+            whole = torch.cat(parts).squeeze(1)
+            joined = whole.new_zeros(size + 1, *whole.shape[1:])
+            joined[index] = whole  # -1 is the one that is cut off
+            return joined[:size].unflatten(0, (self.rows, self.count))
+
+        return pytree.tree_map(join, *outputs)
 
 
 def _without_masks(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,14 +324,12 @@ def _as_rows(x: Any) -> Any:
     return x.transpose(0, 1) if isinstance(x, Tensor) else x
 
 
-def mixer_plan(tree: Tree, length: Tensor, states: StatesOfRows, pieces: Sequence[Piece] | None) -> MixerPlan:
-    """Return what the mixers must know of a forward over the new nodes of trees, or over chains of prompts.
+def mixer_plan(
+    tree: Tree, length: Tensor, states: StatesOfRows, pieces: Sequence[Piece] | None
+) -> TreeStates | PromptStates:
+    """Return what the mixers must know of a forward over the new nodes of trees, or over these pieces of prompts.
 
-    Args:
-        tree: The trees of B rows; of prompts, chains.
-        length: Tokens of each row before its root, `[B]` int64.
-        states: States of the rows.
-        pieces: What is read of prompts; None for trees.
+    There are `length` `[B]` tokens of each row before its root.
     """
     if pieces is None:
         return TreeStates(tree, length, states, None if tree.counts is None else tree.row_starts()[:-1])
@@ -270,7 +339,7 @@ def mixer_plan(tree: Tree, length: Tensor, states: StatesOfRows, pieces: Sequenc
 
 
 @contextmanager
-def replaced_mixers(mixers: Sequence[Mixer], plan: MixerPlan) -> Iterator[None]:
+def replaced_mixers(mixers: Sequence[Mixer], plan: TreeStates | PromptStates) -> Iterator[None]:
     """Let a plan compute what mixers return inside the context, in this thread alone."""
     with ModelPatch() as patch:
         for mixer in mixers:

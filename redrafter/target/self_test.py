@@ -27,10 +27,10 @@ from redrafter.cache.paged import KVCache, fill_first_slots
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.target.drafter_inputs import decoder_stack
 from redrafter.target.forward_batch import ForwardBatch, Prompts
-from redrafter.target.mixer_probe import cache_argument
 from redrafter.target.patch import ModelPatch
 from redrafter.target.quantization import float8_scheme, is_quantized
 from redrafter.target.supported import MODEL_ERRORS
+from redrafter.target.traits import cache_argument
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import chain, tree_of
 

@@ -18,17 +18,14 @@ from redrafter.cache.to_device import made_on_host
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
 from redrafter.files.dtype_names import dtype_name
 from redrafter.parallel.local_shards import use_local_shards
-from redrafter.target.attention_probe import probe_attention
 from redrafter.target.batch_invariance import RowByRow, check_products, check_rows, support_of
 from redrafter.target.cache_support import CacheSupport
 from redrafter.target.drafter_inputs import DrafterLayer, decoder_layers
 from redrafter.target.forward_batch import ForwardBatch, ForwardOutput, Prompts
 from redrafter.target.images import ImagePrompt, image_arguments, token_type_arguments
 from redrafter.target.lora import Adapter, AdapterSlots, LoraWeights
-from redrafter.target.mixer_probe import find_mixers
 from redrafter.target.model_state import ModelState, hooked_module, run_uncompiled
 from redrafter.target.patch import ModelPatch
-from redrafter.target.positions import find_slot_readers, masks_slots
 from redrafter.target.prompt_reader import PromptReader, ShowLogits
 from redrafter.target.quantization import is_quantized, warn_of_shared_scales
 from redrafter.target.rope import DynamicRope, RopeByLength, find_dynamic_rope, find_switching_rope
@@ -43,6 +40,7 @@ from redrafter.target.supported import (
     head_width,
     name_model_in_errors,
 )
+from redrafter.target.traits import learn_traits
 from redrafter.target.tree_forward import ModelParts, PaddedForward, TreeForward
 from redrafter.target.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import chain
@@ -134,26 +132,24 @@ class Target:
         """Make the forwards of the model, then run its self-test on the caches that it may be decoded on."""
         ids = torch.arange(8, device=self.device) * 7919 % self.vocab_size
         self.dtype = self.embed(ids).dtype  # the model's own may be that of a quantised weight
-        mixers = find_mixers(self.model, self.config, ids, self.name)
-        if mixers and self.ranks.size > 1:
+        traits = learn_traits(self.model, self.config, ids, self.name)
+        if traits.mixers and self.ranks.size > 1:
             raise UnsupportedError(f"{self.name} has layers with recurrent states, {_NOT_SPLIT}")
-        if not mixers:
+        if not traits.mixers:
             check_states_found(self.model, self.config, self.name)
-        probe = probe_attention(self.model, self.config, ids)
-        if probe.changed:
+        if traits.attention.changed:
+            layer = min(traits.attention.changed)
             raise UnsupportedError(
-                f"{self.name} changes its masks by what a text says (layer {min(probe.changed)}), so which tokens are "
+                f"{self.name} changes its masks by what a text says (layer {layer}), so which tokens are "
                 "seen depends on slots of the cache, and a tree fills others; use a model whose masks follow positions"
             )
-        kinds, slot_readers = probe.layer_kinds(self.config), find_slot_readers(self.model)
-        parts = ModelParts(self.model, self.head, self.context, kinds, slot_readers, mixers)
+        parts = ModelParts(self.model, self.head, self.context, traits)
         self._padded_forward = PaddedForward(parts, self.device, self.dtype)
         self.varlen_forward = VarlenForward(parts, self.config)
         self._forwards: tuple[TreeForward, ...] = (self._padded_forward, self.varlen_forward)
-        without_masks = self.device.type == "cpu" and bool(kinds.by_layer)
+        without_masks = self.device.type == "cpu" and bool(traits.kinds.by_layer)
         self.prompt_reader = PromptReader(self._padded_forward, self.varlen_forward, self.vocab_size, without_masks)
-        slots_masked = masks_slots(slot_readers)
-        self._caches = CacheSupport(self, probe, kinds, mixers, self.prompt_reader, reads_slots=slots_masked)
+        self._caches = CacheSupport(self, traits, self.prompt_reader)
         self._varlen = Support("it is not on a GPU") if self.device.type != "cuda" else self.paged
         dynamic = find_dynamic_rope(self.model)
         if dynamic is not None and self.context is not None:

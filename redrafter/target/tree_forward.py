@@ -15,19 +15,18 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from redrafter.attention.mask import LayerKinds, TreeSlots, additive_mask
+from redrafter.attention.mask import TreeSlots, additive_mask
 from redrafter.attention.tree_plan import ChunkEnds
 from redrafter.errors import UnsupportedError
 from redrafter.target.drafter_inputs import DrafterLayer, join_hidden
 from redrafter.target.forward_batch import ForwardBatch
 from redrafter.target.lora import LoraStacks
-from redrafter.target.mixer_probe import cache_argument
-from redrafter.target.mixers import Mixer
 from redrafter.target.model_state import CompiledPart, run_uncompiled
 from redrafter.target.patch import ModelPatch
 from redrafter.target.positions import answer_by_position, has_alibi
 from redrafter.target.recurrent_layers import mixer_plan, replaced_mixers
 from redrafter.target.rope import RopeByLength
+from redrafter.target.traits import ModelTraits, cache_argument
 
 # One lock a model, for all forwards of all targets on it: what one sets on the model, another must not take down.
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
@@ -41,17 +40,13 @@ class ModelParts:
         model: The causal LM.
         head: Its language-modelling head.
         context: Positions that it can tell apart; None when it names no limit.
-        kinds: What each of its layers attends to.
-        slot_readers: Its modules that take positions from the cache; see `answer_by_position`.
-        mixers: Its modules that keep recurrent states.
+        traits: What its layers are.
     """
 
     model: Any
     head: nn.Module
     context: int | None
-    kinds: LayerKinds
-    slot_readers: Sequence[nn.Module]
-    mixers: Sequence[Mixer] = ()
+    traits: ModelTraits
 
 
 class TreeForward(ABC):
@@ -66,7 +61,8 @@ class TreeForward(ABC):
     def __init__(self, parts: ModelParts):
         """Make the forward of a model."""
         self._model, self._head, self._context = parts.model, parts.head, parts.context
-        self._kinds, self._slot_readers, self._mixers = parts.kinds, parts.slot_readers, parts.mixers
+        traits = parts.traits
+        self._kinds, self._slot_readers, self._mixers = traits.kinds, traits.slot_readers, traits.mixers
         self._cache_argument = cache_argument(parts.model) or "past_key_values"
         self._rope: RopeByLength | None = None
         self._aux_layers: Sequence[nn.Module] = ()
@@ -182,7 +178,7 @@ class PaddedForward(TreeForward):
         """Make the forward of a model with its embedding on `device` and hidden states of `dtype`."""
         super().__init__(parts)
         self._device, self._dtype = device, dtype
-        self._alibi = any(has_alibi(module) for module in parts.slot_readers)
+        self._alibi = any(has_alibi(module) for module in parts.traits.slot_readers)
 
     def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, None]:
         """Run new nodes of trees through the model; see `TreeForward`."""

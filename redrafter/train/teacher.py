@@ -12,11 +12,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from redrafter.attention.mask import AttentionKind, additive_mask
 from redrafter.attention.prompt_attention import Piece
-from redrafter.target.attention_probe import probe_attention
 from redrafter.target.drafter_inputs import decoder_layers, join_hidden
-from redrafter.target.mixer_probe import find_mixers
 from redrafter.target.patch import ModelPatch
 from redrafter.target.recurrent_layers import PromptStates, replaced_mixers
+from redrafter.target.traits import learn_traits
 
 __all__ = ["Teacher", "TeacherOutput"]
 
@@ -70,8 +69,8 @@ class Teacher:
         config = model.config.get_text_config(decoder=True)
         ids = torch.arange(8, device=model.device) % config.vocab_size
         with torch.no_grad():
-            self._mixers = find_mixers(model, config, ids, type(model).__name__)
-            self._kinds = probe_attention(model, config, ids).layer_kinds(config).by_name
+            traits = learn_traits(model, config, ids, type(model).__name__)
+        self._mixers, self._kinds = traits.mixers, traits.kinds.by_name
         self._layers = decoder_layers(model, config.num_hidden_layers, layers)
         self._captured: _Captured | None = None  # set during `read` only; the model may run between reads
 

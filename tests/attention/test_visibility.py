@@ -6,8 +6,8 @@ import torch
 from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import UnsupportedError
 from redrafter.attention.mask import AttentionKind, LayerKinds
-from redrafter.target.attention_probe import probe_attention
 from redrafter.target.target import Target
+from redrafter.target.traits import learn_traits
 from redrafter.target.varlen_forward import VarlenForward
 
 NEW = 24
@@ -105,9 +105,8 @@ def test_a_half_precision_model_may_return_float32_logits(dtype):
 
 def test_layers_are_known_by_the_masks_that_they_are_given():
     model = tiny_model("gemma3_text", sliding_window=6)
-    probe = probe_attention(model, model.config, torch.arange(5) % VOCAB)
     near, far = AttentionKind(window=6), AttentionKind()
-    kinds = probe.layer_kinds(model.config)
+    kinds = learn_traits(model, model.config, torch.arange(5) % VOCAB, "it").kinds
     assert kinds.by_layer == (near, far, near)
     assert kinds.windows == (6, 0, 6)
     assert kinds.by_name == {"full_attention": far, "sliding_attention": near}
@@ -115,5 +114,5 @@ def test_layers_are_known_by_the_masks_that_they_are_given():
 
 def test_chunks_are_told_from_windows():
     model = tiny_model("llama4_text", **_LLAMA4)
-    probe = probe_attention(model, model.config, torch.arange(5))
-    assert probe.layer_kinds(model.config).by_layer == (AttentionKind(chunk=32),) * 3 + (AttentionKind(),)
+    kinds = learn_traits(model, model.config, torch.arange(5), "it").kinds
+    assert kinds.by_layer == (AttentionKind(chunk=32),) * 3 + (AttentionKind(),)

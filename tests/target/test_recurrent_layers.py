@@ -14,10 +14,10 @@ from redrafter.cache.states import StatesOfRows
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
-from redrafter.target import target as target_module
+from redrafter.target import traits
 from redrafter.target.lora import LoraWeights
-from redrafter.target.mixer_probe import find_mixers
 from redrafter.target.target import Target
+from redrafter.target.traits import find_mixers
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import chain, share_nodes, tree_of
 
@@ -160,13 +160,13 @@ def test_a_tree_that_is_grown_level_by_level_equals_the_whole(target):
 
 def bound_without_outer_linears(model, monkeypatch):
     """Return a target whose mixers compute their linear layers level by level."""
-    find = target_module.find_mixers
+    find = traits.find_mixers
 
     def plain(*args):
         return [replace(mixer, first_linears=(), last_linear=None) for mixer in find(*args)]
 
     with monkeypatch.context() as patch:
-        patch.setattr(target_module, "find_mixers", plain)
+        patch.setattr(traits, "find_mixers", plain)
         return Target(model)
 
 
