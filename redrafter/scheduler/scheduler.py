@@ -38,7 +38,7 @@ from redrafter.scheduler.row_caches import PagedRows
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.running_set import Admission, Places
 from redrafter.scheduler.sampling_tensors import SamplingTensors
-from redrafter.scheduler.sequence import NewTokens, SequenceDelta, TokenSequence, not_finite
+from redrafter.scheduler.sequence import SequenceDelta, TokenSequence, not_finite
 from redrafter.scheduler.sequence_blocks import SequenceBlocks
 from redrafter.step import StepOutput
 
@@ -376,7 +376,7 @@ class Scheduler:
         if rows and self.batch.draft_pauses is not None:
             self.batch.draft_pauses.observe(len(step.sequences), rows, tokens)
 
-    def _append(self, sequence: TokenSequence, drawn: NewTokens) -> None:
+    def _append(self, sequence: TokenSequence, drawn: SequenceDelta) -> None:
         """Append tokens as `TokenSequence.append` does, and report them; a sequence that ends gives its place back."""
         try:
             delta = sequence.append(drawn)
