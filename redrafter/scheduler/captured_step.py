@@ -16,7 +16,7 @@ from redrafter.cache.paged import KVCache
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.errors import first_line
 from redrafter.sampling.sampler import Sampler
-from redrafter.scheduler.sequence import NewTokens, TokenSequence
+from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.step import StepOutput, step
 from redrafter.target.target import Target
 
@@ -204,15 +204,15 @@ class LaunchedStep:
                 scores[row] = output.scores[row].index_select(0, output.path.nodes[row])
         return cls(sequences, report, logits, scores, output.levels)
 
-    def read(self) -> Iterator[tuple[TokenSequence, NewTokens]]:
+    def read(self) -> Iterator[tuple[TokenSequence, SequenceDelta]]:
         """Wait for the step, and yield what it drew for each of its sequences."""
         reports = zip(self.sequences, self.report.read(), strict=False)
         for row, (sequence, (*tokens, accepted, drafted, finite)) in enumerate(reports):
             count = min(accepted + 1, finite)
             logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
-            took_drafts = self.levels > 0 and sequence.params.speculate
-            overflowed = finite <= accepted
-            yield sequence, NewTokens(tokens[:count], drafted if took_drafts else None, logits, scores, overflowed)
+            drafts, overflowed = drafted if self.levels > 0 and sequence.params.speculate else None, finite <= accepted
+            drawn = SequenceDelta(tokens[:count], drafted=drafts, logits=logits, scores=scores, overflowed=overflowed)
+            yield sequence, drawn
 
 
 @dataclass(frozen=True)

@@ -42,15 +42,10 @@ class CacheSupport:
     ):
         """Run the self-test on dense caches, in the fastest way that the model is right in.
 
-        <<<<<<< HEAD
-        Prompts are read so by `reader` then. `reads_slots`: whether its attention masks slots, or biases them, in code
-        of its own.
-        =======
         Args:
             target: What is being bound.
             traits: What its layers are.
             reader: Its reader of prompts, which is set to that way.
-        >>>>>>> lighter-patch
 
         Raises:
             UnsupportedError: The model is right on no cache.
