@@ -14,7 +14,7 @@ from redrafter.app.engines import draft_shape
 from redrafter.app.flags import read_options
 from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
-from redrafter.checkpoints.processors import load_processor
+from redrafter.checkpoints.tokenizers import load_processor
 from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.measure.differences import first_difference
