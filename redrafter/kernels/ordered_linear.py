@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redrafter.kernels.launch import supports_dependent_launch
-from redrafter.kernels.tiling import Tiling
+from redrafter.kernels.launch import Tiling, supports_dependent_launch
 
 __all__ = ["ordered_expert_linear", "ordered_linear"]
 
