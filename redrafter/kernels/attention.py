@@ -21,8 +21,6 @@ from redrafter.kernels.cache_tiles import cached_at, from_cache, round_trip, sto
 from redrafter.kernels.launch import supports_dependent_launch, widening_assembly
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE, TOKENS_PER_CHUNK
 
-__all__ = ["tree_attention"]
-
 TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU
 SHORT_CONTEXT_TOKENS = 2048  # for rows that are no longer, merging many splits costs more than it saves
 LONG_CONTEXT_TOKENS = 8192  # for longer rows, splits are added

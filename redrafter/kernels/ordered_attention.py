@@ -27,8 +27,6 @@ from redrafter.kernels.cache_tiles import cached_at, from_cache, store_new
 from redrafter.kernels.launch import supports_dependent_launch, widening_assembly
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE, TOKENS_PER_CHUNK
 
-__all__ = ["ordered_attention"]
-
 TILE, NEAR = tl.constexpr(splits.TILE), tl.constexpr(splits.NEAR)
 NEAR_SPLIT, FAR_SPLIT = tl.constexpr(splits.NEAR_SPLIT), tl.constexpr(splits.FAR_SPLIT)
 TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from redrafter.kernels.launch import Tiling, supports_dependent_launch
 
-__all__ = ["ordered_expert_linear", "ordered_linear"]
-
-
 EXPERTS = Tiling(16, 64, 128, 4, 4)  # for the few tokens that each expert has
 
 

@@ -19,8 +19,6 @@ from redrafter.target.model_state import has_hooks
 from redrafter.target.patch import ModelPatch
 from redrafter.target.quantization import Float8Linear
 
-__all__ = ["FusedLinears", "is_plain", "linear_calls", "same_inputs"]
-
 
 @contextmanager
 def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor, Tensor]]]:

@@ -16,16 +16,6 @@ from transformers.utils.generic import ModelOutput
 
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 
-__all__ = [
-    "ImageInputs",
-    "ImagePrompt",
-    "image_arguments",
-    "marks_tokens",
-    "split_rows",
-    "to_model",
-    "token_type_arguments",
-]
-
 ENCODED = "mm_encoder_outputs"  # the forward's argument for what was encoded of images, by kind
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _UNKNOWN_FORM = "the model adds images to its layers in a form that is not known here; pass text alone"
