@@ -21,7 +21,7 @@ from redrafter.drafting.context_attention import ContextAttention, ContextWindow
 from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, partial_linear
 from redrafter.drafting.proposer import SearchProposer, State
-from redrafter.kernels.thin_linear import thin_linear
+from redrafter.kernels.linear_operators import thin_linear
 from redrafter.sampling.sampler import Sampler
 from redrafter.target.quantization import Float8Linear
 from redrafter.tree.token_tree import Tree

@@ -34,9 +34,15 @@ if TRITON:
     from redrafter.kernels.attention import tree_attention
     from redrafter.kernels.beam import top_continuations
     from redrafter.kernels.commit import commit
-    from redrafter.kernels.float8 import MAX_FLOAT8_TOKENS, float8_product, widen_float8
     from redrafter.kernels.float8_rounding import MAX_ROUNDED_WIDTH, round_to_float8, round_values
-    from redrafter.kernels.linear import MAX_THIN_TOKENS, is_supported_weight, split_k_linear
+    from redrafter.kernels.linear import (
+        MAX_FLOAT8_TOKENS,
+        MAX_THIN_TOKENS,
+        float8_product,
+        is_supported_weight,
+        split_k_linear,
+        widen_float8,
+    )
     from redrafter.kernels.ordered_attention import ordered_attention
     from redrafter.kernels.ordered_linear import ordered_expert_linear, ordered_linear
     from redrafter.kernels.sample import gumbel, sample_tokens

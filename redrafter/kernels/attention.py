@@ -18,11 +18,8 @@ from torch import Tensor
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import largest_number
 from redrafter.kernels.cache_tiles import cached_at, from_cache, round_trip, store_new
-from redrafter.kernels.launch import supports_dependent_launch
+from redrafter.kernels.launch import supports_dependent_launch, widening_assembly
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE, TOKENS_PER_CHUNK
-from redrafter.kernels.widening import widening_assembly
-
-__all__ = ["tree_attention"]
 
 TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU
 SHORT_CONTEXT_TOKENS = 2048  # for rows that are no longer, merging many splits costs more than it saves

@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["top_continuations"]
-
 CHUNK = 1024  # token ids per program of the first pass
 
 

@@ -7,8 +7,6 @@ range become the largest ones: not every version of torch converts so, and an in
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "largest_number", "read_slots", "round_trip", "to_format", "write_slots"]
-
 
 def largest_number(dtype: torch.dtype) -> float:
     """Return the largest number of an FP8 format, and 0 for a wider one, in which a cache stores numbers as they are.

@@ -7,8 +7,6 @@ bfloat16, so reading rounds nothing.
 import triton
 import triton.language as tl
 
-__all__ = ["cached_at", "from_cache", "round_trip", "store_new", "to_cache"]
-
 
 @triton.jit
 def to_cache(x, STORE, LARGEST: tl.constexpr):

@@ -7,8 +7,6 @@ from torch import Tensor
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import as_bytes
 
-__all__ = ["commit"]
-
 CHUNK = 256  # elements of each slot that one program moves
 
 

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["RoundedInputs", "largest_input", "round_inputs"]
-
 # Powers of two are handled as the bits of their exponents; products with them are exact. `DOUBLE`, added to the bits
 # of a float32, doubles it, and the bits of `2.0**n` are `ONE + n * DOUBLE`.
 DOUBLE = 1 << 23

@@ -12,8 +12,6 @@ from torch import Tensor
 from redrafter.kernels import float8_inputs
 from redrafter.kernels.launch import supports_dependent_launch
 
-__all__ = ["MAX_ROUNDED_WIDTH", "round_to_float8", "round_values"]
-
 MAX_ROUNDED_WIDTH = 32768  # features of a token that one program holds in registers
 FEATURES_PER_WARP = 1024
 MIN_WARPS, MAX_WARPS = 4, 16

@@ -1,7 +1,8 @@
-"""A linear layer for few tokens, where reading the weight takes all the time: a split-K matrix product in one launch.
+"""Products of few tokens with a weight of 16 bits or of FP8 (e4m3), where reading the weight takes most of the time.
 
-Each program reads a tile of the weight along a part of its input features. The last program of a tile to finish adds up
-the parts. The order of that sum is fixed, so the result does not depend on which program is last.
+Each program reads a tile of the weight along a part of its input features. FP8 is widened in registers: every number of
+it is one of bfloat16 and of float16 too, so the product is that of the weight itself, and inputs are not rounded. The
+last program of a tile to finish adds up the parts, in an order that does not depend on which program is last.
 """
 
 import functools
@@ -11,59 +12,152 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redrafter.kernels.launch import supports_dependent_launch
+from redrafter.kernels.launch import Tiling, supports_dependent_launch, widening_assembly
 
-__all__ = ["MAX_THIN_TOKENS", "is_supported_weight", "split_k_linear"]
-
-MAX_THIN_TOKENS = 32  # for more tokens torch's product is as fast
-MAX_FEATURES = 4608  # wider weights have tiles for all multiprocessors, and torch's product is as fast
+MAX_THIN_TOKENS = 32  # for more tokens torch's product of 16 bits is as fast
+MAX_FEATURES = 4608  # wider weights of 16 bits have tiles for all multiprocessors, and torch's product is as fast
 MIN_WEIGHT_BYTES = 8 << 20
-TARGET_PROGRAMS = 132  # programs to launch: one for each multiprocessor of a large GPU
-TILE = 64  # output features per program
+TARGET_PROGRAMS = 132  # programs of 16 bits to launch: one for each multiprocessor of a large GPU
+TILE, STEP = 64, 128  # output and input features of a tile of 16 bits
+
+MAX_FLOAT8_TOKENS = 256  # for more tokens, to widen the weight first costs less than a slower product
+MANY_FEATURES = 8192  # output features from which wider tiles are as many as a large GPU runs at once
+PROGRAMS_AT_ONCE = 264  # two on each multiprocessor of a large GPU
+MIN_STEPS = 4  # of the loop over input features that a program makes
+PART_COST = 0.03  # what a further part of every tile costs, as a share of the product's time
+MAX_SPLIT_TILES = 4096  # tiles whose input features may be split
+
+
+@triton.jit
+def _widen(w, OUT, ASSEMBLY: tl.constexpr):
+    """Return bytes of FP8 in the 16 bits of `OUT`: four at once by `ASSEMBLY`, or one by one where that is None."""
+    if ASSEMBLY is not None:
+        wide = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [w], OUT.dtype.element_ty, is_pure=True, pack=4)
+    else:
+        bits = w.to(tl.uint16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)  # of float16, whose exponents have a bias that is 8 more
+        wide = (half.to(tl.float16, bitcast=True) * 256.0).to(OUT.dtype.element_ty)
+    return wide
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
-def _split_k_kernel(
-    X, W, OUT, PARTS, COUNTS, tokens, features, inner, splits,
-    TOKENS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SPLIT: tl.constexpr, FOLLOW: tl.constexpr,
+def _product_kernel(
+    X, W, SCALE, BIAS, OUT, PARTS, COUNTS, tokens, features, inner, w_stride, splits,
+    TOKENS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr, WIDEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, FEW: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
-    """Multiply with one tile of the weight: `TILE` output features by one of `splits` parts of the input features.
+    """Multiply a tile of tokens with a tile of the weight, over one of `splits` parts of the input features.
 
-    With several splits (`SPLIT`), each program stores its partial sums in `PARTS` and counts itself in `COUNTS`. The
-    last program of a tile to do so adds up the parts in their order, writes the sum to `OUT`, and sets the count back
-    to 0. With one split, the product is written to `OUT` at once. `FOLLOW` says that the kernel may be launched before
-    the previous one is done (programmatic dependent launch) and must wait for it before it reads `X`.
+    `WHOLE` says that the weight has no tile or step that is less than whole. `WIDEN` says that it is of FP8, and has
+    scales. `FEW` has tokens in the rows of the sums, for fewer than 64: no warp then widens what another one does, and
+    bytes are read from shared memory by four.
+
+    With several splits (`SPLIT`), each program stores its partial sums in `PARTS` and counts itself in `COUNTS`; the
+    last program of a tile to do so adds up the parts in their order and sets the count back to 0. `FOLLOW` says that
+    the kernel may be launched before the previous one is done (programmatic dependent launch) and must wait for it
+    before it reads `X`.
     """
-    tile, split = tl.program_id(0), tl.program_id(1)
-    n = tile * TILE + tl.arange(0, TILE)
-    t, k = tl.arange(0, TOKENS), tl.arange(0, STEP)
+    split, tile = tl.program_id(2), tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    f = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    k = tl.arange(0, STEP)
     share = tl.cdiv(tl.cdiv(inner, STEP), splits) * STEP
     low = split * share
     high = tl.minimum(low + share, inner)
-    acc = tl.zeros([TILE, TOKENS], tl.float32)
-    weight = W + n.to(tl.int64)[:, None] * inner + k[None, :]
-    x_at = X + t[None, :] * inner + k[:, None]
+    live = (t < tokens)[None, :]
+    w_at = W + f.to(tl.int64)[:, None] * w_stride + k[None, :]
+    x_at = X + t.to(tl.int64)[None, :] * inner + k[:, None]
+    acc = tl.zeros([TOKENS, FEATURES] if FEW else [FEATURES, TOKENS], tl.float32)
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     for start in range(low, high, STEP):
-        w = tl.load(weight + start, eviction_policy="evict_first")
-        x = tl.load(x_at + start, (t < tokens)[None, :], 0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
-    out = OUT + t[None, :] * features + n[:, None]
-    mask = (t < tokens)[None, :] & (n < features)[:, None]
+        if WHOLE:
+            w = tl.load(w_at + start, eviction_policy="evict_first")
+            x = tl.load(x_at + start, live, 0.0)
+        else:
+            inside = start + k < inner
+            w = tl.load(w_at + start, inside[None, :] & (f < features)[:, None], 0)
+            x = tl.load(x_at + start, live & inside[:, None], 0.0)
+        if FEW:
+            w, x = tl.trans(w), tl.trans(x)
+        if WIDEN:
+            w = _widen(w, X, ASSEMBLY)
+        acc = tl.dot(x, w, acc, input_precision="ieee") if FEW else tl.dot(w, x, acc, input_precision="ieee")
+    if FEW:
+        acc = tl.trans(acc)
     if SPLIT:
-        within_tile = tl.arange(0, TILE)[:, None] * TOKENS + t[None, :]
-        parts = PARTS + tile.to(tl.int64) * splits * TILE * TOKENS + within_tile
-        tl.store(parts + split * TILE * TOKENS, acc)
+        size: tl.constexpr = FEATURES * TOKENS
+        within_tile = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        parts = PARTS + tile.to(tl.int64) * splits * size + within_tile
+        tl.store(parts + split * size, acc)
         tl.debug_barrier()
-        if tl.atomic_add(COUNTS + tile, 1, sem="acq_rel") == splits - 1:
-            acc = tl.zeros([TILE, TOKENS], tl.float32)
-            for other in range(splits):
-                acc += tl.load(parts + other * TILE * TOKENS, cache_modifier=".cg")
-            tl.store(COUNTS + tile, 0)
-            tl.store(out, acc.to(OUT.dtype.element_ty), mask)
-    else:
-        tl.store(out, acc.to(OUT.dtype.element_ty), mask)
+        if tl.atomic_add(COUNTS + tile, 1, sem="acq_rel") != splits - 1:
+            return
+        tl.store(COUNTS + tile, 0)
+        acc = tl.zeros([FEATURES, TOKENS], tl.float32)
+        for other in range(splits):
+            acc += tl.load(parts + other * size, cache_modifier=".cg")
+    if WIDEN:
+        acc *= tl.load(SCALE + f, f < features, 0.0)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(BIAS + f, f < features, 0.0).to(tl.float32)[:, None]
+    out = OUT + t.to(tl.int64)[None, :] * features + f[:, None]
+    tl.store(out, acc.to(OUT.dtype.element_ty), live & (f < features)[:, None])
+
+
+@triton.jit
+def _widen_float8_kernel(
+    W, SCALE, OUT, inner, w_stride, COLUMNS: tl.constexpr, ASSEMBLY: tl.constexpr
+):  # fmt: skip
+    """Widen a part of one row of the weight, and multiply it by the row's scale."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    w = tl.load(W + row * w_stride + k, k < inner, 0)
+    wide = _widen(w, OUT, ASSEMBLY).to(tl.float32) * tl.load(SCALE + row)
+    tl.store(OUT + row * inner + k, wide.to(OUT.dtype.element_ty), k < inner)
+
+
+def _choose_float8_tiling(tokens: int, features: int) -> Tiling:
+    """Choose the tiling by the numbers of tokens and output features, as measured on an H200 at an 8B model's sizes."""
+    many = features > MANY_FEATURES
+    if tokens <= 16:
+        return Tiling(16, 128, 256, 3, 4) if many else Tiling(16, 64, 256, 4, 4)
+    if tokens <= 32:
+        return Tiling(32, 128, 128, 4, 4)
+    if tokens <= 64:
+        return Tiling(64, 128, 128, 4, 8) if many else Tiling(64, 64, 128, 4, 4)
+    return Tiling(256, 128, 64, 3, 8) if many and tokens > 128 else Tiling(128, 64, 128, 3, 4)
+
+
+def _choose_splits(tiles: int, steps: int) -> int:
+    """Choose into how many parts the steps over the input features are cut, so that programs end at about one time."""
+    if tiles > MAX_SPLIT_TILES:
+        return 1
+
+    def cost(splits: int) -> float:
+        return -(-tiles * splits // PROGRAMS_AT_ONCE) * -(-steps // splits) / steps * (1 + PART_COST * splits)
+
+    return min(range(1, max(min(steps // MIN_STEPS, 16), 1) + 1), key=cost)
+
+
+def float8_product(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, tiling: Tiling | None = None
+) -> Tensor:
+    """Return `x @ (weight * scale).T + bias`, `[T, F]`.
+
+    Args:
+        x: Inputs, `[T, D]`, bfloat16 or float16.
+        weight: Weight as `nn.Linear` has it, `[F, D]` float8_e4m3fn; rows may be apart.
+        scale: What each row of it is multiplied by, `[F]` float32.
+        bias: `[F]`; None for none.
+        tiling: How the product is cut; None for what suits its size.
+    """
+    tokens, features = len(x), len(weight)
+    tiling = _choose_float8_tiling(tokens, features) if tiling is None else tiling
+    if tiling.splits is None and tokens and features:
+        tiles = triton.cdiv(tokens, tiling.tokens) * triton.cdiv(features, tiling.features)
+        tiling = tiling._replace(splits=_choose_splits(tiles, triton.cdiv(x.shape[1], tiling.step)))
+    return _product(x, weight, scale, bias, tiling)
 
 
 def is_supported_weight(weight: Tensor) -> bool:
@@ -72,7 +166,7 @@ def is_supported_weight(weight: Tensor) -> bool:
     return (
         weight.element_size() == 2
         and features % TILE == 0
-        and inner % 128 == 0
+        and inner % STEP == 0
         and weight.is_contiguous()
         and features <= MAX_FEATURES
         and weight.numel() * 2 >= MIN_WEIGHT_BYTES
@@ -86,18 +180,50 @@ def split_k_linear(x: Tensor, weight: Tensor) -> Tensor:
         x: Inputs, `[T, D]` of at most `MAX_THIN_TOKENS` tokens.
         weight: Weight as `nn.Linear` has it, `[F, D]`, for which `is_supported_weight` is true.
     """
-    tokens, inner = x.shape
-    features = weight.shape[0]
-    tiles = features // TILE
-    splits = max(min(TARGET_PROGRAMS // tiles, inner // 512), 1)
-    block = max(triton.next_power_of_2(tokens), 16)
+    splits = max(min(TARGET_PROGRAMS // (len(weight) // TILE), x.shape[1] // 512), 1)
+    tiling = Tiling(max(triton.next_power_of_2(len(x)), 16), TILE, STEP, 4, 4, splits)
+    return _product(x, weight, None, None, tiling)
+
+
+def _product(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, tiling: Tiling) -> Tensor:
+    (tokens, inner), features, widen = x.shape, len(weight), scale is not None
     out = x.new_empty(tokens, features)
-    parts = out if splits == 1 else x.new_empty(tiles * splits * TILE * block, dtype=torch.float32)
-    follow = supports_dependent_launch(x.device)
-    _split_k_kernel[(tiles, splits)](
-        x.contiguous(), weight, out, parts, _finished_counts(x.device), tokens, features, inner, splits,
-        TOKENS=block, TILE=TILE, STEP=128, SPLIT=splits > 1, FOLLOW=follow, launch_pdl=follow,
-        num_warps=4, num_stages=4,
+    if not out.numel():
+        return out
+    blocks, tiles = triton.cdiv(tokens, tiling.tokens), triton.cdiv(features, tiling.features)
+    splits = tiling.splits or 1
+    parts = out
+    if splits > 1:
+        parts = x.new_empty(blocks * tiles * splits * tiling.features * tiling.tokens, dtype=torch.float32)
+    assembly, follow = widening_assembly(weight.dtype, x.dtype, x.device), supports_dependent_launch(x.device)
+    _product_kernel[(blocks, tiles, splits)](
+        x.contiguous(), weight.view(torch.uint8) if widen else weight, scale, bias, out, parts,
+        _finished_counts(x.device),
+        tokens, features, inner, weight.stride(0), splits,
+        TOKENS=tiling.tokens, FEATURES=tiling.features, STEP=tiling.step,
+        WHOLE=features % tiling.features == 0 and inner % tiling.step == 0, WIDEN=widen, HAS_BIAS=bias is not None,
+        FEW=widen and tiling.tokens < 64, SPLIT=splits > 1, ASSEMBLY=assembly, FOLLOW=follow, launch_pdl=follow,
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    return out
+
+
+def widen_float8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `weight * scale`, `[F, D]`.
+
+    Args:
+        weight: `[F, D]` float8_e4m3fn; rows may be apart.
+        scale: What each row is multiplied by, `[F]` float32.
+        dtype: bfloat16 or float16.
+    """
+    features, inner = weight.shape
+    out = torch.empty(features, inner, dtype=dtype, device=weight.device)
+    if not out.numel():
+        return out
+    columns = min(triton.next_power_of_2(inner), 2048)
+    _widen_float8_kernel[(features, triton.cdiv(inner, columns))](
+        weight.view(torch.uint8), scale, out, inner, weight.stride(0),
+        COLUMNS=columns, ASSEMBLY=widening_assembly(weight.dtype, dtype, weight.device),
     )  # fmt: skip
     return out
 
@@ -105,4 +231,4 @@ def split_k_linear(x: Tensor, weight: Tensor) -> Tensor:
 @functools.cache
 def _finished_counts(device: torch.device) -> Tensor:
     """Return the counters of programs done with each tile; 0 between launches, of which a device runs one at a time."""
-    return torch.zeros(MAX_FEATURES // TILE, dtype=torch.int32, device=device)
+    return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)

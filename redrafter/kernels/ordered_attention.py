@@ -24,11 +24,8 @@ from redrafter.kernels import splits
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import largest_number
 from redrafter.kernels.cache_tiles import cached_at, from_cache, store_new
-from redrafter.kernels.launch import supports_dependent_launch
+from redrafter.kernels.launch import supports_dependent_launch, widening_assembly
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE, TOKENS_PER_CHUNK
-from redrafter.kernels.widening import widening_assembly
-
-__all__ = ["ordered_attention"]
 
 TILE, NEAR = tl.constexpr(splits.TILE), tl.constexpr(splits.NEAR)
 NEAR_SPLIT, FAR_SPLIT = tl.constexpr(splits.NEAR_SPLIT), tl.constexpr(splits.FAR_SPLIT)

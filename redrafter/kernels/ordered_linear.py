@@ -9,11 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redrafter.kernels.launch import supports_dependent_launch
-from redrafter.kernels.tiling import Tiling
-
-__all__ = ["ordered_expert_linear", "ordered_linear"]
-
+from redrafter.kernels.launch import Tiling, supports_dependent_launch
 
 EXPERTS = Tiling(16, 64, 128, 4, 4)  # for the few tokens that each expert has
 

@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["gumbel", "sample_tokens"]
-
 CHUNK = 4096  # token ids per program
 GAMMA, MIX_1, MIX_2 = (tl.constexpr(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from redrafter.kernels.ordered_linear import ordered_linear
 
-__all__ = ["torch_keeps_order", "torch_linear"]
-
 _KNOWN: dict[tuple[object, ...], bool] = {}
 
 

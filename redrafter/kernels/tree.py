@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["find_ancestors"]
-
 
 @triton.jit(do_not_specialize=["nodes", "levels"])
 def _ancestors_kernel(PARENTS, OUT, nodes, levels, BLOCK: tl.constexpr, WIDTH: tl.constexpr):

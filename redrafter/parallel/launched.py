@@ -2,8 +2,6 @@
 
 import os
 
-__all__ = ["launched_processes", "process_rank"]
-
 
 def launched_processes() -> int:
     """Return how many processes torchrun has started, of which this is one; 1 without torchrun."""

@@ -6,17 +6,14 @@ compiled and captured in a CUDA graph as those of a model in one process, and co
 """
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from redrafter.errors import UnsupportedError
 from redrafter.parallel.ranks import ALONE, Ranks
-from redrafter.parallel.split_layers import GatheredLinear, SummedLinear
-
-__all__ = ["use_local_shards"]
 
 # Styles of transformers' plans, by what becomes of a module that has them.
 _LOCAL = ("colwise", "packed_colwise")
@@ -27,19 +24,68 @@ _SUMMED_OUTPUT = ("moe_tp_experts", "all_reduce")
 _AS_IT_IS = ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params")
 
 
+class SplitLinear(nn.Module):
+    """A linear layer of which each rank computes a part; what it returns is the same on every rank, bit for bit.
+
+    Attributes:
+        ranks: The ranks.
+        part: This rank's layer.
+    """
+
+    def __init__(self, layer: nn.Linear, weight: nn.Parameter, bias: nn.Parameter | None, ranks: Ranks):
+        """Make the layer of this rank: `layer` is the whole one, for its sizes and mode; the others are of its part."""
+        super().__init__()
+        self.ranks, self.in_features, self.out_features = ranks, layer.in_features, layer.out_features
+        self.part = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        self.part.weight = weight
+        self.part.register_parameter("bias", bias)
+        self.train(layer.training)
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's part of the weight, whose dtype and device models look at."""
+        return self.part.weight
+
+
+class SummedLinear(SplitLinear):
+    """A linear layer whose input features are split: the outputs of all ranks are added.
+
+    Attributes:
+        bias: Added once, after the sum, `[O]`; None for none.
+        splits: Whether the input has the features of all ranks, `[..., I]`, of which this one takes its own.
+    """
+
+    def __init__(self, layer: nn.Linear, weight: nn.Parameter, bias: nn.Parameter | None, ranks: Ranks, splits: bool):
+        """Make the layer of this rank from its columns of the weight, `[O, I_r]`, and the whole bias."""
+        super().__init__(layer, weight, None, ranks)
+        self.splits, self.bias = splits, bias
+        self.first = -(-layer.in_features // ranks.size) * ranks.rank  # of this rank's features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the whole layer, `[..., O]`."""
+        if self.splits:
+            x = x.narrow(-1, self.first, self.part.in_features)
+        out = self.ranks.sum(self.part(x))
+        return out if self.bias is None else out + self.bias
+
+
+class GatheredLinear(SplitLinear):
+    """A linear layer whose output features are split: the outputs of all ranks are put side by side."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the whole layer, `[..., O]`."""
+        padding = -(-self.out_features // self.ranks.size) - self.part.out_features  # the last rank may have fewer rows
+        return self.ranks.join_last(pad(self.part(x), (0, padding)))[..., : self.out_features]
+
+
 def use_local_shards(model: Any) -> Ranks:
-    """Let a model that transformers has split compute by layers of our own, and return its ranks.
+    """Let a causal LM that transformers has split compute by layers of our own, and return its ranks.
 
-    Collective for a split model: call it on every rank. A model in one process is left as it is.
-
-    Args:
-        model: The causal LM.
-
-    Raises:
-        UnsupportedError: It is split in a way that is not known here.
+    Collective for a split model: call it on every rank. A model in one process is left as it is. `UnsupportedError` is
+    raised where it is split in a way that is not known here.
     """
     for module in model.modules():
-        if isinstance(module, GatheredLinear | SummedLinear):
+        if isinstance(module, SplitLinear):
             return module.ranks
     if (getattr(model, "_tp_size", None) or 1) == 1:
         return ALONE
@@ -47,11 +93,7 @@ def use_local_shards(model: Any) -> Ranks:
 
 
 class _Replacement:
-    """The replacement of a model's wrapped modules, by its plan.
-
-    Attributes:
-        ranks: The ranks.
-    """
+    """The replacement of a model's wrapped modules, by its plan."""
 
     def __init__(self, model: Any):
         self.ranks = Ranks.of_world()
@@ -60,14 +102,23 @@ class _Replacement:
 
     def run(self) -> Ranks:
         """Replace all modules, and return the ranks."""
-        modules = [(name, module, self._plan.get(_any_layer(name))) for name, module in self._model.named_modules()]
+        modules = [
+            (
+                name,
+                module,
+                self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)),
+            )  # plans have a star for a layer's number
+            for name, module in self._model.named_modules()
+        ]
         for _, module, style in modules:
             if style is not None:
                 vars(module).pop("forward", None)  # transformers' wrapper, which hides the class's own
         tables = [module for _, module, style in modules if style in _WHOLE]
         for module in tables:  # first: a head may share a table's weight
-            split, whole = module.weight, _parameter(_full(module.weight), module.weight)
-            self._tables[id(split)] = module.weight = whole
+            split = module.weight
+            with torch.no_grad():
+                whole = split.full_tensor() if hasattr(split, "full_tensor") else split  # collective
+            self._tables[id(split)] = module.weight = _parameter(whole, split)
         for name, module, style in modules:
             self._localize(module)
             if style is not None:
@@ -85,13 +136,13 @@ class _Replacement:
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in self._tables:
                 setattr(module, name, self._tables[id(parameter)])
-            elif (local := _local(parameter)) is not parameter:
-                setattr(module, name, _parameter(local, parameter))
+            elif hasattr(parameter, "to_local"):
+                setattr(module, name, _parameter(parameter.to_local(), parameter))
 
     def _replace(self, name: str, module: Any, style: str) -> None:
         """Replace a module, with the parts of its weights, by one that computes what its style says."""
         if style in _SUMMED_OUTPUT:
-            module.register_forward_hook(_sum_output(self.ranks))
+            module.register_forward_hook(lambda _, args, output: self.ranks.sum(output))
         elif style == "moe_identity_expert":
             module.register_forward_pre_hook(lambda _, args: (args[0] / self.ranks.size, *args[1:]))
         elif style in _AS_IT_IS or style in _WHOLE:
@@ -120,28 +171,5 @@ class _Replacement:
         return _parameter(x.detach()[first : first + count], x)
 
 
-def _sum_output(ranks: Ranks) -> Callable[..., Tensor]:
-    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return ranks.sum(output)
-
-    return hook
-
-
-def _any_layer(name: str) -> str:
-    """Return the name of a module with a star for the number of its layer, as plans have it."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
 def _parameter(x: Tensor, like: Tensor) -> nn.Parameter:
     return nn.Parameter(x.detach(), requires_grad=like.requires_grad)
-
-
-def _local(parameter: Any) -> Tensor:
-    """Return this rank's part of a distributed tensor, any other tensor as it is."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
-
-
-def _full(parameter: Any) -> Tensor:
-    """Return the whole of a distributed tensor, any other tensor as it is. Collective."""
-    with torch.no_grad():
-        return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

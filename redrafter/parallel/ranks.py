@@ -17,8 +17,6 @@ from torch import distributed as dist
 from redrafter.errors import ArgumentError, MismatchError, first_line
 from redrafter.parallel.launched import launched_processes
 
-__all__ = ["ALONE", "Ranks", "join_ranks"]
-
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)  # for which a rank waits for the others before it fails

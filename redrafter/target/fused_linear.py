@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from redrafter.kernels.thin_linear import has_thin_kernel, thin_linear
+from redrafter.kernels.linear_operators import has_thin_kernel, thin_linear
 from redrafter.target.model_state import has_hooks
 from redrafter.target.patch import ModelPatch
 from redrafter.target.quantization import Float8Linear
-
-__all__ = ["FusedLinears", "is_plain", "linear_calls", "same_inputs"]
 
 
 @contextmanager

@@ -24,16 +24,6 @@ from redrafter.target.drafter_inputs import DrafterLayer
 from redrafter.target.rope import DynamicRope, RopeByLength
 from redrafter.target.supported import Support
 
-__all__ = [
-    "ImageInputs",
-    "ImagePrompt",
-    "image_arguments",
-    "marks_tokens",
-    "split_rows",
-    "to_model",
-    "token_type_arguments",
-]
-
 ENCODED = "mm_encoder_outputs"  # the forward's argument for what was encoded of images, by kind
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _UNKNOWN_FORM = "the model adds images to its layers in a form that is not known here; pass text alone"

@@ -13,8 +13,6 @@ from torch.nn.modules import module as torch_module
 
 from redrafter.target.patch import ModelPatch
 
-__all__ = ["CompiledPart", "ModelState", "has_hooks", "hooked_module", "run_uncompiled"]
-
 CompiledPart: TypeAlias = tuple[nn.Module, str, Any]
 """A module, its attribute that `torch.compile` has set, and what is there uncompiled."""
 

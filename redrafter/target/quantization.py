@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redrafter.kernels.float8_linear import float8_linear, rounded_float8_linear
+from redrafter.kernels.linear_operators import float8_linear, rounded_float8_linear
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 

@@ -20,8 +20,6 @@ from redrafter.target.patch import ModelPatch, Running
 from redrafter.target.supported import MODEL_ERRORS
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["DynamicRope", "RopeByLength", "find_dynamic_rope", "find_switching_rope"]
-
 
 def _rope_entries(config: Any) -> list[dict[str, Any]]:
     """Return the rope parameters of all kinds of layers."""

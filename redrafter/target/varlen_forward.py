@@ -28,8 +28,6 @@ from redrafter.target.positions import answer_by_position
 from redrafter.target.recurrent_layers import PromptStates, replaced_mixers
 from redrafter.target.tree_forward import ModelParts, TreeForward
 
-__all__ = ["VarlenForward"]
-
 COMPILE_OPTIONS: dict[str, Any] = {
     "realize_opcount_threshold": 4,  # what every layer reads, sines and cosines, is computed once and not in each
     "combo_kernels": True,  # queries and keys are rotated in one launch

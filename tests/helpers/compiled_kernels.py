@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from helpers.attention import problem
 from redrafter import kernels
-from redrafter.kernels.widening import widening_assembly
+from redrafter.kernels.launch import widening_assembly
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -85,6 +85,7 @@ PROGRAMS = {
     "search with 32 beams": search(32, 128_256),
     "search with 48 beams": search(48, 128_256),
     "search with 64 beams": search(64, 262_144),
+    "product of few tokens": lambda: kernels.split_k_linear(*(torch.ones(n, 512).bfloat16() for n in (5, 4096))),
     "FP8 product of few tokens": multiply(5, 6144),
     "FP8 product of many tokens": multiply(200, 12288),
     "rounding to FP8": lambda: kernels.round_to_float8(torch.ones(3, 14336, dtype=torch.bfloat16)),
@@ -113,7 +114,7 @@ def main() -> None:
     JITFunction.run = compile_alone
     torch.version.cuda = "13.0"
     gpu = torch.device("cuda")
-    for name in ("attention", "ordered_attention", "float8", "float8_rounding"):
+    for name in ("attention", "ordered_attention", "linear", "float8_rounding"):
         module = import_module(f"redrafter.kernels.{name}")
         module.supports_dependent_launch = lambda device: True
         module.widening_assembly = lambda narrow, wide, device: widening_assembly(narrow, wide, gpu)

@@ -33,6 +33,7 @@ NAMES = [
     "search with 32 beams",
     "search with 48 beams",
     "search with 64 beams",
+    "product of few tokens",
     "FP8 product of few tokens",
     "FP8 product of many tokens",
     "rounding to FP8",

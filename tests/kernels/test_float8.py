@@ -14,11 +14,11 @@ from torch.nn.functional import linear
 
 from helpers.attention import DEVICE
 from helpers.models import assert_close_by_scale
-from redrafter.kernels.float8 import float8_product, widen_float8
 from redrafter.kernels.float8_inputs import round_inputs
-from redrafter.kernels.float8_linear import float8_linear, rounded_float8_linear
 from redrafter.kernels.float8_rounding import MAX_ROUNDED_WIDTH
-from redrafter.kernels.tiling import Tiling
+from redrafter.kernels.launch import Tiling
+from redrafter.kernels.linear import float8_product, widen_float8
+from redrafter.kernels.linear_operators import float8_linear, rounded_float8_linear
 
 HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]  # the interpreter cannot multiply bfloat16
 ROWS = [1, 2, 7, 26, 64, 200]

@@ -18,8 +18,8 @@ from helpers.attention import DEVICE, check_attention, problem
 from helpers.models import assert_close_by_scale
 from helpers.token_forms import FORMS, SETTINGS, TokenForms
 from redrafter.kernels import ordered_attention, ordered_linear, splits, torch_order
+from redrafter.kernels.launch import Tiling
 from redrafter.kernels.ordered_linear import ordered_expert_linear
-from redrafter.kernels.tiling import Tiling
 
 module = import_module("redrafter.kernels.ordered_attention")  # the package has a function of that name
 HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]  # the interpreter cannot multiply bfloat16

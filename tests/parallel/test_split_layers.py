@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from redrafter.parallel.local_shards import GatheredLinear, SummedLinear
 from redrafter.parallel.ranks import ALONE, Ranks
-from redrafter.parallel.split_layers import GatheredLinear, SummedLinear
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""The operators for linear layers whose weight is FP8 (e4m3): a kernel for few tokens, else torch's products."""
+"""The operators for linear layers: kernels for few tokens and for weights of FP8 (e4m3), else torch's products."""
 
 import functools
 
@@ -9,11 +9,30 @@ from torch.nn.functional import linear
 from redrafter import kernels
 from redrafter.kernels.float8_inputs import round_inputs
 
-__all__ = ["float8_linear", "rounded_float8_linear"]
-
 MAX_FEW_TOKENS = 32  # for more tokens, products whose inputs are FP8 too take less time
 
 _HALF = (torch.bfloat16, torch.float16)
+
+
+def has_thin_kernel(weight: Tensor) -> bool:
+    """Return whether `thin_linear` has a kernel for few tokens with this weight `[F, D]`."""
+    return kernels.TRITON and weight.is_cuda and kernels.is_supported_weight(weight)
+
+
+@torch.library.custom_op("redrafter::linear", mutates_args=())
+def thin_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `x @ weight.T`, `[..., F]`.
+
+    Args:
+        x: Inputs, `[..., D]`.
+        weight: Weight as `nn.Linear` has it, `[F, D]`.
+    """
+    return linear(x, weight)
+
+
+@thin_linear.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 @torch.library.custom_op("redrafter::float8_linear", mutates_args=())
@@ -102,6 +121,12 @@ def _tokens(x: Tensor) -> int:
 
 
 if kernels.TRITON:
+
+    @thin_linear.register_kernel("cuda")
+    def _(x: Tensor, weight: Tensor) -> Tensor:
+        if x.numel() // x.shape[-1] > kernels.MAX_THIN_TOKENS or not kernels.is_supported_weight(weight):
+            return linear(x, weight)
+        return kernels.split_k_linear(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
 
     @float8_linear.register_kernel("cuda")
     def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
