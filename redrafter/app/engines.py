@@ -9,14 +9,12 @@ from redrafter.app.flags import flag
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.checkpoints.merged import default_sampling, holds_drafter
 from redrafter.checkpoints.models import bind
-from redrafter.drafting.draft_model import DraftModelProposer
-from redrafter.drafting.prompt_lookup import PromptLookupProposer
-from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer
+from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.prompt_lookup import PromptLookup
-from redrafter.engine.recurrent import ReDrafter
+from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER
 from redrafter.parallel.launched import launched_processes
@@ -200,17 +198,3 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
         **load,
         **use,
     )
-
-
-def draft_shape(proposer: Proposer) -> dict[str, int] | None:
-    """Return the sizes of what a proposer drafts per step, such as `{"num_beams": 5, ...}`.
-
-    None for plain decoding, which a tuning, or the default for a batch size, may choose in place of drafting.
-    """
-    if isinstance(proposer, SearchProposer):
-        return {"num_beams": proposer.beams, "draft_len_per_beam": proposer.depth, "nodes": proposer.nodes}
-    if isinstance(proposer, DraftModelProposer):
-        return {"num_beams": proposer.beams, "draft_len": proposer.depth, "nodes": proposer.nodes}
-    if isinstance(proposer, PromptLookupProposer):
-        return {"ngram": proposer.ngram, "draft_len": proposer.draft_len}
-    return None

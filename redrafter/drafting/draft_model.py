@@ -58,6 +58,13 @@ class DraftModelProposer:
     confidence: Callable[[int], float] | None = None
     vocabulary: VocabularyMap | None = None
 
+    shared_nodes = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Beams, depth and nodes."""
+        return {"num_beams": self.beams, "draft_len": self.depth, "nodes": self.nodes}
+
     @property
     def scratch_slots(self) -> int:
         """Slots after a row's committed tokens that a step writes to, those of nodes that are cut included."""

@@ -49,7 +49,7 @@ class DrafterConfig(PretrainedConfig):
         kwargs: Passed to `PretrainedConfig`.
     """
 
-    model_type = MODEL_TYPE
+    model_type, kind = MODEL_TYPE, "recurrent drafter"
 
     def __init__(
         self,
@@ -124,6 +124,17 @@ class DrafterConfig(PretrainedConfig):
                 f"DrafterConfig.draft_vocab_size must be from 1 to vocab_size={self.vocab_size}, "
                 f"got {self.draft_vocab_size!r}"
             )
+
+    def describe(self) -> dict[str, Any]:
+        """Return what this kind of drafter alone has to say of itself, as `redrafter convert --info` shows it."""
+        return {
+            "exit_dim": self.exit_dim,
+            "layers": self.num_draft_layers,
+            "recurrence": self.recurrence if self.rnn else "none: a running sum of embeddings",
+            "target_layers": self.target_layers or None,
+            "context_window": self.context_window,
+            "head_rank": self.head_rank,
+        }
 
     def _check_size(self, name: str, minimum: int = 1, maximum: int = MAX_SIZE) -> None:
         value = getattr(self, name)
@@ -217,7 +228,7 @@ class EagleConfig(PretrainedConfig):
         kwargs: Passed to `PretrainedConfig`.
     """
 
-    model_type = EAGLE_MODEL_TYPE
+    model_type, kind = EAGLE_MODEL_TYPE, "EAGLE-3 head"
 
     def __init__(
         self,
@@ -286,6 +297,20 @@ class EagleConfig(PretrainedConfig):
                 "few; set target_layers in its config.json"
             )
         return layers
+
+    def describe(self) -> dict[str, Any]:
+        """Return what this kind of drafter alone has to say of itself; see `DrafterConfig.describe`."""
+        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm", "own_embedding")
+        layers = self.target_layers
+        return {
+            "width": self.width,
+            "heads": self.num_attention_heads,
+            "kv_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "rope": self.rope["rope_type"],
+            "options": [name for name in flags if getattr(self, name)] or None,
+            "target_layers": "three that follow from the model's number of layers" if layers is None else layers,
+        }
 
     def check(self) -> None:
         """Raise `ArgumentError` for values that no head can have."""
