@@ -107,8 +107,8 @@ class RecurrentDrafter(DrafterModel):
         """What attends to the text: it is small."""
         return self.context
 
-    def layers_read(self, count: int) -> list[int]:
-        """Return the decoder layers whose outputs the drafter reads."""
+    def layers_read(self, target: Target) -> list[int]:
+        """Return the target's decoder layers whose outputs the drafter reads."""
         return self.config.target_layers
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer | None:

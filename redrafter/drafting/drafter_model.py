@@ -30,8 +30,8 @@ class DrafterModel(PreTrainedModel):
     base_model_prefix = "drafter"
     unquantized: nn.Module | None = None
 
-    def layers_read(self, count: int) -> list[int]:
-        """Return the decoder layers whose outputs the drafter reads, of a target that has `count` of them."""
+    def layers_read(self, target: Target) -> list[int]:
+        """Return the target's decoder layers whose outputs the drafter reads."""
         raise NotImplementedError
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer | None:

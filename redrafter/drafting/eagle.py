@@ -128,9 +128,9 @@ class EagleDrafter(DrafterModel):
         self.register_buffer("draft_ids", ids)
         self.post_init()
 
-    def layers_read(self, count: int) -> list[int]:
-        """Return the decoder layers whose outputs the head reads, of a target that has `count` of them."""
-        return self.config.target_layers_of(count)
+    def layers_read(self, target: Target) -> list[int]:
+        """Return the target's decoder layers whose outputs the head reads."""
+        return self.config.target_layers_of(target.config.num_hidden_layers)
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
         """Return what the head stores of every token: what the token adds to two entries."""

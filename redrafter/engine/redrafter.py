@@ -67,7 +67,7 @@ class ReDrafter(Engine):
         assert depth is not None
         if message := draft_length_warning(config, depth):
             warnings.warn(message, stacklevel=3)
-        target.read_aux_hidden(drafter.layers_read(target.config.num_hidden_layers))
+        target.read_aux_hidden(drafter.layers_read(target))
         compiled = target.device.type == "cuda" and (options or EngineOptions()).compile
         if (layer := drafter.stored_layer(target, compiled)) is not None:
             target.store_drafter_layer(layer)
