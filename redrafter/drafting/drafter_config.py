@@ -148,11 +148,7 @@ AutoConfig.register(MODEL_TYPE, DrafterConfig, exist_ok=True)
 def check_context_heads(heads: int, kv_heads: int, head_dim: int, name: Callable[[str], str]) -> None:
     """Raise `ArgumentError` for heads of the attention to the text that no drafter can have.
 
-    Args:
-        heads: Query heads, positive.
-        kv_heads: Key and value heads, positive.
-        head_dim: Width of a head, positive.
-        name: Returns what the user calls `context_heads`, `context_kv_heads` or `context_head_dim`.
+    `name` returns what the user calls `context_heads`, `context_kv_heads` or `context_head_dim`.
     """
     if heads % kv_heads:
         raise ArgumentError(

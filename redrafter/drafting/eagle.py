@@ -373,12 +373,7 @@ class EagleProposer(SearchProposer):
 
 
 def _of_beams(x: Tensor, sources: Tensor) -> Tensor:
-    """Return what belongs to some beams of the step before.
-
-    Args:
-        x: What belongs to each of w beams, `[B, w, ...]`.
-        sources: The beams, `[B, W]` int64.
-    """
+    """Return what belongs to some beams `sources` `[B, W]` of the step before, of `x` `[B, w, ...]`."""
     index = sources.view(*sources.shape, *(1 for _ in x.shape[2:])).expand(-1, -1, *x.shape[2:])
     return x.gather(1, index)
 
