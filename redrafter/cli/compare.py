@@ -18,7 +18,6 @@ from redrafter.app.engines import (
     PLAIN,
     PROMPT_LOOKUP,
     check_method_options,
-    draft_shape,
     drafting_model_name,
     load_engine,
 )
@@ -261,7 +260,7 @@ def _result(method: Method, plain: Method, prompts: Prompts, *, compare: bool) -
     return {
         "way": pair.method,
         "name": pair.drafting_model,
-        "shape": draft_shape(pair.engine.proposer_for(rows)) if pair.method in DRAFTING_METHODS else None,
+        "shape": pair.engine.proposer_for(rows).sizes if pair.method in DRAFTING_METHODS else None,
         "tokens": sum(map(len, method.texts())),
         "seconds": statistics.median(method.seconds),
         "tokens_per_second": statistics.median(method.tokens_per_second),

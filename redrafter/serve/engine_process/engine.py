@@ -6,11 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from redrafter.app.engines import PLAIN, can_draft, draft_shape
+from redrafter.app.engines import PLAIN, can_draft
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.tokenizers import end_tokens
-from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError
 from redrafter.files.dtype_names import dtype_name
@@ -56,7 +55,7 @@ class ServedEngine:
     def of(cls, pair: Pair, options: ServeOptions, load: LoadOptions) -> "ServedEngine":
         """Make the scheduler of a pair that was loaded with some options."""
         engine = pair.engine
-        if isinstance(engine, DraftTarget) and engine.adaptive:
+        if engine.draft_lengths_of(1) is not None:
             raise ArgumentError("a server drafts at one length: leave out --adaptive")
         adapters = parse_lora_modules(options.lora_modules)
         engine.load_adapters(adapters)  # before keys and values take what memory is free
@@ -111,7 +110,7 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
     proposer = pair.engine.proposer_for(1) if options.speculate else None
     drafts = "no drafts"
     if proposer is not None and pair.method != PLAIN:
-        drafts = f"{pair.method}, {draft_shape(proposer) or 'no drafts at one row'}"
+        drafts = f"{pair.method}, {proposer.sizes or 'no drafts at one row'}"
     weights = _FLOAT8[float8_scheme(target.model)]
     invariant = ", batch-invariant" if target.batch_invariant else ""
     host = scheduler.graphs.host
