@@ -26,27 +26,17 @@ DRAFTING_METHODS = DRAFTER, DRAFT_MODEL, PROMPT_LOOKUP = "drafter", "draft model
 PLAIN = "plain"  # plain decoding: nothing drafts
 
 # The options that only some methods have. Every other option is for all methods.
+_BY_A_MODEL = ("num_beams", "node_budget", "draft_quantization")
 _METHOD_OPTIONS = {
-    DRAFTER: ("drafter", "num_beams", "draft_len_per_beam", "node_budget", "tuning", "draft_quantization"),
-    DRAFT_MODEL: (
-        "num_beams",
-        "node_budget",
-        "draft_len",
-        "acceptance",
-        "adaptive",
-        "draft_device",
-        "draft_quantization",
-    ),
+    DRAFTER: (*_BY_A_MODEL, "drafter", "draft_len_per_beam", "tuning"),
+    DRAFT_MODEL: (*_BY_A_MODEL, "draft_len", "acceptance", "adaptive", "draft_device"),
     PROMPT_LOOKUP: ("draft_len", "ngram"),
 }
+_SET_BY_CONFIG = ("draft_len", "draft_device", "acceptance")  # by --draft-target-model-config, beside the device
 
 
 def choose_method(options: LoadOptions, draft: DraftOptions) -> str:
-    """Return the drafting method that the options choose, one of `DRAFTING_METHODS`.
-
-    Raises:
-        ArgumentError: When the options choose several methods, or set an option that the method does not have.
-    """
+    """Return the drafting method that the options choose; refuse several, and options that the method does not have."""
     typed = {"drafter": options.drafter, "draft-model": draft.draft_model, "prompt-lookup": draft.prompt_lookup or None}
     flags = [f"--{name}" for name, value in typed.items() if value is not None]
     if len(flags) > 1:
@@ -78,12 +68,7 @@ def check_method_options(options: LoadOptions, draft: DraftOptions, methods: set
 
 
 def apply_draft_target_config(options: LoadOptions, draft: DraftOptions) -> tuple[LoadOptions, DraftOptions]:
-    """Return both options with the values of `--draft-target-model-config` in the fields that it stands for.
-
-    Raises:
-        ArgumentError: When it cannot be parsed, there is no draft model, or another flag sets one of these fields.
-        UnsupportedError: When it names several devices for one model in one process.
-    """
+    """Return both options with the values of `--draft-target-model-config` in the fields that it stands for."""
     text = draft.draft_target_model_config
     if text is None:
         return options, draft
@@ -98,9 +83,6 @@ def apply_draft_target_config(options: LoadOptions, draft: DraftOptions) -> tupl
     return replace(options, device=device), replace(draft, draft_target_model_config=None)
 
 
-_SET_BY_CONFIG = ("draft_len", "draft_device", "acceptance")
-
-
 def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, bool]:
     """Parse the value of `--draft-target-model-config`, a list such as "[4,[0],[1],False]".
 
@@ -111,9 +93,6 @@ def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, b
         Draft length, device of the draft model, device of the target, and whether to accept by rejection sampling. A
         device is None where each process has one of its own.
     """
-    expected = (
-        '--draft-target-model-config must look like "[4,[0],[1],False]": draft length, devices of the draft model, '
-    )
     try:
         value: Any = ast.literal_eval(text.replace("true", "True").replace("false", "False"))
         draft_len, *devices, rejection_sampling = value
@@ -123,7 +102,10 @@ def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, b
         if not all(type(index) is int and index >= 0 for indices in devices for index in indices):
             raise ValueError
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise ArgumentError(f"{expected}devices of the target, acceptance by odds; got {text!r}") from None
+        raise ArgumentError(
+            '--draft-target-model-config must look like "[4,[0],[1],False]": draft length, devices of the draft model, '
+            f"devices of the target, acceptance by odds; got {text!r}"
+        ) from None
     processes = launched_processes()
     drafts_on, target_on = devices
     if processes > 1:
@@ -154,13 +136,9 @@ def drafting_model_name(method: str, model: str, options: LoadOptions, draft: Dr
 
 
 def load_engine(method: str, model: str | Target, options: LoadOptions, draft: DraftOptions) -> Engine:
-    """Load the engine of a drafting method.
+    """Load the engine of a drafting method, one of `DRAFTING_METHODS` or `PLAIN`.
 
-    Args:
-        method: One of `DRAFTING_METHODS`, or `PLAIN` for an engine that drafts nothing.
-        model: Directory or hub id of the target, or a target that is loaded already.
-        options: How to load the target and the drafter.
-        draft: The draft model or the prompt lookup, for the methods that use them.
+    The model is a directory or hub id of the target, or a target that is loaded already.
     """
     use = {item.name: getattr(options, item.name) for item in fields(EngineOptions)}
     load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
@@ -170,36 +148,17 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
         engine = Engine(bind(model, **load), PlainProposer(), EngineOptions(**use))
         engine.do_sample = default_sampling(model) if isinstance(model, str) else None
         return engine
-    names = [name for name in ("draft_len", "ngram", "acceptance") if name in _METHOD_OPTIONS[method]]
-    chosen = {name: value for name in names if (value := getattr(draft, name)) is not None}
+    given = vars(options) | vars(draft)
+    chosen: dict[str, Any] = {name: given[name] for name in _METHOD_OPTIONS[method] if given[name] is not None}
     if method == PROMPT_LOOKUP:
         return PromptLookup.from_pretrained(model, **chosen, **load, **use)
     if method == DRAFT_MODEL:
         assert draft.draft_model is not None
-        return DraftTarget.from_pretrained(
-            model,
-            draft.draft_model,
-            num_beams=1 if options.num_beams is None else options.num_beams,
-            node_budget=options.node_budget,
-            adaptive=draft.adaptive,
-            draft_device=draft.draft_device,
-            draft_quantization=options.draft_quantization,
-            **chosen,
-            **load,
-            **use,
-        )
+        return DraftTarget.from_pretrained(model, draft.draft_model, **chosen, **load, **use)
     assert isinstance(model, str), "the drafter's directory is found from the name of the model"
-    return ReDrafter.from_pretrained(
-        model,
-        options.drafter,
-        num_beams=options.num_beams,
-        draft_len_per_beam=options.draft_len_per_beam,
-        node_budget=options.node_budget,
-        tuning=None if options.tuning == "none" or launched_processes() > 1 else options.tuning,
-        draft_quantization=options.draft_quantization,
-        **load,
-        **use,
-    )
+    if options.tuning == "none" or launched_processes() > 1:
+        chosen["tuning"] = None
+    return ReDrafter.from_pretrained(model, **chosen, **load, **use)
 
 
 def draft_shape(proposer: Proposer) -> dict[str, int] | None:
