@@ -23,6 +23,7 @@ from redrafter.target.target import Target
 
 DRAFTING_METHODS = DRAFTER, DRAFT_MODEL, PROMPT_LOOKUP = "drafter", "draft model", "prompt lookup"
 PLAIN = "plain"  # plain decoding: nothing drafts
+_SET_BY_CONFIG = ("draft_len", "draft_device", "acceptance")  # by --draft-target-model-config, beside the device
 
 
 def choose_method(options: LoadOptions, draft: DraftOptions) -> str:
@@ -68,12 +69,7 @@ def check_method_options(options: LoadOptions, draft: DraftOptions, methods: set
 
 
 def apply_draft_target_config(options: LoadOptions, draft: DraftOptions) -> tuple[LoadOptions, DraftOptions]:
-    """Return both options with the values of `--draft-target-model-config` in the fields that it stands for.
-
-    Raises:
-        ArgumentError: When it cannot be parsed, there is no draft model, or another flag sets one of these fields.
-        UnsupportedError: When it names several devices for one model in one process.
-    """
+    """Return both options with the values of `--draft-target-model-config` in the fields that it stands for."""
     text = draft.draft_target_model_config
     if text is None:
         return options, draft
@@ -88,9 +84,6 @@ def apply_draft_target_config(options: LoadOptions, draft: DraftOptions) -> tupl
     return replace(options, device=device), replace(draft, draft_target_model_config=None)
 
 
-_SET_BY_CONFIG = ("draft_len", "draft_device", "acceptance")
-
-
 def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, bool]:
     """Parse the value of `--draft-target-model-config`, a list such as "[4,[0],[1],False]".
 
@@ -101,9 +94,6 @@ def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, b
         Draft length, device of the draft model, device of the target, and whether to accept by rejection sampling. A
         device is None where each process has one of its own.
     """
-    expected = (
-        '--draft-target-model-config must look like "[4,[0],[1],False]": draft length, devices of the draft model, '
-    )
     try:
         value: Any = ast.literal_eval(text.replace("true", "True").replace("false", "False"))
         draft_len, *devices, rejection_sampling = value
@@ -113,7 +103,10 @@ def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, b
         if not all(type(index) is int and index >= 0 for indices in devices for index in indices):
             raise ValueError
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise ArgumentError(f"{expected}devices of the target, acceptance by odds; got {text!r}") from None
+        raise ArgumentError(
+            '--draft-target-model-config must look like "[4,[0],[1],False]": draft length, devices of the draft model, '
+            f"devices of the target, acceptance by odds; got {text!r}"
+        ) from None
     processes = launched_processes()
     drafts_on, target_on = devices
     if processes > 1:
@@ -144,13 +137,9 @@ def drafting_model_name(method: str, model: str, options: LoadOptions, draft: Dr
 
 
 def load_engine(method: str, model: str | Target, options: LoadOptions, draft: DraftOptions) -> Engine:
-    """Load the engine of a drafting method.
+    """Load the engine of a drafting method, one of `DRAFTING_METHODS` or `PLAIN`.
 
-    Args:
-        method: One of `DRAFTING_METHODS`, or `PLAIN` for an engine that drafts nothing.
-        model: Directory or hub id of the target, or a target that is loaded already.
-        options: How to load the target and the drafter.
-        draft: The draft model or the prompt lookup, for the methods that use them.
+    The model is a directory or hub id of the target, or a target that is loaded already.
     """
     use = {item.name: getattr(options, item.name) for item in fields(EngineOptions)}
     load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
