@@ -22,11 +22,9 @@ from transformers.models.auto.modeling_auto import (
 from redrafter.app.parser import Parser, add_json
 from redrafter.app.program import run_command
 from redrafter.cache.states import StateShape
-from redrafter.checkpoints.merged import boxed_pair
-from redrafter.convert.output_formats import possible_formats
-from redrafter.convert.request import ConversionRequest, ConversionSource
-from redrafter.convert.source_base import SourceBase, open_base
-from redrafter.convert.source_drafter import SourceDrafter, is_pair, open_drafter
+from redrafter.checkpoints.merged import Defaults, boxed_pair
+from redrafter.convert.plan import possible_formats
+from redrafter.convert.sources import SourceBase, SourceDrafter, is_pair, open_base, open_drafter
 from redrafter.convert.tensors import LazyTensor
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.files.checkpoint_kind import check_path, kind_of
@@ -34,8 +32,6 @@ from redrafter.files.dtype_names import dtype_name
 from redrafter.target.recurrent_layers import layer_tensors
 from redrafter.target.supported import check_states_found, check_supported, stored_shapes
 from redrafter.version import __version__
-
-__all__ = ["describe", "main"]
 
 
 def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
@@ -61,7 +57,7 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
         drafter = open_drafter(directory)
         return document | {
             "drafter": _describe_drafter(drafter),
-            "converts_to": possible_formats(ConversionSource(drafter)),
+            "converts_to": possible_formats(drafter),
         }
     base = open_base(directory)
     document["model"] = _describe_model(base)
@@ -75,14 +71,14 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
     document["drafter"] = {"path": str(drafter.directory)} | _describe_drafter(drafter)
     document["drafter"]["share_of_model"] = round(share, 4)
     if is_pair(drafter.kind):
-        defaults = ConversionRequest().defaults_for(drafter)
+        defaults = drafter.fill(Defaults())
         document["shape"] = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
     try:
         base.check_fits(drafter.config)
         document["fits"] = True
     except MismatchError as error:
         return document | {"fits": False, "why_not": str(error)}
-    return document | {"converts_to": possible_formats(ConversionSource(drafter, base))}
+    return document | {"converts_to": possible_formats(drafter, base)}
 
 
 def _locate(name: str) -> Path:
