@@ -130,15 +130,6 @@ def run(scheduler: Scheduler, sequences: list[TokenSequence], apart: int = 0) ->
         assert each.sink.deltas[-1].error is None, each.sink.deltas[-1].error
 
 
-def run_as_alone(scheduler: Scheduler, sequences: list[TokenSequence], apart: int = 0) -> None:
-    """Serve sequences until all have ended; each must write what it writes alone, and leave nothing behind."""
-    run(scheduler, sequences, apart)
-    for each in sequences:
-        assert each.sink.tokens == alone(scheduler.engine, each)
-    if scheduler.graphs is not None:
-        nothing_is_held(scheduler)
-
-
 def random_sequences(count: int, seed: int = 0, longest: int = 40, max_new_tokens: int = 24) -> list[TokenSequence]:
     made = random.Random(seed)
     kinds = list(KINDS.values())

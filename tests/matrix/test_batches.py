@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from helpers.features import FEATURES, GREEDY, OWN_WAYS, PAIRS, SAMPLED, SIMPLE, case, pair
+from helpers.features import FEATURES, GREEDY, PAIRS, SAMPLED, SIMPLE, case, pair
 from helpers.models import paged
 
-CASES = [case(*of, cache, fast=of in SIMPLE | OWN_WAYS) for of in PAIRS for cache in FEATURES[of[0]].caches]
+CASES = [case(*of, cache, fast=of in SIMPLE) for of in PAIRS for cache in FEATURES[of[0]].caches]
 
 
 @pytest.mark.parametrize(("feature", "engine", "cache"), CASES)

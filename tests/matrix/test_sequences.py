@@ -21,11 +21,11 @@ MEMORIES: dict[str, dict] = {
 SCHEDULES = [(memory, order) for memory in MEMORIES for order in ("in turn", "ahead")]
 SCHEDULES.remove(("dense", "ahead"))
 PREEMPTING = ("few blocks", "ahead")
-FAST = [PREEMPTING, ("host", "in turn"), ("dense", "in turn")]
+FEW = [PREEMPTING, ("dense", "in turn"), ("chunks", "in turn"), ("host", "in turn")]
 CASES = [
-    case(*of, *schedule, fast=of in SIMPLE and schedule in (FAST if of[0] == "text" else [PREEMPTING]))
+    case(*of, *schedule, fast=of in SIMPLE and schedule in (FEW[:2] if of[0] == "text" else FEW[:1]))
     for of in sorted(SIMPLE | OWN_WAYS)
-    for schedule in (SCHEDULES if of[0] in ("text", "adapters") else [*FAST, ("chunks", "in turn")])
+    for schedule in (SCHEDULES if of[0] in ("text", "adapters") else FEW)
     if schedule[0] != "host" or FEATURES[of[0]].shares_prefixes
 ]
 
