@@ -115,7 +115,7 @@ class RecurrentDrafter(DrafterModel):
         """Return what the drafter stores of every token for its attention to the text; None where it has none."""
         if self.context is None:
             return None
-        compute = partial(_compiled_remember() if compiled else _remember, self, target.embedding)
+        compute = partial(_compiled(_remember) if compiled else _remember, self, target.embedding)
         return drafter_layer(self, target, self.config.context_kv_heads, self.config.context_head_dim, compute)
 
     def proposer(
@@ -338,7 +338,7 @@ class RecurrentProposer(SearchProposer):
         """
         carried: Tensor | None = None  # [B, w, D], the recurrent state of each beam
         start, ids = self.drafter.begin(self.drafter.fuse_hidden(state.hidden)[:, None]), self.drafter.draft_ids
-        advance = _compiled_advance() if self.compiled else _advance
+        advance = _compiled(_advance) if self.compiled else _advance
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried
@@ -379,12 +379,6 @@ def _advance(
     return drafter.step(embedding(tokens), carried, start, read)
 
 
-@cache
-def _compiled_advance() -> Any:
-    """Return `_advance` compiled, once for all proposers."""
-    return torch.compile(_advance, dynamic=True)
-
-
 def _remember(
     drafter: RecurrentDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -393,6 +387,6 @@ def _remember(
 
 
 @cache
-def _compiled_remember() -> Any:
-    """Return `_remember` compiled, once for all proposers."""
-    return torch.compile(_remember, dynamic=True)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled, once for all proposers."""
+    return torch.compile(function, dynamic=True)
