@@ -28,7 +28,7 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.streaming import StepStreamer
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import SHAPE_FILE, check_path
-from redrafter.measure.run import Run, pad_token_of, timed_run
+from redrafter.measure.run import Prompts, Run, pad_token_of, timed_run
 from redrafter.parallel.launched import launched_processes
 from redrafter.sampling.params import NUMBERS
 
@@ -38,8 +38,6 @@ _OTHER_METHODS = (
     ", draft with a smaller model (--draft-model D) or with the text itself (--prompt-lookup), or write plainly "
     "(--no-speculate)"
 )
-
-__all__ = ["NO_DRAFT_OPTIONS", "ChatEncoder", "Pair", "boxed_model", "check_options", "limit_threads"]
 
 
 def boxed_model() -> str:
@@ -55,10 +53,6 @@ def check_options(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadO
 
     Returns:
         Directory or hub id of the model, the load options with a device, and the draft options.
-
-    Raises:
-        ArgumentError: When a name is empty or is no path, or a device cannot be used.
-        CheckpointError: When no model is named and this installation has no boxed pair.
     """
     for name in (options.model, options.drafter, draft.draft_model):
         if name == "":
@@ -89,30 +83,19 @@ def limit_threads(device_type: str) -> None:
 
 @dataclass
 class Pair:
-    """A loaded target with its tokenizer and the engine that drafts for it.
+    """A loaded target with its tokenizer and the engine that drafts for it."""
 
-    Attributes:
-        name: Directory or hub id of the target.
-        method: One of `DRAFTING_METHODS`, or `PLAIN`.
-        drafting_model: Directory or hub id of the drafter or the draft model; None if there is neither.
-        tokenizer: The target's tokenizer.
-        engine: Holds the target and its proposer.
-    """
-
-    name: str
-    method: str
-    drafting_model: str | None
-    tokenizer: PreTrainedTokenizerBase
+    name: str  # directory or hub id of the target
+    method: str  # one of `DRAFTING_METHODS`, or `PLAIN`
+    drafting_model: str | None  # directory or hub id of the drafter or the draft model; None if there is neither
+    tokenizer: PreTrainedTokenizerBase  # of the target
     engine: Engine
 
     @classmethod
     def load(cls, options: LoadOptions, draft: DraftOptions | None = None, speculate: bool = True) -> "Pair":
         """Load the target, its tokenizer and what drafts for it.
 
-        Args:
-            options: The target and its drafter, and how to load them.
-            draft: The draft model or prompt lookup, in place of a drafter; None for a command that needs a drafter.
-            speculate: False loads only the target, for plain decoding.
+        A command that needs a drafter has no `draft` options. Without `speculate` only the target is loaded.
 
         Raises:
             CheckpointError: The target comes without a drafter, and nothing else is to draft.
@@ -129,21 +112,9 @@ class Pair:
         return cls(name, method, drafting_model_name(method, name, options, draft), tokenizer, engine)
 
     def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        options: GenerationOptions,
-        *,
-        streamer: StepStreamer | None,
-        **arguments: Any,
+        self, prompts: Prompts, options: GenerationOptions, *, streamer: StepStreamer | None, **arguments: Any
     ) -> Run:
-        """Decode prompts in one batch, and time it.
-
-        Args:
-            prompts: Token ids of each prompt.
-            options: How to generate.
-            streamer: Gets the tokens of every step.
-            arguments: Arguments of `Engine.generate`, which win over those from `options`.
-        """
+        """Decode prompts in one timed batch; `arguments` of `Engine.generate` win over those from `options`."""
         arguments = self.arguments(options) | {"streamer": streamer} | arguments
         return timed_run(self.engine, prompts, pad_token_of(self.tokenizer), **arguments)
 

@@ -98,8 +98,7 @@ class PromptOptions:
     def __post_init__(self) -> None:
         if not 0 < self.prompt_share <= 1:
             raise ArgumentError(f"--prompt-share must be above 0 and at most 1, got {self.prompt_share:g}")
-        if self.prompt_tokens is not None:
-            check_counts(self, "prompt_tokens")
+        check_counts(self, "prompt_tokens")
 
     @property
     def cut(self) -> dict[str, Any]:
@@ -178,16 +177,15 @@ class GenerationOptions:
         return bool(self.temperature)
 
 
-def check_counts(options: Any, name: str) -> None:
-    """Raise `ArgumentError` unless a field's count, or each of its counts, is from 1 to `MAX_COUNT`; drop duplicates.
+def check_counts(options: Any, *names: str) -> None:
+    """Raise `ArgumentError` for a field's count that is not from 1 to `MAX_COUNT`; drop duplicates of several counts.
 
-    Args:
-        options: A frozen dataclass; the field is replaced in place.
-        name: Name of the field.
+    The options are a frozen dataclass, whose fields are replaced in place; one of None is left out.
     """
-    value = getattr(options, name)
-    numbers = tuple(dict.fromkeys(value)) if isinstance(value, tuple) else (value,)
-    if not all(1 <= number <= MAX_COUNT for number in numbers):
-        raise ArgumentError(f"{flag(name)} must be from 1 to {MAX_COUNT}, got {format_value(value)}")
-    if isinstance(value, tuple):
-        object.__setattr__(options, name, numbers)
+    for name in names:
+        value = getattr(options, name)
+        numbers = tuple(dict.fromkeys(value)) if isinstance(value, tuple) else (value,)
+        if not all(number is None or 1 <= number <= MAX_COUNT for number in numbers):
+            raise ArgumentError(f"{flag(name)} must be from 1 to {MAX_COUNT}, got {format_value(value)}")
+        if isinstance(value, tuple):
+            object.__setattr__(options, name, numbers)

@@ -46,37 +46,14 @@ def invariant_attention(
 ) -> Tensor:
     """Store the new keys and values in the cache, and attend from each token to the positions of its text, in order.
 
-    This is the slow reference, for any device; on a GPU, Triton kernels stand in its place.
-    The key at position s of a node behind n committed tokens is that of the token s if s < n, else that of the node's
-    own ancestor at depth s - n. Tiles of 64 positions begin at position 0. Positions below 4,096 are in splits of 128,
-    later ones in splits of 512; each split begins with an empty state, takes its tiles in order, and the states are
-    folded in the order of the splits. Sinks come last. Positions that a token does not see weigh exactly 0, so tiles
-    and splits without any that it sees change nothing. All sums are in float32.
+    This is the slow reference, for any device; on a GPU, Triton kernels stand in its place. The key at position s of a
+    node behind n committed tokens is that of the token s if s < n, else that of the node's own ancestor at depth s - n.
+    Tiles of 64 positions begin at position 0. Positions below 4,096 are in splits of 128, later ones in splits of 512;
+    each split begins with an empty state, takes its tiles in order, and the states are folded in the order of the
+    splits. Sinks come last. Positions that a token does not see weigh exactly 0, so tiles and splits without any that
+    it sees change nothing. All sums are in float32.
 
-    Args:
-        query: Queries of the tokens that `Plan` lists, `[T, Hq, d]`. The output of padding is 0, or any finite numbers
-            where there are chunks.
-        key: Keys of these tokens, `[T, H, d]`.
-        value: Values of these tokens, `[T, H, dv]`.
-        keys: Pool of keys.
-        key_layer: Index of the layer in that pool.
-        values: Pool of values.
-        value_layer: Index of the layer in that pool.
-        length: As in `Plan`.
-        starts: As in `Plan`.
-        depth: As in `Plan`.
-        ancestors: As in `Plan`.
-        table: As in `Plan`.
-        chunk_starts: As in `Plan`.
-        chunk_lengths: As in `Plan`.
-        chunk_table: As in `Plan`.
-        scale: Factor of the scores.
-        window: Positions that a node looks back, 0 for all.
-        softcap: Bound of the scores, 0 for none.
-        sinks: Attention sinks, a score that each head may spend on nothing, `[Hq]`; None for none.
-
-    Returns:
-        `[T, Hq, dv]`.
+    The arguments are those of `tree_attention`.
     """
     places = _Places.of(len(query), length, starts, depth, ancestors, table, chunk_starts, chunk_lengths, chunk_table)
     stores = keys[key_layer], values[value_layer]
@@ -247,17 +224,7 @@ def _attend(
 ) -> Tensor:
     """Attend from at most `TOKENS` tokens, all in the same order; see `invariant_attention`.
 
-    Args:
-        query: Queries of M tokens, `[M, Hq, d]`.
-        stores: Keys and values of the layer, by slot.
-        places: The texts of these tokens and of padding.
-        scale: Factor of the scores.
-        window: Positions that a node looks back, 0 for all.
-        softcap: Bound of the scores, 0 for none.
-        sinks: Attention sinks, `[Hq]`; None for none.
-
-    Returns:
-        `[M, Hq, dv]` in float32.
+    Returns `[M, Hq, dv]` in float32 for queries `[M, Hq, d]`, whose texts and those of padding are in `places`.
     """
     count, heads = len(query), stores[0].shape[1]
     q = rearrange(_padded(query).float(), "m (h g) d -> m h g d", h=heads)

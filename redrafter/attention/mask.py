@@ -28,17 +28,10 @@ class AttentionKind:
 
 
 def visible_slots(length: Tensor, depth: Tensor, ancestors: Tensor, slots: int, kind: AttentionKind) -> Tensor:
-    """Return the slots of its row that each new node sees.
+    """Return which of its row's first `slots` slots each new node sees, `[B, M, S]` bool.
 
-    Args:
-        length: Committed tokens of each row, `[B]` int64.
-        depth: Depth of each node below the root, `[B, N]` int64.
-        ancestors: Whether each of the last M nodes descends from a node, or is it, `[B, M, N]` bool.
-        slots: S, the number of slots to look at, from the first one on.
-        kind: How far back the layer looks.
-
-    Returns:
-        `[B, M, S]` bool.
+    Rows have `length` `[B]` committed tokens and nodes at depths `[B, N]`; `ancestors` `[B, M, N]` bool says whether
+    each of the last M nodes descends from a node, or is it.
     """
     rows, nodes = depth.shape
     node = torch.arange(slots, device=length.device) - length[:, None]  # [B, S], negative where committed

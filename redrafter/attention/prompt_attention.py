@@ -44,16 +44,7 @@ class Piece:
 
 
 def cut_prompts(start: Sequence[int], length: Sequence[int], max_tokens: int) -> list[list[Piece]]:
-    """Cut what is left to read of each row into forwards of about equally many tokens.
-
-    Args:
-        start: Tokens of each row that are read already.
-        length: Tokens of each row up to which to read.
-        max_tokens: The most tokens of one forward.
-
-    Returns:
-        The pieces of each forward, one row behind the other.
-    """
+    """Cut what is left to read of each row, from `start` to `length`, into forwards of about equally many tokens."""
     total = sum(length) - sum(start)
     count = -(-total // max_tokens)
     size = -(-total // max(count, 1))
@@ -86,13 +77,7 @@ class PagedPrompt:
 
     @classmethod
     def of(cls, pools: Any, table: Tensor, pieces: Sequence[Piece]) -> "PagedPrompt":
-        """Look up the slots of a forward's tokens.
-
-        Args:
-            pools: Per layer, the pools of its keys and values.
-            table: The blocks of each row in order of position, `[B, M]` int32.
-            pieces: The pieces that the forward reads.
-        """
+        """Look up the slots of a forward's tokens."""
         positions = torch.arange(max(piece.end for piece in pieces))
         blocks, offsets = positions // BLOCK_SIZE, positions % BLOCK_SIZE
         seen = [table[p.row].long()[blocks[: p.end]] * BLOCK_SIZE + offsets[: p.end] for p in pieces]
@@ -101,13 +86,7 @@ class PagedPrompt:
     def store(self, layer: int, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Store a layer's new keys and values, and yield what each piece attends to.
 
-        Args:
-            layer: Index of the layer.
-            key: Keys of the new tokens, `[H, T, d]`.
-            value: Values of the new tokens, `[H, T, dv]`.
-
-        Yields:
-            Per piece, keys `[H, end, d]` and values `[H, end, dv]` from its row's first token on.
+        Yields per piece keys `[H, end, d]` and values `[H, end, dv]`, from its row's first token on.
         """
         home = self.pools[layer]
         assert home is not None, "a layer attends to what it did not attend to when the model was bound"
@@ -141,10 +120,8 @@ class PromptPlan:
 
         They reach to the piece's end or further.
 
-        Args:
-            layer: Index of the layer.
-            key: Keys of the new tokens, `[1, H, T, d]`, or all that a `DenseCache` holds, `[B, H, S, d]`.
-            value: Values, likewise.
+        They reach to the piece's end or further. Given are those of the new tokens, `[1, H, T, d]`, or all that a
+        `DenseCache` holds, `[B, H, S, d]`.
         """
         if self.paged is not None:
             yield from self.paged.store(layer, key[0], value[0])
@@ -157,14 +134,8 @@ class PromptPlan:
 
         The window moves by one slot from each token to the next: token i sees slots i to `i + slots - count`.
 
-        Args:
-            count: Number of tokens.
-            slots: Number of slots that at least one of the tokens sees; slot 0 is the first one that token 0 sees.
-            dtype: Dtype of the mask.
-
-        Returns:
-            What to add to attention scores, `[1, 1, count, slots]`: 0 where a token sees a slot, the lowest finite
-            value of `dtype` elsewhere. It is kept in `masks`, so never write to it.
+        Slot 0 is the first one that token 0 sees. The mask `[1, 1, count, slots]` is kept in `masks`, so never write to
+        it.
         """
         key = (count, slots, dtype)
         if key not in self.masks:
@@ -196,20 +167,9 @@ def prompt_attention(
 ) -> tuple[Tensor, None]:
     """Attend as an attention function of transformers, over pieces of prompts.
 
-    Args:
-        module: The attention module, which knows its `layer_idx`.
-        query: Queries of the new tokens, `[1, Hq, T, d]`.
-        key: Keys as in `PromptPlan.attended`.
-        value: Values as in `PromptPlan.attended`.
-        attention_mask: Not read where there is a plan.
-        plan: Comes with the model's own keyword arguments; a model that hands none on finds it in `RUNNING_PLAN`. Where
-            there is none either, another thread runs the model meanwhile, and is given plain attention.
-        scaling: Factor of the scores; None for `d ** -0.5`.
-        softcap: Bound of the scores; None or 0 for none.
-        s_aux: Attention sinks, a score that each head may spend on nothing, `[Hq]`; None for none.
-
-    Returns:
-        What the tokens attend to, `[1, T, Hq, dv]`, and None in place of the weights.
+    Queries are `[1, Hq, T, d]`, keys and values as in `PromptPlan.attended`, the output `[1, T, Hq, dv]`, beside None
+    in place of the weights. `plan` comes with the model's own keyword arguments; a model that hands none on finds it in
+    `RUNNING_PLAN`. Where there is none either, another thread runs the model meanwhile, and is given plain attention.
     """
     plan = RUNNING_PLAN.get(None) if plan is None else plan
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -259,13 +219,8 @@ def _blocks(kind: AttentionKind, piece: Piece) -> Iterator[tuple[int, int, int]]
     sliding window no longer reaches the beginning of the prompt does each token see back to a slot of its own; a block
     has at most `MAX_EDGE_TOKENS` of such tokens.
 
-    Args:
-        kind: How far back the layer looks.
-        piece: The tokens of a prompt that a forward reads.
-
-    Yields:
-        Three numbers, all counted from the beginning of the prompt: the position of the block's first token, the
-        position behind its last token, and the first slot that any of its tokens sees.
+    Yields three positions: of the block's first token, after its last token, and of the first slot that any of its
+    tokens sees.
     """
     first = piece.first
     while first < piece.end:
@@ -284,18 +239,9 @@ def _blocks(kind: AttentionKind, piece: Piece) -> Iterator[tuple[int, int, int]]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
-    """Attend with the last n of S tokens, by a mask, or without one to all tokens before.
+    """Attend with the last n of S tokens, by a mask `[1, 1, n, S]`, or without one to all tokens before.
 
-    Args:
-        q: Queries of the last n tokens, `[H, G, n, d]`.
-        k: Keys, `[H, S, d]`.
-        v: Values, `[H, S, dv]`.
-        mask: Added to the scores, `[1, 1, n, S]`; None where each token sees all before it.
-        scale: Factor of the scores.
-        sinks: Attention sinks, `[H * G]`; None for none.
-
-    Returns:
-        `[H, G, n, dv]`.
+    Queries are `[H, G, n, d]`, keys and values `[H, S, d]`, sinks `[H * G]`; returns `[H, G, n, dv]`.
     """
     before = k.shape[1] - q.shape[2]
     if mask is not None or not before:

@@ -47,12 +47,7 @@ def register_attention(
 
 
 def replacement_for(loaded: str, name: str) -> str:
-    """Return the name under which a registered function computes what a model's own attention does.
-
-    Args:
-        loaded: The attention that the model was loaded with.
-        name: Name of the function in `register_attention`.
-    """
+    """Return the name under which a function, registered as `name`, computes what the `loaded` attention does."""
     return _uncapped(name) if loaded == "sdpa" else name
 
 
@@ -93,31 +88,11 @@ def tree_attention(
     This is the slow reference, for any device. On a GPU a Triton kernel stands in its place, on a CPU
     `gathered_attention`.
 
-    Args:
-        query: Queries of the tokens that `Plan` lists, `[T, Hq, d]`. The output of padding is 0, or any finite numbers
-            where there are chunks.
-        key: Keys of these tokens, `[T, H, d]`.
-        value: Values of these tokens, `[T, H, dv]`.
-        keys: Pool of keys.
-        key_layer: Index of the layer in that pool.
-        values: Pool of values.
-        value_layer: Index of the layer in that pool.
-        length: As in `Plan`.
-        starts: As in `Plan`.
-        depth: As in `Plan`.
-        ancestors: As in `Plan`.
-        table: As in `Plan`.
-        chunk_starts: As in `Plan`.
-        chunk_lengths: As in `Plan`.
-        chunk_table: As in `Plan`.
-        scale: Factor of the scores.
-        window: Positions that a node looks back, 0 for all.
-        softcap: Bound of the scores, 0 for none.
-        sinks: Attention sinks, a score that each head may spend on nothing, `[Hq]`; None for none.
-        chunk_size: Positions of a chunk, of which a node sees its own alone; 0 for one chunk.
-
-    Returns:
-        `[T, Hq, dv]`.
+    The tokens are those that `Plan` lists: queries `[T, Hq, d]`, keys `[T, H, d]`, values `[T, H, dv]`; the output `[T,
+    Hq, dv]` of padding is 0, or any finite numbers where there are chunks. A pool and the index of the layer in it say
+    where keys go, and where values. `length` to `chunk_table` are as in `Plan`. `window` positions and a chunk of
+    `chunk_size` bound what a node sees, `softcap` its scores, 0 for no bound. Each head may spend a score on nothing,
+    its entry of `sinks` `[Hq]`.
     """
     rows, chunks = length.shape[0] - 1, chunk_starts.shape[0] - 2
     nodes = (depth.shape[0] - 1) // rows
@@ -203,25 +178,7 @@ def gathered_attention(
     The new keys and values are stored in the pools. Then the keys and values of each row, whose blocks are scattered
     over the pools, are copied into contiguous tensors, and all rows attend to theirs in one call under a mask.
 
-    Arguments of `tree_attention` that are not named here are accepted and ignored: `plan` holds the same tensors.
-
-    Args:
-        plan: Lengths, block tables and trees of the rows.
-        query: Queries of the plan's tokens, `[T, Hq, d]`.
-        key: Keys of these tokens, `[T, H, d]`.
-        value: Values of these tokens, `[T, H, dv]`.
-        keys: Pool of keys; written in place.
-        key_layer: Index of the layer in that pool.
-        values: Pool of values; written in place.
-        value_layer: Index of the layer in that pool.
-        scale: Factor of the scores.
-        window: Positions that a node looks back, 0 for all.
-        softcap: Bound of the scores, 0 for none.
-        sinks: Attention sinks, a score that each head may spend on nothing, `[Hq]`; None for none.
-        chunk_size: Positions of a chunk, of which a node sees its own alone; 0 for one chunk.
-
-    Returns:
-        The attention output of each new node, `[T, Hq, dv]`; 0 for padding.
+    The arguments are those of `tree_attention`; the tensors that are not named are those of `plan`.
     """
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     stores = keys[key_layer], values[value_layer]
@@ -249,19 +206,9 @@ def gathered_attention(
 def explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Attend by way of all scores, where they are capped or may be spent on sinks.
+    """Attend by way of all scores, where they are capped or may be spent on sinks `[Hq]`; returns `[B, Hq, M, dv]`.
 
-    Args:
-        query: Queries, `[B, Hq, M, d]`.
-        key: Keys, `[B, H, S, d]`.
-        value: Values, `[B, H, S, dv]`.
-        mask: Added to the scores, `[B, 1, M, S]`.
-        scale: Factor of the scores.
-        softcap: Bound of the scores, 0 for none.
-        sinks: Attention sinks, a score that each head may spend on nothing, `[Hq]`; None for none.
-
-    Returns:
-        `[B, Hq, M, dv]`.
+    Queries are `[B, Hq, M, d]`, keys and values `[B, H, S, d]`; the mask `[B, 1, M, S]` is added to the scores.
     """
     rows, heads, count, _ = query.shape
     grouped = rearrange(query, "b (h g) m d -> b h (g m) d", h=key.shape[1])  # keys stay as they are, not repeated
@@ -292,20 +239,8 @@ def tree_attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend as an attention function of transformers, over the new nodes of token trees.
 
-    Args:
-        module: The attention module, which knows its `layer_idx`.
-        query: Queries of the new nodes, `[1, Hq, T, d]`.
-        key: Keys of the new nodes, `[1, H, T, d]`.
-        value: Values of the new nodes, `[1, H, T, dv]`.
-        attention_mask: Not read.
-        plan: Comes with the model's own keyword arguments; a model that hands none on finds it in `RUNNING_PLAN`.
-        scaling: Factor of the scores; None for `d ** -0.5`.
-        softcap: Bound of the scores; None or 0 for none.
-        s_aux: Attention sinks, `[Hq]`; None for none.
-        kwargs: What else transformers hands over; not read.
-
-    Returns:
-        What the nodes attend to, `[1, T, Hq, dv]`, and None in place of the weights.
+    Queries are `[1, Hq, T, d]`, the output `[1, T, Hq, dv]`, beside None in place of the weights. `plan` comes with the
+    model's own keyword arguments; a model that hands none on finds it in `RUNNING_PLAN`.
     """
     plan = RUNNING_PLAN.get() if plan is None else plan
     query, key, value = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))

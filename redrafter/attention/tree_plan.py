@@ -40,13 +40,7 @@ class PromptChunks:
 
     @classmethod
     def room(cls, count: int, blocks: int, device: torch.device) -> "PromptChunks":
-        """Return empty room for `count` chunks.
-
-        Args:
-            count: P.
-            blocks: M, the width of the block tables.
-            device: Where the tensors are.
-        """
+        """Return empty room for P = `count` chunks, with M = `blocks` blocks in each block table."""
         with device:
             tokens, starts = torch.zeros(count * TOKENS_PER_CHUNK, dtype=torch.long), torch.zeros(count + 1).long()
             table = torch.zeros(count, blocks, dtype=torch.int32)
@@ -233,14 +227,7 @@ class RowsPlan:
         return {}
 
     def mask(self, window: int, chunk_size: int, dtype: torch.dtype, group: int) -> Tensor:
-        """Return the additive mask `[B, 1, G M, S]` of a layer.
-
-        Args:
-            window: Positions that it looks back, 0 for all.
-            chunk_size: Positions of a chunk, of which a node sees its own alone; 0 for one chunk.
-            dtype: Dtype of the mask.
-            group: G, how often it is repeated.
-        """
+        """Return a layer's additive mask `[B, 1, G M, S]`, repeated G times; a window or chunk of 0 is no bound."""
         key = window, chunk_size, dtype, group
         if key not in self.masks:
             kind = AttentionKind(window or None, chunk_size or None)

@@ -40,11 +40,7 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> "Address":
-        """Return the address that a URL names; `/v1` at its end is left out.
-
-        Raises:
-            ArgumentError: It is no URL of a server.
-        """
+        """Return the address that a URL names, without `/v1`; raise `ArgumentError` if it names no server."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -125,9 +121,7 @@ class Connection:
         return self._streams
 
 
-@lru_cache
-def _tls_context() -> ssl.SSLContext:
-    return ssl.create_default_context()
+_tls_context = lru_cache(ssl.create_default_context)  # which reads all certificates
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
@@ -170,8 +164,7 @@ def _error_message(body: bytes) -> str:
 class EventLines:
     """Splits an event stream, which comes in pieces of any size, into the contents of its `data:` lines.
 
-    Every line is an event of its own, as all servers of OpenAI's protocol send them. Comments and other fields are left
-    out.
+    Every line is an event of its own, as all servers of OpenAI's protocol send them.
     """
 
     def __init__(self) -> None:

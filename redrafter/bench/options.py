@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
 
-from redrafter.app.flags import integers, names
+from redrafter.app.flags import flag, integers, names
 from redrafter.app.options import PROMPTS_HELP, PromptOptions, check_counts
 from redrafter.errors import ArgumentError
 from redrafter.options import option
@@ -16,10 +15,22 @@ NOT_IN_COMPARE = ("frequency_penalty", "presence_penalty", "logit_bias", "bad_wo
 
 
 @dataclass(frozen=True)
-class CompareOptions(PromptOptions):
-    """The prompts of `redrafter compare`, and how it measures."""
+class MeasureOptions(PromptOptions):
+    """The prompts that a command measures with."""
 
     prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for item in fields(self):
+            if getattr(self, item.name) == "":
+                raise ArgumentError(f"{flag(item.name)} needs a name, got an empty one")
+
+
+@dataclass(frozen=True)
+class CompareOptions(MeasureOptions):
+    """The prompts of `redrafter compare`, and how it measures."""
+
     num_prompts: int | None = option(None, "use the first N prompts (default: all)")
     max_input_len: int | None = option(None, "leave out prompts of more than N tokens (default: none)")
     batch_size: int = option(1, "prompts decoded at once")
@@ -34,18 +45,31 @@ class CompareOptions(PromptOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_prompts", "max_input_len", "batch_size", "repeats"):
-            if getattr(self, name) is not None:
-                check_counts(self, name)
-        if self.output == "":
-            raise ArgumentError("--output needs a name, got an empty one")
+        check_counts(self, "num_prompts", "max_input_len", "batch_size", "repeats")
 
 
 @dataclass(frozen=True)
-class TuneOptions(PromptOptions):
+class WorkOptions(MeasureOptions):
+    """How `tune` and `bench` let a model write."""
+
+    max_new_tokens: int = option(128, "new tokens of each row; no token ends a text early")
+    temperature: float = option(0.0, "0 is greedy, a higher value samples")
+    seed: int = option(0, "seed of the sampling")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_new_tokens < 2:
+            raise ArgumentError(f"--max-new-tokens must be 2 or more, got {self.max_new_tokens}")
+        if not 0 <= self.temperature < math.inf:
+            raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
+        if not 0 <= self.seed < 1 << 62:
+            raise ArgumentError(f"--seed must be from 0 to 2**62 - 1, got {self.seed}")
+
+
+@dataclass(frozen=True)
+class TuneOptions(WorkOptions):
     """The tree shapes and batch sizes that `redrafter tune` measures, on which prompts and for how long."""
 
-    prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE")
     max_new_tokens: int = option(64, "new tokens for each prompt and tree shape")
     batch_sizes: Sequence[int] | None = option(
         None, "rows decoded at once (default: 1,2,4,8,16,32,64; on a CPU 1,2,4)", type=integers, metavar="N,..."
@@ -57,32 +81,23 @@ class TuneOptions(PromptOptions):
         type=integers,
         metavar="N,...",
     )
-    temperature: float = option(0.0, "0 is greedy, a higher value samples")
-    seed: int = option(0, "seed of the sampling")
     seconds: float = option(300.0, "measure for at most this long; what was measured by then counts")
     out: str | None = option(None, "file to write (default: where from_pretrained looks)", metavar="FILE")
     plot: str | None = option(None, "also draw a figure; needs matplotlib", metavar="FILE.png")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("beams", "lengths", "batch_sizes"):
-            if getattr(self, name) is not None:
-                check_counts(self, name)
+        check_counts(self, "beams", "lengths", "batch_sizes")
         if not 0 <= self.seconds < math.inf:
             raise ArgumentError(f"--seconds must be 0 or more, got {self.seconds:g}")
-        _check_writing(self)
 
 
 @dataclass(frozen=True)
-class BenchOptions(PromptOptions):
+class BenchOptions(WorkOptions):
     """What `redrafter bench` measures, and what it compares with."""
 
-    prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE")
     num_prompts: int = option(8, "least number of rows to measure each batch size on")
-    max_new_tokens: int = option(128, "new tokens of each row; no token ends a text early")
     batch_sizes: Sequence[int] = option((1,), "rows decoded at once", type=integers, metavar="N,...")
-    temperature: float = option(0.0, "0 is greedy, a higher value samples")
-    seed: int = option(0, "seed of the sampling")
     repeats: int = option(3, "runs of each measurement; the median counts")
     waves: int | None = option(
         None,
@@ -118,26 +133,19 @@ class BenchOptions(PromptOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("batch_sizes", "context", "draft_vocab_sizes", "num_prompts", "repeats"):
-            check_counts(self, name)
+        check_counts(self, "batch_sizes", "context", "draft_vocab_sizes", "num_prompts", "repeats", "pad_head_rank")
         if self.waves is not None and self.waves < 2:
             raise ArgumentError(
                 f"--waves must be 2 or more, got {self.waves}: a single wave is what is measured anyway"
             )
-        if self.pad_head_rank is not None:
-            check_counts(self, "pad_head_rank")
-            if self.pad_to is None:
-                raise ArgumentError("--pad-head-rank is for --pad-to: give that too")
+        if self.pad_head_rank is not None and self.pad_to is None:
+            raise ArgumentError("--pad-head-rank is for --pad-to: give that too")
         object.__setattr__(self, "against", tuple(dict.fromkeys(self.against)))
         for name in self.against:
             if name not in RIVALS:
                 raise ArgumentError(f"--against takes any of {', '.join(RIVALS)}, got {name!r}")
         if self.assistant_model is not None and "assisted" not in self.against:
             raise ArgumentError("--assistant-model is for --against assisted: add that")
-        for name in ("plots", "json"):
-            if getattr(self, name) == "":
-                raise ArgumentError(f"--{name} needs a name, got an empty one")
-        _check_writing(self)
 
 
 @dataclass(frozen=True)
@@ -168,21 +176,9 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", tuple(dict.fromkeys(self.url)))
-        check_counts(self, "concurrency")
-        if self.num_requests is not None:
-            check_counts(self, "num_requests")
-            if self.num_requests < max(self.concurrency):
-                raise ArgumentError(
-                    f"--num-requests must be at least the largest --concurrency, {max(self.concurrency)}, got "
-                    f"{self.num_requests}"
-                )
-
-
-def _check_writing(options: Any) -> None:
-    """Raise `ArgumentError` for generation options that `tune` and `bench` cannot measure with."""
-    if options.max_new_tokens < 2:
-        raise ArgumentError(f"--max-new-tokens must be 2 or more, got {options.max_new_tokens}")
-    if not 0 <= options.temperature < math.inf:
-        raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {options.temperature}")
-    if not 0 <= options.seed < 1 << 62:
-        raise ArgumentError(f"--seed must be from 0 to 2**62 - 1, got {options.seed}")
+        check_counts(self, "concurrency", "num_requests")
+        if self.num_requests is not None and self.num_requests < max(self.concurrency):
+            raise ArgumentError(
+                f"--num-requests must be at least the largest --concurrency, {max(self.concurrency)}, got "
+                f"{self.num_requests}"
+            )

@@ -144,10 +144,9 @@ class LoadRun:
 
 
 async def find_server(address: Address, model: str | None, key: str | None) -> Server:
-    """Ask a server what it serves; without the name of a `model`, the first that it lists is meant.
+    """Ask a server what it serves; raise `ArgumentError` if it does not say.
 
-    Raises:
-        ArgumentError: It cannot be reached, or does not list its models.
+    Without the name of a `model`, the first that it lists is meant.
     """
     try:
         models = await _get_json(address, "/v1/models", key)
@@ -301,13 +300,9 @@ def summarize(run: LoadRun, max_new_tokens: int) -> dict[str, Any]:
 
 
 def run_server_suite(report: Report, servers: Sequence[Server], load: Load, num_requests: Mapping[int, int]) -> None:
-    """Measure all servers at each concurrency, and add what they do to the report.
+    """Measure all servers at each concurrency, and add what they do to the report; texts should be those of the first.
 
-    Args:
-        report: The report.
-        servers: The servers; texts are compared with those of the first.
-        load: The requests that they are sent.
-        num_requests: From numbers of requests in flight to the requests to send.
+    How many requests are sent stands in `num_requests` by how many of them are in flight.
     """
     table = report.table("load on servers; times in ms", COLUMNS)
     reference: dict[int, str] = {}  # first text of each key of `Load.text_key`, from the first run that succeeds

@@ -20,11 +20,7 @@ LOOKUP_TOKENS = 10  # drafts per step of Hugging Face's prompt lookup
 
 
 def measure_speedup(work: Workload, rows: int, repeats: int) -> dict[str, Any]:
-    """Decode every batch of `rows` rows plainly and speculatively, one after the other; the first alternates by repeat.
-
-    Returns:
-        An entry of `batches` in the JSON document.
-    """
+    """Decode each batch of `rows` rows plainly and speculatively in turn, as an entry of the document's `batches`."""
 
     def way(speculate: bool) -> Callable[[Prompts, int], Run]:
         return lambda batch, first: work.run(batch, speculate, seed=first)
@@ -94,9 +90,8 @@ def compare_texts(work: Workload, plain: Prompts, speculative: Prompts) -> dict[
 def peak_memory(work: Workload) -> dict[str, int] | None:
     """Return the peak GPU memory since torch's statistics were last reset, in bytes; None on a CPU.
 
-    Returns:
-        `weights` and buffers of model and drafter; the paged `pools` of keys and values; what was allocated `beyond`
-        both; and what torch has `reserved` beyond both, with the memory of captured graphs.
+    It has `weights` and buffers of model and drafter; the paged `pools` of keys and values; what was allocated `beyond`
+    both; and what torch has `reserved` beyond both, with the memory of captured graphs.
     """
     if work.device.type != "cuda":
         return None
@@ -107,12 +102,7 @@ def peak_memory(work: Workload) -> dict[str, int] | None:
 
 
 def steady_rate(arrivals: Sequence[Arrival], rows: int) -> float | None:
-    """Return tokens per second from when `rows` texts have begun until the last text begins; None without such a time.
-
-    Args:
-        arrivals: When each row gained how many tokens, in order.
-        rows: Rows decoded at once.
-    """
+    """Return tokens per second from when `rows` texts have begun until the last one begins; None without that time."""
     begun: dict[int, float] = {}
     for seconds, row, _ in arrivals:
         begun.setdefault(row, seconds)
@@ -126,10 +116,8 @@ def steady_rate(arrivals: Sequence[Arrival], rows: int) -> float | None:
 def measure_steady_state(work: Workload, rows: int, waves: int) -> dict[str, Any]:
     """Decode `waves` times as many prompts as rows in one call of `rows` rows at once, plainly and speculatively.
 
-    Each way is run once before it is measured, so that nothing is captured in the measured call.
-
-    Returns:
-        An entry of `steady_states` in the JSON document.
+    Each way is run once before it is measured, so that nothing is captured in the measured call. What is returned is an
+    entry of the document's `steady_states`.
     """
     engine, options = work.engine, work.engine.options
     prompts = [work.prompts[index % len(work.prompts)] for index in range(rows * waves)]
@@ -152,13 +140,8 @@ def measure_steady_state(work: Workload, rows: int, waves: int) -> dict[str, Any
 def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) -> Iterator[dict[str, Any]]:
     """Measure baselines at batch 1 one after the other: Hugging Face's own `generate`, in the same process.
 
-    Args:
-        work: The workload, of which the first `MAX_RIVAL_PROMPTS` prompts are continued.
-        names: Which of `RIVALS` to measure.
-        assistant: Hub id or directory of the assistant model for `assisted`; None for prompt lookup.
-
-    Yields:
-        Entries of `rivals` in the JSON document. One that raises has an `error` in place of numbers.
+    The first `MAX_RIVAL_PROMPTS` prompts are continued. The assistant is a model for `assisted`, or None for a lookup.
+    What is yielded are entries of the document's `rivals`; one that raises has an `error` in place of numbers.
     """
     prompts = [work.prompts[i % len(work.prompts)] for i in range(min(MAX_RIVAL_PROMPTS, work.num_prompts))]
     work.run(prompts[:1], True)

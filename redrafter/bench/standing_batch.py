@@ -23,7 +23,7 @@ from redrafter.errors import CacheFullError, first_line
 from redrafter.measure.floors import Bandwidth, draft_bytes, forward_bytes, slot_bytes
 from redrafter.measure.run import Prompts, Workload, median_ms
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.cuda_graphs import capture
+from redrafter.scheduler.captured_step import capture
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.target.forward_batch import ForwardBatch
@@ -61,13 +61,7 @@ class OneProposer:
 class StandingBatch:
     """A running batch past its prefill, whose state is put back after each step.
 
-    Attributes:
-        longest: Committed tokens of the longest row.
-        tokens: Committed tokens of all rows.
-        captured: The step.
-        state: State of the rows before the step.
-        cache: Cache of the target's keys and values.
-        sampler: Sampler of the rows.
+    `tokens` and `longest` are the committed tokens of all rows and of the longest one.
     """
 
     def __init__(self, batch: RunningBatch, device: torch.device):
@@ -104,12 +98,8 @@ class StandingBatch:
     def check(self) -> dict[str, Any] | None:
         """Check whether launching the captured step makes the CPU wait for the GPU, and count GPU allocations.
 
-        The step is launched once with torch set to raise an error at a wait, then `ALLOCATION_STEPS` times to count
-        allocations of GPU memory.
-
-        Returns:
-            Whether there was `no_wait`; the first line of torch's message about what `waited`, or None; and the
-            `allocations` in so many `steps`, the reading of their results included. None where there is no GPU.
+        The step is launched once with torch set to raise an error at a wait, of whose message the first line is what
+        `waited`; then `ALLOCATION_STEPS` times, the reading of their results included. None where there is no GPU.
         """
         if self.device.type != "cuda":
             return None
@@ -137,11 +127,7 @@ class StandingBatch:
 
 @contextmanager
 def opened(engine: Engine, request: Request, proposer: Proposer) -> Iterator[tuple[Scheduler, list[Row], Outcome]]:
-    """Prefill all rows of a request in a scheduler of their own, whose steps the caller takes with one proposer.
-
-    Raises:
-        CacheFullError: There is no memory for all rows at once.
-    """
+    """Prefill all rows of a request in a scheduler of their own, whose steps the caller takes with one proposer."""
     with engine.scheduler_for(request, models=OneProposer.of(engine, proposer)) as scheduler:
         outcome = Outcome()
         prompts = zip(request.prompts.tolist(), request.lengths, strict=True)
@@ -158,11 +144,7 @@ def opened(engine: Engine, request: Request, proposer: Proposer) -> Iterator[tup
 def open_standing_batch(work: Workload, texts: Prompts, proposer: Proposer, *, advance: int) -> Iterator[StandingBatch]:
     """Open a batch that stands still, and close it when the context is left. For use in inference mode.
 
-    Args:
-        work: The workload, for its engine and its sampling.
-        texts: Token ids that the rows begin with.
-        proposer: The proposer of the steps.
-        advance: New tokens that some row has when the batch stands still; 0 for none beyond the prefill's.
+    Rows begin with `texts`, and stand still once some row has `advance` new tokens; 0 for none beyond the prefill's.
     """
     work.engine.forget_prefixes()
     with opened(work.engine, make_request(work, texts, work.max_new_tokens + proposer.depth + 1), proposer) as found:
@@ -218,8 +200,7 @@ def measure_parts(
 ) -> dict[str, Any]:
     """Time one step of `rows` rows and its parts, after `asked` tokens, or half way through what the prompts write.
 
-    Returns:
-        An entry of `parts` in the JSON document. A floor is bytes over copy bandwidth.
+    What is returned is an entry of the document's `parts`. A floor is bytes over copy bandwidth.
     """
     proposer, target = work.proposer(rows, speculate), work.engine.target
     with _open(work, rows, asked, proposer) as batch:
@@ -253,19 +234,14 @@ def measure_parts(
 
 @torch.inference_mode()
 def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Drafter) -> dict[str, Any] | None:
-    """Time drafting with `drafter` in place of the engine's; None where speculation is off at `rows` rows.
-
-    Returns:
-        The `batch_size`, how many `ids` the drafter's head covers, the milliseconds to propose a tree (`draft_ms`), and
-        the bytes of the drafter's weights over the copy bandwidth (`floor_ms`).
-    """
+    """Time proposing a tree with `drafter` in place of the engine's; None where speculation is off at `rows` rows."""
     proposer = work.proposer(rows, speculate=True)
     if not isinstance(proposer, SearchProposer):
         return None
     with _open(work, rows, None, proposer) as batch:
         ms = batch.part_ms(batch.propose(replace(proposer, drafter=drafter)))
-    floor = bandwidth.ms(draft_bytes(drafter, proposer.depth))
-    return {"batch_size": rows, "ids": drafter.lm_head.out_features, "draft_ms": ms, "floor_ms": floor}
+    ids, floor = drafter.lm_head.out_features, bandwidth.ms(draft_bytes(drafter, proposer.depth))
+    return {"batch_size": rows, "ids": ids, "draft_ms": ms, "floor_ms": floor}
 
 
 def _open(work: Workload, rows: int, asked: int | None, proposer: Any) -> Any:

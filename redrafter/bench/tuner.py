@@ -66,14 +66,7 @@ class Tuner:
     """
 
     def __init__(self, work: Workload, sizes: Iterable[int], seconds: float, report: Callable[[str], None]):
-        """Set up a tuner.
-
-        Args:
-            work: The prompts that each tree continues, how many tokens it writes after them, and how they are drawn.
-            sizes: Batch sizes to measure at.
-            seconds: Time to measure for, counted from after the first step.
-            report: Called with each line of progress.
-        """
+        """Set up a tuner for batches of these sizes and so many seconds after the first step; `report` gets lines."""
         self.work, self.engine, self.report = work, work.engine, report
         self.sizes, self.seconds = sorted(set(sizes)), seconds
         limits = (self.engine.target.context, self.engine.options.max_seq_len)
@@ -84,12 +77,7 @@ class Tuner:
         self._rows, self._deadline = MAX_WRITING_ROWS, float("inf")
 
     def run(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int] = ()) -> None:
-        """Measure trees in their order, then deeper ones while those pay, and add to `timings`.
-
-        Args:
-            trees: The trees.
-            deeper_lengths: Draft lengths per beam to try after them, from short to long, as `deeper` says.
-        """
+        """Measure trees in their order, then those of `deeper` lengths from short to long while they pay."""
         patch: Any = nullcontext()
         if self.work.device.type == "cuda":
             import torch._dynamo.config as dynamo_config
@@ -189,11 +177,7 @@ class Tuner:
 
     @torch.inference_mode()
     def step_ms(self, proposer: Proposer, size: int) -> float:
-        """Return the median time of a step of `size` rows in milliseconds.
-
-        Raises:
-            ArgumentError: The context has no room for a single step.
-        """
+        """Return the median time of a step of `size` rows in milliseconds."""
         rows = [self.work.prompts[row % len(self.work.prompts)] for row in range(size)]
         request = self.request(rows, (WARM_UP_STEPS + TIMED_STEPS) * (proposer.depth + 1) + 1)
         times: list[float] = []
@@ -270,13 +254,8 @@ def candidates(
 ) -> list[SearchProposer]:
     """Return the trees to try: every lattice at several node budgets, the pair's own first, then from small to large.
 
-    Where rows may share nodes, there are also trees of which `SHARING_ROWS` rows do; `at_size` makes them for others.
-
-    Args:
-        own: The proposer that the pair uses now.
-        beams: Numbers of beams to try; those above the drafter's vocabulary are left out.
-        lengths: Draft lengths per beam to try.
-        share: Whether rows may share nodes.
+    Where rows may `share` nodes, there are also trees of which `SHARING_ROWS` rows do; `at_size` makes them for others.
+    Numbers of beams above the drafter's vocabulary are left out.
     """
     vocabulary = own.drafter.config.draft_vocab_size or own.drafter.config.vocab_size
     usable = [width for width in beams if width <= vocabulary]
@@ -352,10 +331,7 @@ def nodes_per_row(shape: TreeShape | None, batch: int) -> int:
 def choose(timings: Sequence[Timing], open_sizes: set[int]) -> dict[int, TreeShape | None]:
     """Return the fastest tree by batch size; None where none is `MIN_RATIO` times as fast as plain decoding.
 
-    Args:
-        timings: What was measured, plain decoding included.
-        open_sizes: Batch sizes at which trees were left out for want of time. One of them at which no tree was measured
-            is left out of the result.
+    At `open_sizes`, trees were left out for want of time: where none was measured there, the result has no such size.
     """
     shapes = {}
     for plain in (timing for timing in timings if timing.shape is None):
@@ -373,11 +349,7 @@ def step_costs(timings: Sequence[Timing], shapes: dict[int, TreeShape | None]) -
 
 
 def table(timings: Sequence[Timing], shapes: dict[int, TreeShape | None]) -> list[dict[str, Any]]:
-    """Return a row per batch size: the timing of the tree chosen, and plain decoding's speed.
-
-    Beside them, `ratio` is the tree's speed over plain decoding's, and `step_cost` its time of a step over plain
-    decoding's.
-    """
+    """Return a row per batch size: the timing of the tree chosen, plain decoding's speed, and both ratios to plain."""
     by_key = {(timing.batch, timing.shape): timing for timing in timings}
     rows = []
     for batch, shape in sorted(shapes.items()):

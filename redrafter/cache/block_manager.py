@@ -185,11 +185,9 @@ class BlockManager:
         return BlockTable(blocks, len(chain) * BLOCK_SIZE, salt, state_row)
 
     def _place(self, chain: Sequence[_Node], fresh: int) -> list[int]:
-        """Return the blocks of a chain and those that follow it.
+        """Return the blocks of a chain, of which none is idle, and of what follows it.
 
-        Args:
-            chain: Stored blocks, of which those on the device are not idle.
-            fresh: Number of blocks to take for those on the host alone and for those that follow.
+        `fresh` blocks are taken for those of the chain on the host alone and for those that follow.
         """
         on_host = [node for node in chain if not node.block]
         for node in on_host:  # what is evicted now must not take their places, from which they are still to be copied
@@ -226,9 +224,7 @@ class BlockManager:
         Of blocks with an equal text and salt, the one published first stays the one that is found, as long as it is on
         the device.
 
-        Args:
-            block_table: The row's blocks.
-            tokens: The row's committed tokens from its first one on; their keys and values are valid in its blocks.
+        The keys and values of the row's first `tokens` are valid in its blocks.
         """
         self.freed += 1
         full = len(tokens) // BLOCK_SIZE
@@ -321,12 +317,7 @@ class BlockManager:
         return block
 
     def _offload(self, node: _Node, block: int) -> None:
-        """Let a stored text have a block of the host, if any can be had: an empty one, or the least recently needed.
-
-        Args:
-            node: The text.
-            block: Block of the device that still holds it.
-        """
+        """Let a stored text have a block of the host, if any can be had: an empty one, or the least recently needed."""
         if not self._host_empty and self._host_nodes:
             host_block, oldest = self._host_nodes.popitem(last=False)
             self._host_empty.append(host_block)

@@ -81,12 +81,7 @@ def states_of(shapes: Sequence[LayerShape]) -> list[StateShape]:
 
 
 def stored_as(shapes: Sequence[LayerShape], dtype: torch.dtype | None) -> list[LayerShape]:
-    """Return the shapes of layers whose keys and values are stored in another format; what a drafter stores keeps its.
-
-    Args:
-        shapes: What each layer stores.
-        dtype: The format; None for that of each layer.
-    """
+    """Return shapes of layers stored in another format, None for their own; what a drafter stores keeps its."""
     return [shape if dtype is None or shape.of_drafter else replace(shape, dtype=dtype) for shape in shapes]
 
 
@@ -136,14 +131,8 @@ class _Layer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Store the new keys and values, and return those that attention reads.
 
-        Args:
-            key_states: New keys, `[B, heads, N, dim]` of a tree or `[1, heads, T, dim]` of pieces of prompts.
-            value_states: New values, of the same shape but for the width.
-            args: Ignored.
-            kwargs: Ignored.
-
-        Returns:
-            Keys and values in the window, `[B, heads, S, dim]` each.
+        They are `[B, heads, N, dim]` of trees, or `[1, heads, T, dim]` of pieces of prompts; what is returned, `[B,
+        heads, S, dim]`.
         """
         slots = self._cache.slots(key_states.device)
         for states, (pool, index) in zip((key_states, value_states), self.stores, strict=True):
@@ -286,10 +275,7 @@ class DenseCache(Cache):
     def write_rows(self, first: int, part: "DenseCache", rows: Sequence[int]) -> None:
         """Copy rows of another cache of the same model over those from row `first` on.
 
-        Args:
-            first: The first row that is written.
-            part: The other cache, with no more slots in use than this one provides.
-            rows: Rows of `part`.
+        The other cache has no more slots in use than this one provides.
         """
         slots = min(part.window, self.window)
         for pool, part_pool in zip(self.pools, part.pools, strict=True):
@@ -334,12 +320,7 @@ class DenseCache(Cache):
 
     @contextmanager
     def subset(self, rows: Tensor, slots: int) -> Iterator["DenseCache"]:
-        """Yield an empty cache for some of the rows, and copy it over them at the end of the context.
-
-        Args:
-            rows: Indices of the rows, `[B']` int64.
-            slots: Leading slots of each row that are copied.
-        """
+        """Yield an empty cache for rows `[B']` int64, whose first `slots` slots are copied over theirs at the end."""
         part = DenseCache(self._shapes, len(rows), self.contiguous)
         part.reserve(slots)
         yield part
@@ -395,13 +376,7 @@ class DenseCache(Cache):
             pool.data.index_copy_(1, target.to(device), moved)
 
     def commit_states(self, length: Tensor, path: Path, active: Tensor) -> None:
-        """Keep the recurrent states after the accepted nodes of the active rows, if the model has any.
-
-        Args:
-            length: Tokens of each row before its root, `[B]` int64.
-            path: The accepted nodes.
-            active: Rows that advance, `[B]` bool; the others keep what they have.
-        """
+        """Keep the recurrent states after the accepted nodes of active rows, if the model has any."""
         if self.states is not None:
             self.states.commit(length, path, active)
 

@@ -32,12 +32,7 @@ class HostBlocks:
     """
 
     def __init__(self, stores: Sequence[KVCachePool], num_blocks: int):
-        """Take the memory; on a GPU it is pinned, which takes a second for some GiB.
-
-        Args:
-            stores: The pools of the models on the device.
-            num_blocks: Number of blocks, block 0 included.
-        """
+        """Take the memory; on a GPU it is pinned, which takes a second for some GiB."""
         self.num_blocks = num_blocks
         self._pools = [_by_block(pool) for store in stores for pool in store.pools]
         self._device = self._pools[0].device
@@ -85,11 +80,7 @@ class HostBlocks:
 
     @torch.inference_mode()
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Launch copies between the device and the host, in their order.
-
-        Args:
-            copies: The copies.
-        """
+        """Launch copies between the device and the host, in their order."""
         for to_host, run in groupby(copies, key=lambda copy: copy.to_host):
             sources = {copy.target: copy.source for copy in run}  # of several copies to one block, the last one stays
             pairs, size = list(sources.items()), len(self._staging[0])

@@ -43,13 +43,7 @@ class KVCachePool:
     """
 
     def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, rows: int = 8):
-        """Allocate the memory, filled with zeros.
-
-        Args:
-            shapes: What each layer stores.
-            num_blocks: Number of blocks, block 0 included.
-            rows: How many rows may have recurrent states at once, where layers keep some.
-        """
+        """Allocate the memory, filled with zeros, and recurrent states of `rows` rows where layers keep some."""
         kept = states_of(shapes)
         self.states = RowStates(kept, 1 + rows) if kept else None
         self.num_blocks, self.has_drafter_layer = num_blocks, shapes[-1].of_drafter
@@ -127,13 +121,7 @@ class PagedCache:
     """
 
     def __init__(self, pool: KVCachePool, table: Tensor, rows: Tensor | None = None):
-        """Make a cache of some of a pool's blocks.
-
-        Args:
-            pool: The memory.
-            table: The blocks of each row, `[B, M]` int32.
-            rows: Where each row's recurrent states are in the pool, `[B]` int64; None where nobody needs them.
-        """
+        """Make a cache of blocks `[B, M]` int32; recurrent states, if any, are in `rows` `[B]` int64 of the pool."""
         self.pool, self.table, self.has_drafter_layer = pool, table, pool.has_drafter_layer
         self.window = table.shape[1] * BLOCK_SIZE
         self.states: StatesOfRows | None = None
@@ -144,15 +132,7 @@ class PagedCache:
     def plan(
         self, tree: Tree, length: Tensor, windows: tuple[int, ...], chunks: PromptChunks | None, tokens: int
     ) -> Plan:
-        """Return what attention needs for a forward over the new nodes of a tree and chunks of prompts.
-
-        Args:
-            tree: The nodes.
-            length: Committed tokens of each row, `[B]` int64.
-            windows: Positions that each layer looks back, 0 for all.
-            chunks: What is read of prompts; None for nothing.
-            tokens: Tokens of the forward, padding included.
-        """
+        """Return what attention needs for a forward of `tokens` tokens: new nodes of a tree and chunks of prompts."""
         chunks = PromptChunks.room(0, self.table.shape[1], length.device) if chunks is None else chunks
         row_starts = tree.row_starts()
         starts = row_starts[-1] + chunks.starts
@@ -171,14 +151,7 @@ class PagedCache:
         )
 
     def plan_chains(self, tree: Tree, length: Tensor, windows: tuple[int, ...], tokens: int) -> Plan:
-        """Return what attention needs for a forward over chains alone: each is a chunk of its row, beside no tree.
-
-        Args:
-            tree: The chains of B rows, all of whose nodes are new.
-            length: Committed tokens of each row, `[B]` int64.
-            windows: Positions that each layer looks back, 0 for all.
-            tokens: Tokens of the forward, padding included.
-        """
+        """Return what attention needs for a forward over chains alone: each is a chunk of its row, beside no tree."""
         no_tree = replace(chain(tree.tokens[:1, :1]), counts=torch.zeros_like(length[:1]), total=0)
         chunks = PromptChunks(tree.tokens, tree.row_starts(), length, self.table, *[torch.zeros_like(length)] * 2)
         nowhere = PagedCache(self.pool, torch.zeros_like(self.table[:1]))
@@ -199,12 +172,7 @@ class PagedCache:
             self.states.commit(length, path, active)
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:
-        """Move the keys and values of accepted nodes next to those of the committed tokens.
-
-        Args:
-            length: Committed tokens of each row, `[B]` int64.
-            nodes: Accepted nodes by depth, `[B, K+1]` int64; see `DenseCache.commit`.
-        """
+        """Move the keys and values of accepted nodes next to those of the committed tokens; see `DenseCache.commit`."""
         if nodes.shape[1] == 1:
             return  # the root is in its final slot already
         if kernels.TRITON and length.is_cuda:
@@ -236,13 +204,7 @@ class PagedCache:
 
 
 def stack_block_tables(block_tables: Sequence[BlockTable], device: torch.device, width: int | None = None) -> Tensor:
-    """Return the blocks of several rows in one tensor `[B, M]` int32, padded with 0.
-
-    Args:
-        block_tables: The blocks of each row.
-        device: Where the tensor goes.
-        width: M, past which blocks are left out; None for as many as the row with most blocks has.
-    """
+    """Return the blocks of several rows in one tensor `[B, M]` int32, padded with 0, or cut at `width`."""
     if width is None:
         width = max(len(table.blocks) for table in block_tables)
     rows = torch.zeros(len(block_tables), width, dtype=torch.int32)
@@ -300,11 +262,7 @@ class RoundingCache(DynamicCache):
     """A cache for a forward of the model's own, whose keys and values are rounded before anything attends to them."""
 
     def __init__(self, dtype: torch.dtype):
-        """Begin without tokens.
-
-        Args:
-            dtype: Format in which keys and values will be stored.
-        """
+        """Begin without tokens."""
         super().__init__()
         self._dtype = dtype
 

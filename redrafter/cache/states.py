@@ -119,12 +119,7 @@ class StatesOfRows:
         self.rows = torch.arange(rows, device=self.store.position.device)
 
     def begin(self, tree: Tree, length: Tensor) -> TreeLevels:
-        """Make room for the states after the new nodes of a tree, and return its levels.
-
-        Args:
-            tree: The trees of the rows.
-            length: Tokens of each row before its root, `[B]` int64.
-        """
+        """Make room for the states after a tree's new nodes, `length` tokens before its root; return its levels."""
         if tree.new == tree.tokens.shape[1]:
             self._entries.clear()
         # A draft model reads the last committed token again, before the root.
@@ -147,9 +142,8 @@ class StatesOfRows:
     def _among_level_before(index: Tensor, parents: Tensor) -> Tensor:
         """Return the index of each parent among the nodes of all rows at the level before, `[L, B * W]` int64.
 
-        Args:
-            index: Index of each node in its row's tree, `[L, B, W]` int64; those of a level are successive.
-            parents: Index of its parent in the tree, `[L, B, W]` int64.
+        `index` and `parents` are those of nodes and their parents in their row's tree, `[L, B, W]` int64; those of a
+        level are successive.
         """
         rows, width = index.shape[1:]
         first = torch.arange(rows, device=index.device)[:, None] * width
@@ -210,10 +204,7 @@ class StatesOfRows:
     def commit(self, length: Tensor, path: Path, active: Tensor) -> None:
         """Keep the states after the last accepted node of each active row, and let go of those after other nodes.
 
-        Args:
-            length: Tokens of each row before its root, `[B]` int64.
-            path: The accepted nodes.
-            active: Rows that advance, `[B]` bool; the others keep what they have.
+        `length` `[B]` int64 tokens are before each row's root; rows that are not active keep what they have.
         """
         position, home = self.store.position, self.rows.to(self.store.position.device)
         before = position[home]

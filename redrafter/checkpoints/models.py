@@ -1,49 +1,73 @@
-"""Load models from directories or the hub, and bind them as targets."""
+"""Load models from directories or the hub, whole or each process its own part of every weight, and bind them.
 
-from collections.abc import Callable, Iterator
+The parts are those of transformers' tensor-parallel plan for the model.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import gcd
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 from transformers.utils.hub import cached_file
 
-from redrafter.checkpoints.load_keywords import check_no_load_keywords, check_reserved_keywords, unknown_keyword_error
 from redrafter.checkpoints.quantization import check_quantization, quantize_model
-from redrafter.checkpoints.splitting import check_loaded_size, check_splits, split_arguments, split_device
-from redrafter.errors import ArgumentError, CheckpointError, first_line
+from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line
 from redrafter.files.checkpoint_kind import check_path, load_error, wrong_kind_error
+from redrafter.parallel.ranks import join_ranks
 from redrafter.target.supported import base_of
 from redrafter.target.target import Target
 
-__all__ = ["bind", "find_model_file", "load_model"]
-
 # Keyword arguments of `load_model` itself; it hands all others to transformers.
 LOAD_ARGUMENTS = ("dtype", "device", "trust_remote_code", "caller", "quantization", "tp_size")
+# Names that other libraries have for arguments of this one, and what to type here. Of several suggestions, the first
+# that the caller has an argument for is made.
+_FOREIGN_NAMES = {
+    "acceptance_threshold": ("acceptance",),
+    "assistant_model": ("draft_model",),
+    "assistant_tokenizer": ("draft_tokenizer",),
+    "draft_len": ("draft_len_per_beam",),
+    "draft_len_per_beam": ("draft_len",),
+    "kv_cache_free_gpu_mem_fraction": ("kv_cache_free_gpu_memory_fraction",),
+    "max_draft_len": ("draft_len", "draft_len_per_beam"),
+    "max_matching_ngram_size": ("ngram",),
+    "num_draft_tokens": ("draft_len", "draft_len_per_beam"),
+    "prompt_lookup_num_tokens": ("draft_len",),
+    "redrafter_draft_len_per_beam": ("draft_len_per_beam",),
+    "redrafter_num_beams": ("num_beams",),
+    "speculative_model": ("draft_model",),
+    "use_draft_logits": ('acceptance="rejection"',),
+    "use_logits": ('acceptance="rejection"',),
+}
+_WITHOUT = "load it in one process, without tp_size and torchrun"
+_HUB_ARGUMENTS = ("cache_dir", "revision", "subfolder", "token")
 
 
 def bind(model: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
-    """Return a model as a `Target`, loaded first if need be.
+    """Return a hub id, a directory or a loaded model as a `Target`, loaded first by `load_model` if need be.
 
-    Args:
-        model: Hub id, directory, loaded model, or a target, which is returned as it is.
-        load: Keyword arguments of `load_model`.
-
-    Raises:
-        ArgumentError: If `model` is none of these, or `load` has arguments for loading and it is loaded already.
-        CheckpointError: If the model cannot be loaded.
-        UnsupportedError: If the model cannot be used as a target.
+    A target is returned as it is.
     """
     model = base_of(model)
     if not isinstance(model, str | Path | PreTrainedModel | Target):
         raise ArgumentError(f"a model is a hub id, a directory or a loaded model, got {type(model).__name__}")
     if isinstance(model, Target):
         check_quantization(load.get("quantization"), model)
-        check_no_load_keywords({key: value for key, value in load.items() if key not in LOAD_ARGUMENTS})
+        _check_no_load_keywords({key: value for key, value in load.items() if key not in LOAD_ARGUMENTS})
         return model
     return Target(load_model(model, **load))
 
@@ -61,62 +85,60 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal LM from a hub id or a directory.
 
+    A loaded model is returned itself, without a PEFT wrapper.
+
     Args:
-        name: Hub id or directory. A loaded model is returned itself, without a PEFT wrapper.
+        name: Hub id, directory or loaded model.
         dtype: Dtype of the weights, as `AutoModelForCausalLM.from_pretrained` takes it. Unused for a loaded model.
         device: Device to move the model to; None leaves it where it is.
         trust_remote_code: Whether code in the checkpoint may run.
         caller: The `from_pretrained` whose argument an unknown keyword may be a misspelling of.
-        quantization: "fp8" to quantise the weights of linear layers to FP8, "fp8_dynamic" to round their inputs too;
-            None to leave them as they are.
+        quantization: One of `QUANTIZATIONS`; None to leave the weights as they are.
         tp_size: Processes that share the model, all of which call this; 1 for a whole model.
-        kwargs: For `AutoModelForCausalLM.from_pretrained`, or for `AutoModelForImageTextToText.from_pretrained` for
-            models that see images.
+        kwargs: For `from_pretrained` of transformers' auto class.
 
     Raises:
-        ArgumentError: If transformers does not take one of `kwargs`, the model is loaded already and `kwargs` are
-            given, the device cannot be used, there is no such quantisation, or the model cannot be shared by so many
-            processes.
+        ArgumentError: If an argument is unknown, or does not suit the model.
         CheckpointError: If the model cannot be loaded, or lacks weights.
         UnsupportedError: If the model cannot be quantised, or shared by processes.
     """
     check_quantization(quantization, name)
     if not isinstance(name, str | Path):
         check_loaded_size(base_of(name), tp_size)
-        check_no_load_keywords(kwargs)
-        return base_of(name) if device is None else _move(base_of(name), device)
+        _check_no_load_keywords(kwargs)
+        with _device_errors(device):
+            return base_of(name) if device is None else base_of(name).to(device)
     check_path(str(name))
-    check_reserved_keywords(kwargs)
+    _check_reserved_keywords(kwargs)
     if tp_size != 1:
         split_device(device)
         quantized = quantization is not None or "quantization_config" in kwargs
         check_splits(str(name), tp_size, trust_remote_code, kwargs, quantized=quantized)
-        device, kwargs = None, kwargs | split_arguments(tp_size)
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        device = None
+        kwargs = kwargs | {"distributed_config": DistributedConfig(tp_size=tp_size, tp_plan="auto")}
     try:
         loaded: Any = _auto_class(name, trust_remote_code, kwargs).from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
         )
     except Exception as error:
-        raise unknown_keyword_error(error, kwargs, caller) or load_error("model", name, error) from error
+        raise _unknown_keyword_error(error, kwargs, caller) or load_error("model", name, error) from error
     model, info = loaded
     if info["missing_keys"]:
         if Path(name).is_dir() and (wrong_kind := wrong_kind_error(Path(name), "model")):
             raise wrong_kind
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
-    if quantization is not None:
-        _quantize(model, str(name), device, quantization)
-    return model if device is None else _move(model, device)
+    with _device_errors(device):
+        if quantization is not None:
+            quantize_model(model, str(name), device, quantization=quantization)
+        return model if device is None else model.to(device)
 
 
 def find_model_file(model: str, name: str) -> str | None:
     """Return the path of a file in a model's directory or repository, downloaded if need be.
 
-    Args:
-        model: Directory or hub id of a model.
-        name: Name of the file.
-
-    Returns:
-        The path, or None where there is no such file or the hub cannot be asked.
+    None where there is no such file, or the hub cannot be asked.
     """
     try:
         return cached_file(model, name, _raise_exceptions_for_missing_entries=False)
@@ -125,13 +147,10 @@ def find_model_file(model: str, name: str) -> str | None:
 
 
 def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, Any]) -> Any:
-    """Return the auto class of transformers that loads a model.
-
-    It is the one for causal LMs, unless transformers knows the model type only among models that see images.
-    """
+    # The class for causal LMs, unless transformers knows the model type only among models that see images.
     if "config" in kwargs:
         return AutoModelForCausalLM
-    hub_options = {key: kwargs[key] for key in ("cache_dir", "revision", "subfolder", "token") if key in kwargs}
+    hub_options = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
     try:
         config, _ = PretrainedConfig.get_config_dict(str(name), **hub_options)
     except OSError:
@@ -144,20 +163,113 @@ def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, Any
     return AutoModelForImageTextToText
 
 
-def _quantize(model: Any, name: str, device: Any, quantization: str) -> None:
-    with _device_errors(device):
-        quantize_model(model, name, device, quantization=quantization)
-
-
-def _move(model: Any, device: Any) -> Any:
-    with _device_errors(device):
-        return model.to(device)
-
-
 @contextmanager
 def _device_errors(device: Any) -> Iterator[None]:
-    """Name a device that cannot be used."""
     try:
         yield
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ArgumentError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
+
+
+def check_loaded_size(model: Any, tp_size: int) -> None:
+    """Raise `ArgumentError` unless a loaded model is split over as many processes as are asked for."""
+    size = getattr(model, "_tp_size", None) or 1
+    if tp_size not in (1, size):
+        raise ArgumentError(
+            f"tp_size={tp_size}: this model is loaded already, whole; give its directory or hub id, so that each "
+            "process reads its own part"
+        )
+
+
+def check_splits(
+    name: str, tp_size: int, trust_remote_code: bool, kwargs: Mapping[str, Any], *, quantized: bool = False
+) -> None:
+    """Check that so many processes can share a model, and open the connections between them.
+
+    Args:
+        name: Directory or hub id of the model.
+        tp_size: Number of processes.
+        trust_remote_code: Whether code in the checkpoint may run.
+        kwargs: What else transformers is given.
+        quantized: Whether it is quantised while it is loaded.
+
+    Raises:
+        ArgumentError: There are other processes than that, or the model's heads cannot be shared by so many.
+        CheckpointError: The model's config cannot be read.
+        UnsupportedError: transformers has no plan for the model, or it is quantised.
+    """
+    if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1:
+        raise ArgumentError(f"tp_size must be a positive integer, got {tp_size!r}")
+    config = kwargs.get("config")
+    if config is None:
+        hub_options = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **hub_options)
+        except Exception as error:
+            raise load_error("model", name, error) from error
+    text = config.get_text_config(decoder=True)
+    if quantized or getattr(config, "quantization_config", None):
+        raise UnsupportedError(f"{name} is quantised, and quantised weights cannot be split yet: {_WITHOUT}")
+    plan = getattr(text, "base_model_tp_plan", None)
+    if not plan:
+        raise UnsupportedError(
+            f"transformers has no tensor-parallel plan (base_model_tp_plan) for {text.model_type} models, such as "
+            f"{name}: {_WITHOUT}"
+        )
+    # Elsewhere every process attends with all heads.
+    if any(key.rsplit(".", 1)[-1] == "k_proj" and style == "colwise" for key, style in plan.items()):
+        heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        common = gcd(heads, kv_heads)
+        if common % tp_size:
+            sizes = [str(size) for size in range(1, common + 1) if common % size == 0]
+            raise ArgumentError(
+                f"tp_size={tp_size} does not divide the {heads} heads and {kv_heads} key-value heads of {name}: "
+                f"take {', '.join(sizes[:-1])} or {sizes[-1]}"
+                if len(sizes) > 1
+                else f"tp_size={tp_size}: {name} has one key-value head, which cannot be split: {_WITHOUT}"
+            )
+    join_ranks(tp_size)
+
+
+def split_device(device: Any) -> None:
+    """Raise `ArgumentError` for a device that a process cannot choose, as its rank says which GPU it has."""
+    if device is not None and str(device) != ("cuda" if torch.cuda.is_available() else "cpu"):
+        raise ArgumentError(
+            f"device={str(device)!r}: with tensor parallelism each process has a device of its own; leave it out"
+        )
+
+
+def _unknown_keyword_error(
+    error: Exception, keywords: Mapping[str, Any], caller: Callable[..., Any] | None
+) -> ArgumentError | None:
+    """Return an error for a keyword argument that neither transformers nor the model's class takes, with a suggestion.
+
+    None where what transformers raised has another cause.
+    """
+    match = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
+    if match is None or match[1] not in keywords:
+        return None
+    parameters = {} if caller is None else inspect.signature(caller).parameters
+    arguments = [name for name, item in parameters.items() if item.kind is not inspect.Parameter.VAR_KEYWORD]
+    name = match[1]
+    translations = [text for text in _FOREIGN_NAMES.get(name, ()) if text.partition("=")[0] in arguments]
+    hint = f"; did you mean {translations[0]}?" if translations else did_you_mean(name, arguments)
+    return ArgumentError(f"from_pretrained() has no argument {name!r}, here or in transformers{hint}")
+
+
+def _check_reserved_keywords(keywords: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments of transformers that this library sets itself or has another name for."""
+    if "torch_dtype" in keywords:
+        raise ArgumentError(f"from_pretrained() takes dtype={keywords['torch_dtype']!r} for torch_dtype")
+    if "output_loading_info" in keywords:
+        raise ArgumentError("from_pretrained() returns an engine alone: leave out output_loading_info")
+    if "drafter_tp_size" in keywords:
+        raise ArgumentError("what drafts is whole in every process that shares the target: leave out drafter_tp_size")
+
+
+def _check_no_load_keywords(keywords: Mapping[str, Any]) -> None:
+    if keywords:
+        raise ArgumentError(
+            f"{', '.join(keywords)}: for a model that is loaded by name; this one is loaded, leave it out"
+        )

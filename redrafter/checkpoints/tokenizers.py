@@ -1,23 +1,17 @@
-"""Tokenizers: how they are loaded, and which tokens end a text."""
+"""Load tokenizers, and the processors of models that see images; and which tokens end a text."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
+from redrafter.errors import CheckpointError, MissingDependencyError, how_to_install
 from redrafter.files.checkpoint_kind import check_path, load_error
 
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model. It pads on the left, as decoder-only generation needs.
-
-    Args:
-        name: Directory or hub id of the model.
-        trust_remote_code: Whether code in the checkpoint may run.
-
-    Raises:
-        CheckpointError: If there is no tokenizer, or it cannot be loaded.
-    """
+    """Load the tokenizer of a model. It pads on the left, as decoder-only generation needs."""
     check_path(str(name))
     try:
         return AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=trust_remote_code)
@@ -25,12 +19,24 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreT
         raise load_error("tokenizer", name, error) from error
 
 
-def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
-    """Return the ids that end a text, in ascending order.
+def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Load the processor of a model, which cuts images up and knows the tokens that stand for them."""
+    if find_spec("PIL") is None:
+        raise MissingDependencyError(f"images need Pillow: {how_to_install('vision')}")
+    check_path(str(name))
+    try:
+        processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise load_error("processor", name, error) from error
+    if getattr(processor, "image_token", None) is None or not hasattr(processor, "image_processor"):
+        raise CheckpointError(f"{name} has no processor for images beside it: copy the files that its base has")
+    return processor
 
-    Args:
-        model: A Hugging Face model, whose generation config names some.
-        tokenizer: Its tokenizer, with whose end token a chat model may end its turns though its base never did.
+
+def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
+    """Return the ids that end a text, in ascending order: those that a model's generation config names.
+
+    The end token of its tokenizer is one too: a chat model may end its turns with it though its base never did.
     """
     ends = model.generation_config.eos_token_id
     ids = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id if tokenizer else None}

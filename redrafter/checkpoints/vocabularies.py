@@ -1,21 +1,27 @@
-"""Compare the tokenizers of a target and its draft model, and map one vocabulary to the other where they differ."""
+"""Compare the tokenizers of a target and its draft model, and map one vocabulary to the other where they differ.
 
+Tokens are compared by the bytes that they stand for, whatever alphabet a vocabulary is written in.
+"""
+
+import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from redrafter.checkpoints.token_bytes import TokenBytes
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.errors import CheckpointError, MismatchError, UnsupportedError
 from redrafter.target.target import Target
 
-__all__ = ["map_unlike_vocabularies", "map_vocabularies"]
-
 MAX_PIECES = 4  # of a token; of 8,186 tokens in one base's vocabulary, 76 have more in one of 2,042
 MIN_SHARED = 0.1  # of the smaller vocabulary's tokens of several bytes; with fewer, next to no draft is right
+
+SPACE = "▁"  # in vocabularies of sentencepiece
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 Model = str | Path | PreTrainedModel | Target
 Tokenizer = str | Path | PreTrainedTokenizerBase
@@ -79,15 +85,15 @@ def map_unlike_vocabularies(
 def map_vocabularies(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> VocabularyMap:
     """Map each token of a target to what a draft model with another tokenizer reads and writes for it.
 
-    Args:
-        tokenizer: The target's tokenizer.
-        draft_tokenizer: The draft model's tokenizer.
-
-    Raises:
-        UnsupportedError: A tokenizer's tokens cannot be told as bytes, or the two have too few of them in common.
+    Raises `UnsupportedError` if a tokenizer's tokens cannot be told as bytes, or the two share too few of them.
     """
-    target, draft = TokenBytes.of(tokenizer), TokenBytes.of(draft_tokenizer)
-    pairs = _pair_by_bytes(target, draft) | _pair_special(tokenizer, draft_tokenizer, target, draft)
+    target, draft = _TokenBytes.of(tokenizer), _TokenBytes.of(draft_tokenizer)
+    draft_ids_of = draft.by_bytes()
+    pairs = {  # each draft id at most once
+        id: draft_id
+        for text, ids in target.by_bytes().items()
+        for id, draft_id in zip(ids, draft_ids_of.get(text, ()), strict=False)
+    } | _pair_special(tokenizer, draft_tokenizer, target, draft)
     sizes = [sum(len(text) > 1 for text in tokens.of_id.values()) for tokens in (target, draft)]
     shared = sum(len(target.of_id.get(id, b"")) > 1 for id in pairs)
     if shared < max(MIN_SHARED * min(sizes), 1):
@@ -108,18 +114,11 @@ def map_vocabularies(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTra
     return VocabularyMap(pieces, counts, draft_ids, is_shared, _start(tokenizer, draft_tokenizer))
 
 
-def _pair_by_bytes(target: TokenBytes, draft: TokenBytes) -> dict[int, int]:
-    """Return the draft model's id of each of the target's ids that has one of the same bytes, each at most once."""
-    draft_ids = draft.by_bytes()
-    return {
-        id: draft_id
-        for text, ids in target.by_bytes().items()
-        for id, draft_id in zip(ids, draft_ids.get(text, ()), strict=False)
-    }
-
-
 def _pair_special(
-    tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase, target: TokenBytes, draft: TokenBytes
+    tokenizer: PreTrainedTokenizerBase,
+    draft_tokenizer: PreTrainedTokenizerBase,
+    target: "_TokenBytes",
+    draft: "_TokenBytes",
 ) -> dict[int, int]:
     """Return the draft model's id of each special id that has one of the same role or name, each at most once."""
     roles = [(getattr(tokenizer, role), getattr(draft_tokenizer, role)) for role in ("eos_token_id", "bos_token_id")]
@@ -133,7 +132,7 @@ def _pair_special(
 
 
 def _start(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the draft model's first token, where its tokenizer begins each text with one and the target's does not."""
+    # The draft model's first token, where its tokenizer begins each text with one and the target's does not.
     first, begins = draft_tokenizer.bos_token_id, draft_tokenizer("").input_ids
     if first is None or begins[:1] != [first] or tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]:
         return ()
@@ -146,3 +145,80 @@ def _difference(vocabulary: dict[str, int], draft_vocabulary: dict[str, int]) ->
     first = min(id for id in tokens.keys() | draft_tokens.keys() if tokens.get(id) != draft_tokens.get(id))
     sizes = f"{len(vocabulary)} tokens against {len(draft_vocabulary)}"
     return f"{sizes}, id {first} is {tokens.get(first)!r} in one and {draft_tokens.get(first)!r} in the other"
+
+
+@dataclass(frozen=True)
+class _TokenBytes:
+    """A vocabulary by bytes.
+
+    Attributes:
+        of_id: The bytes of each id that is text.
+        byte_ids: Ids that stand for one byte beside the ids of characters, as sentencepiece has them.
+        special: Ids that are no text, by their names.
+        model: What splits a word into tokens.
+        byte_level: Whether the vocabulary is written in the characters of byte-level BPE; else in sentencepiece's.
+    """
+
+    of_id: dict[int, bytes]
+    byte_ids: frozenset[int]
+    special: dict[str, int]
+    model: Any
+    byte_level: bool
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "_TokenBytes":
+        """Read the vocabulary of a tokenizer, which is byte-level BPE or like sentencepiece."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        parts = "" if backend is None else _describe(backend.decoder) + _describe(backend.pre_tokenizer)
+        byte_level = '"ByteLevel"' in parts
+        kind = "it is not of the tokenizers library" if backend is None else f"it is {type(backend.model).__name__}"
+        if backend is None or not (byte_level or SPACE in parts) or "WordPiece" in kind:
+            raise UnsupportedError(
+                f"its tokens cannot be told as bytes, as {kind} without byte-level or {SPACE!r} tokens"
+            )
+        added = tokenizer.added_tokens_decoder
+        special = {token.content: id for id, token in added.items() if token.special}
+        of_id = {id: token.content.encode() for id, token in added.items() if not token.special}
+        byte_ids = set()
+        for token, id in tokenizer.get_vocab().items():
+            if id in added:
+                continue
+            byte = None if byte_level else _BYTE_TOKEN.fullmatch(token)
+            if byte is not None:
+                byte_ids.add(id)
+                of_id[id] = bytes([int(byte[1], 16)])
+            elif not byte_level:
+                of_id[id] = token.replace(SPACE, " ").encode()
+            elif all(character in _BYTE_OF for character in token):
+                of_id[id] = bytes(_BYTE_OF[character] for character in token)
+        return cls(of_id, frozenset(byte_ids), special, backend.model, byte_level)
+
+    def by_bytes(self) -> dict[bytes, list[int]]:
+        """Return the ids of each string of bytes: those of characters before those of single bytes, lowest first."""
+        ids: dict[bytes, list[int]] = {}
+        for id in sorted(self.of_id, key=lambda id: (id in self.byte_ids, id)):
+            if self.of_id[id]:
+                ids.setdefault(self.of_id[id], []).append(id)
+        return ids
+
+    def split(self, text: bytes) -> list[int]:
+        """Return the ids that the tokenizer splits bytes into, in the midst of a text; none where it has no way to."""
+        if self.byte_level:
+            return [token.id for token in self.model.tokenize("".join(_CHARACTER_OF[byte] for byte in text))]
+        try:
+            return [token.id for token in self.model.tokenize(text.decode().replace(" ", SPACE))]
+        except UnicodeDecodeError:  # part of a character
+            by_byte = {self.of_id[id]: id for id in self.byte_ids}
+            return [by_byte[text[i : i + 1]] for i in range(len(text)) if text[i : i + 1] in by_byte]
+
+
+def _describe(part: Any) -> str:
+    # JSON with characters as they are, so that `SPACE` is found in it
+    return "" if part is None else json.dumps(json.loads(part.__getstate__()), ensure_ascii=False)
+
+
+# The byte of each character of byte-level BPE: printable ones are themselves, others come from 256 on.
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+_CHARACTER_OF = {byte: character for character, byte in _BYTE_OF.items()}

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from redrafter.app.engines import draft_shape
 from redrafter.app.flags import read_options
 from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
-from redrafter.checkpoints.processors import load_processor
+from redrafter.checkpoints.tokenizers import load_processor
 from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.measure.differences import first_difference
@@ -29,9 +29,9 @@ MAX_HEADING_CHARS = 60  # of a prompt in the line above its text
 
 def run(args: argparse.Namespace) -> int:
     """Run the command: read prompts, generate, print the texts and the speed."""
-    options = read_options(GenerationOptions, args)
-    if args.num_return_sequences < 1:
-        raise ArgumentError(f"--num-return-sequences must be 1 or more, got {args.num_return_sequences}")
+    options, copies = read_options(GenerationOptions, args), args.num_return_sequences
+    if copies < 1:
+        raise ArgumentError(f"--num-return-sequences must be 1 or more, got {copies}")
     if args.compare and not options.speculate:
         raise ArgumentError("--compare sets speculation against plain decoding: leave out --no-speculate")
     prompts = _read_prompts(args)
@@ -43,12 +43,26 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(
             f"--temperature has {len(options.temperature)} values for {len(prompts)} prompts: give one, or one for each"
         )
-    job = _GenerateJob(args, options, prompts)
+    load = read_options(LoadOptions, args)
+    pair = Pair.load(load, read_options(DraftOptions, args), options.speculate)
+    ids, extra = _encode(pair, prompts, args, options, load.trust_remote_code)
+    extra["num_return_sequences"] = copies
+    texts = [prompt for prompt in prompts for _ in range(copies)]  # the prompt of each output row
+    if isinstance(options.temperature, tuple):
+        extra["temperature"] = [temperature for temperature in options.temperature for _ in range(copies)]
+
+    def printer(out: TextIO) -> Printer | None:
+        if args.json:
+            return None
+        rows = len(texts)
+        headings = [_heading(row, rows, prompt) if rows > 1 else None for row, prompt in enumerate(texts)]
+        return Printer(pair.tokenizer, headings, out, color=use_color(args.color, out))
+
     if args.compare:
         short = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens))
-        job.decode(short, None)
-        job.decode(replace(short, speculate=False), None)
-    speculative = job.decode(options, None if args.json else job.printer(sys.stdout))
+        for speculate in (True, False):
+            pair.run(ids, replace(short, speculate=speculate), streamer=None, **extra)
+    speculative = pair.run(ids, options, streamer=printer(sys.stdout), **extra)
     print(
         f"{speculative.count} tokens in {speculative.seconds:.2f} s, {speculative.tokens_per_second:.1f} tokens/s, "
         f"{speculative.stats.tokens_per_step:.2f} tokens per step",
@@ -57,69 +71,44 @@ def run(args: argparse.Namespace) -> int:
     comparison = None
     if args.compare:
         # The same seeds, and the same work of formatting, so that the times compare.
-        streamer = None if args.json else job.printer(io.StringIO())
-        plain = job.decode(replace(options, speculate=False), streamer, speculative.stats.seeds)
+        seeds = {} if speculative.stats.seeds is None else {"seed": speculative.stats.seeds}
+        streamer = printer(io.StringIO())
+        plain = pair.run(ids, replace(options, speculate=False), streamer=streamer, **extra | seeds)
         # Rejection sampling promises the distribution only.
-        rejection_sampling = job.pair.engine.rejection_sampling and options.sampling
-        comparison = _compare(speculative, plain, tokens=not rejection_sampling)
+        comparison = _compare(speculative, plain, tokens=not (pair.engine.rejection_sampling and options.sampling))
     if args.json:
-        print(json.dumps(job.document(speculative, comparison)))
+        stats = speculative.stats
+        document = {
+            "prompts": texts,  # of each output row, as all lists
+            "texts": [pair.tokenizer.decode(row, skip_special_tokens=True) for row in speculative.tokens],
+            "tokens": [len(row) for row in speculative.tokens],
+            "seeds": stats.seeds,
+            "seconds": speculative.seconds,
+            "tokens_per_second": speculative.tokens_per_second,
+            "stats": describe_stats(stats) | {"rows": [describe_stats(row) for row in stats.rows]},
+            "compare": comparison,
+            "model": pair.name,
+            "drafts": pair.method,
+            "drafter": pair.drafting_model,
+            "shape": draft_shape(pair.engine.proposer_for(len(texts))),
+            "options": asdict(options),
+        }
+        print(json.dumps(document | conditions(pair.engine.target)))
     return 0
 
 
-class _GenerateJob:
-    """The prompts of a command, encoded, and the pair that generates from them."""
-
-    def __init__(self, args: argparse.Namespace, options: GenerationOptions, prompts: list[str]):
-        self.args, self.options = args, options
-        self.pair = Pair.load(read_options(LoadOptions, args), read_options(DraftOptions, args), options.speculate)
-        self._extra: dict[str, Any] = {"num_return_sequences": args.num_return_sequences}
-        # The prompt of each output row.
-        self.prompts = [prompt for prompt in prompts for _ in range(args.num_return_sequences)]
-        if isinstance(options.temperature, tuple):
-            self._extra["temperature"] = [
-                temperature for temperature in options.temperature for _ in range(args.num_return_sequences)
-            ]
-        tokenizer = self.pair.tokenizer
-        if args.chat_template:
-            chat = ChatEncoder(self.pair)
-            self._extra["eos_token_id"] = [*chat.eos, *options.stop_token_ids]
-        if args.image:
-            trust = read_options(LoadOptions, args).trust_remote_code
-            ids, images = encode_with_images(self.pair, prompts[0], args.image, trust)
-            self._ids, self._extra = [ids], self._extra | images
-        elif args.chat_template:
-            self._ids = [chat.encode([{"role": "user", "content": prompt}]) for prompt in prompts]
-        else:
-            self._ids = [tokenizer(prompt).input_ids for prompt in prompts]
-
-    def decode(self, options: GenerationOptions, printer: Printer | None, seeds: Sequence[int] | None = None) -> Run:
-        extra = self._extra if seeds is None else self._extra | {"seed": seeds}
-        return self.pair.run(self._ids, options, streamer=printer, **extra)
-
-    def printer(self, out: Any) -> Printer:
-        rows = len(self.prompts)
-        headings = [_heading(row, rows, prompt) if rows > 1 else None for row, prompt in enumerate(self.prompts)]
-        return Printer(self.pair.tokenizer, headings, out, color=use_color(self.args.color, out))
-
-    def document(self, run: Run, comparison: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the document that `--json` prints; lists have one entry per output row."""
-        proposer = self.pair.engine.proposer_for(len(self.prompts))
-        return {
-            "prompts": self.prompts,
-            "texts": [self.pair.tokenizer.decode(row, skip_special_tokens=True) for row in run.tokens],
-            "tokens": [len(row) for row in run.tokens],
-            "seeds": run.stats.seeds,
-            "seconds": run.seconds,
-            "tokens_per_second": run.tokens_per_second,
-            "stats": describe_stats(run.stats) | {"rows": [describe_stats(row) for row in run.stats.rows]},
-            "compare": comparison,
-            "model": self.pair.name,
-            "drafts": self.pair.method,
-            "drafter": self.pair.drafting_model,
-            "shape": draft_shape(proposer),
-            "options": asdict(self.options),
-        } | conditions(self.pair.engine.target)
+def _encode(
+    pair: Pair, prompts: list[str], args: argparse.Namespace, options: GenerationOptions, trust_remote_code: bool
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Return the token ids of each prompt, and what `Engine.generate` takes beside them."""
+    if not args.chat_template:
+        return [pair.tokenizer(prompt).input_ids for prompt in prompts], {}
+    chat = ChatEncoder(pair)
+    extra: dict[str, Any] = {"eos_token_id": [*chat.eos, *options.stop_token_ids]}
+    if args.image:
+        ids, images = encode_with_images(pair, prompts[0], args.image, trust_remote_code)
+        return [ids], extra | images
+    return [chat.encode([{"role": "user", "content": prompt}]) for prompt in prompts], extra
 
 
 def _compare(speculative: Run, plain: Run, *, tokens: bool) -> dict[str, Any]:

@@ -10,12 +10,10 @@ from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.data.encoding import Span, apply_template, check_tokenizer, encode_texts
+from redrafter.data.prompts import Span, apply_template, check_tokenizer, encode_texts
 from redrafter.data.rows import Row
 from redrafter.data.windows import Document
 from redrafter.errors import CheckpointError
-
-__all__ = ["encode_documents", "format_sample"]
 
 GROUP_CHARACTERS = 1_000_000  # of rows that are tokenized at once, on all cores
 SHOWN_CHARACTERS = 200  # of a sample in an error
@@ -25,11 +23,7 @@ def encode_documents(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase) ->
     """Yield the documents of rows, in the order of the rows.
 
     A row becomes one document, or several where the chat template renders earlier turns differently as the
-    conversation goes on.
-
-    Args:
-        rows: Rows of training data.
-        tokenizer: The base's tokenizer.
+    conversation continues.
 
     Raises:
         CheckpointError: If a row cannot be encoded or teaches nothing. The message names file and line.
@@ -46,7 +40,10 @@ def encode_documents(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase) ->
             elif row.ids is not None and row.loss_mask is not None:
                 documents[index].append(Document(row.ids, row.loss_mask, row.where))
             elif row.prompt is not None:
-                answers.append((index, *_join_answer(row)))
+                if not row.answer:
+                    raise CheckpointError(f"{row.where}: a prompt without an answer, so there is nothing to learn")
+                text = row.prompt + row.answer
+                answers.append((index, text, [(len(row.prompt), len(text))]))
             else:
                 answers += [(index, text, spans) for text, spans in _render(row, tokenizer)]
         encoded = encode_texts([(group[index], text) for index, text in texts], tokenizer)
@@ -60,7 +57,6 @@ def encode_documents(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Yield rows in groups of about `GROUP_CHARACTERS` characters, which are tokenized together."""
     group, size = list[Row](), 0
     for row in rows:
         group.append(row)
@@ -73,7 +69,6 @@ def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _keep_learnable(row: Row, documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> list[Document]:
-    """Return the documents of a row that teach something. Raises `CheckpointError` where none does."""
     learnable = [document for document in documents if document.learnable]
     if learnable:
         return learnable
@@ -81,15 +76,6 @@ def _keep_learnable(row: Row, documents: list[Document], tokenizer: PreTrainedTo
         raise CheckpointError(f"{row.where}: too short: two tokens in a row, after a first, are needed to learn from")
     sample = _decode(documents[0].ids if documents else [], tokenizer)[:SHOWN_CHARACTERS]
     raise CheckpointError(f"{row.where}: nothing to learn, its loss mask is empty; the sample is {sample!r}")
-
-
-def _join_answer(row: Row) -> tuple[str, list[Span]]:
-    """Return a prompt and its answer as one text, and the span of the answer."""
-    assert row.prompt is not None
-    if not row.answer:
-        raise CheckpointError(f"{row.where}: a prompt without an answer, so there is nothing to learn")
-    text = row.prompt + row.answer
-    return text, [(len(row.prompt), len(text))]
 
 
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[Span]]]:

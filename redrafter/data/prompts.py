@@ -1,14 +1,82 @@
-"""Encode rows as prompts, which a base is to write on from."""
+"""Encode rows as prompts, and texts and conversations of rows as tokens, with errors that name the row."""
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.data.encoding import apply_template, check_tokenizer, encode_texts
-from redrafter.data.rows import Row
+from redrafter.data.rows import Row, fingerprint
+from redrafter.errors import CheckpointError, MismatchError, UnsupportedError, first_line
 
-__all__ = ["encode_prompt", "sample_prompts"]
+Span = tuple[int, int]  # first character, and the one after the last
+
+
+def check_tokenizer(row: Row, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `MismatchError` if a row says that its token ids were made with another tokenizer than the base's."""
+    if row.tokenizer is not None and row.tokenizer != fingerprint(tokenizer):
+        raise MismatchError(
+            f"{row.where}: made with tokenizer {row.tokenizer}, this base's is {fingerprint(tokenizer)}; make the row "
+            "anew with this base"
+        )
+
+
+def apply_template(
+    row: Row, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, add_generation_prompt: bool = False
+) -> str:
+    """Render messages of a row with the tokenizer's chat template.
+
+    Raises `CheckpointError` if there is none, or it fails.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        name = tokenizer.name_or_path or type(tokenizer).__name__
+        raise CheckpointError(
+            f"{row.where}: the tokenizer of {name} has no chat template: set tokenizer.chat_template, or use rows of "
+            "text"
+        )
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+    except Exception as error:  # a template is a program of its own
+        raise CheckpointError(f"{row.where}: the chat template fails: {first_line(error)}") from error
+
+
+def encode_texts(
+    texts: list[tuple[Row, str]], tokenizer: PreTrainedTokenizerBase, offsets: bool = False
+) -> list[tuple[list[int], list[Span]]]:
+    """Return the token ids of each text and, if `offsets`, the span of each token.
+
+    Special tokens are added, but not to a rendered conversation, or to a text that opens with the BOS token itself.
+    Each text comes with the row that it was made from, which errors name.
+    """
+    if offsets and texts and not tokenizer.is_fast:
+        raise UnsupportedError(
+            f"{type(tokenizer).__name__} does not say which characters a token stands for, so answers cannot be told "
+            "from what they answer; use a base with a fast tokenizer, or rows of plain text"
+        )
+    bos = tokenizer.bos_token
+    has_special = [row.messages is not None or (bos is not None and text.startswith(bos)) for row, text in texts]
+    encoded: list[tuple[list[int], list[Span]]] = [([], [])] * len(texts)
+    for add_special in (False, True):
+        indices = [index for index, has in enumerate(has_special) if has != add_special]
+        if not indices:
+            continue
+        options = {"add_special_tokens": add_special, "return_offsets_mapping": offsets, "verbose": False}
+        tokens = _tokenize([texts[index] for index in indices], tokenizer, options)
+        for number, index in enumerate(indices):
+            encoded[index] = tokens["input_ids"][number], tokens["offset_mapping"][number] if offsets else []
+    return encoded
+
+
+def _tokenize(texts: list[tuple[Row, str]], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> Any:
+    try:
+        return tokenizer([text for _, text in texts], **options)
+    except Exception:  # tokenize one by one to find the row
+        for row, text in texts:
+            try:
+                tokenizer(text, **options)
+            except Exception as error:
+                raise CheckpointError(f"{row.where}: the tokenizer fails: {first_line(error)}") from error
+        raise
 
 
 def sample_prompts(
@@ -21,23 +89,9 @@ def sample_prompts(
     text_share: float = 1.0,
     max_text_tokens: int | None = None,
 ) -> list[list[int]]:
-    """Return the prompts of randomly chosen rows. Rows whose prompts are empty or too long are passed over.
+    """Return up to `count` prompts of randomly chosen rows.
 
-    Args:
-        rows: Rows to choose from.
-        tokenizer: The base's tokenizer.
-        count: Most prompts to return.
-        max_tokens: Most tokens of a prompt.
-        seed: Seed of the shuffle.
-        text_share: As for `encode_prompt`.
-        max_text_tokens: As for `encode_prompt`.
-
-    Returns:
-        Token ids of each prompt.
-
-    Raises:
-        CheckpointError: If a row cannot be encoded.
-        MismatchError: If a row has ids of another tokenizer.
+    Rows whose prompts are empty, or have more than `max_tokens` tokens, are passed over.
     """
     shuffled = list(rows)
     random.Random(seed).shuffle(shuffled)
@@ -65,10 +119,6 @@ def encode_prompt(
         tokenizer: The base's tokenizer.
         text_share: Share of a text's tokens that is its prompt, rounded down.
         max_text_tokens: Most tokens of a text's prompt; None for no limit.
-
-    Raises:
-        CheckpointError: If the row cannot be encoded.
-        MismatchError: If the row has ids of another tokenizer.
     """
     check_tokenizer(row, tokenizer)
     if row.messages is not None:

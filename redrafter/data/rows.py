@@ -35,8 +35,6 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.errors import CheckpointError, first_line
 
-__all__ = ["Row", "fingerprint", "open_lines", "read_rows"]
-
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 SUFFIXES = (".jsonl", ".json", ".parquet", *OPENERS)
 HUB_NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>.+))?")
@@ -97,14 +95,7 @@ def read_rows(sources: Iterable[str | Path]) -> Iterator[Row]:
 
 
 def open_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a text file that are not blank, with their numbers from 1.
-
-    Args:
-        path: A UTF-8 file, plain, .gz or .xz.
-
-    Raises:
-        CheckpointError: If the file cannot be read.
-    """
+    """Yield the lines of a UTF-8 file (plain, .gz or .xz) that are not blank, with their numbers from 1."""
     try:
         with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as lines:
             yield from ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
@@ -113,19 +104,9 @@ def open_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _read_entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON values of a data file, each with its place in the file.
+    """Yield the JSON values of a data file, each after its place for error messages.
 
     A file holds one JSON value in each line. A `.json` file may instead hold one list, whose elements are yielded.
-
-    Args:
-        path: The file, which may be compressed (.gz, .xz).
-
-    Yields:
-        The place, for error messages: `<path>:<line>`, or `<path>:row <number>` in a list, counted from 1. And the
-        value, not checked yet.
-
-    Raises:
-        CheckpointError: If the file cannot be read or is not JSON.
     """
     lines = open_lines(path)
     may_be_list = path.name.removesuffix(".gz").removesuffix(".xz").endswith(".json")
@@ -154,7 +135,6 @@ def _is_dataset(source: str) -> bool:
 
 
 def _read_dataset(source: str) -> Iterator[tuple[str, Any]]:
-    """Yield where each entry of a Hugging Face dataset's split is, and the entry. A directory goes before the hub."""
     is_file = os.path.isfile(source)
     found = "a parquet file" if is_file else "not a file"
     try:
@@ -167,7 +147,7 @@ def _read_dataset(source: str) -> Iterator[tuple[str, Any]]:
     try:
         if is_file:
             split, splits = "", {"train": datasets.load_dataset("parquet", data_files=source, split="train")}
-        elif Path(name).is_dir():
+        elif Path(name).is_dir():  # which goes before the hub
             splits = datasets.load_from_disk(name)
             splits = splits if isinstance(splits, dict) else {"train": splits}
         else:
@@ -186,7 +166,6 @@ def _read_dataset(source: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_row(value: Any, where: str) -> Row:
-    """Check a JSON value and return it as a row."""
     entry = {"prompt": value} if isinstance(value, str) else value
     entry = {key: value for key, value in entry.items() if value is not None} if isinstance(entry, dict) else {}
     kinds = [kind for kind in KIND_KEYS if kind in entry] or ["prompt"]
@@ -216,7 +195,6 @@ def _parse_row(value: Any, where: str) -> Row:
 
 
 def _parse_prompt(entry: dict[str, Any], where: str) -> tuple[str, str | None]:
-    """Return the prompt of an entry and its answer, None where it has no answer."""
     if "prompt" in entry:
         answers = [name for name in ANSWER_KEYS if name in entry]
         if len(answers) > 1:
@@ -259,7 +237,6 @@ def _parse_turn(turn: Any, where: str) -> dict[str, str]:
 
 
 def _parse_ids(ids: Any, mask: Any, where: str) -> tuple[list[int], list[bool]]:
-    """Check token ids and their loss mask, and return both."""
     are_ints = isinstance(ids, list) and set(map(type, ids)) <= {int}  # not bool, which is an int too
     if not are_ints or not 0 <= min(ids, default=0) <= max(ids, default=0) < 2**31:
         raise CheckpointError(f'{where}: "input_ids" must be a list of token ids, found {str(ids)[:80]}')
@@ -276,7 +253,7 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @lru_cache(maxsize=4)
 def _fingerprint(tokenizer: PreTrainedTokenizerBase, size: int) -> str:
-    """Compute the fingerprint. `size` keeps apart the cached values of one tokenizer before and after it grew."""
+    # `size` keeps apart the cached values of one tokenizer before and after it grew.
     added = sorted((index, str(token)) for index, token in tokenizer.added_tokens_decoder.items())
     content = json.dumps([sorted(tokenizer.get_vocab().items()), added])
     return hashlib.sha256(content.encode()).hexdigest()[:16]

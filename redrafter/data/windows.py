@@ -18,8 +18,6 @@ from torch.nn.functional import pad
 
 from redrafter.errors import ArgumentError, MismatchError
 
-__all__ = ["Batch", "Document", "Windows", "assign_rows"]
-
 POOL_BATCHES = 32  # batches among which rows are sorted by width, so that a batch holds little padding
 SEED_STRIDE = 1_000_003  # between the generators of two seeds; more than the epochs of any training
 
@@ -110,11 +108,7 @@ class Windows:
         return len(self.lengths)
 
     def check(self, vocab_size: int, context: int | None) -> None:
-        """Check that a base can read all windows.
-
-        Args:
-            vocab_size: Ids that the base knows.
-            context: Most tokens that the base reads; None for no limit.
+        """Check that a base which knows `vocab_size` ids and reads `context` tokens can read all windows.
 
         Raises:
             MismatchError: If a token id is not below `vocab_size`. The message names its row of the data.
@@ -163,9 +157,8 @@ class Windows:
         self, size: int, seed: int, process: int = 0, processes: int = 1, start: int = 0, multiple: int | None = None
     ) -> Iterator[list[int]]:
         """Yield the indices of the windows in each batch that `batches` yields for the same arguments."""
-        return (
-            torch.cat(rows).tolist() for _, rows in self._batch_rows(size, seed, process, processes, start, multiple)
-        )
+        batches = self._batch_rows(size, seed, process, processes, start, multiple)
+        return (torch.cat(rows).tolist() for _, rows in batches)
 
     def _batch_rows(
         self, size: int, seed: int, process: int, processes: int, start: int, multiple: int | None
@@ -205,12 +198,7 @@ class Windows:
 def assign_rows(sizes: list[int], room: int) -> list[int]:
     """Assign each size to a row by best fit: to the row where it leaves the least room, else to a new row.
 
-    Args:
-        sizes: Sizes of at most `room`. Falling order wastes least.
-        room: Room of a row.
-
-    Returns:
-        The row of each size. Rows are numbered from 0 in the order in which they are opened.
+    Rows are numbered from 0 in the order in which they are opened. Falling order of sizes wastes least.
     """
     assigned, rows = list[int](), 0
     rows_by_room_left: list[list[int]] = [[] for _ in range(room + 1)]

@@ -40,9 +40,9 @@ from redrafter.engine.prompts import check_shapes, separate_inputs
 from redrafter.engine.request import AdapterNames, Request, Seed, read_request, row_adapters
 from redrafter.engine.streaming import ColumnStream, StepStreamer, takes_columns
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
-from redrafter.scheduler.cuda_graphs import MOST_ROWS, CUDAGraphRunner
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.models import Models
+from redrafter.scheduler.paged_memory import MOST_ROWS, PagedMemory
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.target.supported import Support, check_autocast, check_eval
 from redrafter.target.target import Target
@@ -88,7 +88,7 @@ class Engine:
         use_kv_cache_dtype(target, proposer.model, self.options.kv_cache_dtype)
         self.plain: Proposer = PlainProposer()
         self.draft_model = proposer.model
-        self.graphs: CUDAGraphRunner | None = None
+        self.graphs: PagedMemory | None = None
         self.batches = IdleBatches()
         self.lender: Engine | None = None  # whose graphs are used, when not its own
         self._warned = False
@@ -111,14 +111,14 @@ class Engine:
         """
         return None
 
-    def make_graphs(self, rows: int = MOST_ROWS, max_rows: int | None = None) -> CUDAGraphRunner:
+    def make_graphs(self, rows: int = MOST_ROWS, max_rows: int | None = None) -> PagedMemory:
         """Take memory for a paged cache and prepare the models' forwards.
 
         Args:
             rows: Rows of the longest text that memory is taken for, at most.
             max_rows: Most rows at once; None for `rows`.
         """
-        return CUDAGraphRunner.on(
+        return PagedMemory.on(
             self.target,
             self.draft_model if self.draft_varlen.ok else None,
             memory_fraction=self.options.kv_cache_free_gpu_memory_fraction,
@@ -131,7 +131,7 @@ class Engine:
             kv_dtype=kv_dtype_of(self.options.kv_cache_dtype),
         )
 
-    def open_graphs(self) -> CUDAGraphRunner:
+    def open_graphs(self) -> PagedMemory:
         """Return `graphs`, made by the first call."""
         with self._lock:
             if self.graphs is None:

@@ -6,7 +6,8 @@ from weakref import WeakKeyDictionary
 
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, bucket
+from redrafter.scheduler.captured_step import bucket
+from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.row_caches import DenseRows, PagedRows
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sampling_tensors import SamplingTensors
@@ -32,7 +33,7 @@ class IdleBatches:
     def take(
         self,
         target: Target,
-        graphs: CUDAGraphRunner | None,
+        graphs: PagedMemory | None,
         params: Sequence[SamplingParams],
         rows: int,
         draft_model: Target | None,

@@ -24,7 +24,7 @@ from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.home import home
-from redrafter.scheduler.cuda_graphs import bucket
+from redrafter.scheduler.captured_step import bucket
 from redrafter.target.quantization import float8_scheme
 from redrafter.target.target import Target
 

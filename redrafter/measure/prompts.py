@@ -21,13 +21,8 @@ ROW_SUFFIXES = (".jsonl", ".json", ".gz", ".xz")
 def read_prompts(name: str | None) -> list[Row]:
     """Read the rows of `name` that are not of the split "train", or those that ship when it is None.
 
-    Args:
-        name: A file of rows or a dataset, as `read_rows` takes it, or a text file with one prompt a line, of which
-            blank lines are left out.
-
-    Raises:
-        ArgumentError: No row is left.
-        CheckpointError: A row cannot be read; the message names it.
+    It names a file of rows or a dataset, as `read_rows` takes it, or a text file with one prompt a line, of which blank
+    lines are left out.
     """
     source = str(resources.files("redrafter.measure") / "prompts.jsonl") if name is None else name
     suffix = Path(source).suffix

@@ -64,10 +64,7 @@ def conditions(target: Target) -> dict[str, Any]:
 def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Return the conditions of a benchmark, as its JSON document begins.
 
-    Args:
-        work: The workload to be measured.
-        names: `model`, `drafter` and `prompts` by name, and under `padded` the sentence on a padded model, or None.
-        options: Every option of the command, as typed or its default.
+    `names` are those of `model`, `drafter` and `prompts`, and under `padded` the sentence on a padded model, or None.
     """
     engine, target = work.engine, work.engine.target
     lengths = [len(prompt) for prompt in work.prompts]
@@ -125,12 +122,9 @@ def head(document: dict[str, Any]) -> Iterator[str]:
 class Report:
     """A report that is printed as it grows and saved after every addition.
 
-    Attributes:
-        document: What the JSON document will hold; `errors` lists the sections that failed, and `complete` is true once
-            the run has ended.
-        path: A file that is replaced by the document at each addition, so that a run that is cut short leaves what it
-            has measured; None for no file.
-        note: A sentence printed with every table, or None.
+    In its `document`, `errors` lists the sections that failed, and `complete` is true once the run has ended. The file,
+    if any, is replaced at each addition, so that a run that is cut short leaves what it has measured. The note is a
+    sentence printed with every table.
     """
 
     def __init__(
@@ -252,17 +246,7 @@ def plain_data(value: Any) -> Any:
 
 
 def check_picture(path: Path, flag: str = "--plot", *, folder: bool = False) -> None:
-    """Check that pictures can be drawn and written to `path`, before anything is measured.
-
-    Args:
-        path: The `.png` to write; or a folder for several, which is made.
-        flag: The option that named it, for messages.
-        folder: Whether `path` is a folder.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-        ArgumentError: The path is not a `.png` or cannot be written, or the folder cannot be made.
-    """
+    """Check before anything is measured that pictures can be drawn, into a `.png` or into a folder, which is made."""
     if find_spec("matplotlib") is None:
         raise MissingDependencyError(f"{flag} needs matplotlib: {how_to_install('bench')}")
     if folder:
@@ -280,11 +264,7 @@ def check_picture(path: Path, flag: str = "--plot", *, folder: bool = False) -> 
 def drawing(path: Path, conditions: str = "", size: tuple[float, float] = (8, 5), **grid: Any) -> Iterator[Any]:
     """Yield matplotlib's axes to draw on, and write them as a PNG file when the context is left.
 
-    Args:
-        path: The file to write; if that fails, nothing is left behind.
-        conditions: What was measured, written below the picture.
-        size: Width and height in inches.
-        grid: Arguments of `Figure.subplots`, for several axes.
+    What was measured is written below the picture. `grid` are arguments of `Figure.subplots`, for several axes.
     """
     from matplotlib.figure import Figure  # without pyplot, which asks for a window system
 

@@ -172,14 +172,8 @@ def run_in_turn(
     """Decode all batches in all ways `repeats` times, and return the runs of each way.
 
     Each batch is decoded in every way before the next one, so that other load of the machine slows all alike. A way is
-    called with a batch and the number of prompts before it, and `progress` with a line ahead of each batch.
-
-    Args:
-        ways: Each decodes a batch.
-        batches: The batches.
-        repeats: How often.
-        progress: Gets a line ahead of each batch.
-        alternate: Whether every other repeat takes the ways backwards.
+    called with a batch and the number of prompts before it, and `progress` with a line ahead of each batch. To
+    `alternate` is to take the ways backwards in every other repeat.
     """
     ran = [Repeats() for _ in ways]
     for repeat in range(repeats):
@@ -237,11 +231,7 @@ class Workload:
 
     @classmethod
     def of(cls, engine: ReDrafter, tokenizer: PreTrainedTokenizerBase, **rest: Any) -> "Workload":
-        """Return a workload, after replacing the model's generation config by one without end tokens or sampling.
-
-        Raises:
-            ArgumentError: The longest prompt with its new tokens exceeds the context or a limit of the engine.
-        """
+        """Return a workload that fits, after replacing the generation config by one without end tokens or sampling."""
         work = cls(engine, pad_token=pad_token_of(tokenizer), **rest)
         engine.model.generation_config = GenerationConfig(pad_token_id=work.pad_token)
         limit, prompt = engine.options.max_input_len, max(map(len, work.prompts))

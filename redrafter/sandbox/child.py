@@ -22,12 +22,9 @@ from redrafter.sandbox.frames import receive_frame, send_frame
 def main(descriptor: int, module: str, count: int) -> None:
     """Prepare one kind of work, then fork a process for each connection received, until the program closes its socket.
 
-    An empty frame is sent once all is prepared; otherwise `import` or `reading`, by what failed, and a message.
-
-    Args:
-        descriptor: File descriptor of a Unix socket to the program.
-        module: Module with a function `prepare`, which returns what a child does with its connection.
-        count: Number of frames that the program sends, and that `prepare` takes.
+    The descriptor is of a Unix socket to the program. A module's function `prepare` takes as many frames of it as are
+    counted, and returns what a child does with its connection. An empty frame is sent once all is prepared; otherwise
+    `import` or `reading`, by what failed, and a message.
     """
     # Signals for the program are ignored: when it stops, it ends the children by closing their sockets, once their
     # work is not needed any more. The program's process group is left but not its session, since niceness counts among
@@ -101,10 +98,8 @@ def memory() -> tuple[int, int]:
 def bounded_work(cpu_seconds: float, connection: socket.socket | None = None) -> Iterator[None]:
     """Let the kernel end this process after some processor time in the context, or once nobody waits for it.
 
-    Args:
-        cpu_seconds: Seconds of processor time.
-        connection: A socket at which the other end waits and sends nothing. The process ends when that is closed, even
-            while Python is blocked; None where the work is too short for that.
+    The other end of the connection waits and sends nothing. The process ends when that is closed, even while Python is
+    blocked; there is None where the work is too short for that.
     """
     flags = 0
     if connection is not None:

@@ -16,11 +16,7 @@ from weakref import WeakKeyDictionary
 from redrafter.errors import ReDrafterError
 from redrafter.sandbox.frames import receive_frame, send_frame
 
-# Modules are found on this program's path and not in its working directory.
-ZYGOTE_PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[4:]; from redrafter.sandbox.child import main; "
-    "main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
-)
+ZYGOTE_PROGRAM = "from redrafter.sandbox.child import main; main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
 # One thread needs one arena of memory and one worker. Rust's messages are read as one line, without a backtrace.
 ZYGOTE_ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
@@ -36,41 +32,40 @@ _starting = threading.Lock()
 
 
 class NotPreparedError(ReDrafterError):
-    """A zygote could not prepare its kind of work.
-
-    Attributes:
-        missing: Whether that was for want of a package.
-    """
+    """A zygote could not prepare its kind of work; `missing` says whether that was for want of a package."""
 
     def __init__(self, message: str, missing: bool = False):
         super().__init__(message)
         self.missing = missing
 
 
+def start_interpreter(program: str, *words: str, **options: Any) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
+    """Run a program in a fresh interpreter, with options of `Popen`, and return a socket to it and its process.
+
+    `sys` is imported; `sys.argv` has the descriptor of the socket's other end, then the words. Modules are found on
+    this program's path and not in its working directory.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        code = f"import sys; sys.path[:] = {[path or os.getcwd() for path in sys.path]!r}; {program}"
+        command = [sys.executable, "-c", code, str(theirs.fileno()), *words]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], **options)
+    return ours, process
+
+
 class Zygote:
     """A process that has prepared one kind of work and forks a process for each piece of it."""
 
     def __init__(self, module: str, frames: Sequence[bytes]) -> None:
-        """Start the process, and wait until it has prepared.
-
-        Args:
-            module: Module with a function `prepare`, as for `redrafter.sandbox.child.main`.
-            frames: What it is called with.
+        """Start the process, and wait until it has prepared by calling a module's function `prepare` with the frames.
 
         Raises:
             NotPreparedError: It has failed.
             ReDrafterError: No process can be started.
         """
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            words = [sys.executable, "-c", ZYGOTE_PROGRAM, str(theirs.fileno()), module, str(len(frames))]
-            self._process = subprocess.Popen(
-                [*words, *(path or os.getcwd() for path in sys.path)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=os.environ | ZYGOTE_ENVIRONMENT,
-            )
+        self._control, self._process = start_interpreter(
+            ZYGOTE_PROGRAM, module, str(len(frames)), stdout=subprocess.DEVNULL, env=os.environ | ZYGOTE_ENVIRONMENT
+        )
         self._owner, self._sending = os.getpid(), threading.Lock()
         self._finalizer = weakref.finalize(self, _end, self._control, self._process, self._owner)
         self._control.settimeout(START_TIMEOUT_SECONDS)
@@ -132,10 +127,7 @@ class SandboxedProcess:
     """
 
     def __init__(self, find_zygote: Callable[[], Zygote]) -> None:
-        """Fork a process.
-
-        Args:
-            find_zygote: Returns the zygote to fork from, a new one if the last one has died.
+        """Fork a process from the zygote that is found, which is a new one if the last one has died.
 
         Raises:
             ReDrafterError: No process can be started.

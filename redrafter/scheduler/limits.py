@@ -52,12 +52,6 @@ class Limits:
         `max_queue_size`. When that is used up, other clients may wait beside it, up to as many sequences again: each up
         to its share, which is `max_queue_size` divided by the number of clients that wait. What comes while nobody
         waits is always accepted, so that a request of more than `max_queue_size` sequences is served too.
-
-        Args:
-            queue: The sequences that wait.
-            running: Sequences that hold a place.
-            client: Who asks.
-            count: How many sequences it submits.
         """
         most = self.max_queue_size
         if not most or not queue:
@@ -73,13 +67,7 @@ class Limits:
 
 
 def check_sequences(sequences: "Sequence[TokenSequence]", longest: int, vocabulary: int) -> None:
-    """Raise `ArgumentError` for a sequence that can never be served.
-
-    Args:
-        sequences: New sequences.
-        longest: Most tokens of a sequence.
-        vocabulary: Number of token ids.
-    """
+    """Raise `ArgumentError` for a sequence that can never be served."""
     checked: set[int] = set()  # several sequences after one prompt share it
     for sequence in sequences:
         _check_params(sequence.params, vocabulary)

@@ -13,14 +13,15 @@ from torch import Tensor
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.paged import KVCache, stack_block_tables
 from redrafter.cache.to_device import to_device
+from redrafter.drafting.draft_model import clamp_to_vocab
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.logprobs import score_prompt
+from redrafter.scheduler.paged_memory import tables_of
 from redrafter.scheduler.row_adapters import adapters_of, slot_of
 from redrafter.scheduler.row_caches import CachePair, RowCaches
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.scheduler.sequence_blocks import tables_of
 from redrafter.target.forward_batch import Prompts
 from redrafter.target.target import Target
 
@@ -44,12 +45,7 @@ class PrefillPace:
     """
 
     def __init__(self, max_num_tokens: int, device: str = "cpu"):
-        """Begin at `FIRST_FORWARD_TOKENS`.
-
-        Args:
-            max_num_tokens: Tokens of a forward on any machine, however fast.
-            device: Type of the device.
-        """
+        """Begin at `FIRST_FORWARD_TOKENS`."""
         self._max_num_tokens = max_num_tokens
         self.tokens = min(FIRST_FORWARD_TOKENS.get(device, FIRST_FORWARD_TOKENS["cuda"]), max_num_tokens)
 
@@ -92,16 +88,8 @@ def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool
     Half of a forward is for the prompts that have the fewest tokens left, so that a short one never waits for the
     chunks of a long one. The rest is for those that were admitted first, so that a long one advances in any case.
 
-    Args:
-        prefilling: Sequences whose prompts are not in the cache yet, in the order of their admission; at least one.
-        budget: Tokens of a forward.
-        padded: Whether each sequence costs as many tokens as the longest one beside it.
-        chunked: Whether a prompt may be read in chunks. If not, the one that was admitted first is read whole however
-            long it is.
-
-    Returns:
-        The chunks of each forward, in the order of arrival: of one forward, or also of a second one for a whole prompt
-        that is longer than `budget`.
+    With `padded`, each sequence costs as many tokens as the longest one beside it. Without `chunked`, prompts are read
+    whole, the one that was admitted first however long it is: in a second forward where it is longer than `budget`.
     """
     plan = _ForwardPlan(padded)
     for sequence in sorted(prefilling, key=lambda sequence: sequence.prefill_length - sequence.prefilled):
@@ -129,6 +117,12 @@ def choose_room(prompts: int, tokens: int) -> int:
     return next((room for room in ROOMS if prompts <= room and tokens <= room * TOKENS_PER_CHUNK), ROOMS[-1])
 
 
+def rope_length(target: Target, sequence: TokenSequence) -> int:
+    """Return the sequence length that selects RoPE frequencies, at least, of a prompt that may be read in parts."""
+    prompt = len(sequence.prompt)
+    return prompt if target.rope is None else target.rope.prompt_length(prompt, sequence.prefill_length)
+
+
 class ChunkBuffers:
     """Room for chunks of prompts, where captured steps look for them."""
 
@@ -138,14 +132,7 @@ class ChunkBuffers:
         self._blocks, self._target = blocks, target
 
     def load(self, chunks: Sequence[Chunk]) -> PromptChunks:
-        """Write chunks of prompts into the smallest buffers that have room for them.
-
-        Args:
-            chunks: Sequences with blocks, and how many tokens of each are read; at least one.
-
-        Returns:
-            The buffers.
-        """
+        """Write chunks of prompts into the smallest buffers that have room for them."""
         room = choose_room(len(chunks), sum(count for _, count in chunks))
         buffers = self._by_room[room]
         tokens, starts, lengths, adapters, prompts = list[int](), [0], list[int](), list[int](), list[int]()
@@ -154,7 +141,7 @@ class ChunkBuffers:
             starts.append(len(tokens))
             lengths.append(sequence.prefilled)
             adapters.append(slot_of(sequence))
-            prompts.append(self._target.rope_length(len(sequence.prompt), sequence.prefill_length))
+            prompts.append(rope_length(self._target, sequence))
         empty = room - len(chunks)
         padding, ends = [0] * (len(buffers.tokens) - len(tokens)), starts[-1:] * empty
         numbers = tokens + padding + starts + ends + lengths + adapters + prompts
@@ -228,12 +215,7 @@ class Prefiller:
         Sequences whose prompts are scored are read apart from others, which need the logits of their last tokens alone.
         A prompt with images is read whole, in a forward of its own; where forwards have a pace, one of them a round.
 
-        Args:
-            sequences: Sequences with blocks, in the order of their admission.
-            step_tokens: Tokens that the round's step takes from the budget of one forward.
-
-        Returns:
-            The chunks of each forward.
+        `step_tokens` of the budget of one forward are those of the round's step. Returns the chunks of each forward.
         """
         seeing = [sequence for sequence in sequences if sequence.images is not None]
         whole = [[(sequence, sequence.prefill_length)] for sequence in seeing[: 1 if self._limits.paced else None]]
@@ -252,12 +234,7 @@ class Prefiller:
     def forward(self, chunks: Sequence[Chunk], row_caches: RowCaches) -> PrefilledRows:
         """Launch one forward that reads a chunk of each of some prompts.
 
-        Args:
-            chunks: The chunks.
-            row_caches: Where the rows that they will have find their keys and values.
-
-        Returns:
-            The prompts that are complete then.
+        Returns the prompts that are complete then.
         """
         device = self._target.device
         sequences = [sequence for sequence, _ in chunks]
@@ -265,7 +242,7 @@ class Prefiller:
             return self._read_with_images(sequences[0], row_caches)
         starts = [sequence.prefilled for sequence in sequences]
         ends = [sequence.prefilled + count for sequence, count in chunks]
-        rope = [self._target.rope_length(len(sequence.prompt), sequence.prefill_length) for sequence in sequences]
+        rope = [rope_length(self._target, sequence) for sequence in sequences]
         # Completed prompts need all tokens; others only the chunk's, and the one before it, from which a draft model
         # with recurrent states reads on.
         complete = [end == sequence.prefill_length for sequence, end in zip(sequences, ends, strict=True)]
@@ -320,27 +297,19 @@ class Prefiller:
         sequence.position_shift = prompt.position_shift
         self._read_drafts([sequence], [count], Prompts(tokens, upto, caches.target, counts=[count]), caches.draft)
         adapters = adapters_of([sequence], device)
-        logits, hidden = self._target.read_with_images(tokens[:, :count], prompt, caches.target, adapters)
+        logits, hidden = self._target.images.read(tokens[:, :count], prompt, caches.target, adapters)
         _take_note([(sequence, count)])
         return PrefilledRows([sequence], tokens, upto, logits, hidden, caches, [0])
 
     @property
-    def can_read_beside(self) -> bool:
+    def can_mix(self) -> bool:
         """Whether steps can read prompts too: not where a draft model must read them as well, or read them whole."""
-        return self._target.reads_beside_trees and self._draft_model is None and self._limits.chunked
+        # Recurrent layers read prompts row by row, in a forward of their own.
+        may_mix = not self._target.keeps_states and self._target.paged.ok
+        return may_mix and self._draft_model is None and self._limits.chunked
 
-    def choose_beside(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[Chunk]:
-        """Choose what one step reads of prompts beside the rows' trees.
-
-        Args:
-            sequences: Sequences with blocks that can be read so, in the order of their admission.
-            step_tokens: Tokens of the trees.
-
-        Returns:
-            The chunks; none only if there are no sequences.
-        """
-        if not sequences:
-            return []
+    def choose_mixed(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[Chunk]:
+        """Choose what one step reads of prompts beside the rows' trees."""
         left = sum(sequence.prefill_length - sequence.prefilled for sequence in sequences)
         room = choose_room(len(sequences), left)
         # However many tokens the trees have, some of a prompt are read, or it would wait for rows to end.
@@ -348,14 +317,8 @@ class Prefiller:
         [chunks] = choose_chunks(sequences, budget, padded=False, chunked=True)
         return chunks[:room]
 
-    def finish_beside(self, chunks: Sequence[Chunk], ends: ChunkEnds, row_caches: RowCaches) -> PrefilledRows | None:
-        """Take note of chunks that a step has read, and return the prompts that are complete; None if there are none.
-
-        Args:
-            chunks: The chunks.
-            ends: What the target gave at the end of each.
-            row_caches: Where the rows that they will have find their keys and values.
-        """
+    def finish_mixed(self, chunks: Sequence[Chunk], ends: ChunkEnds, row_caches: RowCaches) -> PrefilledRows | None:
+        """Take note of chunks that a step has read; return the prompts that are complete, None if there are none."""
         device, done = self._target.device, _take_note(chunks)
         if not done:
             return None
@@ -373,7 +336,7 @@ def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
     Recurrent states stay a token behind, since each step reads the last committed token again.
     """
     read = replace(prompts, cache=cache, rope_lengths=None, adapters=None).to(model.device)
-    read = replace(read, tokens=model.clamp_to_vocab(read.tokens))
+    read = replace(read, tokens=clamp_to_vocab(read.tokens, model))
     if cache.states is None:
         model.prefill(read)
         return
@@ -397,10 +360,7 @@ def _stack_tokens(sequences: Sequence[TokenSequence], counts: Sequence[int]) -> 
 def _stack(texts: Sequence[Sequence[int]], counts: Sequence[int], first: Sequence[int] | None = None) -> Tensor:
     """Return the first tokens of texts, padded with one 0 at least, `[B, T]` int64 on the host.
 
-    Args:
-        texts: The texts.
-        counts: How many tokens of each.
-        first: How many of these are left at 0, since nobody reads them; None for none.
+    The first `first` tokens of each are left at 0, since nobody reads them.
     """
     padded = torch.zeros(len(texts), max(counts, default=0) + 1, dtype=torch.long)
     for row, (text, start, count) in enumerate(zip(texts, first or [0] * len(texts), counts, strict=True)):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,9 +15,8 @@ from redrafter.cache.to_device import to_device
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
+from redrafter.scheduler.paged_memory import PagedMemory, draft_tables_of, tables_of
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.scheduler.sequence_blocks import draft_tables_of, tables_of
 from redrafter.target.target import Target
 
 
@@ -34,47 +33,6 @@ class CachePair:
     draft: KVCache | None = None
 
 
-class RowCaches(Protocol):
-    """Where the rows of a running batch have their keys and values."""
-
-    def reserve(self, rows: int, positions: int) -> None:
-        """Make sure that so many rows can have so many positions each."""
-
-    def of_prompts(self, sequences: Sequence[TokenSequence]) -> CachePair:
-        """Return caches whose rows are these sequences, to read their prompts into."""
-
-    def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
-        """Give the rows from `first` on to sequences whose prompts were read.
-
-        Args:
-            first: The first of the rows.
-            sequences: The sequences.
-            read: What `of_prompts` returned when their prompts were read.
-            rows: Their rows in it.
-        """
-
-    def move(self, source: int, to: int) -> None:
-        """Copy what one row holds to another."""
-
-    def clear(self, row: int) -> None:
-        """Let nobody find what a row holds."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that rows hold for positions, used or not."""
-
-    def of_step(self, rows: int, window: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
-        """Return the caches of the first rows, ready for a step.
-
-        Args:
-            rows: How many rows.
-            window: Positions of each that the step sees.
-            longest: Committed tokens of the longest of them.
-            longest_draft: Tokens of the longest of them as the draft model reads it.
-            proposer: What drafts in the step.
-        """
-
-
 class PagedRows:
     """Rows whose keys and values are in blocks that their sequences hold.
 
@@ -84,7 +42,7 @@ class PagedRows:
         state_rows: Where the recurrent states of each row are, `[R]` int64; 0 without any.
     """
 
-    def __init__(self, graphs: CUDAGraphRunner, has_draft_model: bool, vocabulary: VocabularyMap | None = None):
+    def __init__(self, graphs: PagedMemory, has_draft_model: bool, vocabulary: VocabularyMap | None = None):
         """Begin without rows.
 
         Args:
@@ -98,7 +56,7 @@ class PagedRows:
         self.state_rows = torch.zeros(0, dtype=torch.long, device=graphs.target.device)
 
     def reserve(self, rows: int, positions: int) -> None:
-        """Make block tables for so many rows and positions; see `RowCaches`."""
+        """Make sure that so many rows can have so many positions each."""
         self.tables = _enlarged(self.tables, rows, positions // BLOCK_SIZE)
         if self.draft_tables is not None:
             self.draft_tables = _enlarged(self.draft_tables, rows, self._draft_blocks(positions))
@@ -112,7 +70,7 @@ class PagedRows:
         return -(-slots // BLOCK_SIZE)
 
     def of_prompts(self, sequences: Sequence[TokenSequence]) -> CachePair:
-        """Return the caches of sequences that hold blocks; see `RowCaches`."""
+        """Return caches whose rows are these sequences, to read their prompts into."""
         device, state_rows = self.tables.device, self._stack_state_rows(sequences)
         tables = stack_block_tables(tables_of(sequences), device)
         if self.draft_tables is None:
@@ -120,7 +78,7 @@ class PagedRows:
         return self._on(tables, stack_block_tables(draft_tables_of(sequences), device), state_rows)
 
     def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
-        """Write the block tables of sequences into the rows from `first` on; see `RowCaches`."""
+        """Give the rows from `first` on to sequences whose prompts were read into rows `rows` of `read`."""
         written = slice(first, first + len(sequences))
         self.tables[written] = self._stack(tables_of(sequences), self.tables)
         if self.draft_tables is not None:
@@ -161,24 +119,27 @@ class PagedRows:
         return to_device([table.state_row for table in tables_of(sequences)], self.tables.device, torch.long)
 
     def move(self, source: int, to: int) -> None:
-        """Copy the block table of one row to another; see `RowCaches`."""
+        """Copy what one row holds to another."""
         for tables in self._all_tables():
             tables[to] = tables[source]
         self.state_rows[to] = self.state_rows[source]
 
     def clear(self, row: int) -> None:
-        """Let a row write to block 0, which belongs to nobody; see `RowCaches`."""
+        """Let nobody find what a row holds: it writes to block 0, which belongs to nobody."""
         for tables in self._all_tables():
             tables[row] = 0
         self.state_rows[row] = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the block tables; see `RowCaches`."""
+        """Bytes that rows hold for positions, used or not."""
         return sum(tables.nbytes for tables in self._all_tables())
 
     def of_step(self, rows: int, window: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
-        """Return the caches of the first rows, which know the blocks of the window; see `RowCaches`."""
+        """Return the caches of the first rows, ready for a step that sees a window of their positions.
+
+        `longest` and `longest_draft` count the committed tokens of the longest row, as either model reads it.
+        """
         tables = self.tables[:rows, : window // BLOCK_SIZE]
         draft_tables = self._all_tables()[-1][:rows, : self._draft_blocks(window)]
         return self._on(tables, draft_tables, self.state_rows[:rows])
@@ -192,7 +153,7 @@ class PagedRows:
 
 
 class DenseRows:
-    """Rows with buffers of their own, for any device and any supported model."""
+    """Rows with buffers of their own, for any device and any supported model; its methods are those of `PagedRows`."""
 
     def __init__(self, target: Target, draft_model: Target | None, rows: int):
         """Begin without buffers. rows: most rows at once."""
@@ -200,10 +161,10 @@ class DenseRows:
         self._caches: Any = None  # a `CachePair` of `DenseCache`s
 
     def reserve(self, rows: int, positions: int) -> None:
-        """Do nothing: buffers grow as texts do; see `RowCaches`."""
+        """Do nothing: buffers grow as texts do."""
 
     def of_prompts(self, sequences: Sequence[TokenSequence]) -> CachePair:
-        """Return empty caches with space for the prompts; see `RowCaches`."""
+        """Return empty caches with space for the prompts."""
         slots = max(sequence.prefill_length for sequence in sequences)
         draft_slots = max(sequence.draft_length(sequence.prefill_length) for sequence in sequences)
         # What the first prompts are read into becomes the caches of all rows.
@@ -220,7 +181,7 @@ class DenseRows:
         return CachePair(*caches)
 
     def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
-        """Copy keys and values of prompts into the rows from `first` on; see `RowCaches`."""
+        """Copy keys and values of prompts into the rows from `first` on."""
         if self._caches is None:
             self._caches = read
             if list(rows) == list(range(len(rows))):
@@ -231,22 +192,22 @@ class DenseRows:
             mine.write_rows(first, part, rows)
 
     def move(self, source: int, to: int) -> None:
-        """Copy the keys and values of one row to another; see `RowCaches`."""
+        """Copy the keys and values of one row to another."""
         for cache in self._pair(self._caches):
             cache.move_row(source, to)
 
     def clear(self, row: int) -> None:
-        """Do nothing: rows that are not in use take no part in steps; see `RowCaches`."""
+        """Do nothing: rows that are not in use take no part in steps."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the keys and values; see `RowCaches`."""
+        """Bytes of the keys and values."""
         return (
             0 if self._caches is None else sum(p.data.nbytes for cache in self._pair(self._caches) for p in cache.pools)
         )
 
     def of_step(self, rows: int, window: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
-        """Return the caches, with the first rows in use; see `RowCaches`."""
+        """Return the caches, with the first rows in use."""
         for cache, committed in zip(self._pair(self._caches), (longest, longest_draft), strict=False):
             cache.use_rows(rows)
             if rows == proposer.scratch_slots == 1:
@@ -258,6 +219,10 @@ class DenseRows:
     @staticmethod
     def _pair(caches: Any) -> list[DenseCache]:
         return [caches.target] if caches.draft is None else [caches.target, caches.draft]
+
+
+RowCaches: TypeAlias = PagedRows | DenseRows
+"""Where the rows of a running batch have their keys and values."""
 
 
 def _enlarged(tables: Tensor, rows: int, blocks: int) -> Tensor:

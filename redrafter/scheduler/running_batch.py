@@ -21,9 +21,9 @@ from redrafter.cache.to_device import to_device
 from redrafter.drafting.draft_length import AdaptiveDraftLength, DraftGain
 from redrafter.drafting.proposer import Proposer, SearchProposer, State
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner, PendingReport, bucket, new_state
-from redrafter.scheduler.launched import LaunchedStep
+from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, PendingReport, bucket, new_state
 from redrafter.scheduler.models import Models
+from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows
 from redrafter.scheduler.row_adapters import any_adapter, slot_of
 from redrafter.scheduler.row_caches import CachePair, PagedRows, RowCaches
@@ -40,9 +40,8 @@ class DraftPauses:
     def __init__(self, cost_of: Callable[[int], float | None]):
         """Begin with drafts.
 
-        Args:
-            cost_of: Returns the time of a step of so many rows with drafts, in steps without; None where every step
-                drafts.
+        `cost_of` returns the time of a step of so many rows with drafts, in steps without; None where every step
+        drafts.
         """
         self._cost_of = cost_of
         self._gains: dict[float, DraftGain] = {}  # by cost: batches of many sizes may share one
@@ -57,13 +56,7 @@ class DraftPauses:
         return gain is None or gain.should_draft()
 
     def observe(self, rows: int, drafted_rows: int, tokens: int) -> None:
-        """Take note of a step with drafts.
-
-        Args:
-            rows: Its rows.
-            drafted_rows: Those that took drafts, at least 1.
-            tokens: Tokens that these gained.
-        """
+        """Take note of a step with drafts, of whose rows `drafted_rows` took drafts, which gained `tokens`."""
         if (gain := self._gain(rows)) is not None:
             gain.observe(drafted_rows, tokens)
 
@@ -129,17 +122,9 @@ class RunningBatch:
         sampling: SamplingTensors,
         rows: int,
         caches: RowCaches,
-        graphs: CUDAGraphRunner | None = None,
+        graphs: PagedMemory | None = None,
     ):
-        """Make an empty batch.
-
-        Args:
-            target: The model that verifies.
-            sampling: How the rows draw.
-            rows: Rows that there are buffers for.
-            caches: Keys and values of the rows.
-            graphs: What captures steps; None where they run as they are.
-        """
+        """Make an empty batch of at most `rows` rows. Without `graphs`, its steps run as they are."""
         self.target, self.sampling, self.caches, self._all_rows = target, sampling, caches, rows
         self._graphs = graphs
         self.rows: list[TokenSequence] = []
@@ -151,13 +136,7 @@ class RunningBatch:
         self._chunk_buffers: ChunkBuffers | None = None
 
     def draft_with(self, models: Models, rows: int, *, speculate: bool) -> None:
-        """Set what drafts in later steps, while there are no sequences.
-
-        Args:
-            models: Gives the proposer for a number of rows.
-            rows: Most sequences at once.
-            speculate: Whether any row takes drafts.
-        """
+        """Set what drafts in later steps, while there are no sequences."""
         assert not self.rows, "rows are drafted for already"
         self._plain, self._rejection_sampling, self.draft_lengths = models.plain, models.rejection_sampling, None
         sizes = {self._size(count) for count in range(1, rows + 1)}
@@ -201,11 +180,7 @@ class RunningBatch:
 
         A preempted sequence has its pending token already.
 
-        Args:
-            read: The sequences, whose committed tokens are in the cache.
-
-        Returns:
-            The draws; None where there are none.
+        Returns the draws; None where there are none.
         """
         pending = read.lengths.clone()  # [B]
         new = [row for row, sequence in enumerate(read.sequences) if not sequence.written]
@@ -226,11 +201,9 @@ class RunningBatch:
         return draw_first_tokens(*prompts, window, sampler, self.target.ranks)[1]
 
     def add(self, read: PrefilledRows, pending: Tensor) -> None:
-        """Add rows for sequences whose committed tokens are in the cache.
+        """Add rows for R sequences whose committed tokens are in the cache.
 
-        Args:
-            read: The sequences, R of them.
-            pending: The pending token of each, which the host may not know yet, `[R]` int64.
+        The host may not know yet the pending token of each, `[R]` int64.
         """
         sequences, first = read.sequences, len(self.rows)
         if not sequences:
@@ -280,19 +253,10 @@ class RunningBatch:
         self.state.length[last] = 0
         self.caches.clear(last)
 
-    @property
-    def asks_host(self) -> bool:
-        """Whether a step runs Python code of a processor."""
-        return self.sampling.asks_host(self.rows)
-
     def step(self, chunks: Sequence[Chunk] = ()) -> tuple[LaunchedStep, StepOutput]:
         """Launch one step of all rows, without drafts if no row takes any. The caller holds the lock of the graphs.
 
-        Args:
-            chunks: What the same forward reads of prompts.
-
-        Returns:
-            The step, and its output, which the next step may overwrite.
+        Returns the step, and its output, which the next step may overwrite.
         """
         step = self.prepare_step(chunks)
         report = step.replay()
@@ -302,36 +266,37 @@ class RunningBatch:
         """Return the next step of all rows, which is captured if it is the first of its kind."""
         if chunks:
             self.reserve(max(sequence.max_length for sequence, _ in chunks))
-        rows, proposer, longest = self._size(len(self.rows)), self._proposer(), self._longest()
+        rows, proposer = self._size(len(self.rows)), self._proposer()
+        ahead = self.depth + 1  # tokens by which each step that was launched may advance a row
+        # The most committed tokens that a row can have, and those of them as the draft model reads them.
+        longest = max(len(row.tokens) - 1 + ahead * row.launched for row in self.rows)
+        longest_draft = max(row.draft_bound(len(row.tokens) + ahead * row.launched) - 1 for row in self.rows)
         window = min(self._round_up(longest + self.overshoot), self._positions)
-        caches = self.caches.of_step(rows, window, longest, self._longest_draft(), proposer)
+        caches = self.caches.of_step(rows, window, longest, longest_draft, proposer)
         adapted = any_adapter([*self.rows, *(sequence for sequence, _ in chunks)])
-        state = self._first(rows, window, adapted=adapted)
+        first = self.state.at(slice(rows))  # shares memory with `state`
+        state = replace(first, tokens=first.tokens[:, :window], adapters=first.adapters if adapted else None)
         prompts = Prompts(state.tokens, state.length, caches.target, adapters=state.adapters)
         self.target.reread(longest, prompts, state.active)
         self.sampling.load_texts(self.rows)
-        beside = self._load(chunks)
+        room: PromptChunks | None = None
+        if chunks:
+            if self._chunk_buffers is None:
+                self._chunk_buffers = ChunkBuffers(self._positions // BLOCK_SIZE, self.target)
+            room = self._chunk_buffers.load(chunks)
         stacks = self.target.adapters.stacks
         version = stacks.version if adapted and stacks is not None else 0
         kind, keeps_logits = self.sampling.kind(self.rows), any(sequence.keeps_logits for sequence in self.rows)
-        key = StepKey(rows, window, kind, id(proposer), 0 if beside is None else beside.count, keeps_logits, version)
+        key = StepKey(rows, window, kind, id(proposer), 0 if room is None else room.count, keeps_logits, version)
         step = self.captured_steps.pop(key, None)
         if step is None:
             for old in [old for old in self.captured_steps if 0 < old.adapters < version]:
                 del self.captured_steps[old]  # no forward has those layers alone any more
             while len(self.captured_steps) >= MAX_CAPTURED_STEPS:
                 del self.captured_steps[next(iter(self.captured_steps))]
-            step = self._capture(key, state, proposer, caches, beside)
+            step = self._capture(key, state, proposer, caches, room)
         self.captured_steps[key] = step
         return step
-
-    def _load(self, chunks: Sequence[Chunk]) -> PromptChunks | None:
-        """Write chunks of prompts where a step reads them; None for no chunks."""
-        if not chunks:
-            return None
-        if self._chunk_buffers is None:
-            self._chunk_buffers = ChunkBuffers(self._positions // BLOCK_SIZE, self.target)
-        return self._chunk_buffers.load(chunks)
 
     def _proposer(self) -> Proposer:
         """Return the proposer of the next step."""
@@ -344,21 +309,6 @@ class RunningBatch:
         if proposer.depth and pauses is not None and not pauses.should_draft(len(self.rows)):
             return self._plain
         return proposer
-
-    def _longest(self) -> int:
-        """Return the most committed tokens that a row can have."""
-        ahead = self.depth + 1  # tokens by which a step may advance a row
-        return max(len(sequence.tokens) - 1 + ahead * sequence.launched for sequence in self.rows)
-
-    def _longest_draft(self) -> int:
-        """Return the most committed tokens that a row can have as the draft model reads it."""
-        ahead = self.depth + 1
-        return max(sequence.draft_bound(len(sequence.tokens) + ahead * sequence.launched) - 1 for sequence in self.rows)
-
-    def _first(self, rows: int, window: int, *, adapted: bool) -> State:
-        """Return the state of the first rows and positions, which shares memory with `state`."""
-        first = self.state.at(slice(rows))
-        return replace(first, tokens=first.tokens[:, :window], adapters=first.adapters if adapted else None)
 
     def _capture(
         self, key: StepKey, state: State, proposer: Proposer, caches: CachePair, chunks: PromptChunks | None
@@ -373,7 +323,7 @@ class RunningBatch:
         if self._graphs is not None:
             active = state.active.clone()
             state.active.zero_()  # the run that is captured must change nothing
-            self._graphs.capture(step)
+            self._graphs.capturer.capture(step)
             state.active.copy_(active)
         return step
 

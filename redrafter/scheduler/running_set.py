@@ -15,21 +15,26 @@ from collections.abc import Callable, Sequence
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.limits import Limits
+from redrafter.scheduler.paged_memory import SequenceBlocks
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sequence import SequenceDelta, Stats, TokenSequence
-from redrafter.scheduler.sequence_blocks import SequenceBlocks
 from redrafter.scheduler.waiting_queue import WaitingQueue
 
 MAX_CANCELLATIONS_PER_ROUND = 512  # reporting each to its sink takes some microseconds
+MIN_ROUNDS_IN_PLACE = 16  # rounds for which a sequence keeps its slot, however many clients have none
+
+# Waits for all forwards that were launched, which may end sequences, and returns whether there were any.
+Settle = Callable[[], bool]
 
 
-class Places:
-    """Sequences from their arrival to their end.
+class RunningSet:
+    """Sequences from their arrival to their end: those that wait, and those that hold slots and blocks.
 
     `enqueue` and `cancel` may be called from any thread, all else from the one that runs the rounds.
 
     Attributes:
-        prefilling: Sequences with a place whose prompts are being read, in the order of their admission.
+        prefilling: Sequences with a slot whose prompts are being read, in the order of their admission.
+        preempted: Number of sequences put back into the queue so far.
     """
 
     def __init__(self, batch: RunningBatch, blocks: SequenceBlocks | None):
@@ -37,42 +42,38 @@ class Places:
 
         Args:
             batch: The rows of the sequences that step.
-            blocks: The blocks of the cache; None for a dense one.
+            blocks: The blocks of the cache; None for a dense one, which has room for every slot.
         """
         self._batch, self._blocks = batch, blocks
         self.prefilling: dict[TokenSequence, None] = {}
         self._lock = threading.Lock()  # of the queue and of the cancelled sequences
         self._queue = WaitingQueue()
-        self._cancelled: deque[TokenSequence] = deque()  # not ended yet; those with a place come first
-        self._arrivals = 0
+        self._cancelled: deque[TokenSequence] = deque()  # not ended yet; those with a slot come first
+        self._arrivals = self._rounds = self.preempted = 0
 
     @property
     def idle(self) -> bool:
-        """Whether there is no sequence: none waits, holds a place, or must still be told that it was cancelled."""
+        """Whether there is no sequence: none waits, holds a slot, or must still be told that it was cancelled."""
         return not (self._queue or self._cancelled or self.prefilling or self._batch.rows)
 
     @property
     def waiting(self) -> int:
-        """Number of sequences that wait for a place."""
+        """Number of sequences that wait for a slot."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Number of sequences that hold a place: those that step and those whose prompts are being read."""
+        """Number of sequences that hold a slot: those that step and those whose prompts are being read."""
         return len(self.prefilling) + len(self._batch.rows)
 
     @property
     def clients(self) -> int:
-        """Number of clients with a sequence that waits or holds a place."""
+        """Number of clients with a sequence that waits or holds a slot."""
         return self._queue.clients
-
-    def of_client(self, name: str) -> int:
-        """Count the places that a client holds."""
-        return self._queue.running(name)
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
-        """Sequences with a place: those in rows of the batch, then those whose prompts are being read, each once.
+        """Sequences with a slot: those in rows of the batch, then those whose prompts are being read, each once.
 
         A sequence is in both `batch.rows` and `prefilling` if an error occurred while its row was added.
         """
@@ -115,145 +116,59 @@ class Places:
         self.cancel(self.sequences)
 
     def end_cancelled(self) -> None:
-        """End cancelled sequences, those with a place first, and as many as one round has time for."""
+        """End cancelled sequences, those with a slot first, and as many as one round has time for."""
         for _ in range(min(len(self._cancelled), MAX_CANCELLATIONS_PER_ROUND)):
             sequence = self._cancelled.popleft()
             if not sequence.ended:
                 self.end(sequence, SequenceDelta((), finish="cancelled"))
 
-    def next_waiting(self) -> tuple[TokenSequence, bool] | None:
-        """Return the sequence whose turn it is, and whether its client has no place at all; None if none waits."""
-        with self._lock:
-            sequence = self._queue.first()
-            return None if sequence is None else (sequence, not self._queue.running(sequence.client))
-
-    def give(self, sequence: TokenSequence) -> bool:
-        """Give a waiting sequence a place, and return whether it still waited: it may have been cancelled meanwhile."""
-        with self._lock:
-            if sequence not in self._queue:
-                return False
-            self._queue.start(sequence)
-            self.prefilling[sequence] = None
-            return True
-
-    def put_back(self, sequence: TokenSequence) -> None:
-        """Let a sequence wait again. Its prefix may be in the cache when its turn comes, or is read anew."""
-        self._take_back(sequence, keep=True)
-        with self._lock:
-            self._queue.put_back(sequence)
-
-    def charge(self, sequence: TokenSequence, tokens: int) -> None:
-        """Add tokens that were read or drawn for a sequence with a place to its client's account."""
-        with self._lock:
-            self._queue.charge(sequence, tokens)
-
-    def end(self, sequence: TokenSequence, delta: SequenceDelta, keep: bool = True) -> None:
-        """Take back what a sequence holds, and report its last delta.
-
-        Args:
-            sequence: A sequence that has not ended.
-            delta: Its last delta.
-            keep: Whether its keys and values may be reused, which they may not after an error.
-        """
-        placed = sequence.row is not None or sequence in self.prefilling
-        if self._blocks is not None and not keep:
-            self._blocks.withdraw(sequence)
-        self._take_back(sequence, keep)
-        with self._lock:
-            if placed:
-                self._queue.end(sequence)
-            elif sequence in self._queue:
-                self._queue.remove(sequence)
-            sequence.ended = True
-        sequence.sink(sequence, delta)
-
-    def abandon(self) -> None:
-        """Take back what sequences hold, without reporting anything to them."""
-        for sequence in self.sequences:
-            self._take_back(sequence, keep=False)
-        self._queue.clear()
-        if self._blocks is not None:
-            self._blocks.end_wait()
-
-    def _take_back(self, sequence: TokenSequence, keep: bool) -> None:
-        """Take back the blocks and the row of a sequence. keep: whether its keys and values may be reused."""
-        if self._blocks is not None:
-            self._blocks.release(sequence, keep)
-        if sequence.row is not None:
-            self._batch.remove(sequence)
-        self.prefilling.pop(sequence, None)
-        sequence.prefilled = sequence.draft_prefilled = 0
-
-
-MIN_ROUNDS_IN_PLACE = 16  # rounds for which a sequence keeps its place, however many clients have none
-
-# Waits for all forwards that were launched, which may end sequences, and returns whether there were any.
-Settle = Callable[[], bool]
-
-
-class Admission:
-    """Gives sequences places and blocks, round by round.
-
-    Attributes:
-        preempted: Number of sequences put back into the queue so far.
-    """
-
-    def __init__(self, places: Places, batch: RunningBatch, blocks: SequenceBlocks | None):
-        """Admit nothing yet.
-
-        Args:
-            places: The sequences that wait and that hold places.
-            batch: The rows of the sequences that step.
-            blocks: The blocks of the cache; None for a dense one, which has room for every place.
-        """
-        self._places, self._batch, self._blocks = places, batch, blocks
-        self._rounds = self.preempted = 0
-
-    def admit(self, limits: Limits, settle: Settle, *, reads_beside: bool) -> None:
-        """Give places and blocks to the next sequences of the queue, as many as there is room for.
+    def admit(self, limits: Limits, settle: Settle, *, mixed_prefill: bool) -> None:
+        """Give slots and blocks to the next sequences of the queue, as many as there is room for.
 
         To be called once a round. If there is room for none while none runs, wait a moment for others to make some.
 
         Args:
             limits: What may run at once.
             settle: See `Settle`.
-            reads_beside: Whether steps read prompts, so that one alone costs no forward.
+            mixed_prefill: Whether steps read prompts, so that one alone costs no forward.
         """
         self._rounds += 1
         if self._blocks is None or self._blocks.have_turn:
-            self._admit(limits, settle, reads_beside=reads_beside)
+            self._admit(limits, settle, mixed_prefill=mixed_prefill)
         if self._blocks is not None:
-            if self._places.waiting and not self._places.running:
+            if self.waiting and not self.running:
                 self._blocks.wait()
             else:
                 self._blocks.end_wait()
 
-    def _admit(self, limits: Limits, settle: Settle, *, reads_beside: bool) -> None:
-        places = self._places
-        free = limits.max_batch_size - places.running
-        if not reads_beside and places.running and 0 < free < min(limits.admit_together, places.waiting):
+    def _admit(self, limits: Limits, settle: Settle, *, mixed_prefill: bool) -> None:
+        free = limits.max_batch_size - self.running
+        if not mixed_prefill and self.running and 0 < free < min(limits.admit_together, self.waiting):
             return
-        while (waiting := places.next_waiting()) is not None:
-            sequence, placeless = waiting
-            may_preempt = placeless and not limits.guaranteed_no_evict
-            if places.running >= limits.max_batch_size and not (may_preempt and self._free_a_place(settle)):
+        while True:
+            with self._lock:
+                sequence = self._queue.first()
+                # Whether its client has no slot at all.
+                slotless = sequence is not None and not self._queue.running(sequence.client)
+            if sequence is None:
                 return
-            if not places.give(sequence):
-                continue
-            if not self._allocate(sequence, limits, settle, may_preempt):
-                places.put_back(sequence)
+            may_preempt = slotless and not limits.guaranteed_no_evict
+            if self.running >= limits.max_batch_size and not (may_preempt and self._free_a_slot(settle)):
+                return
+            with self._lock:
+                if sequence not in self._queue:
+                    continue  # it was cancelled meanwhile
+                self._queue.start(sequence)
+                self.prefilling[sequence] = None
+            if not self._allocate(sequence, limits, settle, may_preempt=may_preempt):
+                self._put_back(sequence)
                 return
 
-    def _allocate(self, sequence: TokenSequence, limits: Limits, settle: Settle, may_preempt: bool) -> bool:
-        """Give blocks to a sequence that was given a place, and return whether there were enough.
+    def _allocate(self, sequence: TokenSequence, limits: Limits, settle: Settle, *, may_preempt: bool) -> bool:
+        """Give blocks to a sequence that was given a slot, and return whether there were enough.
 
-        If it could never get enough, it ends with an error.
-
-        Args:
-            sequence: An admitted sequence.
-            limits: What may run at once.
-            settle: See `Settle`.
-            may_preempt: Whether another client's sequence may be preempted, as its own client has no other place.
+        If it could never get enough, it ends with an error. Another client's sequence may be preempted for it where its
+        own client has no other slot.
         """
         earlier_round, sequence.admitted_round = sequence.admitted_round, self._rounds
         if self._blocks is None:
@@ -265,37 +180,33 @@ class Admission:
                 self._blocks.allocate(sequence, slots)
             except CacheFullError as error:
                 if not self._blocks.could_hold(sequence, slots):
-                    self._places.end(sequence, SequenceDelta((), finish="error", error=error))
+                    self.end(sequence, SequenceDelta((), finish="error", error=error))
                     return True
-                if not (may_preempt and self._free_a_place(settle, slots)):
+                if not (may_preempt and self._free_a_slot(settle, slots)):
                     sequence.admitted_round = earlier_round
                     return False
         if earlier_round is None:  # reading a preempted sequence again is not charged to its client
-            self._places.charge(sequence, sequence.prefill_length - sequence.prefilled)
+            self.charge(sequence, sequence.prefill_length - sequence.prefilled)
         return True
 
-    def _free_a_place(self, settle: Settle, slots: int = 0) -> bool:
-        """Preempt a sequence for a client without any place, and return whether there was one to preempt.
+    def _free_a_slot(self, settle: Settle, positions: int = 0) -> bool:
+        """Preempt a sequence for a client without any slot, and return whether there was one to preempt.
 
-        It is the newest sequence of the client that has most places, never a client's only one, and none that has had
-        its place for less than `MIN_ROUNDS_IN_PLACE` rounds: so each advances by some tokens whenever it has a place.
-
-        Args:
-            settle: See `Settle`.
-            slots: Positions that the client's sequence needs. If all such sequences together hold less, none is
-                preempted.
+        It is the newest sequence of the client that has most slots, never a client's only one, and none that has had
+        its slot for less than `MIN_ROUNDS_IN_PLACE` rounds: so each advances by some tokens whenever it has a slot. If
+        all such sequences together hold fewer positions than the client's sequence needs, none is preempted.
         """
         if self._blocks is None:
             return False
         candidates = [
             (sequence, sequence.block_table)
-            for sequence in self._places.sequences
+            for sequence in self.sequences
             if sequence.block_table is not None
             and self._rounds - (sequence.admitted_round or 0) >= MIN_ROUNDS_IN_PLACE
-            and self._places.of_client(sequence.client) > 1
+            and self._queue.running(sequence.client) > 1
         ]
         blocks = self._blocks.free + sum(len(table.blocks) for _, table in candidates)
-        if not candidates or blocks * BLOCK_SIZE < slots:
+        if not candidates or blocks * BLOCK_SIZE < positions:
             return False
         chosen = self._newest([sequence for sequence, _ in candidates])
         settle()
@@ -304,21 +215,23 @@ class Admission:
         return True
 
     def _newest(self, sequences: Sequence[TokenSequence]) -> TokenSequence:
-        """Return the newest sequence of the client with most places, never the oldest of all unless it is alone."""
-        return max(sequences, key=lambda sequence: (self._places.of_client(sequence.client), sequence.arrival))
+        """Return the newest sequence of the client with most slots, never the oldest of all unless it is alone."""
+        return max(sequences, key=lambda sequence: (self._queue.running(sequence.client), sequence.arrival))
 
     def _preempt(self, sequence: TokenSequence) -> None:
         self.preempted += 1
-        self._places.put_back(sequence)
+        self._put_back(sequence)
+
+    def _put_back(self, sequence: TokenSequence) -> None:
+        """Let a sequence wait again. Its prefix may be in the cache when its turn comes, or is read anew."""
+        self._take_back(sequence, keep=True)
+        with self._lock:
+            self._queue.put_back(sequence)
 
     def grow(self, settle: Settle) -> list[TokenSequence]:
         """Give each row blocks for its next step, and preempt the newest sequences where there are too few.
 
-        Args:
-            settle: See `Settle`.
-
-        Returns:
-            The sequences that were given blocks; some of them may have been preempted since.
+        Returns the sequences that were given blocks; some of them may have been preempted since.
         """
         if self._blocks is None:
             return []
@@ -335,7 +248,46 @@ class Admission:
                     if settle():
                         continue  # a sequence may have ended
                     if self._blocks.could_hold(sequence, slots):
-                        self._preempt(self._newest(self._places.sequences))
+                        self._preempt(self._newest(self.sequences))
                     else:
-                        self._places.end(sequence, SequenceDelta((), finish="error", error=error))
+                        self.end(sequence, SequenceDelta((), finish="error", error=error))
         return grown
+
+    def charge(self, sequence: TokenSequence, tokens: int) -> None:
+        """Add tokens that were read or drawn for a sequence with a slot to its client's account."""
+        with self._lock:
+            self._queue.charge(sequence, tokens)
+
+    def end(self, sequence: TokenSequence, delta: SequenceDelta, keep: bool = True) -> None:
+        """Take back what a sequence holds, and report its last delta.
+
+        Its keys and values may be reused if `keep` says so, which they may not after an error.
+        """
+        held = sequence.row is not None or sequence in self.prefilling
+        if self._blocks is not None and not keep:
+            self._blocks.withdraw(sequence)
+        self._take_back(sequence, keep)
+        with self._lock:
+            if held:
+                self._queue.end(sequence)
+            elif sequence in self._queue:
+                self._queue.remove(sequence)
+            sequence.ended = True
+        sequence.sink(sequence, delta)
+
+    def abandon(self) -> None:
+        """Take back what sequences hold, without reporting anything to them."""
+        for sequence in self.sequences:
+            self._take_back(sequence, keep=False)
+        self._queue.clear()
+        if self._blocks is not None:
+            self._blocks.end_wait()
+
+    def _take_back(self, sequence: TokenSequence, keep: bool) -> None:
+        """Take back the blocks and the row of a sequence, whose keys and values may be reused if `keep` says so."""
+        if self._blocks is not None:
+            self._blocks.release(sequence, keep)
+        if sequence.row is not None:
+            self._batch.remove(sequence)
+        self.prefilling.pop(sequence, None)
+        sequence.prefilled = sequence.draft_prefilled = 0

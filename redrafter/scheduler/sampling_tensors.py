@@ -25,7 +25,7 @@ from redrafter.sampling.processors import (
     bound_on_k,
 )
 from redrafter.sampling.sampler import Sampler
-from redrafter.scheduler.cuda_graphs import bucket
+from redrafter.scheduler.captured_step import bucket
 from redrafter.scheduler.sequence import TokenSequence
 
 FEW = 8  # a step that sorts the scores of few rows sorts one in so many

@@ -9,8 +9,8 @@ On a GPU, a step's forward reads chunks of prompts beside the trees of the rows,
 long as one of some more. Prompts have a forward of their own where they outnumber the rows that must wait for it.
 
 Which sequence is admitted next is decided by client (`waiting_queue`), which one gives way where there are too few
-places or blocks in `admission`, and how much of the prompts a round reads by the time that earlier chunks took
-(`prefill_budget`). No round looks at every waiting sequence.
+slots or blocks in `running_set`, and how much of the prompts a round reads by the time that earlier chunks took
+(`prefill`). No round looks at every waiting sequence.
 
 On a GPU the host is one step behind: a step is launched before the tokens of the one before it are read, so that the
 GPU never waits for Python. A sequence that turns out to have ended takes part in one more step, whose tokens nobody
@@ -29,18 +29,16 @@ import torch
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, bucket
-from redrafter.scheduler.launched import LaunchedPrefill, LaunchedStep, Timer
+from redrafter.scheduler.captured_step import LaunchedPrefill, LaunchedStep, Timer, bucket
 from redrafter.scheduler.limits import Limits, check_sequences
 from redrafter.scheduler.models import Models, check_paged
+from redrafter.scheduler.paged_memory import PagedMemory, SequenceBlocks
 from redrafter.scheduler.prefill import Chunk, PrefilledRows, Prefiller, padded_tokens
 from redrafter.scheduler.row_caches import PagedRows
 from redrafter.scheduler.running_batch import RunningBatch
-from redrafter.scheduler.running_set import Admission, Places
+from redrafter.scheduler.running_set import RunningSet
 from redrafter.scheduler.sampling_tensors import SamplingTensors
-from redrafter.scheduler.sequence import NewTokens, SequenceDelta, TokenSequence, not_finite
-from redrafter.scheduler.sequence_blocks import SequenceBlocks
-from redrafter.step import StepOutput
+from redrafter.scheduler.sequence import SequenceDelta, TokenSequence, not_finite
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,15 +57,15 @@ class Scheduler:
         longest: Most tokens of a sequence, prompt included.
         overlap: Whether a step is launched before the one before it is read. It gains nothing where a device computes
             at once what is launched, as a CPU does.
-        reads_beside: Whether steps read chunks of prompts too. It gains nothing where each token of a forward takes its
-            time, as on a CPU.
+        mixed_prefill: Whether steps read chunks of prompts too. It gains nothing where each token of a forward takes
+            its time, as on a CPU.
         on_failure: Called with an exception that ended sequences, and how many there were.
     """
 
     def __init__(
         self,
         engine: Models,
-        graphs: CUDAGraphRunner | None,
+        graphs: PagedMemory | None,
         limits: Limits,
         speculate: bool = True,
         batch: RunningBatch | None = None,
@@ -100,11 +98,10 @@ class Scheduler:
         batch.draft_with(engine, limits.max_batch_size, speculate=speculate)
         self.prefiller = Prefiller(engine.target, draft_model, limits)
         self._blocks = None if graphs is None else SequenceBlocks(graphs, draft_model is not None, limits.reuse)
-        self._places = Places(batch, self._blocks)
-        self._admission = Admission(self._places, batch, self._blocks)
+        self._running = RunningSet(batch, self._blocks)
         self.longest = self._bound()
         self.overlap = graphs is not None and engine.target.device.type == "cuda"
-        self.reads_beside = self.overlap and self.prefiller.can_read_beside
+        self.mixed_prefill = self.overlap and self.prefiller.can_mix
         self.on_failure: Callable[[Exception, int], object] = self._log_failure
         self._launched: deque[LaunchedStep | LaunchedPrefill] = deque()  # not read yet, in their order
 
@@ -119,7 +116,7 @@ class Scheduler:
         _LOG.error("a round failed: %d requests are given up", count, exc_info=error)
 
     @property
-    def graphs(self) -> CUDAGraphRunner:
+    def graphs(self) -> PagedMemory:
         """The captured steps and the paged cache; an `AssertionError` on a dense one."""
         assert self._graphs is not None
         return self._graphs
@@ -127,27 +124,27 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether a round would have nothing to do."""
-        return self._places.idle and not self._launched
+        return self._running.idle and not self._launched
 
     @property
     def waiting(self) -> int:
-        """Number of sequences that wait for a place."""
-        return self._places.waiting
+        """Number of sequences that wait for a slot."""
+        return self._running.waiting
 
     @property
     def running(self) -> int:
-        """Number of sequences that hold a place: those that step and those whose prompts are being read."""
-        return self._places.running
+        """Number of sequences that hold a slot: those that step and those whose prompts are being read."""
+        return self._running.running
 
     @property
     def clients(self) -> int:
-        """Number of clients with a sequence that waits or holds a place."""
-        return self._places.clients
+        """Number of clients with a sequence that waits or holds a slot."""
+        return self._running.clients
 
     @property
     def preempted(self) -> int:
         """Number of sequences put back into the queue so far."""
-        return self._admission.preempted
+        return self._running.preempted
 
     def submit(self, *sequences: TokenSequence) -> None:
         """Queue the sequences of one client, all or none of them.
@@ -172,20 +169,20 @@ class Scheduler:
         if self._draft_vocabulary is not None:
             for sequence in sequences:
                 sequence.draft_text = DraftText(self._draft_vocabulary)
-        self._places.enqueue(sequences, self.limits)
+        self._running.enqueue(sequences, self.limits)
 
     def cancel(self, *sequences: TokenSequence) -> None:
         """End sequences before their next step, except those that have ended or were never submitted."""
-        self._places.cancel(sequences)
+        self._running.cancel(sequences)
 
     def cancel_all(self) -> None:
         """End every sequence that waits or runs before its next step. For the thread that runs the rounds."""
-        self._places.cancel_all()
+        self._running.cancel_all()
 
     def abandon(self) -> None:
         """Take back what sequences hold, without reporting anything to them. For the thread that runs the rounds."""
         self._launched.clear()
-        self._places.abandon()
+        self._running.abandon()
 
     def round(self) -> None:
         """Admit sequences, read a chunk of their prompts, and step all rows."""
@@ -195,25 +192,36 @@ class Scheduler:
     @torch.inference_mode()
     def read(self) -> None:
         """Run the first half of a round, which draws the first token of every prompt that is complete."""
-        with self._ending(lambda: self._places.sequences):
-            self._places.end_cancelled()
-            self._admit()
-            self._prefill()
+        with self._ending(lambda: self._running.sequences):
+            self._running.end_cancelled()
+            self._running.admit(self.limits, self.settle, mixed_prefill=self.mixed_prefill)
+            mixed = self._mixed_sequences()
+            alone = [sequence for sequence in self._running.prefilling if sequence not in mixed]
+            for chunks in self.prefiller.choose(alone, self.batch.step_nodes) if alone else ():
+                self._read_chunks(chunks)
 
     @torch.inference_mode()
     def step(self) -> None:
         """Run the second half of a round: one step of all rows."""
         with self._ending(lambda: tuple(self.batch.rows)):
-            self._grow_block_tables()
-            self._step()
+            if grown := self._running.grow(self.settle):
+                self.batch.update_block_tables(grown)
+            # The host's processors must know the texts; and each forward that was launched adds a token at least. So
+            # what is launched already may end all rows.
+            if self.batch.sampling.asks_host(self.batch.rows) or all(
+                s.written + s.launched >= s.max_new_tokens for s in self.batch.rows
+            ):
+                self.settle()
+            older = len(self._launched)
+            if self.batch.rows:
+                self._launch_step()
+            # The device computes this step meanwhile.
+            for _ in range(min(older, len(self._launched))):
+                self._finish(self._launched.popleft())
 
     @contextmanager
     def _ending(self, sequences: Callable[[], Sequence[TokenSequence]]) -> Iterator[None]:
-        """End sequences with the exception that is raised in the context, if any is; all others go on.
-
-        Args:
-            sequences: Returns the sequences that the work in the context may have damaged.
-        """
+        """End the sequences that the work in the context may have damaged with its exception; all others continue."""
         try:
             yield
         except Exception as error:
@@ -222,23 +230,10 @@ class Scheduler:
     def _fail(self, sequences: Sequence[TokenSequence], error: Exception) -> None:
         """End sequences with an exception, which goes to `on_failure` and is not raised again."""
         for sequence in sequences:
-            self._places.end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
+            self._running.end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
         if not self.batch.rows:
             self._launched.clear()  # nobody waits for its draws, and to read them may fail again
         self.on_failure(error, len(sequences))
-
-    def _admit(self) -> None:
-        """Give places and blocks to sequences that wait."""
-        self._admission.admit(self.limits, self.settle, reads_beside=self.reads_beside)
-
-    def _prefill(self) -> None:
-        """Launch forwards that read on in the prompts, and let those that are complete take part in the next step."""
-        beside = self._read_beside_rows()
-        alone = [sequence for sequence in self._places.prefilling if sequence not in beside]
-        if not alone:
-            return
-        for chunks in self.prefiller.choose(alone, self.batch.step_nodes):
-            self._read_chunks(chunks)
 
     def _read_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Launch a forward over prompts alone. It writes to what their sequences hold, so an error ends no others."""
@@ -251,84 +246,56 @@ class Scheduler:
                 if not seeing:
                     raise
                 # These images are wrong, which is no failure.
-                self._places.end(chunks[0][0], SequenceDelta((), finish="error", error=error), keep=False)
+                self._running.end(chunks[0][0], SequenceDelta((), finish="error", error=error), keep=False)
                 return
-            self._publish(rows)
             first = self._start_decoding(rows)
             timer.stop()
             # How long images take says nothing of other prompts.
             size = 0 if seeing else padded_tokens(chunks, self.prefiller.padded)
             self._launch(LaunchedPrefill(first, size, timer))
 
-    def _publish(self, rows: PrefilledRows) -> None:
-        """Let later sequences find the prompts that are in the cache."""
-        if self._blocks is not None:
-            for sequence in rows.sequences:
-                self._blocks.publish(sequence, sequence.prefill_length)
-
-    def _read_beside_rows(self) -> list[TokenSequence]:
+    def _mixed_sequences(self) -> list[TokenSequence]:
         """Return the sequences whose prompts are read in the forwards of steps."""
-        if not self.reads_beside or len(self._places.prefilling) > len(self.batch.rows):
+        prefilling = self._running.prefilling
+        if not self.mixed_prefill or len(prefilling) > len(self.batch.rows):
             return []
         # A prompt that is scored needs the logits of all its tokens; one with images, a forward of the model's own.
-        return [
-            sequence for sequence in self._places.prefilling if not sequence.needs_scores and sequence.images is None
-        ]
+        return [sequence for sequence in prefilling if not sequence.needs_scores and sequence.images is None]
 
     def _start_decoding(self, rows: PrefilledRows) -> LaunchedStep | None:
         """Let sequences whose prompts are complete take part in the next step, unless no token is to follow.
 
-        Returns:
-            The draws of their first tokens; None where there are none.
+        Returns the draws of their first tokens; None where there are none.
         """
         for sequence in rows.sequences:
+            if self._blocks is not None:
+                self._blocks.publish(sequence, sequence.prefill_length)
             if any(isnan(score.logprob) for score in sequence.prompt_scores):
                 error = not_finite(len(sequence.prompt))
-                self._places.end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
+                self._running.end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
             elif not sequence.max_new_tokens:
-                self._places.end(sequence, SequenceDelta((), finish="length"))
+                self._running.end(sequence, SequenceDelta((), finish="length"))
         rows = rows.at([row for row, sequence in enumerate(rows.sequences) if not sequence.ended])
         first = self.batch.begin(rows)
         for sequence in rows.sequences:
-            del self._places.prefilling[sequence]
+            del self._running.prefilling[sequence]
         return first
 
-    def _grow_block_tables(self) -> None:
-        """Give each row blocks for its next step."""
-        if grown := self._admission.grow(self.settle):
-            self.batch.update_block_tables(grown)
-
-    def _step(self) -> None:
-        """Launch a step of all rows, unless what is launched already ends them all."""
-        sequences = self.batch.rows
-        # The host's processors must know the texts; and each forward that was launched adds a token at least.
-        if self.batch.asks_host or all(s.written + s.launched >= s.max_new_tokens for s in sequences):
-            self.settle()
-        older = len(self._launched)
-        if self.batch.rows:
-            self._launch_step()
-        # The device goes on with this step meanwhile.
-        for _ in range(min(older, len(self._launched))):
-            self._finish(self._launched.popleft())
-
     def _launch_step(self) -> None:
-        """Launch a step of all rows, which reads chunks of prompts beside them."""
-        chunks = self.prefiller.choose_beside(self._read_beside_rows(), self.batch.step_nodes)
-        beside = [sequence for sequence, _ in chunks]
+        """Launch a step of all rows, whose forward may read chunks of prompts too."""
+        mixed = self._mixed_sequences()
+        chunks = self.prefiller.choose_mixed(mixed, self.batch.step_nodes) if mixed else []
+        both = [*self.batch.rows, *(sequence for sequence, _ in chunks)]
         lock = nullcontext() if self._graphs is None else self._graphs.lock
-        with self._ending(lambda: [s for s in dict.fromkeys((*self.batch.rows, *beside)) if not s.ended]), lock:
+        with self._ending(lambda: [s for s in dict.fromkeys(both) if not s.ended]), lock:
             step, output = self.batch.step(chunks)
             self._launch(step)
-            if chunks:
-                self._finish_chunks(chunks, output)
-
-    def _finish_chunks(self, chunks: Sequence[Chunk], output: StepOutput) -> None:
-        """Let prompts that a step has read to their ends take part in the next one."""
-        assert output.chunk_ends is not None
-        read = self.prefiller.finish_beside(chunks, output.chunk_ends, self.batch.caches)
-        if read is not None:
-            self._publish(read)
-            if first := self._start_decoding(read):
+            if not chunks:
+                return
+            # Prompts that the step has read to their ends take part in the next one.
+            assert output.chunk_ends is not None
+            read = self.prefiller.finish_mixed(chunks, output.chunk_ends, self.batch.caches)
+            if read is not None and (first := self._start_decoding(read)):
                 self._launch(first)
 
     def _launch(self, forward: LaunchedStep | LaunchedPrefill) -> None:
@@ -355,14 +322,12 @@ class Scheduler:
         """Wait for a forward, and report its tokens to the sequences that have not ended meanwhile."""
         if isinstance(forward, LaunchedPrefill):
             if forward.first is not None:
-                self._report(forward.first)
+                self._finish(forward.first)
             if forward.size:
                 seconds = self.engine.target.ranks.from_first(forward.timer.seconds)  # or ranks would read other chunks
                 self.prefiller.pace.measure(forward.size, seconds)
-        else:
-            self._report(forward)
-
-    def _report(self, step: LaunchedStep) -> None:
+            return
+        step = forward
         rows = tokens = 0  # of rows that took drafts
         for sequence, drawn in step.read():
             sequence.launched -= 1
@@ -372,19 +337,15 @@ class Scheduler:
                 rows, tokens = rows + 1, tokens + len(drawn.tokens)
                 if self.batch.draft_lengths is not None:
                     self.batch.draft_lengths.observe(sequence.index, max(len(drawn.tokens) - 1, 0), step.levels)
-            self._append(sequence, drawn)
+            try:
+                delta = sequence.append(drawn)
+            except Exception as error:  # of a criterion of this text
+                self._fail([sequence], error)
+                continue
+            self._running.charge(sequence, len(delta.tokens))
+            if delta.finish is None:
+                sequence.sink(sequence, delta)
+            else:
+                self._running.end(sequence, delta, keep=delta.error is None)
         if rows and self.batch.draft_pauses is not None:
             self.batch.draft_pauses.observe(len(step.sequences), rows, tokens)
-
-    def _append(self, sequence: TokenSequence, drawn: NewTokens) -> None:
-        """Append tokens as `TokenSequence.append` does, and report them; a sequence that ends gives its place back."""
-        try:
-            delta = sequence.append(drawn)
-        except Exception as error:  # of a criterion of this text
-            self._fail([sequence], error)
-            return
-        self._places.charge(sequence, len(delta.tokens))
-        if delta.finish is None:
-            sequence.sink(sequence, delta)
-        else:
-            self._places.end(sequence, delta, keep=delta.error is None)

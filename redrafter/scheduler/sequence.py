@@ -49,13 +49,7 @@ class Stats:
         return self.emitted / self.steps if self.steps else 0.0
 
     def count(self, drafted: int | None, accepted: int, emitted: int) -> None:
-        """Add one step.
-
-        Args:
-            drafted: Drafts verified; None for a plain step.
-            accepted: Drafts that became output, after a stop cut the step.
-            emitted: Tokens that became output, likewise.
-        """
+        """Add a step: drafts verified, None where nothing was drafted, and what became output after a stop cut it."""
         self.steps += 1
         self.plain_steps += drafted is None
         self.drafted += drafted or 0
@@ -70,10 +64,10 @@ Finish = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class SequenceDelta:
-    """What one step added to a sequence.
+    """What a forward drew for a sequence, and then what it added to it.
 
     Attributes:
-        tokens: New tokens.
+        tokens: New tokens: accepted drafts and then the token that was drawn after them.
         accepted: How many of them, from the first on, were drafts.
         logprobs: Log-probability of each token, and those of the likeliest tokens by id; None unless asked for.
         finish: Why the sequence ends here, or None if it goes on.
@@ -82,6 +76,8 @@ class SequenceDelta:
             a plain step.
         logits: The target's logits that the tokens were drawn from, `[count, V]`; None unless asked for.
         scores: These logits after the sampler's processors, `[count, V]` float32; None unless asked for.
+        overflowed: Of what was drawn, whether the logits after these tokens, of which there may be none, are no finite
+            numbers.
     """
 
     tokens: Sequence[int]
@@ -89,24 +85,6 @@ class SequenceDelta:
     logprobs: Sequence[tuple[float, Mapping[int, float]]] | None = None
     finish: Finish | None = None
     error: BaseException | None = None
-    drafted: int | None = None
-    logits: Tensor | None = None
-    scores: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class NewTokens:
-    """What a forward drew for one sequence.
-
-    Attributes:
-        tokens: Accepted drafts and then the token that was drawn after them.
-        drafted: Drafts that were verified, 0 where the other rows of the step left none; None without drafts.
-        logits: The target's logits that each token was drawn from, `[count, V]`; None where nobody needs them.
-        scores: These logits after the sampler's processors, likewise.
-        overflowed: Whether the logits after these tokens, of which there may be none, are no finite numbers.
-    """
-
-    tokens: list[int]
     drafted: int | None = None
     logits: Tensor | None = None
     scores: Tensor | None = None
@@ -231,7 +209,7 @@ class TokenSequence:
         """Return the most tokens of the draft model that the text can be at so many positions."""
         return positions if self.draft_text is None else self.draft_text.bound(self.tokens, positions)
 
-    def append(self, drawn: NewTokens) -> SequenceDelta:
+    def append(self, drawn: SequenceDelta) -> SequenceDelta:
         """Append drawn tokens up to where the sequence ends, and return what was added."""
         stop_token_ids = self.params.stop_token_ids
         new, ended = cut(drawn.tokens, self.max_new_tokens - self.written, stop_token_ids)
@@ -267,13 +245,7 @@ def not_finite(count: int) -> NotFiniteError:
 
 
 def cut(new: Sequence[int], max_new_tokens: int, eos: Collection[int]) -> tuple[list[int], bool]:
-    """Return which of a step's tokens become output, and whether the row ends with the last of them.
-
-    Args:
-        new: Tokens of the step.
-        max_new_tokens: How many tokens the row may still gain, at least 1.
-        eos: Ids that end a row.
-    """
+    """Return which of a step's tokens become output, and whether the row ends with the last of them."""
     for index, token in enumerate(new):
         if token in eos or index + 1 == max_new_tokens:
             return list(new[: index + 1]), True

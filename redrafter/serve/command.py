@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from redrafter.app.flags import add_options, read_options
 from redrafter.app.options import DraftOptions, LoadOptions
@@ -19,7 +20,7 @@ from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
 from redrafter.parallel.launched import process_rank
 from redrafter.serve.config import LIMIT_OPTIONS, ReplicaOptions, ServeOptions, config_beside, read_config
 from redrafter.serve.engine_process.start import EngineProcess, LoadEngine
-from redrafter.serve.network.api_keys import collect_keys
+from redrafter.serve.network.api_keys import ApiKeys, collect_keys
 
 if TYPE_CHECKING:
     from redrafter.serve.server import Server
@@ -34,11 +35,7 @@ def address(options: ServeOptions, listening: socket.socket) -> str:
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """Return a bound socket.
-
-    Raises:
-        ArgumentError: Host or port cannot be used; the message names the option.
-    """
+    """Return a bound socket, or raise `ArgumentError` with the option that cannot be used."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # asyncio sends small packets at once only on a socket of protocol TCP; else a first token may wait 40 ms.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -93,16 +90,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
         draft, replicas = read_options(DraftOptions, args), read_options(ReplicaOptions, args)
         if args.print_config:
-            shown = asdict(load) | asdict(draft) | asdict(replicas)
-            print(json.dumps(shown | _shown(options), indent=2))
+            shown = asdict(load) | asdict(draft) | asdict(replicas) | asdict(options)
+            if shown.pop("api_key"):
+                print("redrafter: the API keys are not shown", file=sys.stderr)
+            print(json.dumps(shown, indent=2))
             return 0
         request = LoadEngine(options, load, draft)  # which refuses what does not go together
-        _check_dependencies()
-        if replicas.ray:
-            return _serve_on_ray(options, load, draft, replicas)
-        if process_rank() > 0:
-            return _follow(request)
-        return _serve(options, load, draft)
+        missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+        if missing:
+            raise ArgumentError(f"{', '.join(missing)} is missing: {how_to_install('serve')}")
+        if process_rank() > 0 and not replicas.ray:
+            from redrafter.serve.engine_process.worker import follow
+
+            return follow(request)
+        from redrafter.serve.log import start_logging
+
+        start_logging(options.log_format, options.log_level)
+        try:
+            keys = collect_keys(options.api_key, options.api_key_file)
+            if replicas.ray:
+                _serve_on_ray(options, load, draft, replicas, keys)
+            else:
+                _serve(request, keys)
+        except ReDrafterError as error:
+            _LOG.error("%s", " ".join(str(error).split()))
+            return 2
+        return 0
 
     return run_command(run)
 
@@ -117,73 +130,36 @@ def _with_config(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**beside | configured | given)
 
 
-def _serve(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> int:
-    from redrafter.serve.log import start_logging
+def _serve(request: LoadEngine, keys: ApiKeys) -> None:
     from redrafter.serve.network.server_process import ServerProcess
-
-    start_logging(options.log_format, options.log_level)
 
     def start() -> "Server":
         from redrafter.serve.server import load_server  # which imports torch, as the engine's process does meanwhile
 
-        return load_server(engine, options, load, keys)
+        return load_server(engine, options, request.load, keys)
 
     def ready(server: "Server") -> None:
         for line in server.summary(url):
             _LOG.info(line)
 
-    try:
-        keys = collect_keys(options.api_key, options.api_key_file)
-        with listen(options) as listening, closing(EngineProcess(LoadEngine(options, load, draft))) as engine:
-            url = address(options, listening)
-            process = ServerProcess(options, listening)
-            _LOG.info("on %s; loading %s", url, load.model or "the pair in the box")
-            process.run(start, ready)
-    except ReDrafterError as error:
-        _LOG.error("%s", " ".join(str(error).split()))
-        return 2
-    return 0
+    options = request.options
+    with listen(options) as listening, closing(EngineProcess(request)) as engine:
+        url = address(options, listening)
+        process = ServerProcess(options, listening)
+        _LOG.info("on %s; loading %s", url, request.load.model or "the pair in the box")
+        process.run(start, ready)
 
 
-def _serve_on_ray(options: ServeOptions, load: LoadOptions, draft: DraftOptions, replicas: ReplicaOptions) -> int:
-    from redrafter.serve.log import start_logging
+def _serve_on_ray(
+    options: ServeOptions, load: LoadOptions, draft: DraftOptions, replicas: ReplicaOptions, keys: ApiKeys
+) -> None:
     from redrafter.serve.replicas.application import serve_replicas
 
-    start_logging(options.log_format, options.log_level)
-    try:
-        keys = collect_keys(options.api_key, options.api_key_file)
-        with listen(options) as listening:  # Ray's proxy says less of an address that it cannot listen on
-            url, port = address(options, listening), listening.getsockname()[1]
-        _LOG.info("on %s; loading %s on Ray Serve", url, load.model or "the pair in the box")
-        ready = partial(_LOG.info, "ready on %s", url)
-        serve_replicas(replace(options, port=port), load, draft, replicas, keys, ready)
-    except ReDrafterError as error:
-        _LOG.error("%s", " ".join(str(error).split()))
-        return 2
-    return 0
-
-
-def _follow(request: LoadEngine) -> int:
-    """Run the part of the engine that another rank than 0 has: without a server, and told by rank 0 what to do."""
-    from redrafter.serve.engine_process.worker import follow
-
-    return follow(request)
-
-
-def _shown(options: ServeOptions) -> dict[str, Any]:
-    """Return the options as `--config` reads them, without API keys."""
-    shown = asdict(options)
-    if shown.pop("api_key"):
-        print("redrafter: the API keys are not shown", file=sys.stderr)
-    return shown
-
-
-def _check_dependencies() -> None:
-    from importlib.util import find_spec
-
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
-    if missing:
-        raise ArgumentError(f"{', '.join(missing)} is missing: {how_to_install('serve')}")
+    with listen(options) as listening:  # Ray's proxy says less of an address that it cannot listen on
+        url, port = address(options, listening), listening.getsockname()[1]
+    _LOG.info("on %s; loading %s on Ray Serve", url, load.model or "the pair in the box")
+    ready = partial(_LOG.info, "ready on %s", url)
+    serve_replicas(replace(options, port=port), load, draft, replicas, keys, ready)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ from redrafter.app.flags import short_name
 from redrafter.app.options import LoadOptions
 from redrafter.app.templates import find_template, read_template
 from redrafter.checkpoints.merged import boxed_pair
-from redrafter.checkpoints.processors import load_processor
-from redrafter.checkpoints.tokenizers import load_tokenizer
+from redrafter.checkpoints.tokenizers import load_processor, load_tokenizer
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import EngineClient

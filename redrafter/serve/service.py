@@ -19,6 +19,7 @@ from redrafter.sampling.params import NEUTRAL, NUMBERS, SamplingParams
 from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve.answers.choice import Choice, StopStrings, summarize
 from redrafter.serve.answers.formats import (
+    AnswerFormat,
     ChatFormat,
     CompletionFormat,
     check_scores,
@@ -191,7 +192,7 @@ class Service:
         max_new_tokens: int,
         params: SamplingParams,
         grammar: GrammarSource | None,
-        form: CompletionFormat | ChatFormat,
+        form: AnswerFormat,
         facts: Facts,
         best: tuple[int, int] = (1, 1),
         images: dict[str, Any] | None = None,
@@ -212,8 +213,8 @@ class Service:
             make,
             grammar,
             client,
-            cache_salt=json.dumps([owner, request.cache_salt]) if owner or request.cache_salt else None,
-            adapter=None if name == self.model else name,  # the engine refuses one that was unloaded a moment ago
+            json.dumps([owner, request.cache_salt]) if owner or request.cache_salt else None,
+            None if name == self.model else name,  # an adapter; the engine refuses one that was unloaded a moment ago
             images=images,
         )
         if images is not None and not isinstance(self.images, str):

@@ -34,14 +34,7 @@ class PromptReader:
     """
 
     def __init__(self, padded: TreeForward, varlen: VarlenForward, vocab_size: int, without_masks: bool):
-        """Make the reader of a model.
-
-        Args:
-            padded: The forward over chains on a dense cache.
-            varlen: The forward over chains on a paged cache, and over pieces on either.
-            vocab_size: V, of the logits.
-            without_masks: Read pieces, on a paged cache at least.
-        """
+        """Make the reader of a model, which reads pieces, on a paged cache at least, if `without_masks` says so."""
         self._padded, self._varlen, self._vocab_size = padded, varlen, vocab_size
         self._without_masks = without_masks
         self._masks_on_dense = True

@@ -85,12 +85,7 @@ class TreeForward(ABC):
         """Run a batch through the model, and return what `ForwardOutput` has of it."""
 
     def read_aux_hidden(self, layers: Sequence[nn.Module], layer_ids: tuple[int, ...]) -> None:
-        """Append the outputs of these layers to the hidden states of all later calls.
-
-        Args:
-            layers: The decoder layers.
-            layer_ids: Their numbers, as many.
-        """
+        """Append the outputs of these layers to the hidden states of all later calls."""
         self._aux_layers, self._aux_layer_ids = layers, layer_ids
 
     def store_drafter_layer(self, layer: DrafterLayer | None) -> None:
@@ -98,12 +93,7 @@ class TreeForward(ABC):
         self._drafter_layer = layer
 
     def rotate_by(self, rope: RopeByLength | None, context: int | None) -> None:
-        """Rotate the tokens of all later calls by the lengths of their texts.
-
-        Args:
-            rope: The model's rope; None where it does not depend on these.
-            context: Positions that the model can tell apart then; None when it names no limit.
-        """
+        """Rotate the tokens of all later calls by the lengths of their texts, where `rope` depends on these."""
         self._rope, self._context = rope, context
 
     def apply_adapters(self, stacks: LoraStacks) -> None:
@@ -111,14 +101,7 @@ class TreeForward(ABC):
         self._lora = stacks
 
     def _call_model(self, ids: Tensor, positions: Tensor, cache: Any, **arguments: Any) -> Any:
-        """Call the model; one without attention takes no positions.
-
-        Args:
-            ids: Tokens, `[B, T]` int64.
-            positions: Their positions, `[B, T]` int64.
-            cache: Keys and values, or None.
-            arguments: Other arguments.
-        """
+        """Call the model; one without attention takes no positions."""
         if self._kinds.by_name:
             arguments["position_ids"] = positions
         arguments[self._cache_argument] = cache
@@ -137,11 +120,7 @@ class TreeForward(ABC):
         return replaced_mixers(self._mixers, mixer_plan(batch.tree, batch.length, states, batch.pieces))
 
     def _kept_columns(self, adapters: Tensor | None) -> Tensor | None:
-        """Return which columns of the adapters' stacks each token keeps; None where no row has an adapter.
-
-        Args:
-            adapters: Slot of each token's adapter, 0 for none; None where no row has one.
-        """
+        """Return which columns of the adapters' stacks each token keeps; None where no row has an adapter."""
         if adapters is None:
             return None
         assert self._lora is not None, "an adapter is loaded before a row has it"
@@ -184,13 +163,6 @@ class TreeForward(ABC):
         """Record the hidden states of all tokens, and pass only those of selected ones on to the LM head.
 
         This is a forward pre-hook of the head, so logits are computed for these tokens alone.
-
-        Args:
-            _: The head.
-            args: The head's arguments; the first one holds the hidden states of all tokens.
-
-        Returns:
-            The arguments, with the hidden states that `_select` picks in place of all.
         """
         self._head_inputs = (*self._head_inputs, args[0])
         return (self._select(args[0]), *args[1:])
@@ -203,13 +175,7 @@ class PaddedForward(TreeForward):
     """A causal LM's forward over trees side by side, `[B, M]` new nodes, on a dense cache."""
 
     def __init__(self, parts: ModelParts, device: torch.device, dtype: torch.dtype):
-        """Make the forward of a model.
-
-        Args:
-            parts: The model's parts.
-            device: Of its embedding, and of all that is returned.
-            dtype: Of its hidden states, and of the masks.
-        """
+        """Make the forward of a model with its embedding on `device` and hidden states of `dtype`."""
         super().__init__(parts)
         self._device, self._dtype = device, dtype
         self._alibi = any(has_alibi(module) for module in parts.traits.slot_readers)
@@ -257,15 +223,8 @@ class PaddedForward(TreeForward):
     ) -> tuple[Tensor, Tensor]:
         """Read one text as the model itself does, all of it at once.
 
-        Args:
-            ids: The text, `[1, P]` int64.
-            inputs: What else the model takes of it, by name.
-            past: A cache of transformers' own with what stands before it; receives the keys and values of the layers.
-            adapters: Slot of the text's adapter, `[1]` int64; None for the model alone.
-            prompt: Length of text whose rope all tokens have at least.
-
-        Returns:
-            Logits `[1, V]` of the last token, and hidden states of all, `[1, P, F]`.
+        `past` is a cache of transformers' own with what comes before; all tokens have the rope of at least `prompt`
+        tokens. Returns logits `[1, V]` of the last token, and hidden states of all, `[1, P, F]`.
         """
         keep = self._kept_columns(None if adapters is None else adapters[:, None].expand_as(ids))
         least = torch.tensor([prompt], device=ids.device)

@@ -1,5 +1,6 @@
 """The training loop: batches in, a trained drafter out. The base stays as it is."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
@@ -10,7 +11,6 @@ from transformers import PreTrainedModel
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.train.checkpoints import Checkpoint, Checkpoints
 from redrafter.train.config import TrainConfig
-from redrafter.train.optimizer import learning_rate_factor
 from redrafter.train.processes import new_accelerator
 from redrafter.train.progress import Progress
 from redrafter.train.trainer import Trainer, TrainingResult
@@ -92,3 +92,14 @@ def _groups(batches: Iterable[tuple[Tensor, ...]], size: int) -> Iterator[list[t
     iterator = iter(batches)
     while group := list(islice(iterator, size)):
         yield group
+
+
+def learning_rate_factor(fraction_done: float, warmup: float) -> float:
+    """Return the learning rate as a share of its peak: linear up, times a cosine down to 0.
+
+    Args:
+        fraction_done: Share of the training that is done, from 0 to 1.
+        warmup: Share of the training in which the rate rises from 0.
+    """
+    rise = fraction_done / warmup if fraction_done < warmup else 1.0
+    return rise * (1 + math.cos(math.pi * fraction_done)) / 2

@@ -1,17 +1,35 @@
-"""Save a trained drafter with its model card and its record."""
+"""Save a trained drafter with its model card, and with the record from which it can be made again."""
 
 import copy
+import hashlib
 import json
+import math
+import subprocess
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from huggingface_hub import ModelCardData
+from transformers import PreTrainedModel
 
+import redrafter
+from redrafter.app.flags import short_name
+from redrafter.data.windows import Windows
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.files.atomic_folder import check_output_folder, write_folder
+from redrafter.files.dtype_names import dtype_name
+from redrafter.measure.report import hardware, versions
+from redrafter.scheduler.sequence import Stats
+from redrafter.train.config import TrainConfig, shown_command
+from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.trainer import TrainingResult
 
-__all__ = ["check_output", "save_drafter"]
+READ_BYTES = 1 << 20  # read at once to hash a file
 
 RECORD_FILE = "training.json"
 FILES_BESIDE_WEIGHTS = {"README.md", "config.json", RECORD_FILE}  # what `save_drafter` writes beside the weights
@@ -66,3 +84,189 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
+
+
+def describe_size(model: PreTrainedModel, drafter: RecurrentDrafter) -> str:
+    """Describe a drafter's size, e.g. `164,224 parameters, 3.6 % of the base's 4,505,184`."""
+    base, size = model.num_parameters(), drafter.num_parameters()
+    return f"{size:,} parameters, {100 * size / base:.1f} % of the base's {base:,}"
+
+
+def served_shape(drafter: RecurrentDrafter) -> Shape:
+    """Return the tree shape that a drafter is measured with: its config's beams and depth, with all nodes."""
+    beams, depth = drafter.config.draft_beams, drafter.config.draft_len_per_beam
+    return Shape(beams, depth, 1 + beams * depth)
+
+
+def make_model_card(
+    model: PreTrainedModel,
+    drafter: RecurrentDrafter,
+    config: TrainConfig,
+    result: TrainingResult,
+    validation: Stats | None,
+    prompts: int,
+    facts: dict[str, Any],
+) -> str:
+    """Compose the model card of a trained drafter; the caller writes it to README.md.
+
+    Args:
+        model: The base.
+        drafter: Trained drafter.
+        config: Options of the training.
+        result: What the training did.
+        validation: Result of the last validation; None when there was none.
+        prompts: Prompts of the validation.
+        facts: Content of training.json, as `provenance` makes it.
+
+    Returns:
+        The card: Markdown under a header in YAML.
+    """
+    base = drafter.config.base_model or type(model).__name__
+    tree = served_shape(drafter)
+    measured = "not measured: there was nothing to validate on"
+    if validation is not None:
+        share_by_depth = ", ".join(f"{count / max(validation.steps, 1):.2f}" for count in validation.accepted_by_depth)
+        measured = (
+            f"{validation.tokens_per_step:.2f} tokens per step, greedy, on texts that the base wrote from {prompts} "
+            f"held-out prompts ({tree.beams} beams x {tree.depth} tokens, {tree.nodes} nodes). Part of the steps in "
+            f"which at least 1, 2, ... drafts were accepted: {share_by_depth}"
+        )
+    data = [
+        f"{source['name']} (sha256 {source['sha256'][:12]})" if source["sha256"] else source["name"]
+        for source in facts["data"]
+    ]
+    versions, revision = facts["versions"], facts["revision"]
+    used = ", ".join(f"{name} {version}" for name, version in versions.items() if version) + (
+        f"; revision {revision[:12]}" if revision else ""
+    )
+    speed = result.tokens / max(result.seconds, 1e-9)
+    header = ModelCardData(library_name="redrafter", base_model=base, tags=["redrafter", "speculative-decoding"])
+    return f"""---
+{header.to_yaml()}
+---
+
+# Recurrent drafter for {base}
+
+It makes this base write faster and changes none of its tokens. It fits no other base; loading refuses one.
+
+```python
+from redrafter import ReDrafter
+
+engine = ReDrafter.from_pretrained("{base}", "path/to/this/directory")
+```
+
+- Size: {describe_size(model, drafter)} (which was frozen).
+- Trained for {drafter.config.trained_draft_len} draft steps: {result.steps} optimizer steps, {result.tokens:,} tokens \
+in {result.seconds:.0f} s, {speed:,.0f} tokens/s on {facts["processes"]} x {facts["device"]}. {_describe_choice(result)}
+- Measured: {measured}.
+- Loss: {config.distill:g} x KL(base || drafter) + {1 - config.distill:g} x cross-entropy, each draft step weighing \
+{config.decay:g} of the one before; {result.loss:.4f} at the end.
+- Data: {", ".join(data) or "in memory"}; {facts["windows"]:,} windows. Seed {config.seed}.
+- Made with {used}. training.json has every option, and what validation found on the way:
+
+```
+{facts["command"]}
+```
+"""
+
+
+def _describe_choice(result: TrainingResult) -> str:
+    """Say at which step the saved weights were taken."""
+    if len(result.tokens_per_step) < 2:
+        return "These are its last weights."
+    return f"These are the weights of step {result.best_step}, the best of {len(result.tokens_per_step)} validations."
+
+
+def make_provenance(
+    model: PreTrainedModel,
+    base: str,
+    config: TrainConfig,
+    result: TrainingResult,
+    windows: Windows,
+    accelerator: Accelerator,
+) -> dict[str, Any]:
+    """Make the content of training.json.
+
+    Args:
+        model: The base.
+        base: Name of the base.
+        config: Options of the training.
+        result: What the training did.
+        windows: Windows that were trained on.
+        accelerator: Processes that trained together.
+    """
+    best = result.best_step
+    return {
+        "command": shown_command(config),
+        "config": _config_without_folders(config),
+        "versions": versions() | {"accelerate": version("accelerate")},
+        "revision": source_revision(),
+        "data": describe_files(config.data),
+        "data_hash": hash_windows(windows),
+        "windows": len(windows),
+        "base": base,
+        "base_dtype": dtype_name(model.dtype),
+        "mixed_precision": accelerator.mixed_precision,
+        "device": hardware(accelerator.device),
+        "processes": accelerator.num_processes,
+        "steps": result.steps,
+        "saved_step": result.steps if best is None else best,
+        "tokens": result.tokens,
+        "seconds": round(result.seconds, 3),
+        "tokens_per_second": round(result.tokens / result.seconds, 1) if result.seconds > 0 else None,
+        "seconds_beside": {activity: round(seconds, 3) for activity, seconds in result.seconds_by_activity.items()},
+        "loss": result.loss if math.isfinite(result.loss) else None,
+        "accuracy": [part if math.isfinite(part) else None for part in result.accuracy],
+        "tokens_per_step": {str(step): value for step, value in sorted(result.tokens_per_step.items())},
+    }
+
+
+def source_revision() -> str | None:
+    """Return the commit of the checkout that this library runs from, with -dirty if it was changed; None elsewhere."""
+    checkout = Path(redrafter.__file__).resolve().parents[1]
+    if not (checkout / ".git").exists():
+        return None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def describe_files(sources: Sequence[str]) -> list[dict[str, Any]]:
+    """Describe each source of texts: its name and, if it is a file, its size and sha256."""
+    descriptions = []
+    for source in sources:
+        path = Path(source)
+        description: dict[str, Any] = {"name": short_name(source), "bytes": None, "sha256": None}
+        if path.is_file():
+            description |= {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        descriptions.append(description)
+    return descriptions
+
+
+def hash_windows(windows: Windows) -> str:
+    """Return the sha256 of the windows, which changes with the data, their order, the tokenizer and the template."""
+    digest = hashlib.sha256()
+    for part in (windows.tokens, windows.mask, windows.offsets):
+        digest.update(part.contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _config_without_folders(config: TrainConfig) -> dict[str, Any]:
+    """Return a config as JSON, with the names of files without their folders."""
+    options: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.metadata.get("path") or field.name == "model":
+            value = tuple(map(short_name, value)) if isinstance(value, tuple) else value and short_name(value)
+        options[field.name] = value
+    return options

@@ -1,6 +1,8 @@
-"""Processes started by a launcher, which must train one drafter together."""
+"""Processes started by a launcher, which must train one drafter together, and the trackers that they report to."""
 
 import os
+from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,8 +14,6 @@ from redrafter.app.program import print_message
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.train.config import TrainConfig
-
-__all__ = ["broadcast_weights", "check_launcher", "launcher_refused", "new_accelerator", "stays_on_cpu"]
 
 # Environment variables of `accelerate launch` that ask for a way to spread the model, and the name of that way.
 SPREADING_VARIABLES = {
@@ -94,3 +94,21 @@ def launcher_refused() -> bool:
         state.wait_for_everyone()
         return True
     return False
+
+
+def tracker_arguments(config: TrainConfig) -> dict[str, Any]:
+    """Return the arguments of `Accelerator` that name the trackers. Raises `ArgumentError` if one is not installed."""
+    for name in config.report_to:
+        if find_spec(name) is None:
+            raise ArgumentError(f"--report-to {name} needs its package: pip install {name}")
+    return {"log_with": list(config.report_to), "project_dir": f"{config.output}.logs"} if config.report_to else {}
+
+
+def start_trackers(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Start the trackers, with the options of this run."""
+    if config.report_to:
+        options = {
+            name: value if isinstance(value, int | float | bool) else str(value)
+            for name, value in asdict(config).items()
+        }
+        accelerator.init_trackers("redrafter", config=options)

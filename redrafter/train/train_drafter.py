@@ -27,24 +27,36 @@ from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError
+from redrafter.target.supported import Support
 from redrafter.target.target import Target
-from redrafter.train.bad_rows import describe_bad_rows
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start
 from redrafter.train.config import TrainConfig, parse
 from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts
 from redrafter.train.init_drafter import new_drafter, size_form
 from redrafter.train.loop import train
-from redrafter.train.model_card import describe_size, make_model_card, served_shape
-from redrafter.train.output import check_output, save_drafter
+from redrafter.train.output import (
+    check_output,
+    describe_size,
+    hash_windows,
+    make_model_card,
+    make_provenance,
+    save_drafter,
+    served_shape,
+)
 from redrafter.train.peers import watch_processes
 from redrafter.train.plan import describe_plan, last_step, row_length
-from redrafter.train.processes import broadcast_weights, launcher_refused, new_accelerator, stays_on_cpu
+from redrafter.train.processes import (
+    broadcast_weights,
+    launcher_refused,
+    new_accelerator,
+    start_trackers,
+    stays_on_cpu,
+    tracker_arguments,
+)
 from redrafter.train.progress import Console, NotFiniteError
-from redrafter.train.provenance import hash_windows, make_provenance
-from redrafter.train.sharded_base import load_sharded
-from redrafter.train.trackers import start_trackers, tracker_arguments
+from redrafter.train.sharding import load_sharded
 from redrafter.train.trainer import TrainingResult
-from redrafter.train.training_data import load_windows, show_first_document, validation_prompts
+from redrafter.train.training_data import describe_bad_rows, load_windows, show_first_document, validation_prompts
 
 __all__ = ["TrainConfig", "TrainingResult", "TrainingSession", "main", "new_drafter", "train"]
 
@@ -254,7 +266,7 @@ def _target(config: TrainConfig, accelerator: Accelerator) -> Target:
         return Target(load_base(accelerator.device))
     model = load_sharded(lambda: load_base("cpu"), accelerator)
     target = Target(model, type(model).__name__.removeprefix("FSDP"))  # which sharding puts before a model's class
-    target.refuse_varlen("its layers are spread over several processes")
+    target.varlen = Support("its layers are spread over several processes")
     return target
 
 

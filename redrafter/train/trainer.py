@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from redrafter.drafting.drafter import RecurrentDrafter
@@ -18,12 +19,22 @@ from redrafter.errors import CheckpointError, first_line
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, gather_random_states, restore_random_state
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import Unroll, total_weight
-from redrafter.train.optimizer import make_optimizer
 from redrafter.train.progress import Clock, LossMeter, Progress
-from redrafter.train.sharded_drafter import ShardedDrafter, gather_tensor
+from redrafter.train.sharding import ShardedDrafter, gather_tensor
 from redrafter.train.teacher import Teacher
 
 __all__ = ["Trainer", "TrainingResult"]
+
+
+ADAM_BETAS = (0.9, 0.95)
+
+
+def make_optimizer(drafter: RecurrentDrafter, config: TrainConfig, device: torch.device) -> AdamW:
+    """Make AdamW over all weights of a drafter; weight decay applies to matrices only."""
+    weights = list(drafter.parameters())
+    matrices, vectors = ([weight for weight in weights if (weight.dim() > 1) == wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return AdamW(groups, lr=config.lr, betas=ADAM_BETAS, fused=device.type == "cuda")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
-"""Windows to train on and prompts to validate on, from the files that `--data` and `--validate` name."""
+"""Windows to train on and prompts to validate on, from the files that `--data` and `--validate` name.
 
-from collections.abc import Iterator
+A loss that is not finite is reported with the rows of these files that its batch was made of.
+"""
+
+from collections.abc import Iterable, Iterator
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,7 +15,9 @@ from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.train.config import TrainConfig
 from redrafter.train.plan import row_length
 
-__all__ = ["load_windows", "show_first_document", "validation_prompts"]
+MAX_NAMED_ROWS = 8
+MAX_SHOWN_ROWS = 2  # of the named rows, those whose text is shown
+MAX_SHOWN_CHARS = 40  # of the text of each
 
 # Of a held-out text, the share that is the prompt, and the most tokens of it.
 VALIDATION_PROMPT_SHARE, MAX_VALIDATION_PROMPT_TOKENS = 0.5, 64
@@ -77,3 +82,23 @@ def _training_rows(config: TrainConfig) -> Iterator[Row]:
 
 def _no_rows(config: TrainConfig) -> CheckpointError:
     return CheckpointError(f"{', '.join(config.data)}: no row to train on; rows of split val and test are not")
+
+
+def describe_bad_rows(window_numbers: Iterable[int], windows: Windows, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Name the rows of some windows by file and line, in the order of the data, and show how the first ones begin.
+
+    Args:
+        window_numbers: Windows of a batch, by their numbers in the order of the data.
+        windows: All windows.
+        tokenizer: Decodes what is shown.
+    """
+    first_windows: dict[str, int] = {}  # by file and line, the first window of each row
+    for number in sorted(window_numbers):
+        first_windows.setdefault(windows.origins[number], number)
+    shown = list(first_windows.values())[:MAX_SHOWN_ROWS]
+    spans = ((windows.offsets[number], windows.offsets[number + 1]) for number in shown)
+    beginnings = (windows.tokens[first : min(first + MAX_SHOWN_CHARS, last)] for first, last in spans)
+    texts = [repr(str(tokenizer.decode(ids))[:MAX_SHOWN_CHARS]) for ids in beginnings]
+    count = len(first_windows)
+    more = f" and {count - MAX_NAMED_ROWS} more" if count > MAX_NAMED_ROWS else ""
+    return f", in rows {', '.join(list(first_windows)[:MAX_NAMED_ROWS])}{more}, which begin with {', '.join(texts)}"

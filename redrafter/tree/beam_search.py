@@ -101,17 +101,9 @@ def _layout(rows: int, beams: int, depth: int, device: torch.device) -> tuple[Te
     They are cached and shared between searches, so never write to them. Nodes are numbered by search step: the root is
     node 0, and step k, from 1 on, has nodes `1 + (k - 1) * W` to `k * W`, one for each beam.
 
-    Args:
-        rows: B, rows of the batch.
-        beams: W, beams of the search.
-        depth: K, steps of the search.
-        device: Where the tensors are.
-
-    Returns:
-        Four tensors. For each of the `N = 1 + W * K` nodes, its depth, `[N]` int64. For each node, the number of the
-        first node of the step before its own, `[N]` int64; added to the beam that a node continues, it gives the node's
-        parent. For the root of each row, its score, 0, `[B, 1]` float32. For the root, the beam it continues, taken to
-        be 0, `[B, 1]` int64.
+    Returns for each of the `N = 1 + W * K` nodes its depth and the number of the first node of the step before its own,
+    `[N]` int64 each: added to the beam that a node continues, the latter is the node's parent. Then for the root its
+    score, 0, `[B, 1]` float32, and the beam it continues, taken to be 0, `[B, 1]` int64.
     """
     level = (torch.arange(1 + beams * depth, device=device) + beams - 1) // beams
     zero = torch.zeros(rows, 1, device=device)

@@ -11,8 +11,8 @@ pytest.importorskip("PIL")
 from helpers.chats_with_images import llava_with_processor, picture
 from helpers.command_line import fails
 from helpers.models import tiny_model
-from redrafter.checkpoints import processors
-from redrafter.checkpoints.processors import load_processor
+from redrafter.checkpoints import tokenizers
+from redrafter.checkpoints.tokenizers import load_processor
 from redrafter.cli import main
 from redrafter.errors import CheckpointError, MissingDependencyError
 
@@ -69,6 +69,6 @@ def test_a_model_of_text_is_shown_nothing(folder, tmp_path, capsys):
 
 
 def test_it_is_said_what_to_install(folder, monkeypatch):
-    monkeypatch.setattr(processors, "find_spec", lambda name: None)
+    monkeypatch.setattr(tokenizers, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"pip install '\.\[vision\]' in a checkout"):
         load_processor(folder / "seeing")

@@ -14,8 +14,8 @@ from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.modes import check_processors, make_batch_invariant
 from redrafter.engine.options import EngineOptions
-from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.limits import Limits
+from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.target.target import Target
 
@@ -85,7 +85,7 @@ def test_texts_before_and_after_preemption_and_reuse_of_prefixes_are_the_same():
         (9, True, {}),
         (60, True, {"max_num_tokens": 50}),
     ):
-        graphs = CUDAGraphRunner(engine.target, KVCachePool(engine.target.paged_shapes, blocks))
+        graphs = PagedMemory(engine.target, KVCachePool(engine.target.paged_shapes, blocks))
         for _ in range(2):  # the second time, with the prefixes of the first
             sequences = random_sequences(6, longest=30, max_new_tokens=50)
             scheduler = Scheduler(engine, graphs, Limits(**limits), speculate)
@@ -104,7 +104,7 @@ def test_prompts_that_are_read_beside_trees_give_the_same_texts(target, monkeypa
             launch_ahead(monkeypatch)
         sequences = random_sequences(8, longest=30)
         run(
-            Scheduler(engine, CUDAGraphRunner(engine.target, KVCachePool(engine.target.paged_shapes, 200)), Limits()),
+            Scheduler(engine, PagedMemory(engine.target, KVCachePool(engine.target.paged_shapes, 200)), Limits()),
             sequences,
             1,
         )
@@ -172,7 +172,7 @@ def test_a_prompt_of_which_most_is_in_the_cache_is_read_beside_a_whole_one():
     target = tiny_target("llama")
     drafter = tiny_drafter(context_window=12, context_head_dim=8).to(target.dtype)
     engine = ReDrafter(target, drafter, TreeShape(3, 3, 999), options=OPTIONS)
-    graphs = CUDAGraphRunner(target, KVCachePool(target.paged_shapes, 40))
+    graphs = PagedMemory(target, KVCachePool(target.paged_shapes, 40))
     first, second = torch.randint(3, VOCAB, (2, 60), generator=torch.Generator().manual_seed(3)).tolist()
     for prompts in ([first], [first, second]):
         sequences = [make_sequence(prompt, 12, KINDS["sampled"]) for prompt in prompts]

@@ -9,7 +9,7 @@ from redrafter.cache.block_manager import BlockManager
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler import row_caches
-from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
+from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Prefiller
 from redrafter.target.target import Target
 
@@ -88,14 +88,14 @@ def test_the_prefix_of_a_text_that_waits_for_blocks_is_not_sought_in_every_round
 
 
 def test_a_single_row_has_blocks_for_the_longest_text(model):
-    graphs = CUDAGraphRunner.on(Target(model), memory_fraction=0.5, max_seq_len=None, rows=1)
+    graphs = PagedMemory.on(Target(model), memory_fraction=0.5, max_seq_len=None, rows=1)
     assert (graphs.store.num_blocks - 1) * BLOCK_SIZE >= CONTEXT
 
 
 def test_prompts_read_beside_rows_find_no_caches_before_they_are_complete(model, prompt, monkeypatch):
     launch_ahead(monkeypatch)
-    finished, finish = [], Prefiller.finish_beside
-    monkeypatch.setattr(Prefiller, "finish_beside", lambda *how: finished.append(finish(*how)) or finished[-1])
+    finished, finish = [], Prefiller.finish_mixed
+    monkeypatch.setattr(Prefiller, "finish_mixed", lambda *how: finished.append(finish(*how)) or finished[-1])
     served = scheduler(paged(with_tree(model, tiny_drafter(), 4, 3), 400), blocks=400)
     served.submit(make_sequence([5, 6, 7], 80, GREEDY))
     while not served.batch.rows:

@@ -11,8 +11,7 @@ import torch
 from helpers.drafters import random_drafter
 from helpers.models import in_threads, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import CacheFullError, DraftTarget, Engine, PromptLookup
-from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
-from redrafter.scheduler.sequence_blocks import SequenceBlocks
+from redrafter.scheduler.paged_memory import PagedMemory, SequenceBlocks
 
 THREADS, ROUNDS = 6, 2
 WAYS = [
@@ -80,7 +79,7 @@ def test_first_requests_at_once_make_one_set_of_graphs(monkeypatch):
         made.append(object())
         return made[-1]
 
-    monkeypatch.setattr(CUDAGraphRunner, "on", slowly)
+    monkeypatch.setattr(PagedMemory, "on", slowly)
     engine = with_tree(tiny_model("llama"), tiny_drafter(), 2, 2)
     assert len(set(in_threads(lambda _: engine.open_graphs(), 4))) == len(made) == 1
 

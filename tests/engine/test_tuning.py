@@ -21,7 +21,7 @@ from redrafter.engine.tuning import (
     target_fingerprint,
     tuning_path,
 )
-from redrafter.scheduler.cuda_graphs import CapturedStep
+from redrafter.scheduler.captured_step import CapturedStep
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.target.supported import Support
 from redrafter.target.target import Target

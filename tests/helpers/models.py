@@ -17,7 +17,8 @@ from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import State
 from redrafter.engine.modes import kv_dtype_of
 from redrafter.sampling.sampler import Sampler
-from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, prepare
+from redrafter.scheduler.paged_memory import PagedMemory, prepare
+from redrafter.target.supported import Support
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import Tree, tree_of
 
@@ -202,13 +203,13 @@ def engine_with_config(**settings: object) -> tuple[ReDrafter, PreTrainedModel]:
     return with_tree(model, tiny_drafter(), 3, 3), model
 
 
-def graphs_with_host(engine: Engine, stores: list[KVCachePool], host_blocks: int) -> CUDAGraphRunner:
+def graphs_with_host(engine: Engine, stores: list[KVCachePool], host_blocks: int) -> PagedMemory:
     """Return a runner on the memory of an engine's models, with so many blocks on the host for each block manager."""
-    graphs = CUDAGraphRunner(engine.target, *stores)
+    graphs = PagedMemory(engine.target, *stores)
     if host_blocks:
         groups = [stores] if engine.draft_vocabulary is None else [[store] for store in stores]
         hosts = [HostBlocks(group, host_blocks) for group in groups]
-        graphs = CUDAGraphRunner(engine.target, stores[0], stores[1] if len(stores) > 1 else None, *hosts)
+        graphs = PagedMemory(engine.target, stores[0], stores[1] if len(stores) > 1 else None, *hosts)
     return graphs
 
 
@@ -230,7 +231,7 @@ def paged(engine: Engine, blocks: int = 200, host_blocks: int = 0) -> Engine:
     engine.graphs = graphs_with_host(engine, stores, host_blocks)
     with torch.inference_mode():
         for model, store in zip(models, stores, strict=True):
-            model.allow_varlen()
+            model.varlen = Support()
             prepare(model, store, compile=False)
     return engine
 

@@ -13,8 +13,8 @@ from helpers.models import VOCAB, graphs_with_host, new_pool
 from helpers.seeing_models import Layout, prompts_with_images
 from redrafter import Engine
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.limits import Limits
+from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.row_caches import DenseRows
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sampling_tensors import SamplingTensors
@@ -69,10 +69,10 @@ def launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let schedulers on a paged cache launch steps ahead of the host and read prompts in them, as on a GPU."""
     make = Scheduler.__init__
 
-    def made(self: Scheduler, engine: Engine, graphs: CUDAGraphRunner | None, *args: object) -> None:
+    def made(self: Scheduler, engine: Engine, graphs: PagedMemory | None, *args: object) -> None:
         make(self, engine, graphs, *args)
         self.overlap = graphs is not None
-        self.reads_beside = self.overlap and self.prefiller.can_read_beside
+        self.mixed_prefill = self.overlap and self.prefiller.can_mix
 
     monkeypatch.setattr(Scheduler, "__init__", made)
 

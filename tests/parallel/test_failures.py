@@ -13,7 +13,7 @@ from helpers.models import tiny_model
 from helpers.processes import children, soon
 from helpers.ranks import SHARED, VOCAB, environment, launch, run_on_ranks
 from redrafter import ArgumentError, PromptLookup, UnsupportedError
-from redrafter.checkpoints.splitting import check_loaded_size, check_splits, split_device
+from redrafter.checkpoints.models import check_loaded_size, check_splits, split_device
 
 END_SECONDS = 300.0  # in which all ranks have ended after one was killed
 

@@ -7,7 +7,7 @@ import torch
 
 from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, Engine
-from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner
+from redrafter.scheduler.captured_step import CapturedStep, GraphCapturer
 
 NEW = 12
 IDS, MASK = uneven_batch()
@@ -47,7 +47,7 @@ def engine() -> Engine:
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CapturedStep]]:
     """Every step that is made from here on."""
     made: list[CapturedStep] = []
-    monkeypatch.setattr(CUDAGraphRunner, "capture", lambda self, step: made.append(step))
+    monkeypatch.setattr(GraphCapturer, "capture", lambda self, step: made.append(step))
     return made
 
 

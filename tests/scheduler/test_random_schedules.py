@@ -109,7 +109,7 @@ def random_scheduler(engine: Engine, kind: str, made: random.Random) -> Schedule
         reuse=few or made.random() < 0.8,
     )
     served.overlap = kind == "mixed prefill" or made.random() < 0.5  # as on a GPU
-    served.reads_beside = kind == "mixed prefill" and served.prefiller.can_read_beside
+    served.mixed_prefill = kind == "mixed prefill" and served.prefiller.can_mix
     return served
 
 

@@ -42,7 +42,7 @@ def test_steps_that_are_launched_ahead_write_the_same(engine, monkeypatch):
     launch_ahead(monkeypatch)
     sequences = random_sequences(6, seed=3, max_new_tokens=16)
     served = scheduler(engine)
-    assert not served.reads_beside
+    assert not served.mixed_prefill
     run(served, sequences, 1)
     for each in sequences:
         assert each.sink.tokens == alone(engine, each)

@@ -278,7 +278,7 @@ def failed(sequence: TokenSequence) -> bool:
 
 def test_a_step_that_fails_ends_its_rows_and_no_others(engine, monkeypatch):
     served = scheduler(engine, max_num_tokens=64)
-    served.reads_beside = False
+    served.mixed_prefill = False
     running, waiting = fail_once(served, "running_batch.RunningBatch.step", monkeypatch)
     assert all(map(failed, running))
     for each in waiting:
@@ -291,7 +291,7 @@ def test_a_step_that_fails_ends_its_rows_and_no_others(engine, monkeypatch):
 )
 def test_a_forward_over_prompts_that_fails_ends_these_and_no_others(step, engine, monkeypatch):
     served = scheduler(engine)
-    served.reads_beside = False
+    served.mixed_prefill = False
     running, waiting = fail_once(served, step, monkeypatch)
     assert all(map(failed, waiting))
     for each in running:
@@ -320,7 +320,7 @@ def test_a_batch_without_memory_for_longer_rows_goes_on_with_those_it_has(engine
     with monkeypatch.context() as patched:
         patched.setattr(served.batch, "_positions", 0)  # as if the next sequence were longer than all before
         patched.setattr("redrafter.scheduler.row_caches.PagedRows.reserve", lambda *_: 1 / 0)
-        served.reads_beside = False
+        served.mixed_prefill = False
         served.submit(long)
         served.read()
     assert failed(long)

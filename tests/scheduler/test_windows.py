@@ -15,7 +15,7 @@ from redrafter.engine import idle_batches
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler import running_batch
-from redrafter.scheduler.cuda_graphs import CapturedStep
+from redrafter.scheduler.captured_step import CapturedStep
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 

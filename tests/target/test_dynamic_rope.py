@@ -113,7 +113,7 @@ def test_a_scheduler_that_reads_on_in_rounds_writes_the_same(monkeypatch, max_nu
     lengths = [30, 100, 62, 120, 5]
     sequences = [make_sequence([3 + (7 * i + n) % 90 for i in range(n)], 20, GREEDY) for n in lengths]
     served = scheduler(engine, max_num_tokens=max_num_tokens)
-    assert served.reads_beside == ahead
+    assert served.mixed_prefill == ahead
     run(served, sequences, 1)
     for sequence in sequences:
         assert sequence.sink.tokens == served_alone(model, sequence)

@@ -15,7 +15,6 @@ from redrafter.cli import main
 from redrafter.errors import ArgumentError, MismatchError
 from redrafter.target.target import Target
 from redrafter.train.evaluate import prompts
-from redrafter.train.evaluate.advice import advise
 from redrafter.train.evaluate.explain import (
     Bucket,
     Explanation,
@@ -27,7 +26,7 @@ from redrafter.train.evaluate.explain import (
 from redrafter.train.evaluate.misses import MISSES
 from redrafter.train.evaluate.options import EvaluateOptions, Search
 from redrafter.train.evaluate.prompts import prompts_in_both_forms, read_training_texts
-from redrafter.train.evaluate.report import describe_explanation, format_explanation
+from redrafter.train.evaluate.report import advise, describe_explanation, format_explanation
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import Texts
 

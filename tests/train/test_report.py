@@ -17,15 +17,14 @@ from helpers.chats import tiny_tokenizer
 from helpers.training import batches_of, command, random_drafter, tiny_model
 from redrafter import RecurrentDrafter
 from redrafter.data.windows import Document, Windows
-from redrafter.train import provenance
-from redrafter.train.bad_rows import describe_bad_rows
+from redrafter.train import output
 from redrafter.train.config import DEFAULT_LENGTH, TrainConfig, parse
 from redrafter.train.loop import train
+from redrafter.train.output import describe_files, hash_windows, source_revision
 from redrafter.train.plan import build_without_weights, describe_plan, last_step, row_length
 from redrafter.train.progress import Console, Progress
-from redrafter.train.provenance import describe_files, hash_windows, source_revision
 from redrafter.train.train_drafter import main
-from redrafter.train.training_data import load_windows
+from redrafter.train.training_data import describe_bad_rows, load_windows
 
 PROGRESS = Progress(3, 10, 0.3, 12.0, 5000.0, 2.5, [0.5], 1e-3)
 
@@ -167,7 +166,7 @@ def test_trackers_get_loss_rate_accuracy_and_tokens_per_step():
 
 def test_a_tracker_that_is_not_there_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr("redrafter.train.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("redrafter.train.processes.find_spec", lambda name: None)
     for given, said in (("wandb", "pip install wandb"), ("mlflow", "tensorboard, wandb, trackio, got 'mlflow'")):
         assert main(command(tmp_path, "--report-to", given)) == 2
         assert said in capsys.readouterr().err
@@ -234,9 +233,9 @@ def test_data_are_told_by_their_contents(tmp_path):
 def test_a_revision_is_named_only_of_a_checkout(tmp_path, monkeypatch):
     assert source_revision() is None or len(source_revision().removesuffix("-dirty")) == 40
     place = tmp_path / "site-packages" / "redrafter" / "__init__.py"
-    monkeypatch.setattr(provenance.redrafter, "__file__", str(place))
+    monkeypatch.setattr(output.redrafter, "__file__", str(place))
     with monkeypatch.context() as patched:  # whatever repository it is installed inside of
-        patched.setattr(provenance.subprocess, "run", lambda *_, **__: pytest.fail("asked"))
+        patched.setattr(output.subprocess, "run", lambda *_, **__: pytest.fail("asked"))
         assert source_revision() is None
     (tmp_path / "site-packages" / ".git").mkdir(parents=True)
     assert source_revision() is None  # no repository after all

@@ -26,18 +26,18 @@ from redrafter.data.windows import Windows
 from redrafter.errors import ArgumentError
 from redrafter.target.target import Target
 from redrafter.train import progress
-from redrafter.train.bad_rows import describe_bad_rows
 from redrafter.train.config import TrainConfig, parse, shown_command
 from redrafter.train.evaluate.replay import ValidationTexts
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.init_drafter import new_drafter
-from redrafter.train.loop import train
+from redrafter.train.loop import learning_rate_factor, train
 from redrafter.train.loss import BatchLoss, Unroll, total_weight
-from redrafter.train.optimizer import ADAM_BETAS, learning_rate_factor, make_optimizer
 from redrafter.train.processes import new_accelerator
 from redrafter.train.progress import Clock, LossMeter, Progress, TrainingState
 from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import main
+from redrafter.train.trainer import ADAM_BETAS, make_optimizer
+from redrafter.train.training_data import describe_bad_rows
 
 
 def loss_of(model: PreTrainedModel, drafter: RecurrentDrafter, config: TrainConfig, batches: list) -> Tensor:

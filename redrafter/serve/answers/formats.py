@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,118 +25,6 @@ MAX_SCORES = 1 << 18  # log-probabilities of prompts in one answer, which may be
 
 # The index of a choice, its sequence, and what the sequence has gained.
 Pieces = AsyncIterator[tuple[int, ServedSequence, list[SequenceDelta]]]
-
-
-class AnswerFormat(Protocol):
-    """Shape of the answers of one route.
-
-    Attributes:
-        kind: `object` of a whole answer.
-        prefix: Prefix of its `id`.
-        chunk_kind: `object` of a chunk of a stream.
-    """
-
-    kind: str
-    prefix: str
-    chunk_kind: str
-
-    def format_choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        """Return an entry of `choices` of a whole answer."""
-        ...
-
-    def format_chunks(
-        self, index: int, text: str, lines: list[TokenLine], choice: Choice, first: bool
-    ) -> list[dict[str, Any]]:
-        """Return entries of `choices` of a stream's chunks; none where nothing can be sent yet.
-
-        Args:
-            index: Index of the choice.
-            text: Text that the choice has gained.
-            lines: Tokens that it has gained, with log-probabilities where these were asked for.
-            choice: The choice, with what it has gained.
-            first: Whether no chunk of the choice was sent before.
-        """
-        ...
-
-
-async def collect_answer(
-    deltas: Pieces, choices: list[Choice], form: AnswerFormat, model: str, best: tuple[int, int] = (1, 1)
-) -> dict[str, Any]:
-    """Return a whole answer, once all its texts have ended, or raise `ApiError` if a sequence failed.
-
-    Args:
-        deltas: What the sequences gain, until the last one has ended.
-        choices: The texts; those of one prompt follow each other.
-        form: Format of the answer.
-        model: Name of the model, for the answer.
-        best: Texts written after each prompt, and how many of them to keep, the best first: those with the highest mean
-            log-probability of a token.
-    """
-    async for index, sequence, gained in deltas:
-        choices[index].append(sequence, gained)
-    written, kept = best
-    chosen = list(choices)
-    if written != kept:
-        groups = (choices[begin : begin + written] for begin in range(0, len(choices), written))
-        chosen = [
-            choice
-            for group in groups
-            for choice in sorted(group, key=lambda choice: choice.logprob / max(choice.token_count, 1), reverse=True)[
-                :kept
-            ]
-        ]
-
-    def entries() -> list[dict[str, Any]]:
-        return [form.format_choice(index, choice) for index, choice in enumerate(chosen)]
-
-    # In a thread where prompts are scored: they may have many tokens.
-    scored = any(choice.sequence is not None and choice.sequence.prompt_scores for choice in chosen)
-    formatted = await asyncio.to_thread(entries) if scored else entries()
-    return _head(form.kind, form.prefix, model) | {"choices": formatted, **usage_and_metrics(choices)}
-
-
-async def stream_answer(
-    deltas: Pieces, choices: list[Choice], form: AnswerFormat, model: str, options: StreamOptions
-) -> AsyncIterator[dict[str, Any]]:
-    """Yield an answer in chunks, or raise `ApiError` if a sequence failed; arguments as in `collect_answer`.
-
-    With `include_usage`, a last chunk has the usage and no choices.
-    """
-    head = _head(form.chunk_kind, form.prefix, model)
-    started: set[int] = set()
-    async for index, sequence, gained in deltas:
-        choice = choices[index]
-        text, lines = choice.append(sequence, gained)
-        if text or lines or choice.finish or index not in started:
-            so_far = count_usage([choice], [sequence]) if options.continuous_usage_stats else None
-            usage = {"usage": so_far} if options.include_usage else {}
-            for entry in form.format_chunks(index, text, lines, choice, index not in started):
-                yield head | {"choices": [entry]} | usage
-                started.add(index)
-    if options.include_usage:
-        yield head | {"choices": [], **usage_and_metrics(choices)}
-
-
-async def raise_cuts_as_errors(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
-    """Yield the chunks of `stream_answer`, and raise `ApiError` where the stream is cut off.
-
-    That is where the server is stopping, the client reads too slowly, or a text cannot be told.
-    """
-    try:
-        async for chunk in chunks:
-            yield chunk
-    except Stopped as error:
-        raise ApiError(503, str(error)) from error
-    except ApiError:
-        raise
-    except Exception as error:  # such as `SlowConsumerError`; the client may hear of it yet
-        named = isinstance(error, ReDrafterError)
-        _LOG.warning("an answer was cut off: %s", error, exc_info=None if named else error)
-        raise ApiError(500, f"the answer was cut off: {error if named else type(error).__name__}") from error
-
-
-def _head(kind: str, prefix: str, model: str) -> dict[str, Any]:
-    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
 class CompletionFormat:
@@ -174,7 +62,7 @@ class CompletionFormat:
     def format_chunks(
         self, index: int, text: str, lines: list[TokenLine], choice: Choice, first: bool
     ) -> list[dict[str, Any]]:
-        """Return the entry of `choices` of a stream's chunk; arguments as in `AnswerFormat`."""
+        """Return the entry of `choices` of a stream's chunk; arguments as in `ChatFormat`."""
         before = self._echoed(index) if first else ""
         logprobs = self._logprobs_field(index, lines, choice if first else None)
         entry = {"index": index, "text": before + text, "logprobs": logprobs, "finish_reason": choice.finish}
@@ -311,7 +199,11 @@ class ChatFormat:
     def format_chunks(
         self, index: int, text: str, lines: list[TokenLine], choice: Choice, first: bool
     ) -> list[dict[str, Any]]:
-        """Return entries of `choices` of a stream's chunks; arguments as in `AnswerFormat`."""
+        """Return entries of `choices` of a stream's chunks; none where nothing can be sent yet.
+
+        `text` and `lines` are what choice `index` has gained, tokens with log-probabilities where these were asked for;
+        `first` says whether no chunk of it was sent before.
+        """
         reader = self._readers.setdefault(index, ChatReader(*self._reader_options))
         events = reader.push(text, last=choice.finish is not None)
         deltas = list(_deltas(reader, events))
@@ -378,3 +270,86 @@ def _deltas(reader: ChatReader, events: list[Event]) -> Iterable[tuple[dict[str,
             )
         elif not isinstance(event, Span):
             yield {"tool_calls": [{"index": event.number, "function": {"arguments": event.text}}]}, []
+
+
+AnswerFormat = CompletionFormat | ChatFormat
+
+
+async def collect_answer(
+    deltas: Pieces, choices: list[Choice], form: AnswerFormat, model: str, best: tuple[int, int] = (1, 1)
+) -> dict[str, Any]:
+    """Return a whole answer, once all its texts have ended, or raise `ApiError` if a sequence failed.
+
+    Args:
+        deltas: What the sequences gain, until the last one has ended.
+        choices: The texts; those of one prompt follow each other.
+        form: Format of the answer.
+        model: Name of the model, for the answer.
+        best: Texts written after each prompt, and how many of them to keep, the best first: those with the highest mean
+            log-probability of a token.
+    """
+    async for index, sequence, gained in deltas:
+        choices[index].append(sequence, gained)
+    written, kept = best
+    chosen = list(choices)
+    if written != kept:
+        groups = (choices[begin : begin + written] for begin in range(0, len(choices), written))
+        chosen = [
+            choice
+            for group in groups
+            for choice in sorted(group, key=lambda choice: choice.logprob / max(choice.token_count, 1), reverse=True)[
+                :kept
+            ]
+        ]
+
+    def entries() -> list[dict[str, Any]]:
+        return [form.format_choice(index, choice) for index, choice in enumerate(chosen)]
+
+    # In a thread where prompts are scored: they may have many tokens.
+    scored = any(choice.sequence is not None and choice.sequence.prompt_scores for choice in chosen)
+    formatted = await asyncio.to_thread(entries) if scored else entries()
+    return _head(form.kind, form.prefix, model) | {"choices": formatted, **usage_and_metrics(choices)}
+
+
+async def stream_answer(
+    deltas: Pieces, choices: list[Choice], form: AnswerFormat, model: str, options: StreamOptions
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield an answer in chunks, or raise `ApiError` if a sequence failed; arguments as in `collect_answer`.
+
+    With `include_usage`, a last chunk has the usage and no choices.
+    """
+    head = _head(form.chunk_kind, form.prefix, model)
+    started: set[int] = set()
+    async for index, sequence, gained in deltas:
+        choice = choices[index]
+        text, lines = choice.append(sequence, gained)
+        if text or lines or choice.finish or index not in started:
+            so_far = count_usage([choice], [sequence]) if options.continuous_usage_stats else None
+            usage = {"usage": so_far} if options.include_usage else {}
+            for entry in form.format_chunks(index, text, lines, choice, index not in started):
+                yield head | {"choices": [entry]} | usage
+                started.add(index)
+    if options.include_usage:
+        yield head | {"choices": [], **usage_and_metrics(choices)}
+
+
+async def raise_cuts_as_errors(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    """Yield the chunks of `stream_answer`, and raise `ApiError` where the stream is cut off.
+
+    That is where the server is stopping, the client reads too slowly, or a text cannot be told.
+    """
+    try:
+        async for chunk in chunks:
+            yield chunk
+    except Stopped as error:
+        raise ApiError(503, str(error)) from error
+    except ApiError:
+        raise
+    except Exception as error:  # such as `SlowConsumerError`; the client may hear of it yet
+        named = isinstance(error, ReDrafterError)
+        _LOG.warning("an answer was cut off: %s", error, exc_info=None if named else error)
+        raise ApiError(500, f"the answer was cut off: {error if named else type(error).__name__}") from error
+
+
+def _head(kind: str, prefix: str, model: str) -> dict[str, Any]:
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}

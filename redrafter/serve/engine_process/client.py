@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from redrafter.errors import ReDrafterError
 from redrafter.grammar.source import GrammarSource
@@ -26,7 +26,7 @@ from redrafter.serve.engine_process.messages import (
     Submit,
     Written,
 )
-from redrafter.serve.engine_process.start import Channel, EngineFacts
+from redrafter.serve.engine_process.start import Channel, EngineFacts, EngineProcess
 
 _LOG = logging.getLogger(__name__)
 
@@ -165,16 +165,6 @@ class DeltaStream:
         return items
 
 
-class EngineHandle(Protocol):
-    """Whatever runs the other end of the connection."""
-
-    def end(self) -> None:
-        """Wait until it has ended, once the connection is closed, and end it by force if it does not."""
-
-    def describe_end(self) -> str:
-        """Return how it ended by itself, in one line."""
-
-
 class EngineClient:
     """Asks an engine in another process for texts, and hands out what it writes.
 
@@ -184,7 +174,7 @@ class EngineClient:
         on_delta: Called with every delta, in the thread that receives them.
     """
 
-    def __init__(self, channel: Channel, facts: EngineFacts, handle: EngineHandle):
+    def __init__(self, channel: Channel, facts: EngineFacts, handle: EngineProcess):
         self._channel, self.facts, self._handle = channel, facts, handle
         self.load = EngineLoad()
         self.on_delta: Callable[[ServedSequence, SequenceDelta], object] = lambda sequence, delta: None
@@ -238,7 +228,9 @@ class EngineClient:
         make_find_stop: Callable[[], FindStop | None],
         grammar: GrammarSource | None = None,
         client: str = "",
-        **more: Any,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+        images: dict[str, Any] | None = None,
     ) -> AsyncGenerator[tuple[int, ServedSequence, list[SequenceDelta]], None]:
         """Ask for a text after each prompt of one request, after prompt i with seed + i, and yield their deltas.
 
@@ -258,7 +250,7 @@ class EngineClient:
         """
         if not self.alive:
             raise Stopped
-        ends, depth, adapter = params.stop_token_ids, self.facts.draft_depth, more.get("adapter")
+        ends, depth = params.stop_token_ids, self.facts.draft_depth
         sequences = [
             ServedSequence(prompt, ends, Stats(accepted_by_depth=[0] * depth), make_find_stop(), adapter)
             for prompt in prompts
@@ -267,13 +259,14 @@ class EngineClient:
         self._streams.add(stream)
         try:
             self._texts.update({number: (stream, index) for index, number in enumerate(stream.numbers)})
-            self._send(Submit(stream.numbers, prompts, max_new_tokens, params, grammar, client, **more))
+            text = (stream.numbers, prompts, max_new_tokens, params, grammar, client, cache_salt)
+            self._send(Submit(*text, adapter, images))
             left = len(prompts)
             while left:
                 deltas: defaultdict[int, list[SequenceDelta]] = defaultdict(list)
                 received = await stream.receive()
-                if more.get("images"):
-                    more["images"].clear()
+                if images:
+                    images.clear()
                 for index, delta in received:
                     deltas[index].append(delta)
                     left -= delta.finish is not None

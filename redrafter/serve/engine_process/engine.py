@@ -16,7 +16,7 @@ from redrafter.errors import ArgumentError
 from redrafter.files.dtype_names import dtype_name
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.cuda_graphs import MOST_ROWS
+from redrafter.scheduler.paged_memory import MOST_ROWS
 from redrafter.scheduler.prefill import ROOMS
 from redrafter.scheduler.running_batch import MIN_POSITIONS
 from redrafter.scheduler.scheduler import Scheduler
@@ -76,7 +76,7 @@ class ServedEngine:
             limits.reuse,
             engine.target.batch_invariant,
             adapters,
-            engine.target.image_inputs if engine.target.images_on_paged.ok else frozenset(),
+            engine.target.image_inputs if engine.target.images.on_paged.ok else frozenset(),
             scheme is not None,
             scheme == "fp8_dynamic",
             engine.options.kv_cache_dtype,
@@ -155,7 +155,7 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
         for speculate in (True, False):
             params = [replace(each, speculate=speculate) for each in kind]
             _write(scheduler, min(rows, limits.max_batch_size), 1, params, adapter)
-        for length in fillings if scheduler.reads_beside else ():
+        for length in fillings if scheduler.mixed_prefill else ():
             _read_beside(scheduler, min(rows, limits.max_batch_size - 1), min(length, longest - 1), kind, adapter)
     for length in lengths:
         _write(scheduler, 1, length, KINDS[0], adapter)

@@ -3,13 +3,11 @@
 Nothing here imports torch, so that the process can be started before the server has imported it.
 """
 
-import os
 import pickle
 import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,12 +17,12 @@ from typing import Any
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.sandbox.frames import receive_frame, send_frame
+from redrafter.sandbox.process import start_interpreter
 from redrafter.serve.config import ServeOptions
 
-# A fresh interpreter, since CUDA does not survive a fork. Ctrl-C is for the server, also before the modules are there;
-# these are found on this program's path and not in its working directory.
+# A fresh interpreter, since CUDA does not survive a fork. Ctrl-C is for the server, also before the modules are there.
 PROGRAM = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[2:]; "
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "from redrafter.serve.engine_process.process import main; main(int(sys.argv[1]))"
 )
 END_SECONDS = 5.0  # seconds that it has to end in once the connection is closed
@@ -126,12 +124,8 @@ class EngineProcess:
     """The engine's process, which ends once its `channel` is closed, and so with this process at the latest."""
 
     def __init__(self, request: LoadEngine) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            path = (entry or os.getcwd() for entry in sys.path)
-            words = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), *path]
-            self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        self.channel = Channel(ours)
+        connection, self._process = start_interpreter(PROGRAM)
+        self.channel = Channel(connection)
         self.channel.send(request)
 
     def wait_until_loaded(self) -> EngineFacts:

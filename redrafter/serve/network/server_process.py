@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
@@ -27,6 +27,7 @@ from redrafter.serve.routes.page import page
 
 if TYPE_CHECKING:  # it imports torch
     from redrafter.serve.engine_process.client import EngineClient
+    from redrafter.serve.server import Server
 
 _LOG = logging.getLogger(__name__)
 ACCEPTED_AT_ONCE = 32  # connections in one turn of the event loop, before others are closed to make room
@@ -36,29 +37,13 @@ ACCEPT_ERROR_LOG_SECONDS = 5.0  # between log lines about connections that canno
 FORCED_END_SECONDS = 5.0  # after which a process that was told to end is ended by force
 
 
-class Loaded(Protocol):
-    """What a load returns: the application that answers requests, and the client of the engine that writes."""
-
-    @property
-    def app(self) -> ASGIApp: ...  # noqa: D102
-
-    @property
-    def engine(self) -> "EngineClient": ...  # noqa: D102
-
-    def drain(self) -> None:
-        """Accept nothing new; what is being written goes on."""
-
-
-LoadedT = TypeVar("LoadedT", bound=Loaded)
-
-
 class ServerProcess:
     """Serves on a bound socket: answers 503 until a load has returned, then with the loaded application."""
 
     def __init__(self, options: ServeOptions, listening: socket.socket):
         self.options, self._listening = options, listening
         self._connections = OpenConnections(room_for_connections(options.max_connections))
-        self._loaded: Loaded | None = None
+        self._loaded: Server | None = None
         # Shown while the model loads: their scripts ask again until it is there.
         self._loading_pages = {"/": page("page.html", 503), "/docs": page("docs.html", 503)}
         self._ending: asyncio.Future[None] | None = None
@@ -89,7 +74,7 @@ class ServerProcess:
         self._http = uvicorn.Server(config)
         self._http.capture_signals = nullcontext  # type: ignore[assignment, method-assign]  # ours are set below
 
-    def run(self, load: Callable[[], LoadedT], ready: Callable[[LoadedT], object]) -> None:
+    def run(self, load: Callable[[], "Server"], ready: Callable[["Server"], object]) -> None:
         """Serve until SIGINT or SIGTERM.
 
         The first signal lets running requests end within `--drain-timeout`; a second one drops them. `load` is called
@@ -107,7 +92,7 @@ class ServerProcess:
         if self._engine_end is not None:
             raise EngineEndedError(self._engine_end)
 
-    async def _serve(self, load: Callable[[], LoadedT], ready: Callable[[LoadedT], object]) -> None:
+    async def _serve(self, load: Callable[[], "Server"], ready: Callable[["Server"], object]) -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._log_loop_error)
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""A drafter that is spread over the processes' devices while it trains: weights, gradients and optimizer states."""
+"""Spread the frozen base, or the drafter with its gradients and optimizer states, over the devices of all processes."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.errors import UnsupportedError
+from redrafter.target.drafter_inputs import decoder_stack
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import BatchLoss, Unroll
 from redrafter.train.processes import broadcast_weights
-
-__all__ = ["ShardedDrafter", "gather_tensor"]
 
 
 class ShardedDrafter:
@@ -107,3 +108,47 @@ def _spread_like(weight: Tensor, value: Tensor) -> Tensor:
         return value
     # Each process has read the whole value, so none is sent.
     return distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None)
+
+
+def load_sharded(load: Callable[[], PreTrainedModel], accelerator: Accelerator) -> PreTrainedModel:
+    """Load a base and spread it over the processes' devices. Collective: call it in every process.
+
+    The processes load in turn, so that the host holds one whole copy at a time.
+
+    Args:
+        load: Loads the whole base to the CPU.
+        accelerator: Processes that share the base, of which there are several.
+
+    Raises:
+        UnsupportedError: The model's layers cannot be found.
+    """
+    model: PreTrainedModel | None = None
+    for process in range(accelerator.num_processes):
+        if process == accelerator.process_index:
+            model = load()
+            _shard(model, accelerator)
+        accelerator.wait_for_everyone()
+    assert model is not None
+    with torch.no_grad():  # allocates the buffers that layers are gathered in, which must not be inference tensors
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=accelerator.device))
+    return model
+
+
+def _shard(model: PreTrainedModel, accelerator: Accelerator) -> None:
+    """Spread each decoder layer over all processes; it is gathered for its forward, which all must run together.
+
+    The weights outside of the layers (embedding, last norm, head) are whole on every device, because they are also used
+    apart from the model's own forward. Raises `UnsupportedError` where a model's layers cannot be found.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    stack = decoder_stack(model, count)
+    if stack is None:
+        raise UnsupportedError(f"{type(model).__name__} does not hold its {count} layers in a list; no --shard-base")
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    for layer in stack:
+        fully_shard(layer, mesh=mesh)
+    layers = {id(weight) for weight in stack.parameters()}
+    whole = {weight for weight in model.parameters() if id(weight) not in layers}
+    fully_shard(model, mesh=mesh, ignored_params=whole)  # so that layers fetch each other's weights ahead
+    base: Any = model
+    base.to(accelerator.device)

@@ -1,0 +1,260 @@
+"""Steps that are captured in CUDA graphs where a device can, and forwards that are launched and not read yet."""
+
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from redrafter.attention.tree_plan import PromptChunks
+from redrafter.cache.paged import KVCache
+from redrafter.drafting.proposer import Proposer, State
+from redrafter.errors import first_line
+from redrafter.sampling.sampler import Sampler
+from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
+from redrafter.step import StepOutput, step
+from redrafter.target.target import Target
+
+
+def bucket(rows: int) -> int:
+    """Return how many rows a step is captured for: the next power of two up to 64, then the next multiple of 64."""
+    return 1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 64) * 64
+
+
+def capture(run: Callable[[], object], pool: Any = None, *, watched: bool = False) -> torch.cuda.CUDAGraph:
+    """Capture `run` in a CUDA graph, after a call that pays for what only first calls pay for.
+
+    The graph shares memory with others through `pool`. It is `watched` where another thread asks the device for events
+    meanwhile, as NCCL's does that watches collectives.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    collecting = gc.isenabled()
+    gc.disable()  # what it would free may be a graph, and freeing one ends the process while another is captured
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local" if watched else "global"):
+            run()
+    finally:
+        if collecting:
+            gc.enable()
+    return graph
+
+
+class PendingReport:
+    """Numbers that the device is still computing, on their way to the host."""
+
+    def __init__(self, numbers: Tensor):
+        """Launch the copy of `numbers`, a tensor of any shape."""
+        self._done: torch.cuda.Event | None = None
+        self._host = numbers
+        if numbers.is_cuda:
+            # Pinned memory of its own: later copies may arrive before this one is read.
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def read(self) -> list[Any]:
+        """Wait for the numbers, and return them as nested lists."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host.tolist()
+
+
+class CapturedStep:
+    """A step over buffers that stay where they are: write to them, replay, read the report.
+
+    Attributes:
+        state: Buffers of the rows; a row that is not active stands still on the block that belongs to nobody.
+        proposer: What drafts.
+        target: The model that verifies.
+        cache: The target's keys and values of the rows.
+        sampler: Buffers of how the rows draw.
+        draft_cache: The draft model's keys and values of the rows, or None.
+        chunks: Buffers of what is read of prompts beside the rows, or None.
+        output: What the last replay drew. The next replay overwrites it. Logits and scores are empty unless they were
+            asked for: a graph would hold them for good, beside those of every other graph.
+        report: What `StepOutput.pack_for_host` says of it, `[B, K+4]` int64, overwritten likewise.
+        graph: The captured step; None where it cannot be captured and runs as it is.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        proposer: Proposer,
+        target: Target,
+        cache: KVCache,
+        sampler: Sampler,
+        draft_cache: KVCache | None = None,
+        chunks: PromptChunks | None = None,
+        *,
+        keeps_logits: bool = True,
+    ):
+        self._keeps_logits = keeps_logits
+        self.state, self.proposer, self.target, self.sampler = state, proposer, target, sampler
+        self.cache, self.draft_cache, self.chunks = cache, draft_cache, chunks
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """Take the step uncaptured, in place."""
+        state, self.output = step(
+            self.state, self.proposer, self.target, self.cache, self.sampler, self.draft_cache, self.chunks
+        )
+        self.state.length.copy_(state.length)
+        self.state.hidden.copy_(state.hidden)
+        self.report = self.output.pack_for_host()
+        if not self._keeps_logits:
+            nothing = self.output.logits.new_empty(0)
+            self.output = replace(self.output, logits=nothing, scores=nothing)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the logits and scores that the step holds."""
+        output = getattr(self, "output", None)  # none before the first run
+        return (
+            0 if output is None else output.logits.nbytes + output.scores.nbytes * (output.scores is not output.logits)
+        )
+
+    def replay(self) -> PendingReport:
+        """Launch one step without waiting for it.
+
+        Returns:
+            For each row what `StepOutput.pack_for_host` says of it.
+        """
+        if self.graph is None:
+            self.run()
+        else:
+            self.graph.replay()
+        return PendingReport(self.report)
+
+
+def new_state(target: Target, rows: int, width: int) -> State:
+    """Return rows that stand still, with room for texts of `width` tokens."""
+    with target.device:
+        tokens, length = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
+        hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype)
+        shift = torch.zeros_like(length) if target.images.ok else None
+        return State(tokens, length, hidden, torch.zeros(rows, dtype=torch.bool), shift, torch.zeros_like(length))
+
+
+class GraphCapturer:
+    """Captures steps of one target. Graphs share memory: what a step drew is copied before another is launched."""
+
+    def __init__(self, target: Target):
+        self._target, self._capturable = target, True
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+
+    def capture(self, step: CapturedStep) -> None:
+        """Capture a step where possible; elsewhere it runs as it is. The rows of its buffers must stand still."""
+        if not step.sampler.capturable or not self._capturable or self._target.device.type != "cuda":
+            return
+        if self._target.hooked:  # a hook of a draft model changes no token
+            return
+        try:
+            pool = next((graph.pool() for graph in self._graphs), None)  # which ends with the last graph in it
+            step.graph = capture(step.run, pool, watched=self._target.ranks.size > 1)
+            self._graphs.add(step.graph)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._capturable = False
+            torch.cuda.synchronize()
+            warnings.warn(
+                f"{self._target.name} cannot run in a CUDA graph ({first_line(error)}): its steps are launched one by "
+                "one, slower; where it has experts, experts_implementation='batched_mm' at loading may help",
+                stacklevel=2,
+            )
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A forward that draws tokens of sequences: a step, or the draws after prompts that were read.
+
+    Attributes:
+        sequences: The sequences of its first R rows.
+        report: For each row what `StepOutput.pack_for_host` says of it.
+        logits: Logits along the accepted path, `[K+1, V]`, of the rows whose sequences want them.
+        scores: Processed logits, likewise.
+        levels: Levels of drafts.
+    """
+
+    sequences: Sequence[TokenSequence]
+    report: PendingReport
+    logits: Mapping[int, Tensor]
+    scores: Mapping[int, Tensor]
+    levels: int
+
+    @classmethod
+    def of(cls, sequences: Sequence[TokenSequence], output: StepOutput, report: PendingReport) -> "LaunchedStep":
+        """Take what will be needed of a step's output, which the next step may overwrite."""
+        logits, scores = dict[int, Tensor](), dict[int, Tensor]()
+        for row, sequence in enumerate(sequences):
+            if sequence.wants_logits:
+                logits[row] = output.logits[row].index_select(0, output.path.nodes[row])
+            if "scores" in sequence.keeps:
+                scores[row] = output.scores[row].index_select(0, output.path.nodes[row])
+        return cls(sequences, report, logits, scores, output.levels)
+
+    def read(self) -> Iterator[tuple[TokenSequence, SequenceDelta]]:
+        """Wait for the step, and yield what it drew for each of its sequences."""
+        reports = zip(self.sequences, self.report.read(), strict=False)
+        for row, (sequence, (*tokens, accepted, drafted, finite)) in enumerate(reports):
+            count = min(accepted + 1, finite)
+            logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
+            drafts, overflowed = drafted if self.levels > 0 and sequence.params.speculate else None, finite <= accepted
+            drawn = SequenceDelta(tokens[:count], drafted=drafts, logits=logits, scores=scores, overflowed=overflowed)
+            yield sequence, drawn
+
+
+@dataclass(frozen=True)
+class LaunchedPrefill:
+    """A forward over chunks of prompts.
+
+    Attributes:
+        first: The draws of the tokens that follow prompts; None where none is complete.
+        size: Tokens of the forward, with those of padding; 0 for one whose time is not measured.
+        timer: Measures the forward.
+    """
+
+    first: LaunchedStep | None
+    size: int
+    timer: "Timer"
+
+
+class Timer:
+    """Measures work on a device without waiting for it."""
+
+    def __init__(self, device: torch.device):
+        """Begin to measure what is launched from now on."""
+        self._mark: Callable[[], Any] = time.perf_counter
+        if device.type == "cuda":
+            self._mark = _recorded_event
+        self._began, self._ended = self._mark(), None
+
+    def stop(self) -> None:
+        """Measure nothing that is launched later."""
+        self._ended = self._mark()
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the work, which is waited for."""
+        assert self._ended is not None, "stop comes first"
+        if isinstance(self._ended, float):
+            return self._ended - self._began
+        self._ended.synchronize()
+        return self._began.elapsed_time(self._ended) / 1e3
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

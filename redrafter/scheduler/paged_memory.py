@@ -1,0 +1,437 @@
+"""The memory of paged KV caches, and the blocks of it that sequences hold, where others may find their tokens."""
+
+import logging
+import threading
+import warnings
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from redrafter.cache.block_manager import BlockManager, BlockTable
+from redrafter.cache.dense import stored_as
+from redrafter.cache.host_blocks import HostBlocks
+from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.errors import CacheFullError, UnsupportedError, first_line
+from redrafter.files.home import keep_kernels
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.scheduler.captured_step import GraphCapturer
+from redrafter.scheduler.sequence import TokenSequence
+from redrafter.target.batch_invariance import check_rows
+from redrafter.target.forward_batch import ForwardBatch
+from redrafter.target.target import Target
+from redrafter.tree.token_tree import chain
+
+_LOG = logging.getLogger(__name__)
+MAX_TEXT_TOKENS = 32768  # of a text in each row for which the cache has room; a longer one takes that of others
+MOST_ROWS = 64  # rows of such texts that the paged cache has room for, where memory allows
+MAX_RECOMPILES = 64  # of one function, before torch.compile gives up on it
+EXTRA_SLOTS = 256  # of a row beyond its text: the tree, and what a last step overshoots
+
+
+class PagedMemory:
+    """The paged memory of one target and its draft model: pools of keys and values, and who holds which blocks.
+
+    A target and its draft model hold a row's text in blocks of the same ids, so one manager of blocks serves both,
+    and a prefix that is found is found in both. A draft model with another vocabulary, whose texts have other lengths,
+    has blocks of its own.
+
+    Attributes:
+        target: The model that verifies.
+        store: The target's keys and values.
+        draft_store: A draft model's keys and values, or None.
+        blocks: Which blocks are free, taken, and hold a prefix.
+        draft_blocks: The same for a draft model with another vocabulary, unused with any other; None without one.
+        host: Where texts of `blocks` go on, on the host, once they are evicted; None if they are forgotten.
+        draft_host: The same for those of `draft_blocks`.
+        capturer: Captures steps over this memory.
+        lock: Guards `blocks`, and whatever is launched, against schedulers in several threads: graphs share memory, so
+            what a step drew must be copied before another step is launched.
+        released: Condition on `lock`, notified when blocks are given back or `turns` changes.
+        turns: Those who wait for blocks that others hold, the first to come first. While anyone waits, nobody else
+            takes blocks for another sequence, so that a call of many prompts cannot keep a later one waiting.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        store: KVCachePool,
+        draft_store: KVCachePool | None = None,
+        host: HostBlocks | None = None,
+        draft_host: HostBlocks | None = None,
+        *,
+        compile: bool = False,
+    ):
+        self.target, self.store, self.draft_store = target, store, draft_store
+        self.host, self.draft_host = host, draft_host
+        self.forget_prefixes()
+        self.lock = threading.RLock()
+        self.released, self.turns = threading.Condition(self.lock), list[object]()
+        self.capturer = GraphCapturer(target)
+        self._compile, self._versions = compile, dict[Target, int]()
+
+    def forget_prefixes(self) -> None:
+        """Read the next prompts from the first token on, as if never seen. No sequence may hold blocks."""
+        on_host, drafts_on_host = (0 if host is None else host.num_blocks for host in (self.host, self.draft_host))
+        self.blocks = BlockManager(self.store.num_blocks, self.store.rows, on_host)
+        self.draft_blocks: BlockManager | None = None
+        if self.draft_store is not None:
+            self.draft_blocks = BlockManager(self.draft_store.num_blocks, host_blocks=drafts_on_host)
+
+    def copy_blocks(self) -> None:
+        """Launch the copies from and to the host that are due, once blocks were handed out and before they are used.
+
+        Hold the lock. If one fails, all prefixes are forgotten, as nobody knows which of them are where they should be.
+        """
+        managers = [(self.blocks, self.host), (self.draft_blocks, self.draft_host)]
+        try:
+            for blocks, host in managers:
+                if blocks is not None and host is not None:
+                    host.copy(blocks.take_copies())
+        except BaseException:
+            for blocks, _ in managers:
+                if blocks is not None:
+                    blocks.forget()
+            raise
+
+    def follow_changes(self, target: Target, draft_model: Target | None) -> tuple[int, ...]:
+        """Forget the prefixes, and prepare the forwards, that were made of weights which are no longer the models'.
+
+        The models have followed their changes. Returns the versions of their forwards: steps that were captured with
+        others are out of date.
+        """
+        models = [(target, self.store)]
+        if draft_model is not None and self.draft_store is not None:
+            models.append((draft_model, self.draft_store))
+        with self.lock:
+            if any(self._versions.get(model, model.version) != model.version for model, _ in models):
+                for blocks in (self.blocks, self.draft_blocks):
+                    if blocks is not None:
+                        blocks.forget()
+            for model, store in models:
+                self._versions[model] = model.version
+                if model.varlen_forward.outdated:
+                    prepare(model, store, self._compile)
+        return tuple(model.varlen_forward.version for model, _ in models)
+
+    @classmethod
+    def on(
+        cls,
+        target: Target,
+        draft_model: Target | None = None,
+        *,
+        memory_fraction: float,
+        max_seq_len: int | None,
+        rows: int = MOST_ROWS,
+        max_rows: int = MOST_ROWS,
+        compile: bool = True,
+        draft_pieces: int | None = None,
+        host_bytes: int = 0,
+        kv_dtype: torch.dtype | None = None,
+    ) -> "PagedMemory":
+        """Take memory for keys and values and, on a GPU, prepare the models' forwards.
+
+        Args:
+            target: The model that verifies.
+            draft_model: A model that drafts on the same device, or None.
+            memory_fraction: Share of the free memory that keys and values may take.
+            max_seq_len: Most tokens of a text, where the model's context does not say less; None for what it says.
+            rows: Rows of the longest text that memory is taken for, at most.
+            max_rows: Most rows at once, whose recurrent states memory is taken for.
+            compile: Whether forwards are compiled.
+            draft_pieces: The most tokens of the draft model for one of the target; None where its ids are the target's.
+            host_bytes: Memory of the host for keys and values that have to leave the device.
+            kv_dtype: Format that keys and values are stored in; None for that in which the models compute.
+
+        Raises:
+            CacheFullError: The device has too little memory.
+            ArgumentError: The host has less memory than that.
+        """
+        longest = min((x for x in (target.context, max_seq_len) if x is not None), default=MAX_TEXT_TOKENS)
+        tokens = max(rows * (min(longest, MAX_TEXT_TOKENS) + EXTRA_SLOTS), longest + EXTRA_SLOTS)
+        models = [target] if draft_model is None else [target, draft_model]
+        stores = KVCachePool.in_free_memory(
+            [stored_as(model.paged_shapes, kv_dtype) for model in models],
+            scales=[1, draft_pieces or 1][: len(models)],
+            fraction=memory_fraction,
+            max_blocks=-(-tokens // BLOCK_SIZE) + rows,
+            max_rows=max_rows,
+            ranks=target.ranks,
+        )
+        for model, store in zip(models, stores, strict=True):
+            # It may be prepared, by another engine; and a model may draft for itself.
+            if target.device.type == "cuda" and not model.varlen_forward.linears_fused:
+                prepare(model, store, compile)
+        hosts = _take_host_memory(target, host_bytes, [stores] if draft_pieces is None else [[s] for s in stores])
+        return cls(target, stores[0], stores[1] if len(stores) > 1 else None, *hosts, compile=compile)
+
+
+def _take_host_memory(target: Target, num_bytes: int, groups: Sequence[Sequence[KVCachePool]]) -> list[HostBlocks]:
+    """Return the blocks on the host of each group of pools whose blocks have the same ids; none if unwanted."""
+    if not num_bytes:
+        return []
+    if any(store.states is not None for stores in groups for store in stores):
+        warnings.warn(
+            f"kv_host_cache_gib is of no use to {target.name}: a prefix that has recurrent states is never reused",
+            stacklevel=2,
+        )
+        return []
+    return HostBlocks.of_size(num_bytes, groups)
+
+
+@torch.inference_mode()
+def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
+    """Merge and compile a model's forward, on a small tree whose sizes all differ and so cannot be confused."""
+    from torch._dynamo import config as dynamo_config  # takes seconds to import
+
+    keep_kernels()
+    zeros = torch.zeros(3, 7, dtype=torch.long, device=target.device)
+    cache = PagedCache(store, torch.zeros(3, 5, dtype=torch.int32, device=target.device))
+    forward = partial(target.verify, ForwardBatch(chain(zeros), zeros[:, 0], cache))
+    target.varlen_forward.fuse_linears(forward)
+    target.note_state()  # fused weights are elsewhere
+    compile = compile and not target.keeps_states
+    if hooked := target.hooked:
+        if target.batch_invariant:
+            raise UnsupportedError(f"{target.name} cannot be batch-invariant: {hooked} has a forward hook")
+        if target.device.type == "cuda":
+            warnings.warn(
+                f"{hooked} has a forward hook, so steps of {target.name} are neither compiled nor captured, slower: "
+                "remove the hook, or do what it does in the model's weights",
+                stacklevel=2,
+            )
+        compile = False
+    target.varlen_forward.compile(compile)
+    if compile:
+        _LOG.info(
+            "compiling %s, once: about a second a layer (--no-compile or compile=False does without)", target.name
+        )
+    # The drafter's step is compiled for one row and many, one beam and many, the first step and the others.
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, MAX_RECOMPILES)
+    try:
+        forward()
+    except Exception as error:
+        if target.batch_invariant:
+            raise UnsupportedError(
+                f"{target.name} cannot be batch-invariant: it cannot be compiled ({first_line(error)})"
+            ) from error
+        target.varlen_forward.compile(False)
+        warnings.warn(
+            f"{target.name} cannot be compiled ({first_line(error)}): its steps are captured as they are, slower; "
+            "compile=False avoids this warning",
+            stacklevel=2,
+        )
+        return
+    if target.batch_invariant:
+        check_rows(target, store)
+
+
+LONGEST_WAIT = 0.05  # seconds, after which a call that waits for blocks looks at its deadline and cancellations again
+
+
+def tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
+    """Return the block tables of sequences that all have one."""
+    tables = [sequence.block_table for sequence in sequences if sequence.block_table is not None]
+    assert len(tables) == len(sequences), "a sequence has no blocks"
+    return tables
+
+
+def draft_tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
+    """Return the block tables of the draft model's texts of sequences that all have one."""
+    tables = [sequence.draft_block_table for sequence in sequences if sequence.draft_block_table is not None]
+    assert len(tables) == len(sequences), "a sequence has no blocks"
+    return tables
+
+
+class SequenceBlocks:
+    """Gives sequences their blocks of a paged KV cache and takes them back.
+
+    A draft model with the target's vocabulary has its keys and values in blocks of the same ids. One with another
+    vocabulary has a text of its own for each sequence, and blocks of its own.
+    """
+
+    def __init__(self, graphs: PagedMemory, has_draft_model: bool, reuse: bool):
+        """Hand out the blocks of a memory; with `reuse`, equal prefixes share them unless a model keeps states."""
+        # A state of a prefix is not kept, and its keys and values alone are of no use.
+        stores = (graphs.store, graphs.draft_store)
+        reuse = reuse and all(store is None or store.states is None for store in stores)
+        self._graphs, self._reuse = graphs, reuse
+        # Without a draft model, no prompt is read into the cache of drafts, so none of its prefixes can be reused.
+        self._publishes = reuse and (graphs.draft_store is None or has_draft_model)
+        self._rope = graphs.target.rope
+        self._refused: tuple[tuple[object, ...], str] | None = None  # the last allocation that failed, and why
+
+    @property
+    def free(self) -> int:
+        """Number of blocks that could be handed out now."""
+        return self._graphs.blocks.num_free_blocks
+
+    def could_hold(self, sequence: TokenSequence, slots: int) -> bool:
+        """Tell whether so many positions of a sequence fit into an empty cache."""
+        fits = slots <= self._graphs.blocks.num_blocks * BLOCK_SIZE
+        if sequence.draft_text is None or self._graphs.draft_blocks is None:
+            return fits
+        return fits and sequence.draft_bound(slots) <= self._graphs.draft_blocks.num_blocks * BLOCK_SIZE
+
+    @property
+    def have_turn(self) -> bool:
+        """Whether nobody waits for blocks of the same cache who came before."""
+        turns = self._graphs.turns[:1]
+        return not turns or turns[0] is self
+
+    def wait(self) -> None:
+        """Wait in turn for blocks that others hold, but not for long. The caller's own sequences hold none."""
+        with self._graphs.released:
+            if self not in self._graphs.turns:
+                self._graphs.turns.append(self)
+            # What was released since the last attempt might be enough.
+            if not self.have_turn or (self._refused and self._refused[0] == self._attempt(*self._refused[0][:2])):
+                self._graphs.released.wait(LONGEST_WAIT)
+
+    def end_wait(self) -> None:
+        """Let others take blocks, if this one has waited for some."""
+        if self in self._graphs.turns:
+            with self._graphs.released:
+                self._graphs.turns.remove(self)
+                self._graphs.released.notify_all()
+
+    def allocate(self, sequence: TokenSequence, slots: int) -> None:
+        """Give an admitted sequence blocks for so many positions, with the longest cached prefix of its tokens.
+
+        Raises:
+            CacheFullError: Too few blocks are free; the sequence is unchanged.
+        """
+        # It is tried in every round, and looking for the prefix of a long text takes milliseconds.
+        if self._refused is not None and self._refused[0] == self._attempt(sequence, slots):
+            raise CacheFullError(self._refused[1])
+        with self._handing_out():
+            try:
+                self._allocate(sequence, slots)
+            except CacheFullError as error:
+                # As things are now: blocks that this attempt has taken and given back are no reason for another one.
+                self._refused = self._attempt(sequence, slots), str(error)
+                raise
+
+    def _attempt(self, sequence: Any, slots: Any) -> tuple[object, ...]:
+        """Return what decides whether an allocation fails: it fails again as long as this stays equal."""
+        managers = [x for x in (self._graphs.blocks, self._graphs.draft_blocks) if x is not None]
+        return sequence, slots, *((manager, manager.freed) for manager in managers)
+
+    def _allocate(self, sequence: TokenSequence, slots: int) -> None:
+        tokens = sequence.tokens[: sequence.prefill_length]
+        # What is found in the cache has no logits, and past a change of rope it would be other keys.
+        reuse = self._reuse and not sequence.needs_scores and self._is_steady(sequence)
+        sequence.block_table = self._graphs.blocks.admit(tokens, slots, reuse, self._salt(sequence))
+        if sequence.draft_text is not None:
+            try:
+                sequence.draft_block_table = self._admit_draft_text(sequence, slots, reuse)
+            except CacheFullError:
+                self._graphs.blocks.release(sequence.block_table)
+                sequence.block_table = None
+                raise
+            sequence.draft_prefilled = sequence.draft_block_table.reused
+        if sequence.needs_scores:
+            sequence.prompt_scores.clear()  # it may have been preempted halfway
+        sequence.prefilled = sequence.block_table.reused
+        sequence.reused = max(sequence.reused, sequence.prefilled)
+
+    @contextmanager
+    def _handing_out(self) -> Iterator[None]:
+        """Hold the lock, and launch the copies that handing out blocks makes due, even where there were too few."""
+        with self._graphs.lock:
+            try:
+                yield
+            finally:
+                self._graphs.copy_blocks()
+
+    def _admit_draft_text(self, sequence: TokenSequence, slots: int, reuse: bool) -> BlockTable:
+        """Give a sequence blocks for its draft text, with a cached prefix no longer than what the target has found."""
+        text, blocks = sequence.draft_text, self._graphs.draft_blocks
+        assert text is not None
+        assert blocks is not None
+        assert sequence.block_table is not None
+        draft_slots = sequence.draft_bound(slots)
+        found = sequence.draft_length(sequence.block_table.reused)
+        return blocks.admit(text.ids[: found + 1], draft_slots, reuse, sequence.cache_salt)
+
+    def grow(self, sequence: TokenSequence, slots: int) -> bool:
+        """Give a sequence blocks for at least so many positions, and return whether it needed more than it had.
+
+        Raises:
+            CacheFullError: Too few blocks are free. The sequence is unchanged, but for blocks of the target that it was
+                given where only those of a draft model were too few.
+        """
+        grown = self._grow(self._graphs.blocks, sequence.block_table, slots)
+        if sequence.draft_text is None:
+            return grown
+        return self._grow(self._graphs.draft_blocks, sequence.draft_block_table, sequence.draft_bound(slots)) or grown
+
+    def _grow(self, blocks: BlockManager | None, block_table: BlockTable | None, slots: int) -> bool:
+        assert blocks is not None
+        assert block_table is not None
+        if slots <= len(block_table.blocks) * BLOCK_SIZE:
+            return False
+        with self._handing_out():
+            blocks.grow(block_table, slots)
+        return True
+
+    def publish(self, sequence: TokenSequence, count: int) -> None:
+        """Let later sequences find the full blocks of the first `count` tokens of a sequence."""
+        assert sequence.block_table is not None
+        if self._publishes and self._is_steady(sequence):
+            with self._graphs.lock:
+                self._graphs.blocks.publish(sequence.block_table, sequence.tokens[:count])
+                if sequence.draft_text is not None:
+                    assert self._graphs.draft_blocks is not None
+                    assert sequence.draft_block_table is not None
+                    read = sequence.draft_text.ids[: sequence.draft_length(count)]
+                    self._graphs.draft_blocks.publish(sequence.draft_block_table, read)
+
+    def withdraw(self, sequence: TokenSequence) -> None:
+        """Let no later sequence find what this one has computed, as after an error nobody knows what is in it."""
+        tables = (self._graphs.blocks, sequence.block_table), (self._graphs.draft_blocks, sequence.draft_block_table)
+        with self._graphs.lock:
+            for blocks, block_table in tables:
+                if blocks is not None and block_table is not None:
+                    blocks.withdraw(block_table)
+
+    def release(self, sequence: TokenSequence, keep: bool) -> None:
+        """Take the blocks of a sequence back, if it has any.
+
+        Others may find its keys and values if `keep` says so, which they may not after an error.
+        """
+        if sequence.block_table is None:
+            return
+        if keep:
+            self.publish(sequence, sequence.prefilled if sequence.row is None else self._cached(sequence))
+        with self._graphs.released:
+            self._graphs.blocks.release(sequence.block_table)
+            if sequence.draft_block_table is not None:
+                assert self._graphs.draft_blocks is not None
+                self._graphs.draft_blocks.release(sequence.draft_block_table)
+            self._graphs.released.notify_all()
+        sequence.block_table = sequence.draft_block_table = None
+
+    def _is_steady(self, sequence: TokenSequence) -> bool:
+        """Tell whether a sequence's blocks hold what those of any sequence with the same text would hold.
+
+        The ids of two prompts with different images are the same.
+        """
+        if sequence.images is not None:
+            return False
+        return self._rope is None or self._rope.keeps_keys(len(sequence.prompt), sequence.max_length)
+
+    def _salt(self, sequence: TokenSequence) -> Hashable:
+        """Return what sequences must have in common to share blocks."""
+        key = None if self._rope is None else self._rope.prefix_key(len(sequence.prompt))
+        return (sequence.prefix_salt, key) if key else sequence.prefix_salt
+
+    def _cached(self, sequence: TokenSequence) -> int:
+        """Count the leading tokens of a decoding sequence whose keys and values are in every cache."""
+        if self._graphs.draft_store is None:
+            return len(sequence.tokens) - 1  # all but the pending token
+        if not sequence.params.speculate:
+            return min(len(sequence.tokens) - 2, len(sequence.prompt))  # the draft model may have read no more
+        return len(sequence.tokens) - 2  # the draft model may have proposed the last one and not read it
