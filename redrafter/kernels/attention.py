@@ -390,121 +390,58 @@ def tree_attention(
     rows, chunks = length.shape[0] - 1, chunk_starts.shape[0] - 2
     all_nodes, blocks = (depth.shape[0] - 1) // rows, (table.shape[0] - 1) // rows
     nodes = (ancestors.shape[0] - 1) // (rows * all_nodes)
-    heads, group = value.shape[1], query.shape[1] // value.shape[1]
-    width, half, fp8 = max(query.shape[2], value.shape[2]), query.element_size() == 2, keys.element_size() == 1
-    out = query.new_empty(*query.shape[:2], value.shape[2])
-    tensors = query, key, value, keys[key_layer], values[value_layer], sinks, out
+    (tokens, query_heads, dk), (heads, dv) = query.shape, value.shape[1:]
+    group = query_heads // heads
+    assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's vector is contiguous"
+    out = query.new_empty(tokens, query_heads, dv)
+    keys, values = keys[key_layer], values[value_layer]
+    block_dk, block_dv = (max(triton.next_power_of_2(d), 16) for d in (dk, dv))
+    follow = supports_dependent_launch(query.device)
+
+    def attend(
+        length: Tensor, starts: Tensor, table: Tensor, rows: int, nodes: int, cached: int, tiling: _Tiling,
+        chain: bool = False,
+    ) -> None:  # fmt: skip
+        """Launch the attention of rows with `nodes` new nodes at most, and `cached` ones that are in the cache."""
+        splits = tiling.splits
+        tiles, blocks = triton.cdiv(nodes * group, tiling.queries), (table.shape[0] - 1) // rows
+        part = out if splits == 1 else query.new_empty(tokens, query_heads, splits, dv, dtype=torch.float32)
+        tops = out if splits == 1 else query.new_empty(tokens, query_heads, splits, 2, dtype=torch.float32)
+        _attend_kernel[(rows, heads * tiles, splits)](
+            query, key, value, keys, values, length, starts, depth, ancestors, table, sinks, out, part, tops,
+            query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            keys.stride(0), values.stride(0),
+            scale, nodes, cached, blocks, splits, tiles, tiling.least,
+            HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=block_dk, BLOCK_DV=block_dv, BLOCK_M=tiling.queries,
+            BLOCK_S=tiling.keys,
+            PAGE=BLOCK_SIZE, WINDOW=window, CHUNK=chunk_size, SOFTCAP=softcap, SPLIT=splits > 1,
+            HAS_SINKS=sinks is not None, CACHED=cached > 0, CHAIN=chain, LARGEST=largest_number(keys.dtype),
+            WIDEN=widening_assembly(keys.dtype, query.dtype, query.device),
+            WIDE=max(keys.numel(), values.numel()) >= 1 << 31,
+            FOLLOW=follow, launch_pdl=follow, num_warps=tiling.warps, num_stages=tiling.stages,
+        )  # fmt: skip
+        if splits > 1:
+            block_splits = triton.next_power_of_2(splits)
+            warps = min(max(block_splits * block_dv // 4096, 1 if block_dv <= 64 else 2), 16)  # what fits in registers
+            _merge_splits_kernel[(tokens * query_heads,)](
+                part, tops, sinks, out, starts, starts[rows:], splits,
+                QUERY_HEADS=query_heads, DV=dv, BLOCK_DV=block_dv, BLOCK_SPLITS=block_splits,
+                HAS_SINKS=sinks is not None, FOLLOW=follow, launch_pdl=follow, num_warps=warps,
+            )  # fmt: skip
+
+    size = max(dk, dv), query.element_size() == 2, keys.element_size() == 1
     # Of a ragged tree, most rows have fewer nodes than the largest one, and tiles are made for those.
-    mean = max(triton.cdiv(len(query) - chunks * TOKENS_PER_CHUNK, rows), 1)
-    numbers, tiling = out.numel(), _choose_tiling(rows * heads, min(mean, nodes) * group, blocks, width, half, fp8)
+    mean = max(triton.cdiv(tokens - chunks * TOKENS_PER_CHUNK, rows), 1)
+    tiling = _choose_tiling(rows * heads, min(mean, nodes) * group, blocks, *size)
     if rows > 1:
-        tiling = _for_long_rows(tiling, blocks, numbers)
-    _attend(
-        *tensors,
-        length,
-        starts,
-        depth,
-        ancestors,
-        table,
-        rows,
-        nodes,
-        all_nodes - nodes,
-        tiling,
-        scale,
-        window,
-        softcap,
-        chunk_size,
-    )
+        tiling = _for_long_rows(tiling, blocks, out.numel())
+    attend(length, starts, table, rows, nodes, all_nodes - nodes, tiling)
     if chunks:  # the padding is one more
         most = chunks * TOKENS_PER_CHUNK + TOKEN_MULTIPLE
         blocks = (chunk_table.shape[0] - 1) // (chunks + 1)
-        tiling = _choose_tiling(heads, most * group, blocks, width, half, fp8)._replace(splits=1)
-        tiling = _for_long_rows(tiling, blocks, numbers)
-        _attend(
-            *tensors, chunk_lengths, chunk_starts, depth, ancestors, chunk_table, chunks + 1, most, 0, tiling, scale,
-            window, softcap, chunk_size, chain=True,
-        )  # fmt: skip
-    elif len(query) > rows * nodes and tiling.splits == 1:
+        tiling = _choose_tiling(heads, most * group, blocks, *size)._replace(splits=1)
+        tiling = _for_long_rows(tiling, blocks, out.numel())
+        attend(chunk_lengths, chunk_starts, chunk_table, chunks + 1, most, 0, tiling, chain=True)
+    elif tokens > rows * nodes and tiling.splits == 1:
         out[rows * nodes :].zero_()
     return out
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    length: Tensor,
-    starts: Tensor,
-    depth: Tensor,
-    ancestors: Tensor,
-    table: Tensor,
-    rows: int,
-    nodes: int,
-    cached: int,
-    tiling: _Tiling,
-    scale: float,
-    window: int,
-    softcap: float,
-    chunk_size: int,
-    chain: bool = False,
-) -> None:
-    """Launch the attention of some rows, whose tensors are those of a `Plan`.
-
-    Args:
-        query: Queries of all tokens, `[T, Hq, d]`.
-        key: Keys of all tokens, `[T, H, d]`.
-        value: Values of all tokens, `[T, H, dv]`.
-        keys: Keys of the layer in the cache, `[slots, H, d]`.
-        values: Values of the layer in the cache, `[slots, H, dv]`.
-        sinks: Attention sinks, `[Hq]`, or None.
-        out: Receives the attention of the rows' tokens, `[T, Hq, dv]`.
-        length: Tokens of each row before its new nodes.
-        starts: First token of each row, and what is behind the last.
-        depth: Depth of each node; not read for chains.
-        ancestors: Ancestors of each new node; not read for chains.
-        table: Blocks of each row.
-        rows: Number of rows.
-        nodes: Most new nodes of a row.
-        cached: Nodes of each row that are in the cache already.
-        tiling: How to cut them into programs.
-        scale: Factor of the scores, positive.
-        window: Positions that a node looks back, 0 for all.
-        softcap: Bound of the scores, 0 for none.
-        chunk_size: Positions of a chunk, of which a node sees its own alone; 0 for one chunk.
-        chain: Whether the new nodes of each row are a chain.
-    """
-    tokens, query_heads, dk = query.shape
-    heads, dv = value.shape[1:]
-    group = query_heads // heads
-    assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's vector is contiguous"
-    splits = tiling.splits
-    tiles, blocks = triton.cdiv(nodes * group, tiling.queries), (table.shape[0] - 1) // rows
-    part = out if splits == 1 else query.new_empty(tokens, query_heads, splits, dv, dtype=torch.float32)
-    tops = out if splits == 1 else query.new_empty(tokens, query_heads, splits, 2, dtype=torch.float32)
-    block_dk, block_dv = (max(triton.next_power_of_2(d), 16) for d in (dk, dv))
-    follow = supports_dependent_launch(query.device)
-    _attend_kernel[(rows, heads * tiles, splits)](
-        query, key, value, keys, values, length, starts, depth, ancestors, table, sinks, out, part, tops,
-        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        keys.stride(0), values.stride(0),
-        scale, nodes, cached, blocks, splits, tiles, tiling.least,
-        HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=block_dk, BLOCK_DV=block_dv, BLOCK_M=tiling.queries,
-        BLOCK_S=tiling.keys,
-        PAGE=BLOCK_SIZE, WINDOW=window, CHUNK=chunk_size, SOFTCAP=softcap, SPLIT=splits > 1,
-        HAS_SINKS=sinks is not None, CACHED=cached > 0, CHAIN=chain, LARGEST=largest_number(keys.dtype),
-        WIDEN=widening_assembly(keys.dtype, query.dtype, query.device),
-        WIDE=max(keys.numel(), values.numel()) >= 1 << 31,
-        FOLLOW=follow, launch_pdl=follow, num_warps=tiling.warps, num_stages=tiling.stages,
-    )  # fmt: skip
-    if splits > 1:
-        block_splits = triton.next_power_of_2(splits)
-        warps = min(max(block_splits * block_dv // 4096, 1 if block_dv <= 64 else 2), 16)  # what fits in registers
-        _merge_splits_kernel[(tokens * query_heads,)](
-            part, tops, sinks, out, starts, starts[rows:], splits,
-            QUERY_HEADS=query_heads, DV=dv, BLOCK_DV=block_dv, BLOCK_SPLITS=block_splits,
-            HAS_SINKS=sinks is not None, FOLLOW=follow, launch_pdl=follow, num_warps=warps,
-        )  # fmt: skip

@@ -102,14 +102,8 @@ class _Replacement:
 
     def run(self) -> Ranks:
         """Replace all modules, and return the ranks."""
-        modules = [
-            (
-                name,
-                module,
-                self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)),
-            )  # plans have a star for a layer's number
-            for name, module in self._model.named_modules()
-        ]
+        named = [(re.sub(r"\.\d+(?=\.|$)", ".*", name), name, module) for name, module in self._model.named_modules()]
+        modules = [(name, module, self._plan.get(pattern)) for pattern, name, module in named]
         for _, module, style in modules:
             if style is not None:
                 vars(module).pop("forward", None)  # transformers' wrapper, which hides the class's own
@@ -141,10 +135,11 @@ class _Replacement:
 
     def _replace(self, name: str, module: Any, style: str) -> None:
         """Replace a module, with the parts of its weights, by one that computes what its style says."""
+        ranks = self.ranks
         if style in _SUMMED_OUTPUT:
-            module.register_forward_hook(lambda _, args, output: self.ranks.sum(output))
+            module.register_forward_hook(lambda _, args, output: ranks.sum(output))
         elif style == "moe_identity_expert":
-            module.register_forward_pre_hook(lambda _, args: (args[0] / self.ranks.size, *args[1:]))
+            module.register_forward_pre_hook(lambda _, args: (args[0] / ranks.size, *args[1:]))
         elif style in _AS_IT_IS or style in _WHOLE:
             return
         elif type(module) is not nn.Linear or style not in (*_LOCAL, *_SUMMED, *_GATHERED):

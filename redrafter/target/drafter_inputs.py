@@ -17,12 +17,7 @@ from redrafter.errors import MismatchError, UnsupportedError
 
 
 def decoder_layers(model: PreTrainedModel, count: int, layer_ids: Sequence[int]) -> list[nn.Module]:
-    """Return some of a model's decoder layers.
-
-    Args:
-        model: A causal LM.
-        count: Number of its decoder layers.
-        layer_ids: Numbers of the layers to return, from 0.
+    """Return those of a causal LM's `count` decoder layers that have these numbers, from 0.
 
     Raises:
         MismatchError: There is no such layer.
@@ -52,14 +47,9 @@ def decoder_stack(model: PreTrainedModel, count: int) -> nn.ModuleList | None:
 
 
 def join_hidden(last: Tensor, outputs: Sequence[Tensor]) -> Tensor:
-    """Concatenate the last hidden state and the outputs of earlier layers to what a drafter reads.
+    """Concatenate the last hidden state and the outputs of L earlier layers, `[..., D]` each, to what a drafter reads.
 
-    Args:
-        last: Last hidden state, `[..., D]`.
-        outputs: Outputs of L layers, `[..., D]` each.
-
-    Returns:
-        `[..., F]` with F = (1 + L) * D, in the dtype and on the device of `last`.
+    That is `[..., F]` with F = (1 + L) * D, in the dtype and on the device of `last`.
 
     Raises:
         UnsupportedError: A layer's output has another rank or width than the last hidden state.
@@ -92,17 +82,9 @@ class DrafterLayer:
     remember: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
     def write(self, cache: KVCache, slots: Tensor, ids: Tensor, positions: Tensor, hidden: Tensor) -> None:
-        """Store the keys and values of T tokens, in a cache that has a layer for them.
-
-        Args:
-            cache: The cache of the tokens' texts.
-            slots: Slots of the tokens in its pools, `[T]` int64.
-            ids: The tokens, `[T]` int64.
-            positions: Their positions, `[T]` int64.
-            hidden: Hidden states that the drafter reads, `[T, F]`.
-        """
+        """Store the keys and values of tokens, whose hidden states are `[T, F]`, in slots `[T]` of a cache's pools."""
         if not cache.has_drafter_layer:
-            return  # a cache that was made before the drafter was loaded has no place for them
+            return  # it was made before the drafter was loaded
         for store, states in zip(cache.drafter_stores(), self.remember(ids, positions, hidden), strict=True):
             # A NaN would stay in the cache, and no mask hides one from the drafter. What it reads changes no text.
             store.index_copy_(0, slots, states.nan_to_num(0, 0, 0))

@@ -46,12 +46,9 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def same_inputs(calls: Sequence[tuple[str, Tensor, Tensor]]) -> list[list[str]]:
-    """Group the names of linear layers by the tensor that they read, in the order of their calls.
+    """Group the names of linear layers by the tensor that they read, in the order of what `linear_calls` records.
 
     A layer that is called twice is in no group; many groups are of one layer.
-
-    Args:
-        calls: What `linear_calls` records.
     """
     groups: dict[int, list[str]] = {}
     for name, x, _ in calls:
@@ -80,17 +77,16 @@ class _FusedGroup:
         return thin_linear(x, self.weight) if self.thin else linear(x, self.weight, self.bias)
 
 
-class _StandIn(nn.Module):
-    """A stand-in for a linear layer, with its weight, bias and mode, at which the model's code may look."""
+class _FirstStandIn(nn.Module):
+    """A stand-in for the first layer of a group, which computes the product of all.
 
-    def __init__(self, module: nn.Linear, group: _FusedGroup):
+    It has the layer's weight, bias and mode, at which the model's code may look.
+    """
+
+    def __init__(self, module: nn.Linear, group: _FusedGroup, index: int):
         super().__init__()
-        self.weight, self.bias, self.group = module.weight, module.bias, group
+        self.weight, self.bias, self.group, self.index = module.weight, module.bias, group, index
         self.train(module.training)
-
-
-class _FirstStandIn(_StandIn):
-    """A stand-in for the first layer of a group, which computes the product of all."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, and leave those of the others to their stand-ins."""
@@ -102,12 +98,8 @@ class _FirstStandIn(_StandIn):
         return group.outputs[0]
 
 
-class _NextStandIn(_StandIn):
+class _NextStandIn(_FirstStandIn):
     """A stand-in for a later layer of a group, which reads its part of the product."""
-
-    def __init__(self, module: nn.Linear, group: _FusedGroup, index: int):
-        super().__init__(module, group)
-        self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output."""
@@ -125,13 +117,7 @@ class FusedLinears:
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[str]], *, thin: bool = True):
-        """Fuse the weights of groups of layers.
-
-        Args:
-            model: The model that holds the layers.
-            groups: Names of the layers; a group of one is a layer by itself.
-            thin: Whether to use the kernel for few tokens where there is one.
-        """
+        """Fuse the weights of groups of a model's layers, by their names; `thin` allows the kernel for few tokens."""
         self._stand_ins: list[tuple[nn.Module, str, nn.Module]] = []  # parent, name there, stand-in
         for names in groups:
             layers: list[Any] = [model.get_submodule(name) for name in names]
@@ -142,7 +128,7 @@ class FusedLinears:
                 continue
             for index, (name, module) in enumerate(zip(names, layers, strict=True)):
                 parent, _, attribute = name.rpartition(".")
-                stand_in = _NextStandIn(module, group, index) if index else _FirstStandIn(module, group)
+                stand_in = (_NextStandIn if index else _FirstStandIn)(module, group, index)
                 self._stand_ins.append((model.get_submodule(parent), attribute, stand_in))
 
     def apply(self, patch: ModelPatch) -> None:

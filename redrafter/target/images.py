@@ -73,14 +73,9 @@ class ImageInputs:
     _prompt: ImagePrompt | None = field(default=None, init=False, repr=False)
 
     def prepare(self, model: Any, ids: Sequence[int]) -> ImagePrompt:
-        """Let the model encode the images, in the first call.
+        """Let the model encode the images, in the first call; `ids` are the prompt, the same in each call.
 
-        Args:
-            model: The Hugging Face model.
-            ids: The prompt, the same in each call.
-
-        Raises:
-            ArgumentError: The images do not fit the prompt or the model.
+        `ArgumentError` is raised where the images do not fit the prompt or the model.
         """
         if self._prompt is None:
             self._prompt = self._encode(model, ids)
@@ -144,20 +139,17 @@ def token_type_arguments(model: Any) -> frozenset[str]:
 
 
 def split_rows(prepared: Mapping[str, Any], ids: Tensor, seen: Tensor, model: Any) -> list[ImagePrompt | None]:
-    """Split by rows what transformers has prepared of images.
+    """Return for each row what the forward takes of it alone, without padding; None for a row without images.
 
     Args:
-        prepared: Keyword arguments that transformers would give to the model.
+        prepared: Keyword arguments that transformers would give to the model for all rows.
         ids: The prompts, `[B, P]` int64, left-padded.
         seen: False where a row is padded, `[B, P]` bool.
         model: The Hugging Face model.
 
-    Returns:
-        For each row what the forward takes of it alone, without padding; None for a row without images.
-
     Raises:
         ArgumentError: The prompts have places for more or fewer images than there are.
-        UnsupportedError: A prompt ends with an image, behind which each axis would go on from a position of its own.
+        UnsupportedError: A prompt ends with an image, after which each axis would continue from its own position.
     """
     encoded = (prepared.get(ENCODED) or {}).get("image")
     if encoded is None:

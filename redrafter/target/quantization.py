@@ -32,13 +32,7 @@ class Float8Linear(nn.Linear):
     weight_scale: Tensor
 
     def __init__(self, layer: nn.Linear, device: torch.device | str | None = None, *, rounds_inputs: bool = False):
-        """Quantise a layer.
-
-        Args:
-            layer: The layer; its bias is shared.
-            device: Where to quantise its weight, which stays there; None for where it is.
-            rounds_inputs: Whether to round its inputs.
-        """
+        """Quantise a layer, whose bias is shared, on a device where its weight then stays; None for where it is."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         weight, scale = _quantize(layer.weight.detach().to(device))
@@ -86,11 +80,7 @@ def quantize_linears(
 ) -> int:
     """Replace the linear layers of a model by FP8 ones, in place and for good, and return how many weights they have.
 
-    Args:
-        model: The model.
-        keep: Modules that stay as they are, with all that is in them.
-        device: Where each weight is moved before it is quantised; None for where it is.
-        rounds_inputs: Whether their inputs are rounded to FP8 too.
+    Modules in `keep` stay as they are, with all that is in them; the rest is as in `Float8Linear`.
     """
     kept = {id(module) for root in keep if root is not None for module in root.modules()}
     replaced: dict[int, Float8Linear] = {}
@@ -120,12 +110,7 @@ def is_quantized(config: Any) -> bool:
 def shared_scales(config: Any) -> str | None:
     """Name the quantisation of a model in which a token's activation scales depend on other tokens of the forward.
 
-    Args:
-        config: Config of a Hugging Face model.
-
-    Returns:
-        The scheme, for messages; None where scales are static, of a token's own or not needed, and for methods that are
-        not known here.
+    It is None where scales are static, of a token's own or not needed, and for methods that are not known here.
     """
     quantization = _quantization(config)
     if quantization is None:
@@ -137,12 +122,7 @@ def shared_scales(config: Any) -> str | None:
 
 
 def warn_of_shared_scales(config: Any, name: str) -> None:
-    """Warn where a quantised model cannot be verified exactly, naming its scheme.
-
-    Args:
-        config: Config of the model.
-        name: What to call the model.
-    """
+    """Warn where a quantised model cannot be verified exactly, naming its scheme."""
     scheme = shared_scales(config)
     if scheme is not None:
         warnings.warn(

@@ -21,12 +21,6 @@ from redrafter.target.supported import MODEL_ERRORS
 from redrafter.tree.token_tree import Tree
 
 
-def _rope_entries(config: Any) -> list[dict[str, Any]]:
-    """Return the rope parameters of all kinds of layers."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return [rope, *(entry for entry in rope.values() if isinstance(entry, dict))]
-
-
 class RopeByLength(ABC):
     """The rope of a model whose frequencies follow from the length of a text.
 
@@ -42,11 +36,8 @@ class RopeByLength(ABC):
     def drop_past_switch(self, tree: Tree, length: Tensor) -> Tree:
         """Return the tree without the tokens past the switch, in rows that are read again there.
 
-        Those tokens cannot be accepted; the row goes on from there in the next step.
-
-        Args:
-            tree: The trees of B rows.
-            length: Committed tokens of each row, `[B]` int64.
+        Those tokens cannot be accepted; the row, of `length` `[B]` committed tokens, continues from there in the next
+        step.
         """
         if not self.rereads:
             return tree
@@ -54,16 +45,14 @@ class RopeByLength(ABC):
         return replace(tree, tokens=tree.tokens.masked_fill(past & (length < self.switch_at)[:, None], -1))
 
     def prompt_length(self, prompt: int, read: int) -> int:
-        """Return the length of text whose frequencies the tokens of a prompt have at least.
+        """Return the least length of text whose frequencies a prompt's tokens have.
 
-        Args:
-            prompt: Tokens of the prompt.
-            read: Tokens that are read, which of a row that was preempted are more than its prompt.
+        Of a row that was preempted more tokens are `read` than its prompt has.
         """
         return max(prompt, read) if self.rereads else prompt
 
     def keeps_keys(self, prompt: int, longest: int) -> bool:
-        """Tell whether the keys behind a prompt stay as they are while a text grows to `longest` tokens."""
+        """Tell whether the keys after a prompt stay as they are while a text grows to `longest` tokens."""
         return not self.rereads or prompt > self.switch_at or longest <= self.switch_at
 
     @abstractmethod
@@ -84,10 +73,7 @@ class RopeByLength(ABC):
 def find_switching_rope(model: Any, config: Any, cache: DenseCache) -> "RopeByLength | None":
     """Return the rope of a model where it switches, and what the model's own `generate` does then; else None.
 
-    Args:
-        model: The causal LM.
-        config: Config of its decoder.
-        cache: An empty cache for one row.
+    The cache is an empty one for one row.
     """
     switch_at = _switch_length(config)
     if switch_at is None:
@@ -100,8 +86,8 @@ def find_switching_rope(model: Any, config: Any, cache: DenseCache) -> "RopeByLe
 
 def _switch_length(config: Any) -> int | None:
     """Return the number of tokens past which `longrope` has other frequencies; None where it never switches."""
-    whole = getattr(config, "max_position_embeddings", None)
-    for entry in _rope_entries(config):
+    whole, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    for entry in (rope, *(entry for entry in rope.values() if isinstance(entry, dict))):  # of all kinds of layers
         if entry.get("rope_type") == "longrope":
             first = entry.get("original_max_position_embeddings")
             first = first or getattr(config, "original_max_position_embeddings", None) or whole
@@ -151,9 +137,6 @@ def find_dynamic_rope(model: nn.Module) -> "DynamicRope | None":
     """Return the rope of a model where it is `dynamic`, and each token can be given its own frequencies; else None.
 
     Without it, texts end where the frequencies would change.
-
-    Args:
-        model: The causal LM.
     """
     layouts: dict[nn.Module, dict[str | None, _Layout]] = {}
     for module in model.modules():
@@ -194,14 +177,9 @@ class _Layout:
 
     @classmethod
     def of(cls, module: Any, layer_type: str | None) -> "_Layout":
-        """Learn what a module returns from what it returns for a short text.
+        """Learn what a module returns for layers of a type from what it returns for a short text.
 
-        Args:
-            module: The module.
-            layer_type: The type of layers; None where all layers have one.
-
-        Raises:
-            AssertionError: It returns something else; other errors may come from the module.
+        `AssertionError` is raised where it returns something else; other errors may come from the module.
         """
         config, kind = module.config, {} if layer_type is None else {"layer_type": layer_type}
         entry = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
@@ -237,13 +215,7 @@ class _Layout:
         return torch.where(length > self.first, long, self.short.to(length.device))
 
     def rotate(self, x: Tensor, positions: Tensor, at_least: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of tokens, `[..., D]` each.
-
-        Args:
-            x: Anything of the device and dtype of the hidden states.
-            positions: Positions of the tokens, `[...]` int64.
-            at_least: As in `RopeByLength.apply`.
-        """
+        """Return cosines and sines of tokens at positions `[...]`, `[..., D]` each, on the device of `x`."""
         positions, dtype = positions.to(x.device), x.dtype if self.follows else torch.float32
         length = torch.maximum(positions + 1, at_least.to(x.device))
         angles = positions[..., None].float() * self.frequencies(length[..., None])

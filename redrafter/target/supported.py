@@ -87,10 +87,6 @@ def base_of(model: Any) -> Any:
 def check_supported(model: Any, name: str) -> None:
     """Check by the config that token trees can be verified on a model.
 
-    Args:
-        model: The causal LM.
-        name: What to call it.
-
     Raises:
         UnsupportedError: It is an encoder-decoder, reads in both directions, has ALiBi in code that is not known, its
             layers attend to something else than the tokens of a text, or its attention implementation takes no 4-D
@@ -116,11 +112,6 @@ def check_supported(model: Any, name: str) -> None:
 def check_on_device(model: nn.Module, table: Tensor, name: str) -> None:
     """Check that a model has its weights, and its embedding table where a device can read it.
 
-    Args:
-        model: The causal LM.
-        table: Its embedding table.
-        name: What to call it.
-
     Raises:
         UnsupportedError: They are on the meta device, and accelerate does not bring them from elsewhere.
     """
@@ -134,12 +125,7 @@ def check_on_device(model: nn.Module, table: Tensor, name: str) -> None:
 
 
 def check_states_found(model: Any, config: Any, name: str) -> None:
-    """Check that a model in which no recurrent state was found has none.
-
-    Args:
-        model: The causal LM.
-        config: Config of its decoder.
-        name: What to call it.
+    """Check that a model with this decoder config, in which no recurrent state was found, has none.
 
     Raises:
         UnsupportedError: It keeps states somewhere else than in transformers' cache.
@@ -210,13 +196,7 @@ def _cache_layers(output: Any, config: Any, name: str) -> Any:
 
 
 def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateShape] = ()) -> list[LayerShape]:
-    """Return what each layer stores, by the cache of a plain forward.
-
-    Args:
-        output: Output of that forward.
-        config: Config of the model's decoder.
-        name: What to call the model.
-        states: The recurrent states of all layers.
+    """Return what each layer stores, by the cache in the output of a plain forward and the states of all layers.
 
     Raises:
         UnsupportedError: The model keeps something else than keys and values and these states.
