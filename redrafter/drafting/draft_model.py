@@ -156,7 +156,7 @@ class DraftModelProposer:
             tree = replace(tree, tokens=self.vocabulary.draft_ids[tree.tokens])
             batch = ForwardBatch(tree, length, cache, logits_index)
             return self.vocabulary.restrict(self.model.verify(batch).logits)
-        tree = replace(tree, tokens=self.model.clamp_to_vocab(tree.tokens))
+        tree = replace(tree, tokens=clamp_to_vocab(tree.tokens, self.model))
         logits = self.model.verify(ForwardBatch(tree, length, cache, logits_index)).logits
         if logits.shape[-1] < self.vocab_size:
             return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=torch.finfo(logits.dtype).min)
@@ -203,3 +203,8 @@ def commit_drafts(state: State, tree: Tree, path: Path, cache: KVCache) -> None:
         cache.commit(state.length if tree.draft_length is None else tree.draft_length, path.nodes)
     if cache.states is not None:
         cache.commit_states(state.length - 1, path.behind_reread(), state.active)
+
+
+def clamp_to_vocab(tokens: Tensor, model: Target) -> Tensor:
+    """Replace ids outside a draft model's vocabulary by 0. They occur in no text of its own."""
+    return tokens.where(tokens < model.vocab_size, 0)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.target.supported import Support
 from redrafter.target.target import Target
 
 # Hugging Face's processors that sum over the vocabulary in an order which, on a GPU, suits the number of rows.
@@ -44,7 +45,7 @@ def make_batch_invariant(target: Target, draft_model: Target | None, *, compile:
     if reason := draft_model.paged.reason:
         raise UnsupportedError(f"batch_invariant=True needs a draft model on a paged cache: {reason}")
     if draft_model.device.type == "cpu":
-        draft_model.allow_varlen()
+        draft_model.varlen = Support()
 
 
 def check_processors(target: Target, processors: Iterable[object]) -> None:
@@ -104,7 +105,7 @@ def use_kv_cache_dtype(target: Target, draft_model: Target | None, name: str) ->
     _check_device(target.device, dtype, name)
     for model in (target, draft_model or target):
         if model.device.type == "cpu":
-            model.allow_varlen()
+            model.varlen = Support()
 
 
 def _check_device(device: torch.device, dtype: torch.dtype, name: str) -> None:

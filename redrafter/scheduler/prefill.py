@@ -13,6 +13,7 @@ from torch import Tensor
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.paged import KVCache, stack_block_tables
 from redrafter.cache.to_device import to_device
+from redrafter.drafting.draft_model import clamp_to_vocab
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.scheduler.limits import Limits
@@ -116,6 +117,12 @@ def choose_room(prompts: int, tokens: int) -> int:
     return next((room for room in ROOMS if prompts <= room and tokens <= room * TOKENS_PER_CHUNK), ROOMS[-1])
 
 
+def rope_length(target: Target, sequence: TokenSequence) -> int:
+    """Return the sequence length that selects RoPE frequencies, at least, of a prompt that may be read in parts."""
+    prompt = len(sequence.prompt)
+    return prompt if target.rope is None else target.rope.prompt_length(prompt, sequence.prefill_length)
+
+
 class ChunkBuffers:
     """Room for chunks of prompts, where captured steps look for them."""
 
@@ -134,7 +141,7 @@ class ChunkBuffers:
             starts.append(len(tokens))
             lengths.append(sequence.prefilled)
             adapters.append(slot_of(sequence))
-            prompts.append(self._target.rope_length(len(sequence.prompt), sequence.prefill_length))
+            prompts.append(rope_length(self._target, sequence))
         empty = room - len(chunks)
         padding, ends = [0] * (len(buffers.tokens) - len(tokens)), starts[-1:] * empty
         numbers = tokens + padding + starts + ends + lengths + adapters + prompts
@@ -235,7 +242,7 @@ class Prefiller:
             return self._read_with_images(sequences[0], row_caches)
         starts = [sequence.prefilled for sequence in sequences]
         ends = [sequence.prefilled + count for sequence, count in chunks]
-        rope = [self._target.rope_length(len(sequence.prompt), sequence.prefill_length) for sequence in sequences]
+        rope = [rope_length(self._target, sequence) for sequence in sequences]
         # Completed prompts need all tokens; others only the chunk's, and the one before it, from which a draft model
         # with recurrent states reads on.
         complete = [end == sequence.prefill_length for sequence, end in zip(sequences, ends, strict=True)]
@@ -290,14 +297,16 @@ class Prefiller:
         sequence.position_shift = prompt.position_shift
         self._read_drafts([sequence], [count], Prompts(tokens, upto, caches.target, counts=[count]), caches.draft)
         adapters = adapters_of([sequence], device)
-        logits, hidden = self._target.read_with_images(tokens[:, :count], prompt, caches.target, adapters)
+        logits, hidden = self._target.images.read(tokens[:, :count], prompt, caches.target, adapters)
         _take_note([(sequence, count)])
         return PrefilledRows([sequence], tokens, upto, logits, hidden, caches, [0])
 
     @property
     def can_mix(self) -> bool:
         """Whether steps can read prompts too: not where a draft model must read them as well, or read them whole."""
-        return self._target.mixes_prefill and self._draft_model is None and self._limits.chunked
+        # Recurrent layers read prompts row by row, in a forward of their own.
+        may_mix = not self._target.keeps_states and self._target.paged.ok
+        return may_mix and self._draft_model is None and self._limits.chunked
 
     def choose_mixed(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[Chunk]:
         """Choose what one step reads of prompts beside the rows' trees."""
@@ -327,7 +336,7 @@ def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
     Recurrent states stay a token behind, since each step reads the last committed token again.
     """
     read = replace(prompts, cache=cache, rope_lengths=None, adapters=None).to(model.device)
-    read = replace(read, tokens=model.clamp_to_vocab(read.tokens))
+    read = replace(read, tokens=clamp_to_vocab(read.tokens, model))
     if cache.states is None:
         model.prefill(read)
         return

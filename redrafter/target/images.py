@@ -6,15 +6,23 @@ other, but for its positions: where an image counts as fewer positions than toke
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 from transformers.utils.generic import ModelOutput
 
+from redrafter.cache.dense import states_of
+from redrafter.cache.paged import KVCache, PagedCache, RoundingCache, fill_first_slots
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
+from redrafter.parallel.ranks import Ranks
+from redrafter.target.cache_support import CacheSupport
+from redrafter.target.drafter_inputs import DrafterLayer
+from redrafter.target.rope import DynamicRope, RopeByLength
+from redrafter.target.supported import Support
 
 __all__ = [
     "ImageInputs",
@@ -229,3 +237,90 @@ def to_model(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     return [to_model(each, device) for each in value] if isinstance(value, list | tuple) else value
+
+
+class SeeingTarget(Protocol):
+    """The attributes of a target that decide how its images are read."""
+
+    image_arguments: frozenset[str]
+    batch_invariant: bool
+    ranks: Ranks
+    rope: RopeByLength | None
+    varlen: Support
+    drafter_layer: DrafterLayer | None
+
+
+class ImageReader:
+    """Reads prompts with images by the model's own forward, all of each at once, where the model allows it."""
+
+    def __init__(self, target: SeeingTarget, caches: CacheSupport, read_whole: Callable[..., tuple[Tensor, Tensor]]):
+        """Read for a target. read_whole: see `PaddedForward.read_whole`."""
+        self._target, self._caches, self._read_whole = target, caches, read_whole
+
+    @property
+    def ok(self) -> bool:
+        """Whether prompts may have images."""
+        return self.reason is None
+
+    @property
+    def reason(self) -> str | None:
+        """Why prompts may have no images, as the end of a sentence; None where they may."""
+        return self.on_paged.reason if self._target.varlen.ok else self._on_dense.reason
+
+    @property
+    def on_paged(self) -> Support:
+        """Whether prompts may have images on a paged cache."""
+        stored = [replace(shape, source=None) for shape in self._caches.paged_shapes]
+        if self._on_dense.ok and stored != self._caches.shapes:
+            return Support("it stores something else on a paged cache than on its own")
+        return self._on_dense
+
+    @property
+    def _on_dense(self) -> Support:
+        target = self._target
+        if not target.image_arguments:
+            return Support("its forward takes no images that were encoded before (mm_encoder_outputs)")
+        if target.batch_invariant:
+            return Support("it is batch-invariant, and images of a batch are encoded together")
+        if target.ranks.size > 1:
+            return Support(
+                "it reads images by a part of its own, which is not supported with tensor parallelism: run it in one "
+                "process, without torchrun and tp_size"
+            )
+        if any(shape.index_dim for shape in self._caches.shapes):
+            return Support("its layers attend to tokens that an indexer chooses")
+        if states_of(self._caches.shapes):
+            return Support("its layers keep recurrent states, which are not copied from what reads images")
+        switches = target.rope is not None and not isinstance(target.rope, DynamicRope)
+        return Support("its rope switches at a length of text") if switches else Support()
+
+    def read(self, ids: Tensor, prompt: ImagePrompt, cache: KVCache, adapters: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Read one prompt with images into a cache, as the model itself does.
+
+        Args:
+            ids: The prompt, and what was written after it before the row was preempted, `[1, P]` int64.
+            prompt: What the model takes beside the ids of the prompt.
+            cache: Keys and values of one row; receives those of all P tokens.
+            adapters: Slot of the row's adapter, `[1]` int64; None for the model alone.
+
+        Returns:
+            Logits `[1, V]` and hidden states `[1, F]` of the last token.
+        """
+        fp8 = cache.pool.fp8 if isinstance(cache, PagedCache) else None
+        past = DynamicCache() if fp8 is None else RoundingCache(fp8)
+        length = prompt.length + prompt.position_shift
+        logits, hidden = self._read_whole(ids[:, : prompt.length], prompt.inputs, past, adapters, length)
+        if prompt.length < ids.shape[1]:
+            positions = torch.arange(prompt.length, ids.shape[1], device=ids.device) + prompt.position_shift
+            text = ids[:, prompt.length :], {"position_ids": positions[None]}
+            logits, later = self._read_whole(*text, past, adapters)
+            hidden = torch.cat([hidden, later], dim=1)
+        layers: Sequence[Any] = past.layers
+        shapes, drafter_layer = self._caches.shapes, self._target.drafter_layer
+        states = [(i, (layers[i].keys, layers[i].values)) for i, shape in enumerate(shapes) if shape.heads]
+        if drafter_layer is not None and cache.has_drafter_layer:
+            places = torch.arange(ids.shape[1], device=ids.device)
+            keys, values = drafter_layer.remember(ids[0], places, hidden[0])  # [P, H, d]
+            states.append((len(shapes), (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])))
+        fill_first_slots(cache, states)
+        return logits, hidden[:, -1]

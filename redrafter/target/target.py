@@ -5,15 +5,14 @@ compared with plain forwards; an architecture whose answers differ is refused, s
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from redrafter.cache.dense import DenseCache, LayerShape, states_of
-from redrafter.cache.paged import KVCache, PagedCache, RoundingCache, fill_first_slots
+from redrafter.cache.paged import PagedCache
 from redrafter.cache.to_device import made_on_host
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
 from redrafter.files.dtype_names import dtype_name
@@ -22,13 +21,13 @@ from redrafter.target.batch_invariance import RowByRow, check_products, check_ro
 from redrafter.target.cache_support import CacheSupport
 from redrafter.target.drafter_inputs import DrafterLayer, decoder_layers
 from redrafter.target.forward_batch import ForwardBatch, ForwardOutput, Prompts
-from redrafter.target.images import ImagePrompt, image_arguments, token_type_arguments
+from redrafter.target.images import ImageReader, image_arguments, token_type_arguments
 from redrafter.target.lora import Adapter, AdapterSlots, LoraWeights
 from redrafter.target.model_state import ModelState, hooked_module, run_uncompiled
 from redrafter.target.patch import ModelPatch
 from redrafter.target.prompt_reader import PromptReader, ShowLogits
 from redrafter.target.quantization import is_quantized, warn_of_shared_scales
-from redrafter.target.rope import DynamicRope, RopeByLength, find_dynamic_rope, find_switching_rope
+from redrafter.target.rope import RopeByLength, find_dynamic_rope, find_switching_rope
 from redrafter.target.supported import (
     MODEL_ERRORS,
     Support,
@@ -74,7 +73,10 @@ class Target:
             computed beside it.
         version: Number of times that `follow_changes` found other weights or other code: keys and values that are kept
             are those of their time.
+        varlen: Whether the model is decoded by the varlen forward, on a paged cache and in captured steps. Whoever
+            spreads it over processes, or wants it on a CPU, says otherwise.
         varlen_forward: The forward over a paged cache.
+        images: Whether prompts may have images, and what reads them.
         prompt_reader: What reads prompts.
         image_arguments: Names of arguments of `generate` that give the model images; none where it takes none.
         image_inputs: These and the names of the types of tokens that it takes beside them.
@@ -131,7 +133,7 @@ class Target:
     def _bind(self) -> None:
         """Make the forwards of the model, then run its self-test on the caches that it may be decoded on."""
         ids = torch.arange(8, device=self.device) * 7919 % self.vocab_size
-        self.dtype = self.embed(ids).dtype  # the model's own may be that of a quantised weight
+        self.dtype = self.embedding(ids).dtype  # the model's own may be that of a quantised weight
         traits = learn_traits(self.model, self.config, ids, self.name)
         if traits.mixers and self.ranks.size > 1:
             raise UnsupportedError(f"{self.name} has layers with recurrent states, {_NOT_SPLIT}")
@@ -150,16 +152,17 @@ class Target:
         without_masks = self.device.type == "cpu" and bool(traits.kinds.by_layer)
         self.prompt_reader = PromptReader(self._padded_forward, self.varlen_forward, self.vocab_size, without_masks)
         self._caches = CacheSupport(self, traits, self.prompt_reader)
-        self._varlen = Support("it is not on a GPU") if self.device.type != "cuda" else self.paged
+        self.varlen = Support("it is not on a GPU") if self.device.type != "cuda" else self.paged
         dynamic = find_dynamic_rope(self.model)
         if dynamic is not None and self.context is not None:
             self.context = max(self.context, dynamic.context)
         self.rope = dynamic or find_switching_rope(self.model, self.config, self.new_cache(1))
         for forward in self._forwards:
             forward.rotate_by(self.rope, self.context)
+        self.images = ImageReader(self, self._caches, self._padded_forward.read_whole)
         self.adapters = AdapterSlots(self.model, self.device, self.dtype, self._try_tokens)
         if self.ranks.size > 1:  # a rank that takes another way than the others would wait for them for ever
-            ways = self.paged, self._varlen, [(shape.key_dim, shape.value_dim) for shape in self.shapes]
+            ways = self.paged, self.varlen, [(shape.key_dim, shape.value_dim) for shape in self.shapes]
             self.ranks.check_equal(ways, f"what {self.name} can be decoded on")
 
     def _facts(self) -> dict[str, Any]:
@@ -223,19 +226,6 @@ class Target:
         """Whether the model can be decoded on a paged cache. The first access may run a self-test."""
         return self._caches.paged
 
-    @property
-    def varlen(self) -> Support:
-        """Whether the model is decoded by the varlen forward, on a paged cache and in captured steps."""
-        return self._varlen
-
-    def refuse_varlen(self, reason: str) -> None:
-        """Decode by the padded forward from now on, for a reason that is the end of a sentence."""
-        self._varlen = Support(reason)
-
-    def allow_varlen(self) -> None:
-        """Decode by the varlen forward from now on, on a device other than a GPU too."""
-        self._varlen = Support()
-
     def make_batch_invariant(self) -> None:
         """Let a token's logits depend on its text alone from now on, bit for bit, in every engine on this target.
 
@@ -267,7 +257,7 @@ class Target:
         except MODEL_ERRORS as error:
             self.varlen_forward.compute_row_by_row(None)
             raise UnsupportedError(f"{self.name} cannot be batch-invariant: {first_line(error)}") from error
-        self.allow_varlen()
+        self.varlen = Support()
         self.prompt_reader.read_in_chunks()
         self.batch_invariant = True
 
@@ -275,15 +265,6 @@ class Target:
     def fixed_rope_context(self) -> int | None:
         """Tokens of a text up to which its rope frequencies never change, or its context; None for no limit."""
         return self.context if self.rope is None else self.rope.switch_at
-
-    def rope_length(self, prompt: int, read: int) -> int:
-        """Return the length of text whose rope the tokens of a prompt have at least, which may be read in parts.
-
-        Args:
-            prompt: Tokens of the prompt.
-            read: Tokens that are read together, of all parts.
-        """
-        return prompt if self.rope is None else self.rope.prompt_length(prompt, read)
 
     def new_cache(self, rows: int) -> DenseCache:
         """Return an empty dense cache for `rows` rows."""
@@ -378,31 +359,14 @@ class Target:
     def _with_drafter_layer(self, shapes: list[LayerShape]) -> list[LayerShape]:
         return shapes if self.drafter_layer is None else [*shapes, self.drafter_layer.shape]
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Look up ids `[...]` in the model's embedding table, `[..., D]`: what a drafter's recurrence reads."""
-        return self.embedding(tokens)
-
-    def clamp_to_vocab(self, tokens: Tensor) -> Tensor:
-        """Replace ids outside this model's vocabulary by 0. They occur in no text of its own."""
-        return tokens.where(tokens < self.vocab_size, 0)
-
     def verify(self, batch: ForwardBatch) -> ForwardOutput:
         """Run the new nodes of trees, and chunks of prompts beside them, through the model in one forward.
 
         Nothing is committed.
         """
-        assert batch.chunks is None or self.mixes_prefill, "the caller reads prompts by `prefill`"
         forward = self.varlen_forward if isinstance(batch.cache, PagedCache) else self._padded_forward
         tree = batch.tree if self.rope is None else self.rope.drop_past_switch(batch.tree, batch.length)
         return ForwardOutput(tree, *forward(batch))
-
-    @property
-    def mixes_prefill(self) -> bool:
-        """Whether `verify` can read chunks of prompts: on a paged cache.
-
-        Recurrent layers read prompts row by row, in a forward of their own.
-        """
-        return not self.keeps_states and self.paged.ok
 
     @property
     def keeps_states(self) -> bool:
@@ -428,68 +392,6 @@ class Target:
             long, counts = torch.full_like(rows, switch_at + 1), [switch_at] * len(rows)
             read = Prompts(state.tokens[rows], state.upto[rows], cache, None, counts, long, adapters)
             self.prompt_reader.read(read)
-
-    @property
-    def images(self) -> Support:
-        """Whether prompts may have images. The model reads such a prompt by its own forward, all of it at once."""
-        return self.images_on_paged if self.varlen.ok else self._images_on_dense
-
-    @property
-    def _images_on_dense(self) -> Support:
-        if not self.image_arguments:
-            return Support("its forward takes no images that were encoded before (mm_encoder_outputs)")
-        if self.batch_invariant:
-            return Support("it is batch-invariant, and images of a batch are encoded together")
-        if self.ranks.size > 1:
-            return Support(f"it reads images by a part of its own, {_NOT_SPLIT}")
-        if any(shape.index_dim for shape in self._caches.shapes):
-            return Support("its layers attend to tokens that an indexer chooses")
-        if self.keeps_states:
-            return Support("its layers keep recurrent states, which are not copied from what reads images")
-        switches = self.rope is not None and not isinstance(self.rope, DynamicRope)
-        return Support("its rope switches at a length of text") if switches else Support()
-
-    @property
-    def images_on_paged(self) -> Support:
-        """Whether prompts may have images on a paged cache."""
-        stored = [replace(shape, source=None) for shape in self._caches.paged_shapes]
-        if self._images_on_dense.ok and stored != self._caches.shapes:
-            return Support("it stores something else on a paged cache than on its own")
-        return self._images_on_dense
-
-    def read_with_images(
-        self, ids: Tensor, prompt: ImagePrompt, cache: KVCache, adapters: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Read one prompt with images into a cache, as the model itself does, all of it at once.
-
-        Args:
-            ids: The prompt, and what was written behind it before the row was preempted, `[1, P]` int64.
-            prompt: What the model takes beside the ids of the prompt.
-            cache: Keys and values of one row; receives those of all P tokens.
-            adapters: Slot of the row's adapter, `[1]` int64; None for the model alone.
-
-        Returns:
-            Logits `[1, V]` and hidden states `[1, F]` of the last token.
-        """
-        fp8 = cache.pool.fp8 if isinstance(cache, PagedCache) else None
-        past = DynamicCache() if fp8 is None else RoundingCache(fp8)
-        read_whole = self._padded_forward.read_whole
-        length = prompt.length + prompt.position_shift
-        logits, hidden = read_whole(ids[:, : prompt.length], prompt.inputs, past, adapters, length)
-        if prompt.length < ids.shape[1]:
-            positions = torch.arange(prompt.length, ids.shape[1], device=ids.device) + prompt.position_shift
-            text = ids[:, prompt.length :], {"position_ids": positions[None]}
-            logits, behind = read_whole(*text, past, adapters)
-            hidden = torch.cat([hidden, behind], dim=1)
-        layers: Sequence[Any] = past.layers
-        shapes = self._caches.shapes
-        states = [(i, (layers[i].keys, layers[i].values)) for i, shape in enumerate(shapes) if shape.heads]
-        if self.drafter_layer is not None and cache.has_drafter_layer:
-            places = torch.arange(ids.shape[1], device=ids.device)
-            keys, values = self.drafter_layer.remember(ids[0], places, hidden[0])  # [P, H, d]
-            states.append((len(shapes), (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])))
-        fill_first_slots(cache, states)
-        return logits, hidden[:, -1]
 
     def prefill(
         self, prompts: Prompts, *, max_tokens: int | None = None, show: ShowLogits | None = None

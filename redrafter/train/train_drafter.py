@@ -27,6 +27,7 @@ from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError
+from redrafter.target.supported import Support
 from redrafter.target.target import Target
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start
 from redrafter.train.config import TrainConfig, parse
@@ -265,7 +266,7 @@ def _target(config: TrainConfig, accelerator: Accelerator) -> Target:
         return Target(load_base(accelerator.device))
     model = load_sharded(lambda: load_base("cpu"), accelerator)
     target = Target(model, type(model).__name__.removeprefix("FSDP"))  # which sharding puts before a model's class
-    target.refuse_varlen("its layers are spread over several processes")
+    target.varlen = Support("its layers are spread over several processes")
     return target
 
 

@@ -24,6 +24,7 @@ from redrafter.cache.host_blocks import HostBlocks
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.target.supported import Support
 from redrafter.target.target import Target
 
 SAMPLING = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.9, "seed": 3}}
@@ -161,7 +162,7 @@ def test_memory_of_the_host_is_taken_as_the_options_say(make: Callable[[], Engin
     engine = make()
     engine.options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.01, kv_host_cache_gib=0.01)
     for model in (engine.target, engine.draft_model or engine.target):
-        model.allow_varlen()
+        model.varlen = Support()
     graphs = engine.make_graphs(rows=1)
     assert (int(graphs.host is not None), int(graphs.draft_host is not None)) == copies
 

@@ -18,6 +18,7 @@ from redrafter.drafting.proposer import State
 from redrafter.engine.modes import kv_dtype_of
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.paged_memory import PagedMemory, prepare
+from redrafter.target.supported import Support
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import Tree, tree_of
 
@@ -230,7 +231,7 @@ def paged(engine: Engine, blocks: int = 200, host_blocks: int = 0) -> Engine:
     engine.graphs = graphs_with_host(engine, stores, host_blocks)
     with torch.inference_mode():
         for model, store in zip(models, stores, strict=True):
-            model.allow_varlen()
+            model.varlen = Support()
             prepare(model, store, compile=False)
     return engine
 

@@ -12,6 +12,7 @@ import torch
 from helpers.command_line import byte_tokenizer
 from helpers.models import tiny_drafter, tiny_model, uneven_batch
 from redrafter import DraftTarget, Engine, PromptLookup, ReDrafter
+from redrafter.target.supported import Support
 
 VOCAB = 260  # holds the byte tokenizer; transformers 5.17 splits no head whose size the ranks do not divide
 NEW = 20  # tokens of a text
@@ -82,9 +83,9 @@ def decode(folder: Path, kind: str, method: str, tp_size: int) -> dict[str, list
     texts = {}
     for cache in ("dense", "paged"):
         if cache == "paged":
-            engine.target.allow_varlen()
+            engine.target.varlen = Support()
             if engine.draft_model is not None:
-                engine.draft_model.allow_varlen()
+                engine.draft_model.varlen = Support()
         for sampled in (False, True):
             for speculate in (True, False):
                 text = engine.generate(

@@ -132,7 +132,7 @@ def test_dtype_of_a_quantised_embedding_is_that_of_what_it_gives():
     model.set_input_embeddings(table.to(torch.float8_e4m3fn))
     assert model.dtype == torch.float8_e4m3fn
     target = Target(model)
-    assert target.dtype == target.embed(PROMPT).dtype == torch.float32
+    assert target.dtype == target.embedding(PROMPT).dtype == torch.float32
 
 
 def test_weights_that_are_unpacked_in_the_first_forward_can_still_be_worked_on(merged):

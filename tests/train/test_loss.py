@@ -146,9 +146,11 @@ def test_loss_is_that_of_the_chain_that_drafting_runs(base, form):
     total, objective = torch.zeros(()), Objective(0.7, 0.6, 30)
     for i in range(7):
         state, said, own, taken = None, [], [], drafter.fuse_hidden(hidden[i])
-        read = reader(drafter, torch.stack(hidden[: i + 1]), target.embed(text[0, : i + 1]).detach())
+        read = reader(drafter, torch.stack(hidden[: i + 1]), target.embedding(text[0, : i + 1]).detach())
         for k in range(1, min(3, 7 - i) + 1):
-            guess, state = drafter.step(target.embed(text[0, i + k]).detach(), state, drafter.begin(taken), read(k - 1))
+            guess, state = drafter.step(
+                target.embedding(text[0, i + k]).detach(), state, drafter.begin(taken), read(k - 1)
+            )
             said.append(guess)
             token = int(text[0, i + k + 1])
             own.append(ids.index(token) if token in ids else -1)

@@ -76,7 +76,7 @@ class ServedEngine:
             limits.reuse,
             engine.target.batch_invariant,
             adapters,
-            engine.target.image_inputs if engine.target.images_on_paged.ok else frozenset(),
+            engine.target.image_inputs if engine.target.images.on_paged.ok else frozenset(),
             scheme is not None,
             scheme == "fp8_dynamic",
             engine.options.kv_cache_dtype,
