@@ -13,15 +13,6 @@ from redrafter.errors import ArgumentError, CheckpointError, MismatchError, Unsu
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.target.target import Target
 
-__all__ = [
-    "check_beams",
-    "check_fits_base",
-    "check_fits_target",
-    "draft_length_warning",
-    "embedding_norms",
-    "load_drafter",
-]
-
 NORM_ROWS = 8  # rows of the embedding table whose norms tell one base from another
 NORM_TOLERANCE = 0.02  # relative: enough for half precision, far less than two bases differ
 
@@ -40,18 +31,10 @@ def load_drafter(
         drafter: Directory, hub id or loaded drafter; None for the one inside the merged checkpoint.
         target: The target to draft for.
         revision: Revision of the merged checkpoint on the hub.
-        quantization: "fp8" to quantise the weights of its linear layers to FP8, "fp8_dynamic" to round their inputs
-            too; None to leave them as they are.
+        quantization: One of `QUANTIZATIONS`, or None to leave the weights as they are.
 
     Returns:
         The drafter in evaluation mode, and the merged checkpoint's defaults, which are empty for a separate drafter.
-
-    Raises:
-        ArgumentError: If `model` is a loaded model and there is no `drafter`, or the quantisation is unknown or of a
-            loaded drafter.
-        CheckpointError: If no drafter is found, or it cannot be loaded.
-        MismatchError: If the drafter was trained for another base.
-        UnsupportedError: If the target's embeddings and hidden states differ in size.
     """
     check_quantization(quantization, drafter, "draft_quantization")
     defaults = Defaults()
@@ -77,22 +60,14 @@ def load_drafter(
 
 
 def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:
-    """Return the norms of `NORM_ROWS` evenly spaced rows of an embedding table.
-
-    They identify a base, and survive a change of dtype.
-    """
+    """Return the norms of `NORM_ROWS` rows of an embedding table, which identify a base in any dtype."""
     weight = embedding.weight  # [V, D]
     rows = torch.linspace(0, len(weight) - 1, NORM_ROWS, device=weight.device).long()
     return weight[rows].float().norm(dim=-1).tolist()
 
 
 def check_fits_target(drafter: Drafter, target: Target) -> None:
-    """Check that a drafter was trained for a target.
-
-    Raises:
-        MismatchError: If sizes or embedding norms differ. The message has both values.
-        UnsupportedError: If the target's embeddings and hidden states differ in size.
-    """
+    """Raise `MismatchError` unless a drafter has the sizes and the embedding norms of a target."""
     name = f"{target.model.config.name_or_path or 'the target'} ({target.name})"
     embedding_size = target.embedding.weight.shape[-1]
     if embedding_size != target.hidden_size:
@@ -106,18 +81,10 @@ def check_fits_target(drafter: Drafter, target: Target) -> None:
 def check_fits_base(
     drafter: DrafterArchitecture, hidden: int, vocabulary: int, norms: list[list[float]], name: str
 ) -> None:
-    """Check that a drafter was trained for a base that need not be loaded.
+    """Raise `MismatchError` unless a drafter has the sizes and the embedding norms of a base that need not be loaded.
 
-    Args:
-        drafter: Config of the drafter.
-        hidden: Hidden size of the base.
-        vocabulary: Vocabulary size of the base.
-        norms: Row norms, as `embedding_norms` returns them, of each tensor that may be the base's embedding table.
-            Where there are none, norms are not compared.
-        name: Name of the base, for errors.
-
-    Raises:
-        MismatchError: If a size differs, or the drafter records norms and none of `norms` are close to them.
+    `norms` are those of each tensor that may be the base's embedding table; where there are none, or the drafter
+    records none, they are not compared.
     """
     made_for = f"its base is {drafter.base_model or 'not recorded'}"
     for what, recorded, actual in (
@@ -131,40 +98,26 @@ def check_fits_base(
         return
     expected = torch.tensor(recorded_norms)
     if not any(torch.allclose(torch.tensor(candidate), expected, rtol=NORM_TOLERANCE) for candidate in norms):
+        first = ((f"{value:.3g}" for value in values[:3]) for values in (norms[0], recorded_norms))
+        shown = [f"[{', '.join(values)}, ...]" for values in first]
         raise MismatchError(
             f"the drafter was made for another base than {name}: the embedding's row norms are "
-            f"{_short(norms[0])} instead of {_short(recorded_norms)}; {made_for}"
+            f"{shown[0]} instead of {shown[1]}; {made_for}"
         )
 
 
 def check_beams(config: DrafterArchitecture, beams: int | None) -> None:
-    """Check that a drafter has at least as many tokens as there are beams, for each beam begins with another token.
-
-    Raises:
-        ArgumentError: If there are more beams than tokens.
-    """
+    """Raise `ArgumentError` if there are more beams than tokens: each beam begins with another one."""
     vocabulary = config.draft_vocab_size or config.vocab_size
     if beams is not None and beams > vocabulary:
         raise ArgumentError(f"num_beams={beams} is more than the drafter's vocabulary of {vocabulary} ids")
 
 
 def draft_length_warning(config: DrafterArchitecture, depth: int | None) -> str | None:
-    """Return a warning for drafts that are longer than those that the drafter was trained for.
-
-    Args:
-        config: Config of the drafter.
-        depth: Draft tokens of each beam; None for the drafter's own default.
-
-    Returns:
-        The warning, or None where drafts are short enough or the trained length is not recorded.
-    """
+    """Return a warning for drafts of more tokens than the drafter is known to have been trained for."""
     if depth is None or config.trained_draft_len is None or depth <= config.trained_draft_len:
         return None
     return (
         f"draft_len_per_beam={depth} is more than the {config.trained_draft_len} steps that the drafter was trained "
         f"for; `redrafter evaluate --shapes 5x{config.trained_draft_len},5x{depth}` says whether the further ones pay"
     )
-
-
-def _short(values: list[float]) -> str:
-    return "[" + ", ".join(f"{value:.3g}" for value in values[:3]) + ", ...]"

@@ -19,8 +19,6 @@ from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import SHAPE_FILE
 
-__all__ = ["Defaults", "boxed_pair", "default_sampling", "find_defaults_file", "holds_drafter"]
-
 
 @dataclass(frozen=True)
 class Defaults:
@@ -30,9 +28,6 @@ class Defaults:
         shape: Shape of the draft tree.
         greedy_search: Whether `generate` decodes greedily where a call does not say, else it samples. None: as the
             model's generation config says.
-
-    Raises:
-        ArgumentError: If `greedy_search` is not a boolean or None.
     """
 
     shape: TreeShape = field(default_factory=TreeShape)
@@ -49,11 +44,7 @@ class Defaults:
 
     @classmethod
     def read(cls, path: Path) -> "Defaults":
-        """Read a `redrafter.json`.
-
-        Raises:
-            CheckpointError: If the file cannot be read, or has unknown keys or values out of range.
-        """
+        """Read a `redrafter.json`."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             keys = [*(item.name for item in fields(TreeShape)), "greedy_search"]
@@ -73,39 +64,20 @@ def boxed_pair() -> Path:
 
 
 def holds_drafter(name: str) -> bool:
-    """Return whether a directory or hub id is a merged checkpoint.
-
-    Raises:
-        OSError: If the hub cannot be asked.
-    """
+    """Return whether a directory or hub id is a merged checkpoint; raise `OSError` if the hub cannot be asked."""
     return find_defaults_file(name) is not None
 
 
 def default_sampling(name: str) -> bool | None:
-    """Return whether `generate` samples by default, as a merged checkpoint's `redrafter.json` says.
+    """Return whether `generate` samples by default, as the `redrafter.json` of a directory or hub id says.
 
-    Args:
-        name: Directory or hub id of a model.
-
-    Returns:
-        True to sample, False to decode greedily; None where there is no `redrafter.json`, or it does not say.
-
-    Raises:
-        CheckpointError: If the file cannot be read.
+    None where there is no such file, or it does not say.
     """
     file = find_defaults_file(name)
     return None if file is None else Defaults.read(file).do_sample
 
 
 def find_defaults_file(name: str, revision: str | None = None) -> Path | None:
-    """Return the path of a merged checkpoint's `redrafter.json`, downloaded if need be.
-
-    Args:
-        name: Directory or hub id of a model.
-        revision: Branch, tag or commit of the hub's repository.
-
-    Returns:
-        The path, or None where the directory or repository has no such file.
-    """
+    """Return the path of the `redrafter.json` in a directory or repository, downloaded if need be; None without."""
     file = cached_file(name, SHAPE_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if file is None else Path(file)

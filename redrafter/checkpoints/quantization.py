@@ -11,45 +11,27 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.dtype_names import dtype_name
 from redrafter.target.quantization import is_quantized, quantize_linears
 
-__all__ = ["QUANTIZATIONS", "check_quantization", "quantize_drafter", "quantize_model"]
-
 QUANTIZATIONS = ("fp8", "fp8_dynamic")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_quantization(quantization: str | None, model: object, argument: str = "quantization") -> None:
-    """Check how a model is to be quantised, before anything is loaded.
+    """Raise `ArgumentError` unless `quantization` is one of `QUANTIZATIONS`, or None for not at all.
 
-    Args:
-        quantization: One of `QUANTIZATIONS`, or None for not at all.
-        model: What is to be quantised, as it is given to `from_pretrained`; None for what a checkpoint holds.
-        argument: Name of the argument, for messages.
-
-    Raises:
-        ArgumentError: There is no such quantisation, or the model is loaded already.
+    The model must not be loaded yet; it is None for what a checkpoint holds.
     """
-    if quantization is None:
-        return
-    if quantization not in QUANTIZATIONS:
+    if quantization not in (*QUANTIZATIONS, None):
         raise ArgumentError(f"{argument} must be {', '.join(map(repr, QUANTIZATIONS))} or None, got {quantization!r}")
-    if model is not None and not isinstance(model, str | Path):
+    if not isinstance(model, str | Path | None) and quantization is not None:
         raise ArgumentError(f"{argument}: for a model that is loaded by name; this one is loaded, leave it out")
 
 
 def quantize_model(
     model: Any, name: str, device: torch.device | str | None = None, *, quantization: str = "fp8"
 ) -> None:
-    """Replace the linear layers of a model, its head apart, by FP8 ones.
+    """Replace the linear layers of a Hugging Face model, its head apart, by FP8 ones.
 
-    Args:
-        model: A Hugging Face model.
-        name: What to call it in messages.
-        device: Where each weight is moved first, so that the others need no memory there; None for where it is.
-        quantization: One of `QUANTIZATIONS`.
-
-    Raises:
-        ArgumentError: It has another dtype than FP8 weights are multiplied in.
-        UnsupportedError: It is quantised already, is not whole in memory, or has no linear layers.
+    Each weight is moved to `device` first, so that the others need no memory there; None leaves it where it is.
     """
     argument = f"quantization={quantization!r} (--quantization {quantization})"
     if is_quantized(model.config):
@@ -69,7 +51,7 @@ def quantize_model(
         )
     held = {id(x) for module in (embedding, head) if module is not None for x in module.parameters()}
     count = sum(x.numel() for x in model.parameters() if id(x) not in held)
-    quantized = quantize_linears(model, keep=(head,), device=device, rounds_inputs=_rounds_inputs(quantization))
+    quantized = quantize_linears(model, keep=(head,), device=device, rounds_inputs=quantization == "fp8_dynamic")
     if not quantized:
         raise UnsupportedError(f"{name} has no linear layers to quantise: leave out {argument}")
     if 2 * quantized < count:
@@ -83,12 +65,6 @@ def quantize_model(
 def quantize_drafter(drafter: Drafter, quantization: str = "fp8") -> None:
     """Replace the linear layers of a drafter by FP8 ones; what it drafts changes no token of a text.
 
-    Args:
-        drafter: The drafter.
-        quantization: One of `QUANTIZATIONS`.
+    What the drafter says is to stay as it is (`unquantized`) does.
     """
-    quantize_linears(drafter, keep=(drafter.unquantized,), rounds_inputs=_rounds_inputs(quantization))
-
-
-def _rounds_inputs(quantization: str) -> bool:
-    return quantization == "fp8_dynamic"
+    quantize_linears(drafter, keep=(drafter.unquantized,), rounds_inputs=quantization == "fp8_dynamic")

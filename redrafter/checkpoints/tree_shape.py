@@ -4,8 +4,6 @@ from dataclasses import asdict, dataclass, fields
 
 from redrafter.tree.token_tree import check_size
 
-__all__ = ["TreeShape"]
-
 
 @dataclass(frozen=True)
 class TreeShape:
@@ -17,9 +15,6 @@ class TreeShape:
         node_budget: Most nodes of a row's tree.
         shared_nodes: Nodes of all rows of a step together, which are the likeliest ones; None for `node_budget` nodes
             in each row.
-
-    Raises:
-        ArgumentError: If a field is neither None nor a positive integer within limits.
     """
 
     num_beams: int | None = None

@@ -39,15 +39,8 @@ def map_unlike_vocabularies(
     The models' embedding tables may differ in size: rows past the tokenizer's last id are padding. Loaded models are
     taken to have one vocabulary where no tokenizer is given, and none is found under their names.
 
-    Args:
-        model: Hub id, directory, loaded model or target.
-        draft_model: The same for the model that drafts.
-        tokenizer: The model's tokenizer, or where it is; None for the one beside the model.
-        draft_tokenizer: The same for the draft model.
-        trust_remote_code: Whether code in the checkpoints may run.
-
-    Returns:
-        The map; None where the tokenizers give the same text the same ids.
+    The result is None where the tokenizers give the same text the same ids. A tokenizer that is None is the one
+    beside its model.
 
     Raises:
         CheckpointError: If a tokenizer that was named, or that of a model given by name, cannot be loaded.

@@ -8,15 +8,7 @@ from redrafter.errors import ArgumentError
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Check that `write_atomically` can write a file, and leave nothing behind.
-
-    Args:
-        path: File to write. Its directory must exist.
-        flag: The option that named the file, for the error.
-
-    Raises:
-        ArgumentError: If the file cannot be written.
-    """
+    """Raise `ArgumentError`, naming the option `flag`, unless `write_atomically` can write a file; leave nothing."""
     if not path.name or "\0" in str(path):
         raise ArgumentError(f"{flag} needs a file name, got {str(path)!r}")
     target = path.resolve()
@@ -34,14 +26,8 @@ def check_writable(path: Path, flag: str) -> None:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file such that a reader finds the old content or the new content, never a part of it.
 
-    A symbolic link stays and its target is replaced; a device or a pipe is written to, not replaced.
-
-    Args:
-        path: File to write. Its directory must exist.
-        content: The new content. A string is encoded as UTF-8.
-
-    Raises:
-        ArgumentError: If the file cannot be written. Nothing is left behind then.
+    A symbolic link stays and its target is replaced; a device or a pipe is written to, not replaced. Nothing is left
+    behind where it raises `ArgumentError`.
     """
     target, encoded = path.resolve(), content.encode() if isinstance(content, str) else content
     temporary = _temporary_path(target)

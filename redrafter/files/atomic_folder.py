@@ -32,9 +32,6 @@ def check_output_folder(
         flag: The option that named the folder, for errors.
         what: What a replaceable folder holds, for errors, such as `drafter`.
         replaceable: Returns whether an existing folder may be replaced. Others never are, even with `overwrite`.
-
-    Raises:
-        ArgumentError: If the folder cannot be written, or must not be replaced.
     """
     if not folder.absolute().name or "\0" in str(folder) or len(os.fsencode(folder.name)) > MAX_NAME_BYTES:
         raise ArgumentError(
@@ -59,10 +56,6 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
     `fill` writes into a partial folder beside `folder`. Its files are synced to disk, an existing folder is renamed to
     make way, and the partial folder is renamed to `folder`; a symbolic link is followed. After a kill at any moment,
     `remove_leftovers` leaves the whole old folder or the whole new one.
-
-    Args:
-        folder: Folder to write. Missing parents are made.
-        fill: Writes the content into the empty directory that it is called with.
 
     Raises:
         ArgumentError: If another process is writing the same folder.
@@ -101,9 +94,6 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what a killed or failed `write_folder` left beside a folder, and restore the old folder if need be.
 
     Nothing is changed while another process is writing the folder.
-
-    Args:
-        folder: The folder that was to be written. It need not exist.
     """
     target = Path(os.path.realpath(folder))
     partial, old = _working_paths(target)
@@ -119,17 +109,12 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _working_paths(folder: Path) -> tuple[Path, Path]:
-    """Return the paths of the partial folder and of the old folder that `write_folder` uses."""
     return folder.with_name(f".{folder.name}.redrafter-partial"), folder.with_name(f".{folder.name}.redrafter-old")
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, which the system releases when the process ends, however it ends.
-
-    Raises:
-        BlockingIOError: If another process holds the lock.
-    """
+    """Hold a folder's lock, which the system releases when the process ends, however it ends."""
     if fcntl is None:
         yield
         return

@@ -28,16 +28,9 @@ TOKENIZER_FILES = (
 def kind_of(directory: Path) -> str:
     """Return the kind of checkpoint that a directory holds.
 
-    Args:
-        directory: Path of the directory.
-
-    Returns:
-        `merged checkpoint`, `drafter`, `Apple drafter`, `EAGLE-3 head`, `speculators checkpoint` of another type,
-        `TensorRT-LLM ReDrafter checkpoint`, `TensorRT-LLM checkpoint`, `built TensorRT engine` or `model`. What is none
-        of the others counts as `model`.
-
-    Raises:
-        CheckpointError: If the directory or its config.json is missing or cannot be read.
+    It is `merged checkpoint`, `drafter`, `Apple drafter`, `EAGLE-3 head`, `speculators checkpoint` of another type,
+    `TensorRT-LLM ReDrafter checkpoint`, `TensorRT-LLM checkpoint`, `built TensorRT engine` or `model`. What is none of
+    the others counts as `model`.
     """
     check_path(str(directory))
     if not directory.is_dir():
@@ -59,14 +52,7 @@ def kind_of(directory: Path) -> str:
 
 
 def check_path(name: str) -> None:
-    """Check that a name which looks like a path leads to a directory, before the hub is asked for it.
-
-    Args:
-        name: A path, or a hub id such as `org/model`.
-
-    Raises:
-        CheckpointError: If the name is a file, or looks like a path and leads nowhere.
-    """
+    """Check that a name which looks like a path leads to a directory, before the hub is asked for it."""
     path = Path(name)
     if path.is_dir():
         return
@@ -77,14 +63,7 @@ def check_path(name: str) -> None:
 
 
 def check_drafter(name: str | Path) -> None:
-    """Check that a directory holds a drafter of this project. A hub id passes unchecked.
-
-    Args:
-        name: A path or a hub id.
-
-    Raises:
-        CheckpointError: If the directory is missing or holds something else. The message says what to do.
-    """
+    """Check that a directory holds a drafter of this project. A hub id passes unchecked."""
     check_path(str(name))
     path = Path(name)
     if not path.is_dir():
@@ -96,15 +75,9 @@ def check_drafter(name: str | Path) -> None:
 
 
 def load_error(what: str, name: str | Path, error: Exception) -> CheckpointError:
-    """Return the error for a model, a tokenizer or a drafter that could not be loaded.
+    """Return the error for a `what` (model, tokenizer, drafter...) that could not be loaded from a path or hub id.
 
-    Args:
-        what: `model`, `tokenizer` or `drafter`.
-        name: The path or hub id that was to be loaded.
-        error: What the loading library raised.
-
-    Returns:
-        An error that says what the path holds instead, that it does not exist, or else what the library said.
+    It says what the path holds instead, that it does not exist, or else what the loading library said.
     """
     path = Path(name)
     if not path.is_dir():
@@ -121,17 +94,9 @@ def load_error(what: str, name: str | Path, error: Exception) -> CheckpointError
 
 
 def wrong_kind_error(path: Path, wanted: str) -> CheckpointError | None:
-    """Return an error for a directory that holds the wrong kind of checkpoint, with what to do about it.
+    """Return an error for a directory that holds no `model` or no `drafter`, with what to do about it.
 
-    Args:
-        path: The directory that was given.
-        wanted: `model` or `drafter`. A merged checkpoint counts as a model.
-
-    Returns:
-        The error, or None where the directory is of the wanted kind.
-
-    Raises:
-        CheckpointError: If the directory or its config.json cannot be read.
+    None where it is of the wanted kind; a merged checkpoint counts as a model.
     """
     kind = kind_of(path)
     if kind == wanted or (wanted == "model" and kind == "merged checkpoint"):
@@ -145,13 +110,12 @@ def wrong_kind_error(path: Path, wanted: str) -> CheckpointError | None:
     if kind == "built TensorRT engine":
         return CheckpointError(f"{this}, whose weights cannot be read: give the Hugging Face {wanted} it was made from")
     convert_drafter = _convert_command(path, drafter, "--to drafter", "drafter")
+    drafts_for = ", not a model: give the model that it drafts for, and as its drafter what this writes: "
     if wanted == "model":
         advice = {
             "drafter": ", not a model: give the model that it drafts for, and this as the drafter (--drafter)",
-            "Apple drafter": ", not a model: give the model that it drafts for, and as its drafter what this writes: "
-            + convert_drafter,
-            "EAGLE-3 head": ", not a model: give the model that it drafts for, and as its drafter what this writes: "
-            + convert_drafter,
+            "Apple drafter": drafts_for + convert_drafter,
+            "EAGLE-3 head": drafts_for + convert_drafter,
             "speculators checkpoint": ", not a model",
             "TensorRT-LLM ReDrafter checkpoint": ": convert it first, with the tokenizer of BASE, the Hugging Face "
             "model that it was made from: " + _convert_command(path, base, "--tokenizer-dir BASE", "merged"),
@@ -172,18 +136,13 @@ def wrong_kind_error(path: Path, wanted: str) -> CheckpointError | None:
 
 
 def _convert_command(path: Path, flag: str, arguments: str, suffix: str) -> str:
-    """Return the `redrafter convert` command that converts a directory into a new one beside it."""
     name = os.path.normpath(path)
     output = (os.path.abspath(path) if Path(name).name in ("", "..") else name) + f"-{suffix}"
     return f"redrafter convert {flag} {shlex.quote(str(path))} {arguments} --output-dir {shlex.quote(output)}"
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object.
-
-    Raises:
-        CheckpointError: If the file cannot be read, or holds anything else.
-    """
+    """Read a file that holds one JSON object."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import redrafter
+import redrafter.cli
 from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.checkpoints.drafters import embedding_norms
