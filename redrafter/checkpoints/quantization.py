@@ -65,6 +65,6 @@ def quantize_model(
 def quantize_drafter(drafter: Drafter, quantization: str = "fp8") -> None:
     """Replace the linear layers of a drafter by FP8 ones; what it drafts changes no token of a text.
 
-    What the drafter says is to stay as it is (`unquantized`) does.
+    Its `unquantized` part stays as it is.
     """
     quantize_linears(drafter, keep=(drafter.unquantized,), rounds_inputs=quantization == "fp8_dynamic")

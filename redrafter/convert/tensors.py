@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -188,7 +188,7 @@ def concat_columns(parts: Sequence[LazyTensor]) -> LazyTensor:
     return parts[0] if len(parts) == 1 else LazyTensor(_join_names(parts), shape, parts[0].dtype, read)
 
 
-def _check_alike(parts: Sequence[LazyTensor], kinds: Collection[object]) -> None:
+def _check_alike(parts: Sequence[LazyTensor], kinds: set[Any]) -> None:
     if len(kinds) > 1:
         shapes = ", ".join(f"{list(part.shape)} {dtype_name(part.dtype)}" for part in parts)
         raise CheckpointError(f"{_join_names(parts)} cannot be put together: {shapes}")
