@@ -5,9 +5,7 @@ import random
 
 import pytest
 
-from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import KINDS, Sink, alone, nothing_is_held, random_sequences, run, scheduler
-from redrafter import Engine
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.limits import Limits, QueueFullError
@@ -33,13 +31,6 @@ def make_sequence(
     client: str, prompt: list[int] | None = None, max_new_tokens: int = 4, params: SamplingParams = GREEDY, **more
 ) -> TokenSequence:
     return TokenSequence(prompt or [5, 6, 7], max_new_tokens, params, Sink(), client=client, **more)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    model = tiny_model("llama")
-    model.generation_config.eos_token_id = None
-    return with_tree(model, tiny_drafter(), 4, 4)
 
 
 class Slow:

@@ -16,13 +16,6 @@ from redrafter.target.target import Target
 GREEDY = KINDS["greedy"]
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    model = tiny_model("llama")
-    model.generation_config.eos_token_id = None
-    return with_tree(model, tiny_drafter(), 4, 4)
-
-
 def scored_sequence(length: int, max_new_tokens: int = 0, count: int = 3, seed: int = 0) -> TokenSequence:
     made = random.Random(seed)
     return make_sequence(

@@ -2,9 +2,7 @@
 
 import pytest
 
-from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import alone, make_sequence, run, scheduler
-from redrafter.engine.engine import Engine
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.prefill import Prefiller
 from redrafter.scheduler.scheduler import Scheduler
@@ -12,13 +10,6 @@ from redrafter.scheduler.sequence import TokenSequence
 
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams(temperature=0.8, seed=5)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    model = tiny_model("llama")
-    model.generation_config.eos_token_id = None
-    return with_tree(model, tiny_drafter(), 4, 4)
 
 
 def prompt(length: int, first: int = 3) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 
 from helpers.models import VOCAB, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import KINDS, Sink, alone, make_sequence, nothing_is_held, random_sequences, run, scheduler
-from redrafter import DraftTarget, Engine
+from redrafter import DraftTarget
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.params import SamplingParams
@@ -17,13 +17,6 @@ from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.engine_process.engine import warm_up
 from redrafter.target.target import Target
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    model = tiny_model("llama")
-    model.generation_config.eos_token_id = None
-    return with_tree(model, tiny_drafter(), 4, 4)
 
 
 @pytest.mark.parametrize("speculate", [True, False])
