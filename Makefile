@@ -17,7 +17,7 @@ demo: $(READY)
 	$(BIN)/redrafter generate --compare --max-new-tokens 120 --temperature 0.7 --seed 1 \
 		"The old man looked at the sea and"
 
-# The tests that take seconds; then those that take longer; then both, with coverage.
+# The fast tests, which are cases of nearly all; then the others; then both, with coverage.
 test: $(READY)
 	$(PYTEST) -m "not slow"
 

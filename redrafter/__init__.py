@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from redrafter.engine.engine import Engine
     from redrafter.engine.options import EngineOptions
     from redrafter.engine.prompt_lookup import PromptLookup
-    from redrafter.engine.recurrent import ReDrafter
+    from redrafter.engine.redrafter import ReDrafter
     from redrafter.engine.streaming import StepStreamer
     from redrafter.grammar.grammar import Grammar
     from redrafter.scheduler.sequence import Stats
@@ -82,7 +82,7 @@ _MODULES = {
     "GenerateStats": "engine.call",
     "Grammar": "grammar.grammar",
     "PromptLookup": "engine.prompt_lookup",
-    "ReDrafter": "engine.recurrent",
+    "ReDrafter": "engine.redrafter",
     "RecurrentDrafter": "drafting.drafter",
     "Stats": "scheduler.sequence",
     "StepStreamer": "engine.streaming",

@@ -2,9 +2,11 @@
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -21,6 +23,9 @@ from helpers.models import tiny_model
 from helpers.progress import FolderProgress
 from redrafter import ReDrafter
 
+# Folders whose parametrised tests are seldom fast; tests/matrix chooses by itself.
+COSTLY = {"attention", "bench", "cli", "engine", "grammar", "kernels", "scheduler", "serve", "target", "tests", "train"}
+
 torch.set_num_threads(1)  # tiny tensors: a second thread only waits
 
 
@@ -35,6 +40,21 @@ def pytest_configure(config: pytest.Config) -> None:
             reporter.flush()  # into a file or a pipe too, as the run goes on
 
         config.pluginmanager.register(FolderProgress(write_line))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave one case of each costly test on each cache among the fast ones: the one whose name has the least checksum.
+
+    A checksum spreads what is left over the values of all parameters.
+    """
+    cases: dict[tuple, list[Any]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and item.path.parent.name in COSTLY and "slow" not in item.keywords:
+            cases[item.path, item.originalname, "paged" in item.callspec.id].append(item)
+    for alike in cases.values():
+        for item in sorted(alike, key=lambda item: crc32(item.callspec.id.encode()))[1:]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -73,10 +73,10 @@ def test_all_of_the_package_comes_from_the_current_folder_or_all_from_the_instal
         (tmp_path, (installed,), installed),
         (tmp_path, (checkout,), checkout),
     ):
-        names = ["redrafter.engine.recurrent", "redrafter.convert.config", "redrafter.train", "redrafter.data.rows"]
+        names = ["redrafter.engine.redrafter", "redrafter.convert.config", "redrafter.train", "redrafter.data.rows"]
         done = python("-c", WHERE, *names, cwd=cwd, path=path)
         assert done.returncode == 0, done.stderr
-        files = ("engine/recurrent.py", "convert/config.py", "train/__init__.py", "data/rows.py")
+        files = ("engine/redrafter.py", "convert/config.py", "train/__init__.py", "data/rows.py")
         assert [Path(line) for line in done.stdout.split()] == [root / "redrafter" / name for name in files]
 
 

@@ -18,7 +18,7 @@ class Uncoupled:
 
     inner: RecurrentProposer
 
-    model = None
+    model = shared_nodes = sizes = None
 
     @property
     def scratch_slots(self) -> int:

@@ -1,22 +1,21 @@
 """The drafting method that command-line options choose, and the engine that is loaded for it."""
 
 import ast
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from redrafter.app.flags import flag
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.checkpoints.merged import default_sampling, holds_drafter
 from redrafter.checkpoints.models import bind
-from redrafter.drafting.draft_model import DraftModelProposer
-from redrafter.drafting.prompt_lookup import PromptLookupProposer
-from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer
+from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.prompt_lookup import PromptLookup
-from redrafter.engine.recurrent import ReDrafter
+from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER
 from redrafter.parallel.launched import launched_processes
@@ -24,21 +23,7 @@ from redrafter.target.target import Target
 
 DRAFTING_METHODS = DRAFTER, DRAFT_MODEL, PROMPT_LOOKUP = "drafter", "draft model", "prompt lookup"
 PLAIN = "plain"  # plain decoding: nothing drafts
-
-# The options that only some methods have. Every other option is for all methods.
-_METHOD_OPTIONS = {
-    DRAFTER: ("drafter", "num_beams", "draft_len_per_beam", "node_budget", "tuning", "draft_quantization"),
-    DRAFT_MODEL: (
-        "num_beams",
-        "node_budget",
-        "draft_len",
-        "acceptance",
-        "adaptive",
-        "draft_device",
-        "draft_quantization",
-    ),
-    PROMPT_LOOKUP: ("draft_len", "ngram"),
-}
+_SET_BY_CONFIG = ("draft_len", "draft_device", "acceptance")  # by --draft-target-model-config, beside the device
 
 
 def choose_method(options: LoadOptions, draft: DraftOptions) -> str:
@@ -47,18 +32,23 @@ def choose_method(options: LoadOptions, draft: DraftOptions) -> str:
     Raises:
         ArgumentError: When the options choose several methods, or set an option that the method does not have.
     """
-    typed = {"drafter": options.drafter, "draft-model": draft.draft_model, "prompt-lookup": draft.prompt_lookup or None}
-    flags = [f"--{name}" for name, value in typed.items() if value is not None]
-    if len(flags) > 1:
-        raise ArgumentError(f"{' and '.join(flags)} exclude each other")
-    method = DRAFT_MODEL if draft.draft_model is not None else PROMPT_LOOKUP if draft.prompt_lookup else DRAFTER
+    asked = _asked(options, draft)
+    if len(asked) > 1:
+        raise ArgumentError(f"{' and '.join(flag(METHODS[name].chosen_by) for name in asked)} exclude each other")
+    method = asked[0] if asked else DRAFTER
     check_method_options(options, draft, {method})
     return method
 
 
+def _asked(options: LoadOptions, draft: DraftOptions) -> list[str]:
+    """Return the methods whose own option is set."""
+    values = vars(options) | vars(draft)
+    return [name for name, method in METHODS.items() if values[method.chosen_by] not in (None, False)]
+
+
 def can_draft(options: LoadOptions, draft: DraftOptions) -> bool:
     """Return whether the options choose a drafting method, or the model is a merged checkpoint."""
-    if options.drafter is not None or draft.draft_model is not None or draft.prompt_lookup or options.model is None:
+    if _asked(options, draft) or options.model is None:
         return True
     try:
         return holds_drafter(options.model)
@@ -70,20 +60,16 @@ def check_method_options(options: LoadOptions, draft: DraftOptions, methods: set
     """Raise `ArgumentError` for an option that was set and that none of the drafting methods has."""
     for group in (options, draft):
         for item in fields(group):
-            owners = [method for method, names in _METHOD_OPTIONS.items() if item.name in names]
-            if owners and not methods & set(owners) and getattr(group, item.name) != item.default:
-                chosen_by = {DRAFTER: "a drafter", DRAFT_MODEL: "--draft-model", PROMPT_LOOKUP: "--prompt-lookup"}
-                owner_names = " or ".join(chosen_by[method] for method in owners)
-                raise ArgumentError(f"{flag(item.name)} is for {owner_names}: leave it out")
+            owners = {name: method for name, method in METHODS.items() if item.name in method.options}
+            if owners and not methods & owners.keys() and getattr(group, item.name) != item.default:
+                chosen = " or ".join(
+                    "a drafter" if name == DRAFTER else flag(owners[name].chosen_by) for name in owners
+                )
+                raise ArgumentError(f"{flag(item.name)} is for {chosen}: leave it out")
 
 
 def apply_draft_target_config(options: LoadOptions, draft: DraftOptions) -> tuple[LoadOptions, DraftOptions]:
-    """Return both options with the values of `--draft-target-model-config` in the fields that it stands for.
-
-    Raises:
-        ArgumentError: When it cannot be parsed, there is no draft model, or another flag sets one of these fields.
-        UnsupportedError: When it names several devices for one model in one process.
-    """
+    """Return both options with the values of `--draft-target-model-config` in the fields that it stands for."""
     text = draft.draft_target_model_config
     if text is None:
         return options, draft
@@ -98,9 +84,6 @@ def apply_draft_target_config(options: LoadOptions, draft: DraftOptions) -> tupl
     return replace(options, device=device), replace(draft, draft_target_model_config=None)
 
 
-_SET_BY_CONFIG = ("draft_len", "draft_device", "acceptance")
-
-
 def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, bool]:
     """Parse the value of `--draft-target-model-config`, a list such as "[4,[0],[1],False]".
 
@@ -111,9 +94,6 @@ def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, b
         Draft length, device of the draft model, device of the target, and whether to accept by rejection sampling. A
         device is None where each process has one of its own.
     """
-    expected = (
-        '--draft-target-model-config must look like "[4,[0],[1],False]": draft length, devices of the draft model, '
-    )
     try:
         value: Any = ast.literal_eval(text.replace("true", "True").replace("false", "False"))
         draft_len, *devices, rejection_sampling = value
@@ -123,7 +103,10 @@ def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, b
         if not all(type(index) is int and index >= 0 for indices in devices for index in indices):
             raise ValueError
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise ArgumentError(f"{expected}devices of the target, acceptance by odds; got {text!r}") from None
+        raise ArgumentError(
+            '--draft-target-model-config must look like "[4,[0],[1],False]": draft length, devices of the draft model, '
+            f"devices of the target, acceptance by odds; got {text!r}"
+        ) from None
     processes = launched_processes()
     drafts_on, target_on = devices
     if processes > 1:
@@ -154,13 +137,9 @@ def drafting_model_name(method: str, model: str, options: LoadOptions, draft: Dr
 
 
 def load_engine(method: str, model: str | Target, options: LoadOptions, draft: DraftOptions) -> Engine:
-    """Load the engine of a drafting method.
+    """Load the engine of a drafting method, one of `DRAFTING_METHODS` or `PLAIN`.
 
-    Args:
-        method: One of `DRAFTING_METHODS`, or `PLAIN` for an engine that drafts nothing.
-        model: Directory or hub id of the target, or a target that is loaded already.
-        options: How to load the target and the drafter.
-        draft: The draft model or the prompt lookup, for the methods that use them.
+    The model is a directory or hub id of the target, or a target that is loaded already.
     """
     use = {item.name: getattr(options, item.name) for item in fields(EngineOptions)}
     load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
@@ -170,47 +149,35 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
         engine = Engine(bind(model, **load), PlainProposer(), EngineOptions(**use))
         engine.do_sample = default_sampling(model) if isinstance(model, str) else None
         return engine
-    names = [name for name in ("draft_len", "ngram", "acceptance") if name in _METHOD_OPTIONS[method]]
-    chosen = {name: value for name in names if (value := getattr(draft, name)) is not None}
-    if method == PROMPT_LOOKUP:
-        return PromptLookup.from_pretrained(model, **chosen, **load, **use)
-    if method == DRAFT_MODEL:
-        assert draft.draft_model is not None
-        return DraftTarget.from_pretrained(
-            model,
-            draft.draft_model,
-            num_beams=1 if options.num_beams is None else options.num_beams,
-            node_budget=options.node_budget,
-            adaptive=draft.adaptive,
-            draft_device=draft.draft_device,
-            draft_quantization=options.draft_quantization,
-            **chosen,
-            **load,
-            **use,
-        )
+    names = METHODS[method].options
+    values = {name: value for name, value in (vars(options) | vars(draft)).items() if name in names}
+    return METHODS[method].load(model, **{name: x for name, x in values.items() if x is not None}, **load, **use)
+
+
+def _load_drafter(model: str | Target, drafter: str | None = None, tuning: str = "auto", **keywords: Any) -> Engine:
     assert isinstance(model, str), "the drafter's directory is found from the name of the model"
-    return ReDrafter.from_pretrained(
-        model,
-        options.drafter,
-        num_beams=options.num_beams,
-        draft_len_per_beam=options.draft_len_per_beam,
-        node_budget=options.node_budget,
-        tuning=None if options.tuning == "none" or launched_processes() > 1 else options.tuning,
-        draft_quantization=options.draft_quantization,
-        **load,
-        **use,
-    )
+    unmeasured = tuning == "none" or launched_processes() > 1
+    return ReDrafter.from_pretrained(model, drafter, tuning=None if unmeasured else tuning, **keywords)
 
 
-def draft_shape(proposer: Proposer) -> dict[str, int] | None:
-    """Return the sizes of what a proposer drafts per step, such as `{"num_beams": 5, ...}`.
+class Method(NamedTuple):
+    """A way to draft.
 
-    None for plain decoding, which a tuning, or the default for a batch size, may choose in place of drafting.
+    Attributes:
+        chosen_by: The option that chooses it.
+        options: All options that only some methods have and this one has, by the names that `load` takes.
+        load: Loads its engine: from the target, and by name from its options that are set and those of all methods.
     """
-    if isinstance(proposer, SearchProposer):
-        return {"num_beams": proposer.beams, "draft_len_per_beam": proposer.depth, "nodes": proposer.nodes}
-    if isinstance(proposer, DraftModelProposer):
-        return {"num_beams": proposer.beams, "draft_len": proposer.depth, "nodes": proposer.nodes}
-    if isinstance(proposer, PromptLookupProposer):
-        return {"ngram": proposer.ngram, "draft_len": proposer.draft_len}
-    return None
+
+    chosen_by: str
+    options: tuple[str, ...]
+    load: Callable[..., Engine]
+
+
+_SEARCH = ("num_beams", "node_budget", "draft_quantization")
+_CHAIN = ("draft_len", "acceptance", "adaptive", "draft_device")
+METHODS = {
+    DRAFTER: Method("drafter", ("drafter", "draft_len_per_beam", "tuning", *_SEARCH), _load_drafter),
+    DRAFT_MODEL: Method("draft_model", ("draft_model", *_CHAIN, *_SEARCH), DraftTarget.from_pretrained),
+    PROMPT_LOOKUP: Method("prompt_lookup", ("draft_len", "ngram"), PromptLookup.from_pretrained),
+}

@@ -85,14 +85,10 @@ def add_options(
     without: Sequence[str] = (),
     types: Mapping[str, Callable[[str], Any]] | None = None,
 ) -> None:
-    """Add a flag to a parser for every field of a dataclass of options, inherited ones last.
+    """Add a flag to a parser for every field of a dataclass of options, inherited ones last, under a title in `--help`.
 
-    Args:
-        parser: Gets the flags.
-        options: The dataclass; its fields are declared with `option`.
-        title: Heading of these flags in `--help`.
-        without: Names of fields that get no flag.
-        types: Parsers of a flag's word by field name, for this command in place of the field's own `type`.
+    Fields whose names are in `without` get no flag. `types` parse a flag's word by field name, for this command in
+    place of the field's own `type`.
     """
     group, hints = parser.add_argument_group(title), get_type_hints(options)
     inherited = {item.name for base in options.__mro__[1:] if is_dataclass(base) for item in fields(base)}
@@ -127,12 +123,7 @@ def read_options(options: type[T], args: argparse.Namespace) -> T:
 
 
 def format_command(words: Sequence[str], options: Any) -> str:
-    """Format options as a command line, without defaults and with file names in place of paths.
-
-    Args:
-        words: First words of the command line, such as `["redrafter", "train"]`.
-        options: A dataclass whose fields are declared with `option`.
-    """
+    """Format options as a command line that begins with `words`, without defaults and with file names for paths."""
     line = list(words)
     for item in fields(options):
         value = getattr(options, item.name)

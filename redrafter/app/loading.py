@@ -134,9 +134,14 @@ class Pair:
             if getattr(options, name, None) is not None:
                 arguments[name] = getattr(options, name)
         if options.adapter is not None:
-            arguments["adapter"] = self._loaded_adapter(options.adapter)
+            arguments["adapter"], path = split_name(options.adapter)
+            if arguments["adapter"] not in self.engine.adapters:
+                weights = read_adapter(path)
+                self.engine.target.load_adapter(arguments["adapter"], weights, max_loras=1, max_lora_rank=weights.rank)
         if options.bad_words:
-            arguments["bad_words_ids"] = self._bad_words(options.bad_words)
+            texts = (space + word for word in options.bad_words for space in ("", " "))
+            spellings = dict.fromkeys(tuple(self.tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
+            arguments["bad_words_ids"] = [list(ids) for ids in spellings if ids]
         self._check_ids("logit-bias", options.logit_bias or ())
         self._check_ids("stop-token-ids", options.stop_token_ids)
         if options.stop_token_ids:
@@ -146,21 +151,6 @@ class Pair:
         if options.stop:
             arguments |= {"stop_strings": list(options.stop), "tokenizer": self.tokenizer}
         return arguments
-
-    def _loaded_adapter(self, typed: str) -> str:
-        """Return the name of the adapter that `--adapter` names, which is loaded if it is not."""
-        name, path = split_name(typed)
-        if name not in self.engine.adapters:
-            weights = read_adapter(path)
-            self.engine.target.load_adapter(name, weights, max_loras=1, max_lora_rank=weights.rank)
-        return name
-
-    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text with and without a leading space, without duplicates."""
-        spellings = [
-            self.tokenizer(space + word, add_special_tokens=False).input_ids for word in words for space in ("", " ")
-        ]
-        return [list(ids) for ids in dict.fromkeys(map(tuple, spellings)) if ids]
 
     def _check_ids(self, flag: str, ids: Collection[int]) -> None:
         """Raise `ArgumentError` for a token id outside of the model's vocabulary."""

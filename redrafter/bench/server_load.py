@@ -330,23 +330,21 @@ def run_server_suite(report: Report, servers: Sequence[Server], load: Load, num_
                     f"{sum(same)}/{len(same)}",
                     f"{summary['client_cpu_share']:.2f}",
                 )
-                _add_notes(report, name, summary, load.max_new_tokens)
+                # What the reader of a row must know beside it; failed requests are also an error of the report.
+                if summary["failed"]:
+                    failed = f"{summary['failed']} of {summary['requests']} requests failed"
+                    message = f"{failed}; the first: {summary['first_error']}"
+                    report.line(f"  {message}")
+                    report.add_error(name, message)
+                if summary["short_texts"]:
+                    report.line(
+                        f"  {summary['short_texts']} texts have fewer than {load.max_new_tokens} tokens: the server's "
+                        "context ends there, or it takes no ignore_eos"
+                    )
+                if summary["client_cpu_share"] > BUSY_CLIENT:
+                    busy = f"{summary['client_cpu_share']:.0%}"
+                    report.line(f"  the client limits this: it was busy for {busy} of the time")
 
 
 def _pair(times: dict[str, float] | None) -> Iterable[float | None]:
     return (None, None) if times is None else times.values()
-
-
-def _add_notes(report: Report, name: str, summary: dict[str, Any], max_new_tokens: int) -> None:
-    """Print what the reader of a row must know beside it; failed requests are also an error of the report."""
-    if summary["failed"]:
-        message = f"{summary['failed']} of {summary['requests']} requests failed; the first: {summary['first_error']}"
-        report.line(f"  {message}")
-        report.add_error(name, message)
-    if summary["short_texts"]:
-        report.line(
-            f"  {summary['short_texts']} texts have fewer than {max_new_tokens} tokens: the server's context ends "
-            "there, or it takes no ignore_eos"
-        )
-    if summary["client_cpu_share"] > BUSY_CLIENT:
-        report.line(f"  the client limits this: it was busy for {summary['client_cpu_share']:.0%} of the time")

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from redrafter.app.engines import draft_shape
 from redrafter.errors import first_line
 from redrafter.measure.differences import find_differences
 from redrafter.measure.floors import resident_bytes
@@ -35,7 +34,7 @@ def measure_speedup(work: Workload, rows: int, repeats: int) -> dict[str, Any]:
         "batch_size": rows,
         "batches": len(batches),  # of one repeat
         "tokens": sum(map(len, fast.texts())),  # new ones of one repeat, either way
-        "shape": draft_shape(work.proposer(rows, speculate=True)),  # of the tree; None where speculation is off
+        "shape": work.proposer(rows, speculate=True).sizes,  # of the tree; None where speculation is off
         "plain": _speed(plain, first[0], work.max_new_tokens),
         "speculative": _speed(fast, first[1], work.max_new_tokens),
         "speedup": fast.speedup(plain),

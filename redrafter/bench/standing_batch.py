@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
@@ -20,7 +19,7 @@ from redrafter.engine.call import Outcome, Row, queued
 from redrafter.engine.engine import Engine
 from redrafter.engine.request import Request
 from redrafter.errors import CacheFullError, first_line
-from redrafter.measure.floors import Bandwidth, draft_bytes, forward_bytes, slot_bytes
+from redrafter.measure.floors import Bandwidth, forward_bytes, slot_bytes
 from redrafter.measure.run import Prompts, Workload, median_ms
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.captured_step import capture
@@ -211,7 +210,7 @@ def measure_parts(
         draft = floor = None
         if isinstance(proposer, SearchProposer):
             draft = batch.part_ms(propose)
-            floor = bandwidth.ms(draft_bytes(proposer.drafter, proposer.depth))
+            floor = bandwidth.ms(proposer.drafter.draft_bytes(proposer.depth))
         kv = batch.tokens * slot_bytes(target.shapes)
         return {
             "batch_size": rows,
@@ -240,7 +239,7 @@ def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Draft
         return None
     with _open(work, rows, None, proposer) as batch:
         ms = batch.part_ms(batch.propose(replace(proposer, drafter=drafter)))
-    ids, floor = drafter.lm_head.out_features, bandwidth.ms(draft_bytes(drafter, proposer.depth))
+    ids, floor = drafter.lm_head.out_features, bandwidth.ms(drafter.draft_bytes(proposer.depth))
     return {"batch_size": rows, "ids": ids, "draft_ms": ms, "floor_ms": floor}
 
 
@@ -262,6 +261,5 @@ def random_drafter(drafter: Drafter, ids: int) -> Drafter:
         weight.normal_(std=0.02)
     if module.draft_ids is not None:
         module.draft_ids.copy_(torch.randperm(config.vocab_size)[:ids].sort().values)
-    if isinstance(drafter, RecurrentDrafter) and drafter.rnn_joined is not None:
-        module.join_recurrence()
+    module.prepare(drafter.device)
     return module

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.dtype_names import dtype_name
@@ -85,14 +83,11 @@ def quantize_model(
 def quantize_drafter(drafter: Drafter, quantization: str = "fp8") -> None:
     """Replace the linear layers of a drafter by FP8 ones; what it drafts changes no token of a text.
 
-    What attends to the text stays as it is: it is small.
-
     Args:
         drafter: The drafter.
         quantization: One of `QUANTIZATIONS`.
     """
-    kept: nn.Module | None = drafter.context if isinstance(drafter, RecurrentDrafter) else None
-    quantize_linears(drafter, keep=(kept,), rounds_inputs=_rounds_inputs(quantization))
+    quantize_linears(drafter, keep=(drafter.unquantized,), rounds_inputs=_rounds_inputs(quantization))
 
 
 def _rounds_inputs(quantization: str) -> bool:

@@ -22,7 +22,7 @@ from redrafter.checkpoints.quantization import quantize_drafter, quantize_model
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.data.rows import Row
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.engine.recurrent import ReDrafter
+from redrafter.engine.redrafter import ReDrafter
 from redrafter.engine.tuning import find_tuning
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.atomic_file import check_writable

@@ -18,7 +18,6 @@ from redrafter.app.engines import (
     PLAIN,
     PROMPT_LOOKUP,
     check_method_options,
-    draft_shape,
     drafting_model_name,
     load_engine,
 )
@@ -134,7 +133,12 @@ def run(args: argparse.Namespace) -> int:
     if options.assisted:
         methods.append(_assisted_method(pairs, generation, load.trust_remote_code))
     batches = [prompts[start : start + options.batch_size] for start in range(0, len(prompts), options.batch_size)]
-    _warm_up(methods, batches)
+    for method in methods:  # one batch of each size, so that no timed run is the first of its kind
+        on_gpu = method.pair.engine.target.device.type == "cuda"
+        most = method.generation.max_new_tokens if on_gpu else WARM_UP_TOKENS
+        short = replace(method.generation, max_new_tokens=min(most, method.generation.max_new_tokens))
+        for batch in {len(batch): batch for batch in batches}.values():
+            method.run(batch, short)
     lengths = [len(prompt) for prompt in prompts]
     found = {"count": len(prompts), "left_out": left_out, "shortest": min(lengths), "longest": max(lengths)}
     facts = conditions(pairs[0].engine.target) | {
@@ -207,16 +211,6 @@ def select_prompts(
     return short_enough[: options.num_prompts], len(prompts) - len(short_enough)
 
 
-def _warm_up(methods: Sequence[Method], batches: Sequence[Prompts]) -> None:
-    """Decode one batch of each size with each method, so that no timed run is the first of its kind."""
-    for method in methods:
-        new_tokens = min(WARM_UP_TOKENS, method.generation.max_new_tokens)
-        on_gpu = method.pair.engine.target.device.type == "cuda"
-        generation = method.generation if on_gpu else replace(method.generation, max_new_tokens=new_tokens)
-        for batch in {len(batch): batch for batch in batches}.values():
-            method.run(batch, generation)
-
-
 def _report_results(methods: Sequence[Method], prompts: Prompts, options: CompareOptions, report: Report) -> bool:
     """Report the result of each method.
 
@@ -261,7 +255,7 @@ def _result(method: Method, plain: Method, prompts: Prompts, *, compare: bool) -
     return {
         "way": pair.method,
         "name": pair.drafting_model,
-        "shape": draft_shape(pair.engine.proposer_for(rows)) if pair.method in DRAFTING_METHODS else None,
+        "shape": pair.engine.proposer_for(rows).sizes if pair.method in DRAFTING_METHODS else None,
         "tokens": sum(map(len, method.texts())),
         "seconds": statistics.median(method.seconds),
         "tokens_per_second": statistics.median(method.tokens_per_second),

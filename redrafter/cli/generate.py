@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from redrafter.app.engines import draft_shape
 from redrafter.app.flags import read_options
 from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             "model": pair.name,
             "drafts": pair.method,
             "drafter": pair.drafting_model,
-            "shape": draft_shape(pair.engine.proposer_for(len(texts))),
+            "shape": pair.engine.proposer_for(len(texts)).sizes,
             "options": asdict(options),
         }
         print(json.dumps(document | conditions(pair.engine.target)))

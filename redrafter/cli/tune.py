@@ -24,7 +24,7 @@ from redrafter.bench.tuner import (
     table,
 )
 from redrafter.drafting.proposer import SearchProposer
-from redrafter.engine.recurrent import ReDrafter
+from redrafter.engine.redrafter import ReDrafter
 from redrafter.engine.tuning import Tuning, device_name, drafter_fingerprint, target_fingerprint, tuning_path
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable

@@ -15,16 +15,6 @@ from redrafter.drafting.drafter_types import DrafterArchitecture
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import APPLE_MODEL_TYPE
 
-__all__ = [
-    "UNUSED_NORM",
-    "check_drafter",
-    "check_published_form",
-    "to_apple_config",
-    "to_apple_name",
-    "to_redrafter_config",
-    "to_redrafter_name",
-]
-
 HEAD_LISTS = ("lm_head", "lm_heads", "0")  # names of the list of residual layers and head, newest first
 UNUSED_NORM = "emb_norm.weight"  # in some checkpoints; nothing reads it, and it is kept for the way back
 SIZE_KEYS = ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers", "rnn")
@@ -36,13 +26,19 @@ _OTHER_KEYS = {
 }
 
 
-def to_redrafter_name(name: str, layers: int) -> str:
-    """Return this project's name of a tensor in Apple's checkpoint; another name is returned unchanged.
+def rename_tensors(stored: Mapping[str, LazyTensor], layers: int, directory: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of a drafter with so many residual layers by this project's names."""
+    tensors: dict[str, LazyTensor] = {}
+    for name, tensor in stored.items():
+        if (new_name := _to_redrafter_name(name, layers)) in tensors:
+            raise CheckpointError(
+                f"{directory} has {tensors[new_name].name} and {name}, which are the same tensor's names"
+            )
+        tensors[new_name] = tensor
+    return tensors
 
-    Args:
-        name: Apple's name, of any generation.
-        layers: Number of residual layers of the drafter.
-    """
+
+def _to_redrafter_name(name: str, layers: int) -> str:
     name = re.sub(r"^input_projs\.", "input_proj.", name)
     for head_list in HEAD_LISTS:
         if match := re.fullmatch(rf"{head_list}\.(\d+)\.(linear\.)?(weight|bias)", name):
@@ -64,19 +60,14 @@ def to_apple_name(name: str, layers: int) -> str:
 def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], directory: Path) -> DrafterConfig:
     """Convert Apple's config; keys without a counterpart are kept in `source_config`, for the way back.
 
-    Args:
-        config: Apple's config.
-        tensors: Tensors by Apple's names. They tell the vocabulary and the recurrence if the config does not.
-        directory: Where they are, for error messages.
-
-    Raises:
-        CheckpointError: When a size is missing.
+    The tensors, by Apple's names, tell the vocabulary and the recurrence if the config does not.
     """
-    missing = [key for key in ("hidden_size", "exit_dim", "num_draft_layers") if not _is_size(config, key)]
-    if missing:
+    # Only the number of layers may be 0.
+    least = {"hidden_size": 1, "exit_dim": 1, "num_draft_layers": 0}
+    if missing := [key for key, size in least.items() if type(config.get(key)) is not int or config[key] < size]:
         raise CheckpointError(f"{directory / 'config.json'} does not say {', '.join(missing)}")
     layers, vocabulary = config["num_draft_layers"], config.get("vocab_size", -1)
-    head = next((x for name, x in tensors.items() if to_redrafter_name(name, layers) == "lm_head.weight"), None)
+    head = next((x for name, x in tensors.items() if _to_redrafter_name(name, layers) == "lm_head.weight"), None)
     if not isinstance(vocabulary, int) or vocabulary < 1:
         if head is None:
             raise CheckpointError(f"{directory} has no tensor lm_head.{layers}.weight, which its config asks for")
@@ -91,18 +82,10 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
     )
 
 
-def check_drafter(config: DrafterArchitecture) -> DrafterConfig:
-    """Return the config of a drafter; raise `UnsupportedError` with the name of what Apple's format cannot hold."""
-    return check_published_form(config, "Apple's format", ("apple",))
-
-
 def check_published_form(config: DrafterArchitecture, format_name: str, recurrences: Sequence[str]) -> DrafterConfig:
     """Return the config of a drafter; raise `UnsupportedError` unless it has the form of the paper.
 
-    Args:
-        config: The drafter.
-        format_name: Name of the format, for the error message.
-        recurrences: The recurrences that the format can hold.
+    `recurrences` are those that the format can hold. The error names what it cannot hold.
     """
     keeping = "--to redrafter or --to drafter keeps it"
     if not isinstance(config, DrafterConfig):
@@ -125,21 +108,10 @@ def check_published_form(config: DrafterArchitecture, format_name: str, recurren
 
 
 def to_apple_config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
-    """Convert a config to Apple's, with the keys that `to_redrafter_config` kept.
-
-    Args:
-        config: The drafter.
-        dtype: Number format of its tensors, such as "float32".
-    """
+    """Convert a config to Apple's, with the keys that `to_redrafter_config` kept."""
     kept = getattr(config, "source_config", None)
     apple_config = dict(kept if isinstance(kept, dict) and kept else _OTHER_KEYS)
     for key in ("dtype", "torch_dtype"):
         if key in apple_config:
             apple_config[key] = dtype
     return apple_config | {key: getattr(config, key) for key in SIZE_KEYS}
-
-
-def _is_size(config: Mapping[str, Any], key: str) -> bool:
-    """Return whether a config has an integer that can be the size `key`; only the number of layers may be 0."""
-    value = config.get(key)
-    return isinstance(value, int) and not isinstance(value, bool) and value >= (key in ("hidden_size", "exit_dim"))

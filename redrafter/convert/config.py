@@ -14,8 +14,6 @@ from redrafter.drafting.drafter_config import RECURRENCES
 from redrafter.errors import ArgumentError
 from redrafter.options import option
 
-__all__ = ["ConvertConfig", "build_parser", "parse"]
-
 OUTPUT_FORMATS = ("redrafter", "trtllm", "apple", "drafter")
 _OPTION_FORMATS = {  # output formats of options that are not for all of them
     "base_model_checkpoint_dir": ("redrafter", "trtllm", "drafter"),
@@ -129,11 +127,7 @@ class ConvertConfig:
 
 
 def build_parser(prog: str | None) -> Parser:
-    """Return the parser of the command.
-
-    Args:
-        prog: Name of the command in messages; None for the name of the program.
-    """
+    """Return the parser of the command; `prog` is its name in messages, None for the name of the program."""
     parser = Parser(
         prog=prog,
         description="Convert a drafter, or a model with its drafter, between the formats of redrafter, Apple and\n"
@@ -148,10 +142,5 @@ def build_parser(prog: str | None) -> Parser:
 
 
 def parse(argv: Sequence[str] | None, prog: str | None) -> ConvertConfig:
-    """Parse a command line.
-
-    Args:
-        argv: Words after the name of the command; None takes those of the process.
-        prog: Name of the command in messages.
-    """
+    """Parse the words after the name of the command; None takes those of the process."""
     return read_options(ConvertConfig, build_parser(prog).parse_args(argv))

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -21,16 +22,11 @@ from tqdm import tqdm
 from redrafter.app.program import print_message, run_command
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.convert.config import ConvertConfig, parse
-from redrafter.convert.output_formats import OUTPUT_PLANNERS
-from redrafter.convert.plan import ConversionPlan
-from redrafter.convert.request import ConversionRequest, ConversionSource
-from redrafter.convert.source_base import open_base
-from redrafter.convert.source_drafter import is_pair, open_drafter
+from redrafter.convert.plan import OUTPUT_PLANNERS, ConversionPlan
+from redrafter.convert.sources import is_pair, open_base, open_drafter
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.files.atomic_folder import check_output_folder, write_folder
 from redrafter.files.checkpoint_kind import kind_of
-
-__all__ = ["convert", "main", "merge", "plan_conversion"]
 
 OUTPUT_KINDS = {  # what `kind_of` calls a directory in each output format
     "redrafter": "merged checkpoint",
@@ -75,47 +71,31 @@ def merge(
 
 
 def plan_conversion(config: ConvertConfig) -> ConversionPlan:
-    """Open the sources of a conversion, check them, and return the files to write.
-
-    Raises:
-        ReDrafterError: When the sources are broken, do not fit each other, or cannot be converted to the format.
-    """
+    """Open the sources of a conversion, check them, and return the files to write."""
     base = None if config.base_model_checkpoint_dir is None else Path(config.base_model_checkpoint_dir)
     directory = Path(config.drafter_model_dir or config.base_model_checkpoint_dir or "")
     drafter = open_drafter(directory, config.recurrence)
     if base is None and config.to in ("redrafter", "trtllm") and is_pair(drafter.kind):
         base = directory
-    tokenizer = None if config.tokenizer_dir is None else Path(config.tokenizer_dir)
-    if tokenizer is not None and not (tokenizer / "tokenizer_config.json").is_file():
-        raise ArgumentError(f"--tokenizer-dir {tokenizer} has no tokenizer_config.json")
+    if config.tokenizer_dir is not None and not Path(config.tokenizer_dir, "tokenizer_config.json").is_file():
+        raise ArgumentError(f"--tokenizer-dir {config.tokenizer_dir} has no tokenizer_config.json")
     opened_base = None if base is None or config.to == "apple" else open_base(base)
-    source = ConversionSource(drafter, opened_base, tokenizer)
-    plan = OUTPUT_PLANNERS[config.to](source, ConversionRequest(config.defaults, config.dtype, config.tp_size))
+    plan = OUTPUT_PLANNERS[config.to](drafter, opened_base, config)
     return replace(plan, copy=config.copy)
 
 
 def convert(
     config: ConvertConfig, log: Callable[[str], object] = lambda line: None, show_progress: bool = False
 ) -> None:
-    """Run a conversion.
-
-    Args:
-        config: The sources, the output and its format.
-        log: Gets each note for the user.
-        show_progress: Whether to show a progress bar on stderr.
-
-    Raises:
-        ReDrafterError: When the sources or the output are not as required. Nothing is written then.
-    """
+    """Run a conversion; `log` gets each note for the user. Nothing is written where it raises an error."""
     output = Path(str(config.output_dir))
-    for source in (config.base_model_checkpoint_dir, config.drafter_model_dir):
-        if source is not None:
-            _check_apart(output, Path(source))
+    for source in filter(None, (config.base_model_checkpoint_dir, config.drafter_model_dir)):
+        real_output, real_source = Path(os.path.realpath(output)), Path(os.path.realpath(source))
+        if real_output == real_source or real_output in real_source.parents or real_source in real_output.parents:
+            raise ArgumentError(f"the output {output} and its source {source} must not hold one another")
     plan = plan_conversion(config)
     kind = OUTPUT_KINDS[config.to]
-    check_output_folder(
-        output, config.overwrite, flag="--output-dir", what=kind, replaceable=lambda path: _is(path, kind)
-    )
+    check_output_folder(output, config.overwrite, flag="--output-dir", what=kind, replaceable=partial(_holds, kind))
     plan.check_space(output)
     lock = Lock()
     total = plan.bytes_to_write(output)
@@ -130,16 +110,8 @@ def convert(
         log(note)
 
 
-def _check_apart(output: Path, source: Path) -> None:
-    """Raise `ArgumentError` if one directory is the other or is inside of it."""
-    real_output, real_source = Path(os.path.realpath(output)), Path(os.path.realpath(source))
-    if real_output == real_source or real_output in real_source.parents or real_source in real_output.parents:
-        raise ArgumentError(f"the output {output} and its source {source} must not hold one another")
-
-
-def _is(path: Path, kind: str) -> bool:
-    """Return whether a directory holds a checkpoint of a kind; a broken one does not."""
-    with suppress(ReDrafterError):
+def _holds(kind: str, path: Path) -> bool:
+    with suppress(ReDrafterError):  # a broken checkpoint is of no kind
         return kind_of(path) == kind
     return False
 

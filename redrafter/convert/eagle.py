@@ -22,9 +22,6 @@ from redrafter.drafting.drafter_config import ROPE_TYPES, EagleConfig
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import SPECULATORS_KEY
 
-__all__ = ["EMBEDDING", "PICKLE_FILE", "is_same", "split_tensors", "to_redrafter_config"]
-
-PICKLE_FILE = "pytorch_model.bin"
 EMBEDDING = "embed_tokens.weight"  # in both formats, and in ours
 ROWS_AT_ONCE = 8192  # of an embedding table, when two are compared
 LAYER_TYPES = ("llama", "qwen3")  # `model_type` of the decoder layers that can be computed
@@ -44,17 +41,7 @@ _UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.i
 
 
 def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], directory: Path) -> EagleConfig:
-    """Convert the config of a head in either format.
-
-    Args:
-        config: Content of its config.json.
-        tensors: Its tensors by the format's names, which tell whether it has embeddings of its own.
-        directory: Where they are, for error messages.
-
-    Raises:
-        CheckpointError: The config does not describe a decoder layer.
-        UnsupportedError: It describes what cannot be computed here, or what it means is unclear; it is named.
-    """
+    """Convert the config of a head in either format; its tensors tell whether it has embeddings of its own."""
     ours = _of_speculators(config, directory) if SPECULATORS_KEY in config else _of_eagle(config, directory)
     layer = _layer_config(config.get("transformer_layer_config", config), directory)
     draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size
@@ -160,16 +147,7 @@ def _as_dict(value: Any) -> Mapping[str, Any]:
 
 
 def split_tensors(tensors: Mapping[str, LazyTensor], config: EagleConfig, directory: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of a head by this project's names, without those that nothing reads.
-
-    Args:
-        tensors: Its tensors by the format's names.
-        config: Its config.
-        directory: Where they are, for error messages.
-
-    Raises:
-        CheckpointError: The map from the head's ids to the target's is missing, or is none.
-    """
+    """Return the tensors of a head by this project's names, without those that nothing reads."""
     renamed = {
         re.sub(r"^layers\.0\.", "midlayer.", name): tensor
         for name, tensor in tensors.items()

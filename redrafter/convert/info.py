@@ -22,21 +22,16 @@ from transformers.models.auto.modeling_auto import (
 from redrafter.app.parser import Parser, add_json
 from redrafter.app.program import run_command
 from redrafter.cache.states import StateShape
-from redrafter.checkpoints.merged import boxed_pair
-from redrafter.convert.output_formats import possible_formats
-from redrafter.convert.request import ConversionRequest, ConversionSource
-from redrafter.convert.source_base import SourceBase, open_base
-from redrafter.convert.source_drafter import SourceDrafter, is_pair, open_drafter
+from redrafter.checkpoints.merged import Defaults, boxed_pair
+from redrafter.convert.plan import possible_formats
+from redrafter.convert.sources import SourceBase, SourceDrafter, is_pair, open_base, open_drafter
 from redrafter.convert.tensors import LazyTensor
-from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
 from redrafter.target.recurrent_layers import layer_tensors
 from redrafter.target.supported import check_states_found, check_supported, stored_shapes
 from redrafter.version import __version__
-
-__all__ = ["describe", "main"]
 
 
 def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
@@ -62,7 +57,7 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
         drafter = open_drafter(directory)
         return document | {
             "drafter": _describe_drafter(drafter),
-            "converts_to": possible_formats(ConversionSource(drafter)),
+            "converts_to": possible_formats(drafter),
         }
     base = open_base(directory)
     document["model"] = _describe_model(base)
@@ -76,14 +71,14 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
     document["drafter"] = {"path": str(drafter.directory)} | _describe_drafter(drafter)
     document["drafter"]["share_of_model"] = round(share, 4)
     if is_pair(drafter.kind):
-        defaults = ConversionRequest().defaults_for(drafter)
+        defaults = drafter.fill(Defaults())
         document["shape"] = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
     try:
         base.check_fits(drafter.config)
         document["fits"] = True
     except MismatchError as error:
         return document | {"fits": False, "why_not": str(error)}
-    return document | {"converts_to": possible_formats(ConversionSource(drafter, base))}
+    return document | {"converts_to": possible_formats(drafter, base)}
 
 
 def _locate(name: str) -> Path:
@@ -165,42 +160,17 @@ def _describe_target(config: Any) -> str:
 def _describe_drafter(drafter: SourceDrafter) -> dict[str, Any]:
     config = drafter.config
     return {
-        "type": "EAGLE-3 head" if isinstance(config, EagleConfig) else "recurrent drafter",
+        "type": config.kind,
         "parameters": _count_parameters(drafter.tensors),
         "stored_as": _dtype_names(drafter.tensors),
         "hidden_size": config.hidden_size,
-        **(_describe_head(config) if isinstance(config, EagleConfig) else _describe_recurrence(config)),
+        **config.describe(),
         "vocabulary": config.vocab_size,
         "draft_vocabulary": config.draft_vocab_size or config.vocab_size,
         "num_beams": config.draft_beams,
         "draft_len_per_beam": config.draft_len_per_beam,
         "trained_draft_len": config.trained_draft_len,
         "base_model": config.base_model,
-    }
-
-
-def _describe_head(config: EagleConfig) -> dict[str, Any]:
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm", "own_embedding")
-    layers = config.target_layers
-    return {
-        "width": config.width,
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "rope": config.rope["rope_type"],
-        "options": [name for name in flags if getattr(config, name)] or None,
-        "target_layers": "three that follow from the model's number of layers" if layers is None else layers,
-    }
-
-
-def _describe_recurrence(config: DrafterConfig) -> dict[str, Any]:
-    return {
-        "exit_dim": config.exit_dim,
-        "layers": config.num_draft_layers,
-        "recurrence": config.recurrence if config.rnn else "none: a running sum of embeddings",
-        "target_layers": config.target_layers or None,
-        "context_window": config.context_window,
-        "head_rank": config.head_rank,
     }
 
 

@@ -1,23 +1,52 @@
-"""The files that a conversion will write, all known before anything is written."""
+"""The files that a conversion will write, all known before anything is written, and which they are for each format."""
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
 
-from redrafter.convert.tensors import LazyTensor, byte_size, write_safetensors
-from redrafter.errors import CheckpointError
-from redrafter.files.dtype_names import dtype_name
+import torch
 
-__all__ = ["ConversionPlan", "link_or_copy"]
+from redrafter.checkpoints.drafters import check_beams, draft_length_warning
+from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.convert import apple, eagle, trtllm, trtllm_base
+from redrafter.convert.config import ConvertConfig
+from redrafter.convert.sources import SourceBase, SourceDrafter
+from redrafter.convert.tensors import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    LazyTensor,
+    cast,
+    split_into_files,
+    write_safetensors,
+)
+from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
+from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture
+from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
+from redrafter.files.dtype_names import dtype_name
 
 COPY_BLOCK_BYTES = 16 << 20  # read and written at once
 MIN_FREE_BYTES = 64 << 20  # of the disk, after the conversion
+DRAFTER_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+TOKENIZER_FILES = (  # and others that belong with a tokenizer
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +70,7 @@ class ConversionPlan:
 
     def bytes_to_write(self, output: Path) -> int:
         """Return the bytes of weights and copies that will be written to a directory, without hard links."""
-        written = sum(byte_size(tensor) for tensors in self.weights.values() for tensor in tensors.values())
+        written = sum(tensor.nbytes for tensors in self.weights.values() for tensor in tensors.values())
         return written + sum(file.stat().st_size for file in self.copies.values() if not self._can_link(file, output))
 
     def check_space(self, output: Path) -> None:
@@ -55,12 +84,9 @@ class ConversionPlan:
             )
 
     def write(self, folder: Path, progress: Callable[[int], object], workers: int = 1) -> None:
-        """Write all files into a new directory.
+        """Write all files into a new directory, `workers` files of tensors at once.
 
-        Args:
-            folder: The directory.
-            progress: Gets the number of bytes whenever some are written.
-            workers: Files of tensors to write at once.
+        `progress` gets the number of bytes whenever some are written.
         """
         for name in (*self.weights, *self.copies, *self.json_files):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -109,17 +135,10 @@ class ConversionPlan:
 
 
 def link_or_copy(source: Path, destination: Path, progress: Callable[[int], object], copy: bool) -> None:
-    """Make a hard link to a file of weights, or copy the file.
-
-    Args:
-        source: The file; the target of a symbolic link is linked, since the hub's cache is made of these.
-        destination: The new name.
-        progress: Gets the number of bytes after each block is copied.
-        copy: Whether to copy a file of weights too.
-    """
+    """Make a hard link to a file of weights, unless `copy` says otherwise, or copy the file."""
     if not copy and _is_weights(source):
         try:
-            os.link(source.resolve(), destination)
+            os.link(source.resolve(), destination)  # of what a symbolic link leads to: the hub's cache is made of these
             return
         except OSError:
             pass  # another file system, or one without hard links
@@ -134,3 +153,230 @@ def _existing_parent(path: Path) -> Path:
 
 def _is_weights(file: Path) -> bool:
     return file.suffix in (".safetensors", ".bin", ".pt")
+
+
+def plan_drafter(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
+    """Plan a drafter directory of this project."""
+    shape = drafter.fill(config.defaults).shape
+    check_beams(drafter.config, shape.num_beams)
+    plan = _plan_drafter(drafter, base, config.dtype, shape)
+    return replace(plan, notes=plan.notes + _training_notes(drafter.config, shape))
+
+
+def _plan_drafter(
+    drafter: SourceDrafter, base: SourceBase | None, dtype: str | None, shape: TreeShape
+) -> ConversionPlan:
+    """Plan a drafter directory whose config has `shape` as its search defaults; what is None there stays."""
+    drafter = _without_copied_embedding(drafter, base)
+    config = _config_with_base(drafter.config, base)
+    config.draft_beams = shape.num_beams or config.draft_beams
+    config.draft_len_per_beam = shape.draft_len_per_beam or config.draft_len_per_beam
+    tensors = _cast_floats(drafter.tensors, dtype)
+    config.dtype, config.architectures = tensors["lm_head.weight"].dtype, [DRAFTER_CLASSES[config.model_type].__name__]
+    # Its model card and its training record; drafters that come in another project's format have neither.
+    documents = [drafter.directory / name for name in ("README.md", "training.json")]
+    ours = drafter.kind in ("drafter", "merged checkpoint")
+    return ConversionPlan(
+        weights={WEIGHTS_FILE: tensors},
+        copies={file.name: file for file in documents if ours and file.is_file()},
+        json_files={"config.json": _config_dict(config)},
+        notes=_recurrence_notes(drafter),
+    )
+
+
+def plan_apple(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
+    """Plan a drafter directory in Apple's format, with its current tensor names."""
+    published = apple.check_published_form(drafter.config, "Apple's format", ("apple",))
+    layers = published.num_draft_layers
+    tensors = {apple.to_apple_name(name, layers): tensor for name, tensor in drafter.tensors.items()}
+    tensors = _cast_floats(tensors, config.dtype)
+    dtype = dtype_name(tensors[f"lm_head.{layers}.weight"].dtype)
+    return ConversionPlan(
+        weights={WEIGHTS_FILE: tensors},
+        json_files={"config.json": apple.to_apple_config(published, dtype)},
+        notes=_recurrence_notes(drafter),
+    )
+
+
+def plan_merged(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
+    """Plan a merged checkpoint: a base and its drafter in one directory, as `ReDrafter.from_pretrained` opens it."""
+    base = _required(base, "redrafter")
+    base.check_fits(drafter.config)
+    part = _plan_drafter(drafter, base, config.dtype, TreeShape())
+    defaults = drafter.fill(config.defaults)
+    check_beams(drafter.config, defaults.shape.num_beams)
+    if drafter.kind in ("drafter", "merged checkpoint") and (
+        part.json_files["config.json"] == _config_dict(drafter.config)
+        and all(tensor is drafter.tensors[name] for name, tensor in part.weights[WEIGHTS_FILE].items())
+    ):
+        # It is written with its own tensors and config.
+        files = sorted(file for file in drafter.directory.iterdir() if file.is_file())
+        part = ConversionPlan(copies={file.name: file for file in files}, notes=part.notes)
+    plan = ConversionPlan(
+        weights={f"{DRAFTER_FOLDER}/{name}": tensors for name, tensors in part.weights.items()},
+        copies={f"{DRAFTER_FOLDER}/{name}": file for name, file in part.copies.items()},
+        json_files={f"{DRAFTER_FOLDER}/{name}": content for name, content in part.json_files.items()},
+        notes=part.notes + _training_notes(drafter.config, defaults.shape),
+    )
+    plan = _with_base(plan, base, has_tokenizer=config.tokenizer_dir is not None)
+    if config.tokenizer_dir is not None:
+        files = [Path(config.tokenizer_dir, name) for name in TOKENIZER_FILES]
+        plan = replace(plan, copies=plan.copies | {file.name: file for file in files if file.is_file()})
+    settings = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
+    return replace(plan, json_files=plan.json_files | {SHAPE_FILE: settings})
+
+
+def _with_base(plan: ConversionPlan, base: SourceBase, *, has_tokenizer: bool) -> ConversionPlan:
+    if base.trtllm_config is None:
+        return replace(plan, copies=plan.copies | base.files())
+    if not base.tensors:
+        raise UnsupportedError(
+            f"{base.directory} is quantised in TensorRT-LLM's way; give the Hugging Face base with "
+            "--base-model-checkpoint-dir, and this one with --drafter-model-dir"
+        )
+    files, index = split_into_files(base.tensors)
+    json_files = plan.json_files | ({INDEX_FILE: index} if index else {}) | {"config.json": _config_dict(base.config)}
+    notes = plan.notes
+    if not has_tokenizer:
+        notes += (
+            f"{base.directory} has no tokenizer and does not say what ends a text; give the directory of a model that "
+            "has them with --tokenizer-dir",
+        )
+    return replace(plan, weights=plan.weights | files, json_files=json_files, notes=notes)
+
+
+def plan_trtllm(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
+    """Plan a TensorRT-LLM ReDrafter checkpoint of a base and its drafter."""
+    base = _required(base, "trtllm")
+    published = apple.check_published_form(drafter.config, "TensorRT-LLM's format", ("apple", "trtllm"))
+    base.check_fits(published)
+    defaults = drafter.fill(config.defaults)
+    check_beams(published, defaults.shape.num_beams)
+    base_config, ranks = _trtllm_base(base, config)
+    tp, dtype = len(ranks), str(base_config.get("dtype"))
+    trtllm.check_tp(tp, {"exit_dim": published.exit_dim, "hidden_size": published.hidden_size})
+    tensors = _cast_floats(drafter.tensors, dtype)
+    weights = {
+        f"rank{rank}.safetensors": part | trtllm.split_drafter(tensors, published, rank, tp)
+        for rank, part in enumerate(ranks)
+    }
+    notes = _recurrence_notes(drafter)
+    if config.dtype is None and drafter.dtype != DRAFTER_DTYPES.get(dtype):
+        hint = "" if base.trtllm_config is not None else "; --dtype chooses another for both"
+        notes += (f"the drafter goes from {dtype_name(drafter.dtype)} to {dtype}, the base's{hint}",)
+    notes += _training_notes(published, defaults.shape)
+    if published.rnn and published.recurrence == "apple":
+        notes += ("TensorRT-LLM's engine computes another recurrence than this drafter was trained with",)
+    pair_config = trtllm.to_pair_config(published, defaults, base_config, base.directory)
+    return ConversionPlan(weights=weights, json_files={"config.json": pair_config}, notes=notes)
+
+
+def _trtllm_base(base: SourceBase, config: ConvertConfig) -> tuple[dict[str, Any], list[dict[str, LazyTensor]]]:
+    """Return TensorRT-LLM's config of a base and the base's tensors on each rank.
+
+    A TensorRT-LLM checkpoint, which may be quantised, keeps its config, its ranks and its number format.
+    """
+    if base.trtllm_config is not None:
+        for flag, asked, value in (
+            ("--tp-size", config.tp_size, len(base.ranks)),
+            ("--dtype", config.dtype, str(base.trtllm_config.get("dtype"))),
+        ):
+            if asked is not None and asked != value:
+                raise ArgumentError(f"{flag} {asked}: {base.directory} was converted with {value}, and a pair has one")
+        return base.trtllm_config, [dict(rank) for rank in base.ranks]
+    table = base.tensors.get("model.embed_tokens.weight") or next(iter(base.tensors.values()))
+    tp, dtype = config.tp_size or 1, config.dtype or dtype_name(table.dtype)
+    if base.quantization_method:
+        raise UnsupportedError(f"{base.directory} is quantised; convert what it was made from, and quantise it there")
+    trtllm_base.check_base(base.config, base.tensors, tp, base.directory)
+    parts = (trtllm_base.split_base(base.tensors, base.config, rank, tp) for rank in range(tp))
+    return trtllm_base.to_trtllm_config(base.config, dtype, tp), [_cast_floats(part, dtype) for part in parts]
+
+
+OUTPUT_PLANNERS: dict[str, Callable[[SourceDrafter, SourceBase | None, ConvertConfig], ConversionPlan]] = {
+    "redrafter": plan_merged,
+    "trtllm": plan_trtllm,
+    "apple": plan_apple,
+    "drafter": plan_drafter,
+}
+
+
+def possible_formats(drafter: SourceDrafter, base: SourceBase | None = None) -> dict[str, str]:
+    """Return for each output format `yes`, or `no` with the reason why the source cannot be converted to it."""
+    answers = {}
+    for name, make_plan in OUTPUT_PLANNERS.items():
+        try:
+            make_plan(drafter, base, ConvertConfig(drafter_model_dir=str(drafter.directory), to=name, dry_run=True))
+            answers[name] = "yes"
+        except (UnsupportedError, ArgumentError, MismatchError) as error:
+            answers[name] = f"no: {error}"
+    return answers
+
+
+def _required(base: SourceBase | None, output_format: str) -> SourceBase:
+    if base is None:
+        raise ArgumentError(f"--to {output_format} needs a base: give --base-model-checkpoint-dir")
+    return base
+
+
+def _config_with_base(config: DrafterArchitecture, base: SourceBase | None) -> DrafterArchitecture:
+    """Return a copy of a drafter's config with the base recorded in it, unless it names one already."""
+    config = deepcopy(config)
+    if base is not None:
+        base.check_fits(config)
+        if config.base_embedding_norms is None:
+            tables = base.embedding_norms()
+            names = [name for name in tables if "embed" in name] or list(tables)
+            config.base_embedding_norms = tables[names[0]] if len(names) == 1 else None
+        directory = base.directory.resolve()
+        name = directory.name
+        if directory.parent.name == "snapshots" and directory.parents[1].name.startswith("models--"):
+            name = directory.parents[1].name.removeprefix("models--").replace("--", "/")  # a hub id, in the hub's cache
+        config.base_model = config.base_model or name
+    return config
+
+
+def _without_copied_embedding(drafter: SourceDrafter, base: SourceBase | None) -> SourceDrafter:
+    """Return an EAGLE-3 head without its embedding table where that is the base's, which it then shares."""
+    own = drafter.tensors.get(eagle.EMBEDDING)
+    tables = () if base is None else (x for name, x in base.tensors.items() if name.endswith(eagle.EMBEDDING))
+    if own is None or not any(eagle.is_same(own, table) for table in tables):
+        return drafter
+    config = deepcopy(drafter.config)
+    assert isinstance(config, EagleConfig)
+    config.own_embedding = False
+    tensors = {name: tensor for name, tensor in drafter.tensors.items() if name != eagle.EMBEDDING}
+    return replace(drafter, config=config, tensors=tensors)
+
+
+def _recurrence_notes(drafter: SourceDrafter) -> tuple[str, ...]:
+    """Return a note about the recurrence that a TensorRT-LLM checkpoint is read with, which it does not hold."""
+    config = drafter.config
+    if not drafter.kind.startswith("TensorRT-LLM") or not isinstance(config, DrafterConfig) or not config.rnn:
+        return ()
+    other = {"apple": "trtllm", "trtllm": "apple"}.get(config.recurrence, "apple")
+    return (f"recurrence {config.recurrence}; --recurrence {other} reads it the other way",)
+
+
+def _training_notes(config: DrafterArchitecture, shape: TreeShape) -> tuple[str, ...]:
+    note = draft_length_warning(config, shape.draft_len_per_beam)
+    return () if note is None else (note,)
+
+
+def _cast_floats(tensors: Mapping[str, LazyTensor], dtype: str | None) -> dict[str, LazyTensor]:
+    """Return tensors with floating-point ones cast to a number format; id maps stay integers."""
+    if dtype is None:
+        return dict(tensors)
+    if dtype not in DRAFTER_DTYPES:
+        raise UnsupportedError(f"a drafter is float32, bfloat16 or float16, not {dtype}")
+    return {
+        name: cast(tensor, DRAFTER_DTYPES[dtype]) if tensor.dtype.is_floating_point else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _config_dict(config: Any) -> dict[str, Any]:
+    """Return a config as its `config.json` holds it."""
+    values: dict[str, Any] = config.to_diff_dict() | {"model_type": config.model_type}
+    values["dtype"] = dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else config.dtype
+    return values

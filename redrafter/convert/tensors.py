@@ -1,5 +1,6 @@
 """Tensors that are read from their files a few rows at a time, to convert a checkpoint of any size in little memory."""
 
+import difflib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,30 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from redrafter.checkpoints.headers import WEIGHTS_FILE
-from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
+from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
+from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.dtype_names import dtype_name
 
-__all__ = [
-    "SAFETENSORS_CODES",
-    "SAFETENSORS_DTYPES",
-    "LazyTensor",
-    "byte_size",
-    "cast",
-    "concat_columns",
-    "concat_rows",
-    "file_tensor",
-    "memory_tensor",
-    "pad_rows",
-    "slice_columns",
-    "slice_rows",
-    "split_into_files",
-    "write_safetensors",
-]
-
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # Names of number formats in a file, from https://github.com/huggingface/safetensors, "Format".
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -75,17 +61,48 @@ class LazyTensor:
         """Number of rows."""
         return self.shape[0] if self.shape else 1
 
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
 
-def file_tensor(file: Path, name: str, shape: tuple[int, ...], code: str) -> LazyTensor:
-    """Return a tensor of a safetensors file; reading it raises `UnsupportedError` for an unknown number format.
 
-    Args:
-        file: The file.
-        name: Name of the tensor in the file.
-        shape: Its shape, from the file's header.
-        code: Its number format, as the header names it.
-    """
+def open_directory(directory: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of a directory that `save_pretrained` wrote: of one file, or of several and an index."""
+    indexed: set[str] = set()
+    if (directory / INDEX_FILE).is_file():
+        weight_map = read_json(directory / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{directory / INDEX_FILE} has no weight_map")
+        for name in weight_map.values():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise CheckpointError(f"{directory / INDEX_FILE} names {name!r}, which is no file of that directory")
+        indexed, files = set(weight_map), sorted(set(weight_map.values()))
+    elif (directory / WEIGHTS_FILE).is_file():
+        files = [WEIGHTS_FILE]
+    else:
+        raise CheckpointError(f"{directory} has no {WEIGHTS_FILE}; save the model with save_pretrained")
+    tensors: dict[str, LazyTensor] = {}
+    for file in files:
+        tensors |= open_file(directory / file)
+    if missing := indexed - tensors.keys():
+        raise CheckpointError(f"{directory / INDEX_FILE} names tensors that no file has: {min(missing)}")
+    return tensors
 
+
+def open_file(file: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of a safetensors file by their names; of the file, only the header is read."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  not a dict
+            return {
+                name: _file_tensor(file, name, tuple(x.get_shape()), str(x.get_dtype())) for name, x in slices.items()
+            }
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is missing, cut short or no safetensors file: {first_line(error)}") from error
+
+
+def _file_tensor(file: Path, name: str, shape: tuple[int, ...], code: str) -> LazyTensor:
     def read(first: int, last: int) -> Tensor:
         with safe_open(file, framework="pt") as tensors:
             return tensors.get_slice(name)[first:last] if shape else tensors.get_tensor(name)
@@ -95,6 +112,20 @@ def file_tensor(file: Path, name: str, shape: tuple[int, ...], code: str) -> Laz
 
     known = code in SAFETENSORS_DTYPES
     return LazyTensor(name, shape, SAFETENSORS_DTYPES.get(code, torch.uint8), read if known else refuse)
+
+
+def check_tensors(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, LazyTensor], directory: Path) -> None:
+    """Raise `CheckpointError` unless a checkpoint has the tensors, by name and shape, that its config asks for."""
+    extra = [name for name in actual if name not in expected]
+    for name, shape in expected.items():
+        if name not in actual:
+            near = difflib.get_close_matches(name, extra or list(actual), n=1, cutoff=0.0)
+            hint = f"; the nearest that is there is {near[0]}" if near else ""
+            raise CheckpointError(f"{directory} has no tensor {name}, which its config asks for{hint}")
+        if actual[name].shape != shape:
+            raise CheckpointError(f"{directory} has {name} of shape {actual[name].shape} instead of {shape}")
+    if extra:
+        raise CheckpointError(f"{directory} has a tensor {extra[0]}, which its config does not ask for")
 
 
 def memory_tensor(name: str, tensor: Tensor) -> LazyTensor:
@@ -133,7 +164,7 @@ def slice_columns(tensor: LazyTensor, first: int, last: int) -> LazyTensor:
 
 
 def concat_rows(parts: Sequence[LazyTensor]) -> LazyTensor:
-    """Return tensors concatenated along their rows; raise `CheckpointError` if their shapes or formats do not match."""
+    """Return tensors concatenated along their rows, which must match in shape and format."""
 
     def read(first: int, last: int) -> Tensor:
         pieces, start = [], 0
@@ -150,7 +181,7 @@ def concat_rows(parts: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def concat_columns(parts: Sequence[LazyTensor]) -> LazyTensor:
-    """Return matrices concatenated along their columns; raise `CheckpointError` if their sizes do not match."""
+    """Return matrices concatenated along their columns, which must match in length and format."""
     _check_alike(parts, {(part.dtype, part.length, len(part.shape)) for part in parts})
     shape = (parts[0].length, sum(part.shape[1] for part in parts))
     read = lambda a, b: torch.cat([part.read(a, b) for part in parts], dim=1)  # noqa: E731
@@ -172,30 +203,15 @@ def pad_rows(tensor: LazyTensor, length: int) -> LazyTensor:
     return replace(concat_rows([tensor, zeros]), name=tensor.name)
 
 
-def byte_size(tensor: LazyTensor) -> int:
-    """Return the size of a tensor in bytes."""
-    return prod(tensor.shape) * tensor.dtype.itemsize
-
-
 def write_safetensors(
     file: Path, tensors: Mapping[str, LazyTensor], progress: Callable[[int], object] = lambda count: None
 ) -> None:
-    """Write a safetensors file, a block of rows at a time.
-
-    Args:
-        file: The file to write.
-        tensors: Tensors by their names in the file.
-        progress: Gets the number of bytes after each block is written.
-
-    Raises:
-        CheckpointError: When a tensor is not what the header of its source says.
-    """
+    """Write a safetensors file, a block of rows at a time, and call `progress` with the bytes of each block."""
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # which aligns every tensor
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
-        tensor = tensors[name]
-        offsets = [end, end := end + byte_size(tensor)]
+        tensor, offsets = tensors[name], [end, end := end + tensors[name].nbytes]
         code = SAFETENSORS_CODES[tensor.dtype]
         header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": offsets}
     head = json.dumps(header, separators=(",", ":")).encode()
@@ -204,21 +220,16 @@ def write_safetensors(
         out.write(len(head).to_bytes(8, "little") + head)
         for name in order:
             tensor = tensors[name]
-            step = max(WRITE_BLOCK_BYTES * tensor.length // max(byte_size(tensor) * tensor.read_factor, 1), 1)
+            step = max(WRITE_BLOCK_BYTES * tensor.length // max(tensor.nbytes * tensor.read_factor, 1), 1)
             for first in range(0, tensor.length, step):
                 last = min(first + step, tensor.length)
                 block = tensor.read(first, last).contiguous()
-                _check_block(block, tensor, last - first)
+                if block.dtype != tensor.dtype or block.shape not in ((last - first, *tensor.shape[1:]), tensor.shape):
+                    raise CheckpointError(
+                        f"{tensor.name} holds {list(block.shape)} {block.dtype} where its header says "
+                        f"{list(tensor.shape)} {tensor.dtype}"
+                    )
                 progress(out.write(block.reshape(-1).view(torch.uint8).numpy().data))
-
-
-def _check_block(block: Tensor, tensor: LazyTensor, length: int) -> None:
-    """Raise `CheckpointError` unless a block of rows has the shape and the format that the header says."""
-    if block.dtype != tensor.dtype or tuple(block.shape) not in ((length, *tensor.shape[1:]), tensor.shape):
-        raise CheckpointError(
-            f"{tensor.name} holds {list(block.shape)} {block.dtype} where its header says "
-            f"{list(tensor.shape)} {tensor.dtype}"
-        )
 
 
 def split_into_files(
@@ -229,16 +240,14 @@ def split_into_files(
     Returns:
         The tensors of each file, and the content of the index file; None if there is only one file.
     """
-    parts: list[dict[str, LazyTensor]] = [{}]
-    for name, tensor in tensors.items():
-        if parts[-1] and sum(map(byte_size, parts[-1].values())) + byte_size(tensor) > MAX_FILE_BYTES:
-            parts.append({})
-        parts[-1][name] = tensor
-    if len(parts) == 1:
-        return {WEIGHTS_FILE: parts[0]}, None
-    files = {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, 1)}
-    weight_map = {name: file for file, part in files.items() for name in part}
-    return files, {"metadata": {"total_size": sum(map(byte_size, tensors.values()))}, "weight_map": weight_map}
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=MAX_FILE_BYTES,
+    )
+    files = {file: {name: tensors[name] for name in names} for file, names in split.filename_to_tensors.items()}
+    return files, {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
 
 
 def _join_names(parts: Sequence[LazyTensor]) -> str:

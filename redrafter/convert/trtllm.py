@@ -9,31 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from redrafter.checkpoints.headers import read_file_headers
 from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.convert.apple import UNUSED_NORM, check_published_form
-from redrafter.convert.tensors import LazyTensor, concat_rows, file_tensor, pad_rows, slice_rows
+from redrafter.convert.apple import UNUSED_NORM
+from redrafter.convert.tensors import LazyTensor, concat_rows, open_file, pad_rows, slice_rows
 from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.drafting.drafter_types import DrafterArchitecture
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
-
-__all__ = [
-    "ARCHITECTURES",
-    "DRAFTER_PREFIX",
-    "check_drafter",
-    "check_tp",
-    "join_drafter",
-    "open_ranks",
-    "read_config",
-    "round_up",
-    "split_drafter",
-    "tensor_parallel_size",
-    "to_defaults",
-    "to_drafter_config",
-    "to_pair_config",
-]
 
 DRAFTER_PREFIX = "drafter."
 # Architecture of the pair by architecture of the base.
@@ -68,12 +50,7 @@ DRAFTER_CONFIG_KEY = "redrafter_drafter_config"
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read the config.json of a checkpoint, and check the types of the keys that are used here.
-
-    Raises:
-        CheckpointError: When a key is missing or has another type; the key is named.
-        UnsupportedError: When the checkpoint has several pipeline stages.
-    """
+    """Read the config.json of a checkpoint, and check the types of the keys that are used here."""
     config = read_json(directory / "config.json")
     for key, kind, needed in _CONFIG_KEYS:
         value = config.get(key)
@@ -101,20 +78,13 @@ def tensor_parallel_size(config: Mapping[str, Any]) -> int:
 
 
 def open_ranks(directory: Path, tp: int) -> list[dict[str, LazyTensor]]:
-    """Return the tensors of each rank by the names in its file.
-
-    Raises:
-        CheckpointError: When the files are not those of `tp` ranks, or their tensors' names differ.
-    """
+    """Return the tensors of each of `tp` ranks by the names in its file, which must be the same in all."""
     files = [directory / f"rank{rank}.safetensors" for rank in range(tp)]
     if missing := [file.name for file in files if not file.is_file()]:
         raise CheckpointError(f"{directory} has no {', '.join(missing[:4])}: its config.json says tp_size {tp}")
     if (directory / f"rank{tp}.safetensors").exists():
         raise CheckpointError(f"{directory} has a rank{tp}.safetensors, but its config.json says tp_size {tp}")
-    ranks = [
-        {name: file_tensor(file, name, header.shape, header.dtype) for name, header in read_file_headers(file).items()}
-        for file in files
-    ]
+    ranks = [open_file(file) for file in files]
     for rank, tensors in enumerate(ranks):
         if odd := sorted(tensors.keys() ^ ranks[0].keys()):
             has, lacks = (0, rank) if odd[0] in ranks[0] else (rank, 0)
@@ -123,18 +93,10 @@ def open_ranks(directory: Path, tp: int) -> list[dict[str, LazyTensor]]:
 
 
 def to_drafter_config(config: Mapping[str, Any], recurrence: str | None, directory: Path) -> DrafterConfig:
-    """Return this project's config of the drafter in a checkpoint.
+    """Return this project's config of the drafter in a checkpoint, which holds it where this project wrote it.
 
-    A checkpoint that this project wrote holds that config.
-
-    Args:
-        config: The checkpoint's config.
-        recurrence: The recurrence that the drafter was trained with. None for what the checkpoint holds, or else
-            "apple", which public trainers train; TensorRT-LLM's engine computed another.
-        directory: Where the checkpoint is, for error messages.
-
-    Raises:
-        CheckpointError: When the config describes no drafter.
+    A `recurrence` of None is what the checkpoint holds, or else "apple", which public trainers train; TensorRT-LLM's
+    engine computed another.
     """
     keys = {
         "vocab_size": "vocab_size",
@@ -172,14 +134,7 @@ def to_pair_config(
 ) -> dict[str, Any]:
     """Return TensorRT-LLM's config of a base with its drafter.
 
-    Args:
-        config: The drafter.
-        defaults: Search defaults; a `greedy_search` of None becomes true, as in TensorRT-LLM's script.
-        base: TensorRT-LLM's config of the base.
-        directory: Where the base is, for error messages.
-
-    Raises:
-        UnsupportedError: When TensorRT-LLM has no ReDrafter for the base's architecture.
+    A `greedy_search` of None becomes true, as in TensorRT-LLM's script.
     """
     architecture = base.get("base_model_architecture", base.get("architecture"))
     if architecture == "ReDrafterForCausalLM":  # written by TensorRT-LLM's first converter, for Llama only
@@ -214,18 +169,8 @@ def to_pair_config(
     return pair
 
 
-def check_drafter(config: DrafterArchitecture) -> DrafterConfig:
-    """Return the config of a drafter; raise `UnsupportedError` with the name of what this format cannot hold."""
-    return check_published_form(config, "TensorRT-LLM's format", ("apple", "trtllm"))
-
-
 def check_tp(tp: int, sizes: Mapping[str, int]) -> None:
-    """Raise `ArgumentError` if a tensor cannot be split evenly over the ranks.
-
-    Args:
-        tp: Number of ranks.
-        sizes: The sizes that are split, by their names in the config.
-    """
+    """Raise `ArgumentError` unless the number of ranks divides all sizes, given by their names in the config."""
     possible = [count for count in range(1, 65) if all(value % count == 0 for value in sizes.values())]
     for name, value in sizes.items():
         if value % tp:
@@ -242,14 +187,7 @@ def round_up(length: int, tp: int) -> int:
 def split_drafter(
     tensors: Mapping[str, LazyTensor], config: DrafterConfig, rank: int, tp: int
 ) -> dict[str, LazyTensor]:
-    """Return one rank's part of a drafter, by TensorRT-LLM's names.
-
-    Args:
-        tensors: The drafter's tensors by this project's names.
-        config: The drafter.
-        rank: The rank.
-        tp: Number of ranks.
-    """
+    """Return one rank's part of a drafter, by TensorRT-LLM's names."""
     part = {}
     for name, tensor in tensors.items():
         if name == UNUSED_NORM:
@@ -265,9 +203,7 @@ def split_drafter(
 def join_drafter(ranks: Sequence[Mapping[str, LazyTensor]], vocabulary: int) -> dict[str, LazyTensor]:
     """Return the drafter's tensors by this project's names, put together from all ranks.
 
-    Args:
-        ranks: Tensors of each rank.
-        vocabulary: Rows of the head without padding.
+    `vocabulary` is the number of the head's rows without padding.
     """
     drafter = {}
     for name in ranks[0]:

@@ -31,14 +31,9 @@ class AdaptiveDraftLength:
         self._accepted, self._judged = [PRIOR_ACCEPTED] * rows, [PRIOR_JUDGED] * rows
 
     def observe(self, row: int, accepted: int, levels: int) -> None:
-        """Update the estimate of a row with a step.
+        """Update the estimate of a row with a step whose tree had `levels` levels of drafts, `accepted` of which were.
 
         A step judges a row's accepted drafts and the first rejected one; nothing is known of the drafts after it.
-
-        Args:
-            row: Index of the row.
-            accepted: Number of drafts that were accepted.
-            levels: Levels of drafts in the step's tree.
         """
         self._accepted[row] = DECAY_PER_STEP * self._accepted[row] + accepted
         self._judged[row] = DECAY_PER_STEP * self._judged[row] + min(accepted + 1, levels)
@@ -72,11 +67,7 @@ class DraftGain:
     """
 
     def __init__(self, cost: float):
-        """Begin with drafts.
-
-        Args:
-            cost: Time of a step with drafts, in steps without.
-        """
+        """Begin with drafts. cost: time of a step with drafts, in steps without."""
         self._cost = cost
         self._steps: deque[tuple[int, int]] = deque()  # rows and tokens of the last steps with drafts
         self._rows = self._tokens = 0  # their sums
@@ -90,12 +81,7 @@ class DraftGain:
         return True
 
     def observe(self, rows: int, tokens: int) -> None:
-        """Take note of a step with drafts.
-
-        Args:
-            rows: Rows that took drafts, at least 1.
-            tokens: Tokens that these gained.
-        """
+        """Take note of a step with drafts: how many rows took some, at least 1, and how many tokens these gained."""
         if self._paused:
             return  # it was launched before the pause
         self._steps.append((rows, tokens))

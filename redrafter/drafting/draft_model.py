@@ -58,6 +58,13 @@ class DraftModelProposer:
     confidence: Callable[[int], float] | None = None
     vocabulary: VocabularyMap | None = None
 
+    shared_nodes = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Beams, depth and nodes."""
+        return {"num_beams": self.beams, "draft_len": self.depth, "nodes": self.nodes}
+
     @property
     def scratch_slots(self) -> int:
         """Slots after a row's committed tokens that a step writes to, those of nodes that are cut included."""
@@ -174,12 +181,7 @@ class _Lattice:
         self._levels, self._last_level_start = 0, 0  # levels below the root; index of the last level's first node
 
     def add(self, tokens: Tensor, sources: Tensor) -> None:
-        """Add a level of nodes.
-
-        Args:
-            tokens: Tokens of the new nodes, `[B, W]` int64.
-            sources: Which nodes of the last level they continue, `[B, W]` int64.
-        """
+        """Add a level of nodes `tokens` `[B, W]`, which continue the nodes `sources` `[B, W]` of the last level."""
         tree, width = self.tree, tokens.shape[1]
         whole = torch.cat([tree.tokens, tokens], dim=1)
         if width == 1:

@@ -19,11 +19,13 @@ from transformers import AutoModel
 from redrafter.cache.paged import KVCache
 from redrafter.drafting.context_attention import ContextAttention, ContextWindow
 from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.drafting.drafter_model import DrafterModel, partial_linear
+from redrafter.drafting.drafter_model import DrafterModel, drafter_layer, layer_bytes, partial_linear
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.kernels.linear_operators import thin_linear
 from redrafter.sampling.sampler import Sampler
+from redrafter.target.drafter_inputs import DrafterLayer
 from redrafter.target.quantization import Float8Linear
+from redrafter.target.target import Target
 from redrafter.tree.token_tree import Tree
 
 
@@ -99,6 +101,56 @@ class RecurrentDrafter(DrafterModel):
         self.rnn_joined: Tensor | None
         self.register_buffer("rnn_joined", None, persistent=False)
         self.post_init()
+
+    @property
+    def unquantized(self) -> nn.Module | None:  # type: ignore[override]
+        """What attends to the text: it is small."""
+        return self.context
+
+    def layers_read(self, target: Target) -> list[int]:
+        """Return the target's decoder layers whose outputs the drafter reads."""
+        return self.config.target_layers
+
+    def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer | None:
+        """Return what the drafter stores of every token for its attention to the text; None where it has none."""
+        if self.context is None:
+            return None
+        compute = partial(_compiled(_remember) if compiled else _remember, self, target.embedding)
+        return drafter_layer(self, target, self.config.context_kv_heads, self.config.context_head_dim, compute)
+
+    def proposer(
+        self, target: Target, beams: int, depth: int, nodes: int, shared_nodes: int | None, compiled: bool
+    ) -> RecurrentProposer:
+        """Return a proposer that drafts with the drafter."""
+        return RecurrentProposer(self, target, beams, depth, nodes, shared_nodes, compiled)
+
+    def prepare(self, device: torch.device) -> None:
+        """Join the recurrence's two products on a GPU."""
+        if device.type == "cuda":
+            self.join_recurrence()
+
+    def identity(self) -> list[Any]:
+        """Return the sizes and settings of the recurrence and of its attention to the text."""
+        names = ["hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "recurrence", "draft_vocab_size"]
+        if self.config.context_window is not None:
+            names += ["context_window", "context_heads", "context_kv_heads", "context_head_dim"]
+        return [getattr(self.config, name) for name in names]
+
+    def draft_bytes(self, depth: int) -> int:
+        """Return the bytes of the weights that a draft of `depth` search steps reads.
+
+        The published recurrence does not read `rnn_u` at the first step, where it has no state to multiply with.
+        """
+        config, first = self.config, self.first_product
+        gated = config.rnn and config.recurrence == "gated"
+        once = 0 if self.fuse is None else layer_bytes(self.fuse)
+        once += layer_bytes(self.rnn_gate, 1 / 3) if gated else 0
+        once += 0 if first is None else layer_bytes(first, 1 / 2)
+        never = 0 if self.context is None else layer_bytes(self.context.key) + layer_bytes(self.context.value)
+        elman = config.rnn and not gated
+        unread = layer_bytes(self.rnn_u, with_bias=config.recurrence == "trtllm") if elman else 0
+        whole = sum(weight.nbytes for weight in self.parameters()) - never
+        return depth * (whole - once) + once - unread
 
     @property
     def feature_size(self) -> int:
@@ -286,7 +338,7 @@ class RecurrentProposer(SearchProposer):
         """
         carried: Tensor | None = None  # [B, w, D], the recurrent state of each beam
         start, ids = self.drafter.begin(self.drafter.fuse_hidden(state.hidden)[:, None]), self.drafter.draft_ids
-        advance = _compiled_advance() if self.compiled else _advance
+        advance = _compiled(_advance) if self.compiled else _advance
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried
@@ -327,23 +379,6 @@ def _advance(
     return drafter.step(embedding(tokens), carried, start, read)
 
 
-@cache
-def _compiled_advance() -> Any:
-    """Return `_advance` compiled, once for all proposers."""
-    return torch.compile(_advance, dynamic=True)
-
-
-def remember(drafter: RecurrentDrafter, embedding: nn.Module, compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the function that computes what a drafter stores of tokens; see `DrafterLayer.remember`.
-
-    Args:
-        drafter: A drafter that attends to committed tokens.
-        embedding: The target's embedding table.
-        compiled: Whether to run it through torch.compile.
-    """
-    return partial(_compiled_remember() if compiled else _remember, drafter, embedding)
-
-
 def _remember(
     drafter: RecurrentDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -352,6 +387,6 @@ def _remember(
 
 
 @cache
-def _compiled_remember() -> Any:
-    """Return `_remember` compiled, once for all proposers."""
-    return torch.compile(_remember, dynamic=True)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled, once for all proposers."""
+    return torch.compile(function, dynamic=True)

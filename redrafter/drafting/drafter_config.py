@@ -14,6 +14,33 @@ CONTEXT_HEADS, CONTEXT_KV_HEADS, CONTEXT_HEAD_DIM = 4, 1, 64  # of a drafter tha
 MAX_SIZE, MAX_LAYERS = 2**31 - 1, 1024  # of a width or a vocabulary; of residual layers
 
 
+def _require(config: "DrafterConfig | EagleConfig", name: str, allowed: bool, what: str) -> None:
+    if not allowed:
+        raise ArgumentError(f"{type(config).__name__}.{name} must {what}, got {getattr(config, name)!r}")
+
+
+def _check_sizes(
+    config: "DrafterConfig | EagleConfig", *names: str, least: int = 1, most: int = MAX_SIZE, optional: bool = False
+) -> None:
+    for name in names:
+        value = getattr(config, name)
+        allowed = (optional and value is None) or (type(value) is int and least <= value <= most)
+        _require(config, name, allowed, f"be an integer from {least} to {most}")
+
+
+def _check_shared(config: "DrafterConfig | EagleConfig") -> None:
+    """Check what drafters of all kinds have."""
+    _check_sizes(config, "trained_draft_len", "draft_vocab_size", optional=True)
+    part = config.draft_vocab_size is None or config.draft_vocab_size <= config.vocab_size
+    _require(config, "draft_vocab_size", part, f"be from 1 to vocab_size={config.vocab_size}")
+    between = isinstance(config.rms_norm_eps, float) and 0 < config.rms_norm_eps < 1
+    _require(config, "rms_norm_eps", between, "be between 0 and 1")
+
+
+def _ascend(layers: Sequence[int]) -> bool:
+    return all(type(layer) is int and layer >= 0 for layer in layers) and list(layers) == sorted(set(layers))
+
+
 class DrafterConfig(PretrainedConfig):
     """The architecture of a drafter, saved as `config.json` beside its weights.
 
@@ -49,7 +76,7 @@ class DrafterConfig(PretrainedConfig):
         kwargs: Passed to `PretrainedConfig`.
     """
 
-    model_type = MODEL_TYPE
+    model_type, kind = MODEL_TYPE, "recurrent drafter"
 
     def __init__(
         self,
@@ -97,38 +124,30 @@ class DrafterConfig(PretrainedConfig):
 
     def check(self) -> None:
         """Raise `ArgumentError` for values that no drafter can have."""
-        context = ("context_heads", "context_kv_heads", "context_head_dim")
-        for name in ("vocab_size", "hidden_size", "exit_dim", "draft_beams", "draft_len_per_beam", *context):
-            self._check_size(name)
+        sizes = ("vocab_size", "hidden_size", "exit_dim", "draft_beams", "draft_len_per_beam")
+        _check_sizes(self, *sizes, "context_heads", "context_kv_heads", "context_head_dim")
         heads = self.context_heads, self.context_kv_heads, self.context_head_dim
         check_context_heads(*heads, "DrafterConfig.{}".format)
-        for name in ("context_window", "head_rank", "trained_draft_len", "draft_vocab_size"):
-            if getattr(self, name) is not None:
-                self._check_size(name)
-        self._check_size("num_draft_layers", 0, MAX_LAYERS)
-        if not isinstance(self.rnn, bool):
-            raise ArgumentError(f"DrafterConfig.rnn must be true or false, got {self.rnn!r}")
-        if self.recurrence not in RECURRENCES:
-            raise ArgumentError(f"DrafterConfig.recurrence is one of {RECURRENCES}, got {self.recurrence!r}")
-        layers, norms = self.target_layers, self.base_embedding_norms
-        if not all(type(layer) is int and layer >= 0 for layer in layers) or layers != sorted(set(layers)):
-            raise ArgumentError(f"DrafterConfig.target_layers must be layer numbers that ascend, got {layers!r}")
-        if not isinstance(self.rms_norm_eps, float) or not 0 < self.rms_norm_eps < 1:
-            raise ArgumentError(f"DrafterConfig.rms_norm_eps must be between 0 and 1, got {self.rms_norm_eps!r}")
-        if norms is not None and not (
-            isinstance(norms, list) and norms and all(isinstance(norm, int | float) for norm in norms)
-        ):
-            raise ArgumentError(f"DrafterConfig.base_embedding_norms must be numbers or None, got {norms!r}")
-        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
-            raise ArgumentError(
-                f"DrafterConfig.draft_vocab_size must be from 1 to vocab_size={self.vocab_size}, "
-                f"got {self.draft_vocab_size!r}"
-            )
+        _check_sizes(self, "context_window", "head_rank", optional=True)
+        _check_sizes(self, "num_draft_layers", least=0, most=MAX_LAYERS)
+        _require(self, "rnn", isinstance(self.rnn, bool), "be true or false")
+        _require(self, "recurrence", self.recurrence in RECURRENCES, f"be one of {RECURRENCES}")
+        _require(self, "target_layers", _ascend(self.target_layers), "be layer numbers that ascend")
+        norms = self.base_embedding_norms
+        numbers = isinstance(norms, list) and norms and all(isinstance(norm, int | float) for norm in norms)
+        _require(self, "base_embedding_norms", norms is None or bool(numbers), "be numbers or None")
+        _check_shared(self)
 
-    def _check_size(self, name: str, minimum: int = 1, maximum: int = MAX_SIZE) -> None:
-        value = getattr(self, name)
-        if type(value) is not int or not minimum <= value <= maximum:
-            raise ArgumentError(f"DrafterConfig.{name} must be an integer from {minimum} to {maximum}, got {value!r}")
+    def describe(self) -> dict[str, Any]:
+        """Return what this kind of drafter alone has to say of itself, as `redrafter convert --info` shows it."""
+        return {
+            "exit_dim": self.exit_dim,
+            "layers": self.num_draft_layers,
+            "recurrence": self.recurrence if self.rnn else "none: a running sum of embeddings",
+            "target_layers": self.target_layers or None,
+            "context_window": self.context_window,
+            "head_rank": self.head_rank,
+        }
 
 
 AutoConfig.register(MODEL_TYPE, DrafterConfig, exist_ok=True)
@@ -137,11 +156,7 @@ AutoConfig.register(MODEL_TYPE, DrafterConfig, exist_ok=True)
 def check_context_heads(heads: int, kv_heads: int, head_dim: int, name: Callable[[str], str]) -> None:
     """Raise `ArgumentError` for heads of the attention to the text that no drafter can have.
 
-    Args:
-        heads: Query heads, positive.
-        kv_heads: Key and value heads, positive.
-        head_dim: Width of a head, positive.
-        name: Returns what the user calls `context_heads`, `context_kv_heads` or `context_head_dim`.
+    `name` returns what the user calls `context_heads`, `context_kv_heads` or `context_head_dim`.
     """
     if heads % kv_heads:
         raise ArgumentError(
@@ -217,7 +232,7 @@ class EagleConfig(PretrainedConfig):
         kwargs: Passed to `PretrainedConfig`.
     """
 
-    model_type = EAGLE_MODEL_TYPE
+    model_type, kind = EAGLE_MODEL_TYPE, "EAGLE-3 head"
 
     def __init__(
         self,
@@ -287,38 +302,33 @@ class EagleConfig(PretrainedConfig):
             )
         return layers
 
+    def describe(self) -> dict[str, Any]:
+        """Return what this kind of drafter alone has to say of itself; see `DrafterConfig.describe`."""
+        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm", "own_embedding")
+        layers = self.target_layers
+        return {
+            "width": self.width,
+            "heads": self.num_attention_heads,
+            "kv_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "rope": self.rope["rope_type"],
+            "options": [name for name in flags if getattr(self, name)] or None,
+            "target_layers": "three that follow from the model's number of layers" if layers is None else layers,
+        }
+
     def check(self) -> None:
         """Raise `ArgumentError` for values that no head can have."""
-        optional = [name for name in ("draft_vocab_size", "trained_draft_len") if getattr(self, name) is not None]
-        for name in (*_SIZES, *optional):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= MAX_SIZE:
-                raise ArgumentError(f"EagleConfig.{name} must be an integer from 1 to {MAX_SIZE}, got {value!r}")
+        _check_sizes(self, *_SIZES)
         for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentError(f"EagleConfig.{name} must be true or false, got {getattr(self, name)!r}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ArgumentError(
-                f"EagleConfig.num_attention_heads must be a multiple of num_key_value_heads="
-                f"{self.num_key_value_heads}, got {self.num_attention_heads}"
-            )
-        if self.hidden_act not in ACT2FN:
-            raise ArgumentError(
-                f"EagleConfig.hidden_act must be an activation of transformers, got {self.hidden_act!r}"
-            )
-        if not isinstance(self.rms_norm_eps, float) or not 0 < self.rms_norm_eps < 1:
-            raise ArgumentError(f"EagleConfig.rms_norm_eps must be between 0 and 1, got {self.rms_norm_eps!r}")
-        if self.head_dim % 2:
-            raise ArgumentError(f"EagleConfig.head_dim must be even, got {self.head_dim}")
-        if self.rope.get("rope_type") not in ROPE_TYPES:
-            raise ArgumentError(f"EagleConfig.rope has one of the types {ROPE_TYPES}, got {self.rope!r}")
-        layers = self.target_layers
-        if layers is not None and (
-            not all(type(layer) is int and layer >= 0 for layer in layers)
-            or layers != sorted(set(layers))
-            or not layers
-        ):
-            raise ArgumentError(f"EagleConfig.target_layers must be layer numbers that ascend, or None, got {layers!r}")
+            _require(self, name, isinstance(getattr(self, name), bool), "be true or false")
+        kv_heads, layers = self.num_key_value_heads, self.target_layers
+        multiple = self.num_attention_heads % kv_heads == 0
+        _require(self, "num_attention_heads", multiple, f"be a multiple of num_key_value_heads={kv_heads}")
+        _require(self, "hidden_act", self.hidden_act in ACT2FN, "be an activation of transformers")
+        _require(self, "head_dim", self.head_dim % 2 == 0, "be even")
+        _require(self, "rope", self.rope.get("rope_type") in ROPE_TYPES, f"have one of the types {ROPE_TYPES}")
+        ascend = layers is None or (bool(layers) and _ascend(layers))
+        _require(self, "target_layers", ascend, "be layer numbers that ascend, or None")
         if self.norm_before_fc and self.fc_norm:
             raise ArgumentError("EagleConfig has norm_before_fc or fc_norm, not both")
         if self.width != self.hidden_size and not self.own_embedding:
@@ -326,11 +336,7 @@ class EagleConfig(PretrainedConfig):
                 f"EagleConfig.width={self.width} differs from the target's {self.hidden_size}, whose embeddings then "
                 "do not fit: such a head needs own_embedding"
             )
-        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
-            raise ArgumentError(
-                f"EagleConfig.draft_vocab_size must be from 1 to vocab_size={self.vocab_size}, "
-                f"got {self.draft_vocab_size!r}"
-            )
+        _check_shared(self)
 
 
 AutoConfig.register(EAGLE_MODEL_TYPE, EagleConfig, exist_ok=True)

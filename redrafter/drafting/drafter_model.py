@@ -1,23 +1,62 @@
 """The base class of all drafters, which loads a checkpoint whole or not at all, and a product that they share."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
+from redrafter.cache.dense import LayerShape
+from redrafter.drafting.proposer import SearchProposer
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
+from redrafter.target.drafter_inputs import DrafterLayer
 from redrafter.target.quantization import Float8Linear
+from redrafter.target.target import Target
 
 
 class DrafterModel(PreTrainedModel):
-    """A drafter with its weights; a subclass names the class of its config."""
+    """A drafter with its weights. A subclass names the class of its config, and says how it drafts.
+
+    Attributes:
+        unquantized: What stays as it is where the drafter is quantised; None for nothing.
+    """
 
     config_class: type[PretrainedConfig]
     base_model_prefix = "drafter"
+    unquantized: nn.Module | None = None
+
+    def layers_read(self, target: Target) -> list[int]:
+        """Return the target's decoder layers whose outputs the drafter reads."""
+        raise NotImplementedError
+
+    def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer | None:
+        """Return what the drafter stores of every token, computed by torch.compile if asked and possible; or None."""
+        raise NotImplementedError
+
+    def proposer(
+        self, target: Target, beams: int, depth: int, nodes: int, shared_nodes: int | None, compiled: bool
+    ) -> SearchProposer:
+        """Return a proposer that drafts with the drafter; the arguments are the attributes of `SearchProposer`."""
+        raise NotImplementedError
+
+    def prepare(self, device: torch.device) -> None:
+        """Join weights where that makes drafting faster on a device."""
+
+    def identity(self) -> list[Any]:
+        """Return sizes and settings that tell the drafter from others, beside norms of its head."""
+        raise NotImplementedError
+
+    def draft_bytes(self, depth: int) -> int:
+        """Return the bytes of the weights that a draft of `depth` search steps reads.
+
+        What reads the target's hidden state alone is read once; what is stored of committed tokens is not made then.
+        """
+        raise NotImplementedError
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -62,6 +101,20 @@ class DrafterModel(PreTrainedModel):
         wanted = cls.config_class.model_type
         if isinstance(source, Path) and (found := read_json(source / "config.json").get("model_type")) != wanted:
             raise CheckpointError(f"{source} is a drafter of the type {found}, and this needs one of the type {wanted}")
+
+
+def drafter_layer(
+    drafter: DrafterModel, target: Target, heads: int, width: int, remember: Callable[..., tuple[Tensor, Tensor]]
+) -> DrafterLayer:
+    """Return the layer of `heads` keys and values that `remember` computes of every token of a target."""
+    shape = LayerShape(heads, width, width, target.dtype, target.device, of_drafter=True)
+    return DrafterLayer(drafter, shape, remember)
+
+
+def layer_bytes(layer: nn.Linear, share: float = 1, *, with_bias: bool = True) -> int:
+    """Return the bytes of a share of a layer's weight, and of its bias."""
+    bias = layer.bias.nbytes if with_bias and layer.bias is not None else 0
+    return round(layer.weight.nbytes * share) + bias
 
 
 def partial_linear(layer: nn.Linear, x: Tensor, columns: slice, *, with_bias: bool) -> Tensor:

@@ -17,10 +17,8 @@ Drafter: TypeAlias = RecurrentDrafter | EagleDrafter
 DrafterArchitecture: TypeAlias = DrafterConfig | EagleConfig
 """The config of a drafter of any type."""
 
-DRAFTER_CLASSES: dict[str, type[RecurrentDrafter] | type[EagleDrafter]] = {
-    DrafterConfig.model_type: RecurrentDrafter,
-    EagleConfig.model_type: EagleDrafter,
-}
+_KINDS: tuple[type[Drafter], ...] = (RecurrentDrafter, EagleDrafter)
+DRAFTER_CLASSES = {kind.config_class.model_type: kind for kind in _KINDS}
 
 
 def open_drafter_model(name: str | Path, **hub_options: Any) -> Drafter:

@@ -1,6 +1,6 @@
 """The proposer that drafts with an EAGLE-3 head."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -13,9 +13,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from redrafter.cache.paged import KVCache
 from redrafter.drafting.drafter_config import EagleConfig
-from redrafter.drafting.drafter_model import DrafterModel, partial_linear
+from redrafter.drafting.drafter_model import DrafterModel, drafter_layer, layer_bytes, partial_linear
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.sampling.sampler import Sampler
+from redrafter.target.drafter_inputs import DrafterLayer
+from redrafter.target.target import Target
 from redrafter.tree.token_tree import Tree
 
 
@@ -125,6 +127,32 @@ class EagleDrafter(DrafterModel):
         self.draft_ids: Tensor | None
         self.register_buffer("draft_ids", ids)
         self.post_init()
+
+    def layers_read(self, target: Target) -> list[int]:
+        """Return the target's decoder layers whose outputs the head reads."""
+        return self.config.target_layers_of(target.config.num_hidden_layers)
+
+    def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
+        """Return what the head stores of every token: what the token adds to two entries."""
+        heads, compute = 2 * self.config.num_key_value_heads, partial(_remember, self, target.embedding)
+        return drafter_layer(self, target, heads, self.config.head_dim, compute)
+
+    def proposer(
+        self, target: Target, beams: int, depth: int, nodes: int, shared_nodes: int | None, compiled: bool
+    ) -> "EagleProposer":
+        """Return a proposer that drafts with the head."""
+        return EagleProposer(self, target, beams, depth, nodes, shared_nodes, compiled)
+
+    def identity(self) -> list[Any]:
+        """Return the type and the sizes of the head."""
+        config = self.config
+        return [config.model_type, config.hidden_size, config.vocab_size, config.draft_vocab_size]
+
+    def draft_bytes(self, depth: int) -> int:
+        """Return the bytes of the weights that a draft of `depth` search steps reads."""
+        fused = layer_bytes(self.fc)
+        table = 0 if self.embed_tokens is None else self.embed_tokens.weight.nbytes
+        return depth * (sum(weight.nbytes for weight in self.parameters()) - fused - table) + fused
 
     def embed(self, tokens: Tensor, table: nn.Module) -> Tensor:
         """Return the embeddings of ids `[...]`, `[..., D]`: from the target's `table`, or from the head's own.
@@ -345,24 +373,9 @@ class EagleProposer(SearchProposer):
 
 
 def _of_beams(x: Tensor, sources: Tensor) -> Tensor:
-    """Return what belongs to some beams of the step before.
-
-    Args:
-        x: What belongs to each of w beams, `[B, w, ...]`.
-        sources: The beams, `[B, W]` int64.
-    """
+    """Return what belongs to some beams `sources` `[B, W]` of the step before, of `x` `[B, w, ...]`."""
     index = sources.view(*sources.shape, *(1 for _ in x.shape[2:])).expand(-1, -1, *x.shape[2:])
     return x.gather(1, index)
-
-
-def remember(head: EagleDrafter, embedding: nn.Module) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the function that computes what a head stores of tokens; see `DrafterLayer.remember`.
-
-    Args:
-        head: The head.
-        embedding: The target's embedding table.
-    """
-    return partial(_remember, head, embedding)
 
 
 def _remember(

@@ -25,7 +25,7 @@ class PromptLookupProposer:
     ngram: int
     draft_len: int
 
-    model = None
+    model = shared_nodes = None
 
     def __post_init__(self) -> None:
         for name in ("ngram", "draft_len"):
@@ -40,6 +40,11 @@ class PromptLookupProposer:
     def depth(self) -> int:
         """K, the drafts."""
         return self.draft_len
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Tokens that are looked for, and tokens that are drafted."""
+        return {"ngram": self.ngram, "draft_len": self.draft_len}
 
     @property
     def scratch_slots(self) -> int:

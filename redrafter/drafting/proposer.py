@@ -73,6 +73,14 @@ class Proposer(Protocol):
     def model(self) -> Target | None:
         """The LM that drafts and has a KV cache of its own; None for a proposer without one."""
 
+    @property
+    def shared_nodes(self) -> int | None:
+        """Nodes that all rows of a step share, the likeliest ones; None for N in each row."""
+
+    @property
+    def sizes(self) -> dict[str, int] | None:
+        """Sizes of what is drafted per step, by the names of their options; None where nothing is."""
+
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:
@@ -90,7 +98,7 @@ class Proposer(Protocol):
 class PlainProposer:
     """Drafts nothing: plain decoding, in the same engine."""
 
-    nodes, depth, scratch_slots, model = 1, 0, 1, None
+    nodes, depth, scratch_slots, model, shared_nodes, sizes = 1, 0, 1, None, None, None
 
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
@@ -127,6 +135,11 @@ class SearchProposer:
     def scratch_slots(self) -> int:
         """Slots after a row's committed tokens that a step writes to."""
         return self.nodes
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Beams, depth and nodes."""
+        return {"num_beams": self.beams, "draft_len_per_beam": self.depth, "nodes": self.nodes}
 
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None

@@ -113,11 +113,9 @@ class DraftText:
         self._ends = [len(self.ids)]  # of each number of tokens of the target
 
     def length(self, tokens: Sequence[int], count: int | None = None) -> int:
-        """Return how many of `ids` stand for the first tokens of a text.
+        """Return how many of `ids` stand for the first `count` tokens of a text in the target's tokens; None for all.
 
-        Args:
-            tokens: The text in the target's tokens. It begins with those that were given before.
-            count: How many tokens; None for all.
+        The text begins with those that were given before.
         """
         pieces = self._vocabulary.on_host
         for token in tokens[len(self._ends) - 1 :]:
@@ -126,10 +124,5 @@ class DraftText:
         return self._ends[len(tokens) if count is None else count]
 
     def bound(self, tokens: Sequence[int], positions: int) -> int:
-        """Return the most slots of the draft model's cache that a text of the target needs at so many positions.
-
-        Args:
-            tokens: The text so far.
-            positions: Positions of the target, `len(tokens)` at least.
-        """
+        """Return the most slots of the draft model's cache that a text of the target needs at so many positions."""
         return self.length(tokens) + self._vocabulary.max_pieces * (positions - len(tokens))

@@ -205,11 +205,7 @@ def with_stop_strings(
     """Return the call's arguments and generation config with stop strings as a criterion.
 
     transformers looks for their tokenizer where custom decoding never receives it, so the criterion is made here.
-
-    Args:
-        arguments: Of the call, which come before what `config` says.
-        config: The call's generation config, if any; it is not changed.
-        own: The model's generation config, which comes last.
+    Arguments come before the call's `config`, which is not changed, and that before the model's `own`.
     """
     kept = dict(arguments)
     tokenizer = kept.pop("tokenizer", None)

@@ -84,14 +84,9 @@ class Row:
     """
 
     def __init__(self, index: int, request: Request, prompt: list[int], outcome: Outcome, stream: StepStreamer | None):
-        """Make a row that has not begun.
+        """Make a row that has not begun, of a call whose prompt at `index` is `prompt`, padding included.
 
-        Args:
-            index: Its index in the call.
-            request: The call.
-            prompt: Its prompt as it came, padding included.
-            outcome: Takes note of its end.
-            stream: Takes its tokens as they are made, or None.
+        `outcome` takes note of its end, and `stream`, if there is one, takes its tokens as they are made.
         """
         self._prompt, self._criteria, self._pad_token = prompt, request.criteria, request.pad_token
         self._index, self._outcome, self._stream = index, outcome, stream
@@ -160,13 +155,9 @@ def first_stop(criterion: StoppingCriteria, text: Sequence[int], new: Sequence[i
 
 @contextmanager
 def queued(scheduler: Scheduler, rows: Sequence[Row]) -> Iterator[None]:
-    """Queue the rows of a call, and take back what they still hold when the context is left.
+    """Queue the rows of a call in a scheduler without sequences, and take back what they still hold at the end.
 
     Within the context an exception in a round is raised by that round.
-
-    Args:
-        scheduler: A scheduler without sequences.
-        rows: The rows, in the order in which they begin.
     """
     scheduler.on_failure = _raise
     try:
@@ -183,14 +174,9 @@ def _raise(error: Exception, _: int) -> None:
 def run_call(
     scheduler: Scheduler, rows: Sequence[Row], outcome: Outcome, deadline: float = float("inf"), progress: bool = False
 ) -> None:
-    """Decode the rows of a call until all have ended.
+    """Decode the rows of a call, in a scheduler without sequences, until all have ended.
 
-    Args:
-        scheduler: A scheduler without sequences.
-        rows: The rows, in the order in which they begin.
-        outcome: The outcome that these rows report to.
-        deadline: `time.time()` after which no step begins; rows are then as long as they are.
-        progress: Whether to show a bar of the rows that have ended.
+    After `deadline`, by `time.time()`, no step begins, and rows are as long as they are.
     """
     with queued(scheduler, rows), tqdm(total=len(rows), unit="text", disable=not progress) as bar:
         while not scheduler.idle:
@@ -208,14 +194,7 @@ def run_call(
 def decode(
     scheduler: Scheduler, request: Request, input_ids: Tensor, stream: StepStreamer | None, progress: bool = False
 ) -> Tensor | GenerateOutput:
-    """Decode a call.
-
-    Args:
-        scheduler: A scheduler without sequences.
-        request: What is to be written.
-        input_ids: Prompts as the caller gave them, `[B, P]`; new tokens follow behind them.
-        stream: Takes each row's tokens as they are made, or None.
-        progress: Whether to show a bar of the rows that have ended.
+    """Decode a call in a scheduler without sequences; new tokens follow its padded prompts `input_ids` `[B, P]`.
 
     Returns:
         Ids `[B, P + new]`, or a `GenerateOutput` where the request asks for one.
@@ -246,14 +225,9 @@ def _output(rows: list[Row], input_ids: Tensor, request: Request) -> Tensor | Ge
 
 
 def _columns(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
-    """Regroup scores or logits by position of the new text, as transformers' `generate` returns them.
+    """Regroup scores or logits `[count, V]` of each row's steps by position, as transformers' `generate` returns them.
 
-    Args:
-        rows: For each of B rows, the tensors `[count, V]` of its steps, where `count` is the number of tokens that the
-            step added to the row.
-
-    Returns:
-        One tensor `[B, V]` for each new token of the longest row. Rows that ended before it have zeros there.
+    One tensor `[B, V]` for each new token of the longest row; rows that ended before it have zeros there.
     """
     first = next((piece for pieces in rows for piece in pieces), None)
     if first is None:

@@ -144,8 +144,8 @@ class Engine:
     ) -> Iterator[Scheduler]:
         """Yield a scheduler without sequences for the rows of a request.
 
-        Its running batch, with the steps that were captured for it, is kept for later requests that differ in nothing
-        but numbers, unless an exception ends the context.
+        Its running batch, with the steps that were captured for it, is kept for later requests, unless an exception
+        ends the context.
 
         Args:
             request: What is to be written.

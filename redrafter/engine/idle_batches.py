@@ -40,16 +40,9 @@ class IdleBatches:
         vocabulary: VocabularyMap | None,
         max_batch_size: int,
     ) -> RunningBatch:
-        """Return an empty running batch.
+        """Return an empty running batch, for `rows` rows at once at most, and `max_batch_size` rows of later calls.
 
-        Args:
-            target: The model that verifies.
-            graphs: Captured steps and paged cache; None for a dense cache.
-            params: How the rows of the call draw.
-            rows: Most rows at once.
-            draft_model: The model that drafts, or None.
-            vocabulary: What that model has for each of the target's tokens; None where its ids are the target's.
-            max_batch_size: Most rows at once of later calls.
+        `params` says how the call's rows draw; without `graphs` the batch has a dense cache.
         """
 
         def sampling(rows: int) -> SamplingTensors:

@@ -35,29 +35,29 @@ def make_batch_invariant(target: Target, draft_model: Target | None, *, compile:
             "batch_invariant=True needs the compiled forward on a GPU: leave out compile=False (--no-compile)"
         )
     target.make_batch_invariant()
-    if draft_model is None or draft_model is target:
-        return
-    if draft_model.device != target.device:
-        raise UnsupportedError(
-            f"batch_invariant=True needs both models on one device: the draft model is on {draft_model.device} and the "
-            f"target on {target.device}"
-        )
-    if reason := draft_model.paged.reason:
-        raise UnsupportedError(f"batch_invariant=True needs a draft model on a paged cache: {reason}")
-    if draft_model.device.type == "cpu":
-        draft_model.varlen = Support()
+    if draft_model is not None and draft_model is not target:
+        _decode_paged("batch_invariant=True", "without --batch-invariant", target, draft_model)
+
+
+def _decode_paged(mode: str, instead: str, target: Target, *models: Target) -> None:
+    """Let models be decoded on a paged cache on the target's device, a CPU included, as a mode of the engine needs."""
+    for model in models:
+        if model.device != target.device:
+            raise UnsupportedError(
+                f"{mode} needs both models on one device: the draft model is on {model.device} and the target on "
+                f"{target.device}"
+            )
+        if reason := model.paged.reason:
+            raise UnsupportedError(
+                f"{mode} needs the paged cache, and {model.name} has none: {reason}; leave it out ({instead})"
+            )
+    for model in models:
+        if model.device.type == "cpu":
+            model.varlen = Support()
 
 
 def check_processors(target: Target, processors: Iterable[object]) -> None:
-    """Refuse logits processors by which a batch-invariant target would draw other tokens in another batch.
-
-    Args:
-        target: The model whose text is wanted.
-        processors: Hugging Face's objects.
-
-    Raises:
-        UnsupportedError: There is such a processor; the message names its argument.
-    """
+    """Refuse Hugging Face's processors by which a batch-invariant target would draw other tokens in another batch."""
     if not target.batch_invariant or target.device.type == "cpu":
         return
     for processor in processors:
@@ -91,31 +91,11 @@ def use_kv_cache_dtype(target: Target, draft_model: Target | None, name: str) ->
     dtype = kv_dtype_of(name)
     if dtype is None:
         return
-    if draft_model is not None and draft_model.device != target.device:
-        raise UnsupportedError(
-            f"kv_cache_dtype={name!r} needs both models on one device: the draft model is on {draft_model.device} and "
-            f"the target on {target.device}"
-        )
-    for model in (target, draft_model or target):
-        if reason := model.paged.reason:
+    if target.device.type == "cuda" and dtype == torch.float8_e4m3fn:
+        capability = torch.cuda.get_device_capability(target.device)
+        if capability < _E4M3_CAPABILITY:
             raise UnsupportedError(
-                f"kv_cache_dtype={name!r} needs the paged cache, and {model.name} has none: {reason}; leave it out "
-                "(--kv-cache-dtype auto)"
+                f"kv_cache_dtype={name!r} needs a GPU of compute capability 8.9 or more, and this one has "
+                f"{'.'.join(map(str, capability))}: take 'fp8_e5m2' (--kv-cache-dtype fp8_e5m2)"
             )
-    _check_device(target.device, dtype, name)
-    for model in (target, draft_model or target):
-        if model.device.type == "cpu":
-            model.varlen = Support()
-
-
-def _check_device(device: torch.device, dtype: torch.dtype, name: str) -> None:
-    """Raise `UnsupportedError` if kernels for a GPU cannot convert to the format."""
-    if device.type != "cuda" or dtype != torch.float8_e4m3fn:
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _E4M3_CAPABILITY:
-        has = ".".join(map(str, capability))
-        raise UnsupportedError(
-            f"kv_cache_dtype={name!r} needs a GPU of compute capability 8.9 or more, and this one has {has}: take "
-            "'fp8_e5m2' (--kv-cache-dtype fp8_e5m2)"
-        )
+    _decode_paged(f"kv_cache_dtype={name!r}", "--kv-cache-dtype auto", target, target, draft_model or target)

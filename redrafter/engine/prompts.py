@@ -39,13 +39,7 @@ def check_ids(input_ids: Tensor, target: Target) -> None:
 
 
 def check_length(longest: int, context: int | None, options: EngineOptions) -> None:
-    """Raise `ArgumentError` where the longest prompt leaves no room to write.
-
-    Args:
-        longest: Tokens of the longest prompt.
-        context: Tokens of the target's context; None where it has no end.
-        options: Limits of lengths.
-    """
+    """Raise `ArgumentError` where the longest prompt leaves no room to write in `context` tokens; None for no end."""
     if context is not None and longest >= context:
         raise ArgumentError(
             f"the prompt has {longest} tokens and the target's context is {context}: no room is left to write; "
@@ -154,10 +148,7 @@ def _check_empty(name: str, value: Any, model: Any) -> None:
 def _are_plain(positions: Tensor, seen: Tensor, rows_of_text: Tensor) -> bool:
     """Tell whether tokens are counted from 0 in each row of text, padding aside.
 
-    Args:
-        positions: `[B, P]`, or `[A, B, P]` with one position per axis, which are equal for text; B may be 1 for all.
-        seen: `[B, P]` bool.
-        rows_of_text: The rows without images, `[B]` bool.
+    Positions are `[B, P]`, or `[A, B, P]` with one position per axis, which are equal for text; B may be 1 for all.
     """
     rows, width = seen.shape
     if positions.dim() not in (2, 3) or positions.shape[-1] != width or positions.shape[-2] not in (1, rows):

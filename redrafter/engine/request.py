@@ -71,15 +71,10 @@ AdapterNames: TypeAlias = str | Sequence[str | None] | None
 
 
 def row_adapters(adapter: AdapterNames, prompts: int, rows: int) -> list[str | None]:
-    """Return the name of each output row's adapter, None for the model alone.
-
-    Args:
-        adapter: One name for all prompts, or a name or None for each; None for none.
-        prompts: Number of prompts.
-        rows: Number of output rows, as many of each prompt.
+    """Return the name of each output row's adapter, None for the model alone; each prompt has as many rows.
 
     Raises:
-        ArgumentError: It is neither, or there are more or fewer names than prompts.
+        ArgumentError: `adapter` is neither a name nor a list, or there are more or fewer names than prompts.
     """
     if adapter is None or isinstance(adapter, str):
         return [adapter] * rows
@@ -93,16 +88,10 @@ def row_adapters(adapter: AdapterNames, prompts: int, rows: int) -> list[str | N
 def with_temperature(
     processors: LogitsProcessorList, temperature: Any, rows: int, *, sampled: bool
 ) -> list[LogitsProcessor]:
-    """Return the processors with a temperature by row where transformers puts its own.
+    """Return the processors of a call with a temperature by row where transformers puts its own.
 
-    Sampling at temperature 1, for which transformers makes no processor, gets one too, which changes no score: it is
-    then of one kind with sampling at other temperatures, and shares captured steps. Greedy decoding is given none.
-
-    Args:
-        processors: What transformers prepared.
-        temperature: One value, or one per output row, in place of the config's; None for the config's.
-        rows: Number of output rows.
-        sampled: Whether tokens are sampled.
+    `temperature`, if it is not None, is one value or one per output row in place of the config's. Sampling at
+    temperature 1 gets a processor too, for which transformers makes none; greedy decoding is given none.
     """
     if temperature is not None:
         _check_temperatures(temperature, rows)

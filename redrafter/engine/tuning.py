@@ -19,7 +19,6 @@ import torch
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter_types import Drafter
-from redrafter.drafting.eagle import EagleDrafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
@@ -219,15 +218,8 @@ def target_fingerprint(target: Target) -> str:
 
 def drafter_fingerprint(drafter: Drafter) -> str:
     """Return a digest of a drafter, which one that was trained anew does not share: it needs a tuning of its own."""
-    config, scheme = drafter.config, float8_scheme(drafter)
-    norms = [*_rounded(drafter.lm_head), *([scheme] if scheme else [])]
-    if isinstance(drafter, EagleDrafter):
-        sizes = [config.model_type, config.hidden_size, config.vocab_size, config.draft_vocab_size]
-        return _digest([*sizes, *norms])
-    names = ["hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "recurrence", "draft_vocab_size"]
-    if config.context_window is not None:
-        names += ["context_window", "context_heads", "context_kv_heads", "context_head_dim"]
-    return _digest([*(getattr(config, name) for name in names), *norms])
+    scheme = float8_scheme(drafter)
+    return _digest([*drafter.identity(), *_rounded(drafter.lm_head), *([scheme] if scheme else [])])
 
 
 def _rounded(table: Any) -> list[str]:

@@ -116,9 +116,7 @@ def _ebnf_to_lark(text: str) -> str:
 def run_in_deep_thread(work: Callable[[], Any], nice: int = 0) -> Any:
     """Call a function in a thread with a stack of `STACK_BYTES` bytes; return what it returns, raise what it raises.
 
-    Args:
-        work: The function to call.
-        nice: Niceness to add; on Linux, to that thread alone.
+    `nice` is added to the niceness, on Linux to that thread's alone.
     """
     result: Future[Any] = Future()
 
@@ -165,12 +163,7 @@ class GrammarState:
     """
 
     def __init__(self, grammar: CompiledGrammar, ends: Collection[int]) -> None:
-        """Begin an empty text.
-
-        Args:
-            grammar: The grammar to follow.
-            ends: Ids that end the text; allowed where the grammar may end, and nothing else where it must.
-        """
+        """Begin an empty text; its `ends` are allowed where the grammar may end, and alone where it must."""
         self.grammar, self.ends = grammar, frozenset(ends)
         self._stops = self.ends | set(grammar.vocabulary.eos_tokens)  # in no text of the grammar
         self._empty_mask = bytes(4 * -(-max(grammar.vocabulary.vocab_size, max(ends) + 1) // 32))

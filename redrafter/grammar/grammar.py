@@ -244,12 +244,7 @@ class GuidedText:
     """
 
     def __init__(self, grammar: Grammar, ends: Collection[int]) -> None:
-        """Begin an empty text.
-
-        Args:
-            grammar: The grammar to follow.
-            ends: Ids that end the text; allowed where the grammar may end, and nothing else where it must.
-        """
+        """Begin an empty text; its `ends` are allowed where the grammar may end, and alone where it must."""
         self.ends = sorted({token for token in ends if token >= 0})
         if not self.ends:
             raise ArgumentError("a grammar needs a token that ends the text: give eos_token_id")
@@ -302,9 +297,6 @@ def compute_masks(requests: Sequence[tuple[GuidedText, TextTree]]) -> list[Masks
     """Return the masks of allowed next tokens for several texts, at the nodes that their grammars allow.
 
     All processes are asked before any answer is waited for, so they work at the same time.
-
-    Args:
-        requests: The texts, each with the tree of drafts that may follow it.
     """
     groups: dict[GrammarProcess, list[int]] = {}
     for index, (text, _) in enumerate(requests):

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 from redrafter.cache.dense import LayerShape
-from redrafter.drafting.drafter_types import Drafter
-from redrafter.drafting.eagle import EagleDrafter
 from redrafter.measure.run import median_ms
 
 CPU_BUFFER_BYTES = 1 << 28
@@ -56,35 +54,6 @@ def forward_bytes(model: Any) -> int:
     tied = head is not None and head.weight is embedding.weight
     skipped = set() if tied else set(map(id, embedding.parameters()))
     return sum(weight.nbytes for weight in model.parameters() if id(weight) not in skipped)
-
-
-def draft_bytes(drafter: Drafter, depth: int) -> int:
-    """Return the bytes of the weights that a draft of `depth` search steps reads.
-
-    What reads the target's hidden state alone is read once (see `RecurrentDrafter.begin`), and what is stored of
-    committed tokens is not made here. The published recurrence does not read `rnn_u` at the first step, where it has no
-    state to multiply with.
-    """
-    if isinstance(drafter, EagleDrafter):
-        fused = _layer_bytes(drafter.fc)
-        table = 0 if drafter.embed_tokens is None else drafter.embed_tokens.weight.nbytes
-        return depth * (sum(weight.nbytes for weight in drafter.parameters()) - fused - table) + fused
-    config, first = drafter.config, drafter.first_product
-    gated = config.rnn and config.recurrence == "gated"
-    once = 0 if drafter.fuse is None else _layer_bytes(drafter.fuse)
-    once += _layer_bytes(drafter.rnn_gate, 1 / 3) if gated else 0
-    once += 0 if first is None else _layer_bytes(first, 1 / 2)
-    context = drafter.context
-    never = 0 if context is None else _layer_bytes(context.key) + _layer_bytes(context.value)
-    elman = config.rnn and not gated
-    unread = _layer_bytes(drafter.rnn_u, with_bias=config.recurrence == "trtllm") if elman else 0
-    whole = sum(weight.nbytes for weight in drafter.parameters()) - never
-    return depth * (whole - once) + once - unread
-
-
-def _layer_bytes(layer: nn.Linear, share: float = 1, *, with_bias: bool = True) -> int:
-    bias = layer.bias.nbytes if with_bias and layer.bias is not None else 0
-    return round(layer.weight.nbytes * share) + bias
 
 
 def slot_bytes(shapes: Sequence[LayerShape]) -> int:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from redrafter.drafting.proposer import Proposer
 from redrafter.engine.call import GenerateOutput, GenerateStats
 from redrafter.engine.engine import Engine
-from redrafter.engine.recurrent import ReDrafter
+from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError
 from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.scheduler.sequence import Stats

@@ -173,9 +173,7 @@ _POSITIONS = {"begin_index", "max_length", "regulation_start"}
 def _constants(value: Any, width: int) -> Hashable:
     """Return constants of an object as something that equals that of another object which does the same.
 
-    Args:
-        value: Attributes by name, or part of one.
-        width: Length of the padded prompt that the object was made for, which another call's may differ from.
+    `width` is the length of the padded prompt that the object was made for, which another call's may differ from.
     """
     if isinstance(value, Mapping):
         pairs = ((key, each - width if key in _POSITIONS else each) for key, each in value.items())

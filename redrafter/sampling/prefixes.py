@@ -71,11 +71,9 @@ class Prefixes:
         return self.at(self.counts[..., None] + torch.arange(-count, 0, device=self.tokens.device))
 
     def occurrences(self, vocabulary: int, first: Tensor) -> Tensor:
-        """Count how often each id stands before each node's draw.
+        """Count how often each id stands before each node's draw, from position `first` `[B]` of its row on.
 
-        Args:
-            vocabulary: Number of ids V; an embedding may have more, which are passed over.
-            first: First position of each row that counts, `[B]` int64.
+        An embedding may have more ids than the `vocabulary` counted, which are passed over.
 
         Returns:
             Counts, `[B, M, V]` float32.
@@ -88,15 +86,7 @@ class Prefixes:
         return whole.scatter_add(2, index, drafted.float())[..., :vocabulary]
 
     def seen(self, vocabulary: int, first: Tensor) -> Tensor:
-        """Tell which ids stand before each node's draw.
-
-        Args:
-            vocabulary: Number of ids V; an embedding may have more, which are passed over.
-            first: First position of each row that counts, `[B]` int64.
-
-        Returns:
-            `[B, M, V]` bool.
-        """
+        """Tell which ids stand before each node's draw, `[B, M, V]` bool; see `occurrences`."""
         committed, drafted = self._counted(first)
         texts = marks(self.tokens[:, : self.window], committed, vocabulary)  # [B, V]
         return texts[:, None] | marks(self.tree.tokens[:, None].expand_as(drafted), drafted, vocabulary)
@@ -121,15 +111,6 @@ class Prefixes:
 
 
 def marks(tokens: Tensor, keep: Tensor, vocabulary: int) -> Tensor:
-    """Mark the ids of some tokens.
-
-    Args:
-        tokens: Ids, `[..., L]` int64; those past the vocabulary are passed over.
-        keep: Which of `tokens` are marked, `[..., L]` bool.
-        vocabulary: Number of ids V.
-
-    Returns:
-        `[..., V]` bool.
-    """
+    """Mark the ids `[..., L]` that `keep` `[..., L]` says, `[..., V]` bool; ids past the vocabulary are passed over."""
     index = torch.where(keep, tokens.clamp(max=vocabulary), vocabulary)  # a spare column takes the others
     return keep.new_zeros(*index.shape[:-1], vocabulary + 1).scatter(-1, index, True)[..., :vocabulary]

@@ -66,9 +66,11 @@ class RowProcessor:
     Attributes:
         reads: Names of the parameters in `SamplingParams` that its first fields are made of, in their order. A row asks
             for the processor where one of them is not neutral.
+        neutral: The value of the first of them that changes no score.
     """
 
     reads: ClassVar[tuple[str, ...]] = ()
+    neutral: ClassVar[float] = 0
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return processed scores `[B, N, V]`; the ones given are not written to."""
@@ -82,7 +84,8 @@ class RowProcessor:
     @property
     def asking(self) -> Tensor:
         """Whether the setting of a row changes any score, `[B]` bool."""
-        raise NotImplementedError
+        changes = self.settings[0] != self.neutral
+        return changes if changes.dim() == 1 else changes.any(dim=1)
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return the processed scores of all rows, as `__call__` does; on a CPU all of them are asking."""
@@ -180,14 +183,9 @@ class RowTemperature(RowProcessor):
         temperature: Divisor of each row, `[B]` float32, positive.
     """
 
-    reads = ("temperature",)
+    reads, neutral = ("temperature",), 1
 
     temperature: Tensor
-
-    @property
-    def asking(self) -> Tensor:
-        """Rows whose setting changes scores; see `RowProcessor`."""
-        return self.temperature != 1
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` divided by the temperatures."""
@@ -206,11 +204,6 @@ class RowBias(RowProcessor):
 
     bias: Tensor
 
-    @property
-    def asking(self) -> Tensor:
-        """Rows whose setting changes scores; see `RowProcessor`."""
-        return (self.bias != 0).any(dim=1)
-
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` plus the biases."""
         return scores + self.bias[:, None]
@@ -225,15 +218,10 @@ class RowRepetition(RowProcessor):
         first: First position of the text that counts, `[B]` int64; None for all.
     """
 
-    reads = ("repetition_penalty",)
+    reads, neutral = ("repetition_penalty",), 1
 
     penalty: Tensor
     first: Tensor | None = None
-
-    @property
-    def asking(self) -> Tensor:
-        """Rows whose setting changes scores; see `RowProcessor`."""
-        return self.penalty != 1
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with the tokens that were seen penalised."""
@@ -287,11 +275,6 @@ class RowMinimum(RowProcessor):
     tokens: Tensor
     ends: Tensor
 
-    @property
-    def asking(self) -> Tensor:
-        """Rows whose setting changes scores; see `RowProcessor`."""
-        return self.tokens > 0
-
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with -inf at end tokens of texts that are too short."""
         early = prefixes.counts - prefixes.prompt[:, None] < self.tokens[:, None]  # [B, M]
@@ -312,11 +295,6 @@ class RowTopK(RowProcessor):
 
     k: Tensor
     largest_k: int | None = None
-
-    @property
-    def asking(self) -> Tensor:
-        """Rows whose setting changes scores; see `RowProcessor`."""
-        return self.k > 0
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with -inf at all but the k likeliest tokens, and at none that ties with the last of them."""
@@ -382,11 +360,6 @@ class RowMinP(RowProcessor):
     reads = ("min_p",)
 
     p: Tensor
-
-    @property
-    def asking(self) -> Tensor:
-        """Rows whose setting changes scores; see `RowProcessor`."""
-        return self.p > 0
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with -inf at tokens that are too unlikely."""

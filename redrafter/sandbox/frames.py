@@ -8,22 +8,13 @@ MAX_FRAME_BYTES = 1 << 30
 
 
 def send_frame(to: socket.socket, *parts: bytes) -> None:
-    """Send a frame whose content is the parts, one after the other.
-
-    Raises:
-        OSError: The other end is closed.
-    """
+    """Send a frame of the parts, one after the other, or raise `OSError` where the other end is closed."""
     frame = b"".join((_LENGTH.pack(sum(map(len, parts))), *parts))
     to.sendall(frame)
 
 
 def receive_frame(source: socket.socket) -> bytearray:
-    """Receive a frame and return its content.
-
-    Raises:
-        EOFError: The other end is closed.
-        TimeoutError: The socket's timeout is over.
-    """
+    """Receive a frame and return its content, or raise `EOFError` where the other end is closed."""
     [size] = _LENGTH.unpack(_receive(source, _LENGTH.size))
     if size > MAX_FRAME_BYTES:
         raise EOFError("this is no frame")

@@ -59,9 +59,7 @@ class Zygote:
     def __init__(self, module: str, frames: Sequence[bytes]) -> None:
         """Start the process, and wait until it has prepared by calling a module's function `prepare` with the frames.
 
-        Raises:
-            NotPreparedError: It has failed.
-            ReDrafterError: No process can be started.
+        Raises `NotPreparedError` if that has failed, and `ReDrafterError` if no process can be started.
         """
         self._control, self._process = start_interpreter(
             ZYGOTE_PROGRAM, module, str(len(frames)), stdout=subprocess.DEVNULL, env=os.environ | ZYGOTE_ENVIRONMENT
@@ -119,19 +117,10 @@ def zygote_of(key: Any, start: Callable[[], Zygote]) -> Zygote:
 
 
 class SandboxedProcess:
-    """A process for one piece of work. It ends with this object, or by `end`.
-
-    Attributes:
-        connection: Socket to the process.
-        ended: Whether the process is known to have ended.
-    """
+    """A process for one piece of work, and the `connection` to it. It ends with this object, or by `end`."""
 
     def __init__(self, find_zygote: Callable[[], Zygote]) -> None:
-        """Fork a process from the zygote that is found, which is a new one if the last one has died.
-
-        Raises:
-            ReDrafterError: No process can be started.
-        """
+        """Fork from the zygote that is found, which is a new one if the last one has died."""
         for _ in range(2):  # a second time if the zygote has died
             zygote = find_zygote()
             connection = zygote.fork()

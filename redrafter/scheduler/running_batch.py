@@ -19,7 +19,7 @@ from torch import Tensor
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.draft_length import AdaptiveDraftLength, DraftGain
-from redrafter.drafting.proposer import Proposer, SearchProposer, State
+from redrafter.drafting.proposer import Proposer, State
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, PendingReport, bucket, new_state
 from redrafter.scheduler.models import Models
@@ -161,7 +161,7 @@ class RunningBatch:
         rows = len(self.rows)
         proposer = self._proposers[self._size(max(rows, 1))]
         nodes = rows * proposer.nodes
-        if isinstance(proposer, SearchProposer) and proposer.shared_nodes is not None:
+        if proposer.shared_nodes is not None:
             return min(nodes, max(rows, proposer.shared_nodes))
         return nodes
 

@@ -174,15 +174,10 @@ def config_beside(model: str) -> list[str]:
 
 
 def read_config(files: Sequence[str], options: Sequence[type], only: Collection[str] | None = None) -> dict[str, Any]:
-    """Read options by name from JSON or JSON5 files, of which later ones take precedence.
+    """Read options of dataclasses by name from JSON or JSON5 files, of which later ones take precedence.
 
     Keys are the flags' names, with dashes or underscores, or those of `runtime.json`, at the top or under `runtime`.
-    Each key without a meaning here causes a warning.
-
-    Args:
-        files: Paths.
-        options: Dataclasses of the options.
-        only: Options that these files may set; None for all. Each other one causes a warning.
+    Each key without a meaning here causes a warning, and each that is not among `only`, if that is given.
 
     Raises:
         ArgumentError: A file cannot be read, or a key is unknown or has a wrong value.
@@ -220,13 +215,9 @@ def _entries(file: str) -> list[tuple[str, Any]]:
 
 
 def parse_lora_modules(words: Sequence[str]) -> dict[str, str]:
-    """Return the directory of each adapter that `--lora-modules` names, in one of vLLM's two forms, by name.
+    """Return the directory of each adapter that `--lora-modules` names, by name.
 
-    Args:
-        words: `name=path`, or `{"name": "...", "path": "..."}` as JSON.
-
-    Raises:
-        ArgumentError: A word is neither, or a name stands twice.
+    A word is `name=path`, or `{"name": "...", "path": "..."}` as JSON; raises `ArgumentError` for any other.
     """
     modules: dict[str, str] = {}
     for word in words:
@@ -301,8 +292,7 @@ class ReplicaOptions:
 def check_replicated(options: ServeOptions) -> ServeOptions:
     """Return the options of a server as its replicas get them, which is without the API keys themselves.
 
-    Raises:
-        ArgumentError: An option cannot be kept to by replicas.
+    Raises `ArgumentError` where one cannot be kept to by replicas.
     """
     if options.allow_runtime_lora_updating:
         raise ArgumentError(

@@ -83,14 +83,11 @@ class ControlTokens:
         return [self.mark(item, marker) for item in value] if isinstance(value, list) else value
 
     def encode(self, text: str, marker: str) -> tuple[str, list[int]]:
-        """Encode a rendered chat such that a control token that a user's text spells is encoded as plain text.
+        """Encode a rendered chat, and return it without markers beside its token ids.
 
-        A marker inside the spelling of a control token, such as `<|im_end|>`, says that it comes from such a text. A
-        spelling without a marker was written by the chat template or by the model, and gets the control token's id.
-        The text is what the template rendered of messages that `mark_message` and `mark` returned.
-
-        Returns:
-            The text without markers, and its token ids.
+        A marker inside the spelling of a control token, such as `<|im_end|>`, says that it comes from a user's text,
+        and it is encoded as plain text. A spelling without a marker was written by the chat template or by the model,
+        and gets the control token's id. The text is what the template rendered of marked messages.
 
         Raises:
             ApiError: If the text has markers, and the tokenizer is not one of the `tokenizers` library, which alone can

@@ -32,13 +32,10 @@ class _Refusal(Exception):
 
 
 def prepare(limits: bytearray) -> Callable[[socket.socket], None]:
-    """Load the decoders, and return what a process does with its connection.
+    """Load the decoders, and return what a process does with its connection. `limits` are the most `pixels`, as JSON.
 
     It receives the number of images and each one's base64, and sends the width, height and RGB pixels of each, or `-`
     and a message with a code as JSON.
-
-    Args:
-        limits: The most `pixels` of the images of a request, as JSON.
     """
     pixels: int = json.loads(bytes(limits))["pixels"]
     Image.init()

@@ -32,13 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """The most images that a request may have, and the most bytes and pixels of them.
-
-    Attributes:
-        count: Images of a request.
-        size: Bytes of an image, as it is stored.
-        pixels: Pixels of a request's images together.
-    """
+    """The most images of a request, the most bytes of each as it is stored, and the most pixels of all together."""
 
     count: int = ServeOptions.max_images
     size: int = ServeOptions.max_image_size

@@ -99,8 +99,7 @@ class Prompts:
         model: Name of the model that clients know.
         vocabulary: Number of the target's ids.
         context: Most tokens of a prompt and its answer.
-        special_tokens_in_content: Whether control tokens that a message spells are encoded as such.
-        images: Reads the images of chats, or says why none are read.
+        special_tokens_in_content, images: As in `Service`.
     """
 
     tokenizer: PreTrainedTokenizerBase

@@ -29,11 +29,6 @@ class Server:
     """The application that answers requests with the texts of an engine.
 
     Attributes:
-        engine: The client of the engine.
-        tokenizer: The model's tokenizer.
-        options: How the server listens, and how much it serves at once.
-        keys: API keys that clients must send.
-        images: Reads the images of chats, or says why none are read.
         name: Name of the model that clients use.
         metrics: Metrics of the engine.
         app: The ASGI application.

@@ -105,11 +105,7 @@ class Service:
         raise ApiError(404, message, "model", "model_not_found")
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter from a directory of this machine, to be served as a model of this name.
-
-        Raises:
-            ApiError: The name is taken, there is no such directory, or what it holds cannot be served.
-        """
+        """Load a LoRA adapter from a directory of this machine, as a model of this name, or raise `ApiError`."""
         if name in self.adapters or name == self.model:
             raise ApiError(400, f"The lora adapter '{name}' has already been loaded.", "lora_name")
         if not await asyncio.to_thread(os.path.isdir, path):

@@ -27,7 +27,7 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.measure import report as report_module
 from redrafter.measure import run as run_module
 from redrafter.measure.differences import first_difference
-from redrafter.measure.floors import Bandwidth, copy_bandwidth, draft_bytes, forward_bytes, resident_bytes, slot_bytes
+from redrafter.measure.floors import Bandwidth, copy_bandwidth, forward_bytes, resident_bytes, slot_bytes
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report
 from redrafter.measure.run import Workload
@@ -366,7 +366,7 @@ def test_a_draft_reads_what_depends_on_h_alone_once(form, unread):
     drafter = tiny_drafter(**form)
     whole = sum(weight.nbytes for weight in drafter.parameters())
     share = 2 * HIDDEN * HIDDEN + 2 * HIDDEN  # of h in the first residual layer, and its bias
-    assert draft_bytes(drafter, 4) == 4 * whole - 4 * (3 * share + unread)
+    assert drafter.draft_bytes(4) == 4 * whole - 4 * (3 * share + unread)
 
 
 def test_a_random_drafter_has_the_shape_but_for_its_head():
@@ -376,7 +376,7 @@ def test_a_random_drafter_has_the_shape_but_for_its_head():
     assert len(small.draft_ids.unique()) == 20
     assert full.lm_head.weight.shape == (VOCAB, 2 * HIDDEN)
     assert full.draft_ids is None
-    assert draft_bytes(full, 3) == draft_bytes(drafter, 3)
+    assert full.draft_bytes(3) == drafter.draft_bytes(3)
     with pytest.raises(ArgumentError, match="draft_vocab_size"):
         random_drafter(drafter, VOCAB + 1)
 

@@ -6,7 +6,7 @@ import torch
 from helpers.models import tiny_drafter, uneven_batch, with_tree
 from redrafter.drafting.draft_length import FEWEST, FIRST_PAUSE, LONGEST_PAUSE, STEP_COSTS, WINDOW, DraftGain
 from redrafter.drafting.proposer import PlainProposer
-from redrafter.engine.recurrent import ReDrafter
+from redrafter.engine.redrafter import ReDrafter
 from redrafter.scheduler.running_batch import RunningBatch
 
 

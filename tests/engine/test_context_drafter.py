@@ -1,77 +1,29 @@
 """A drafter that attends to committed tokens: what it finds in the cache is what the whole text gives, always."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
-from einops import rearrange
-from torch import Tensor
 
-from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
-from helpers.scheduling import KINDS, alone, launch_ahead, make_sequence, random_sequences, run, scheduler
+from helpers.context_drafter import checked_windows, context_drafter
+from helpers.models import VOCAB, paged, tiny_model, uneven_batch, with_tree
 from helpers.steps import read_prompts
 from redrafter import MismatchError, ReDrafter
 from redrafter.drafting.context_attention import ContextWindow
-from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
-from redrafter.drafting.proposer import State
-from redrafter.sampling.sampler import Sampler
+from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.target.target import Target
-from redrafter.train.teacher import Teacher
-from redrafter.tree.token_tree import Tree
-
-WINDOW = 12  # shorter than the texts of these tests
 
 
-def context_drafter(**changes: object) -> RecurrentDrafter:
-    """Make a random drafter that attends to committed tokens and reads two layers of the target."""
-    form = {"recurrence": "gated", "target_layers": (0, 1), "context_window": WINDOW, "context_head_dim": 8}
-    drafter = tiny_drafter(**(form | changes))
-    with torch.no_grad():
-        drafter.context.out.weight.mul_(20)  # or nothing that is read would show
-    return drafter
+@pytest.fixture
+def checks() -> Iterator[None]:
+    with checked_windows():
+        yield
 
 
 def engine_of(architecture: str = "llama", **changes: object) -> ReDrafter:
     engine = with_tree(tiny_model(architecture), context_drafter(**changes), 4, 3)
     engine.pauses = False
     return engine
-
-
-@pytest.fixture
-def checks(monkeypatch) -> Iterator[list[int]]:
-    """Compare what every search reads with what the whole text gives; yield the lengths of texts that were checked."""
-    propose, checked = RecurrentProposer.propose, []
-
-    def propose_checked(
-        self: RecurrentProposer, state: State, sampler: Sampler, noise: Tensor | None, *caches: object
-    ) -> Tree:
-        window = self.read_window(state.length, caches[0])
-        for row in state.active.nonzero().flatten().tolist():
-            text = state.tokens[row : row + 1, : state.length[row]]
-            keys, values = remembered(self.drafter, self.target.model, text)
-            keys, values = keys[:-1][-WINDOW:], values[1:][-WINDOW:]
-            seen = window.bias[row, 0, 0] == 0
-            assert seen[0], "nothing is a choice"
-            assert int(seen.sum()) == 1 + len(keys)
-            found = rearrange(window.keys[row], "h d s -> s h d")[seen], window.values[row].transpose(0, 1)[seen]
-            for part, expected in zip(found, (keys, values), strict=True):
-                torch.testing.assert_close(part[1:], expected, atol=1e-4, rtol=1e-3)
-                assert not part[0].any()
-            checked.append(text.shape[1])
-        return propose(self, state, sampler, noise, *caches)
-
-    monkeypatch.setattr(RecurrentProposer, "propose", propose_checked)
-    yield checked
-    assert max(checked, default=0) > 2 * WINDOW, "no long text was checked"
-
-
-def remembered(drafter: RecurrentDrafter, model: torch.nn.Module, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of a text `[1, T]`, `[T, H, d]` each, from one forward over all of it."""
-    with Teacher(model, drafter.config.target_layers) as teacher:
-        output = teacher.read(text)
-    fused = drafter.fuse_hidden(output.hidden[0])
-    return drafter.context.remember(fused, output.embedding[0], torch.arange(text.shape[1]))
 
 
 @pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
@@ -85,35 +37,6 @@ def test_generate_writes_what_plain_decoding_writes(architecture, kinds, on, che
     if not kinds["do_sample"]:
         expected = engine.model.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False)
         assert torch.equal(texts[0], expected)
-
-
-@pytest.mark.parametrize("limits", [{}, {"max_num_tokens": 40}, {"max_batch_size": 3}, {"reuse": False}], ids=str)
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
-def test_sequences_that_come_and_go_find_their_texts(ahead, limits, checks, monkeypatch):
-    if ahead:
-        launch_ahead(monkeypatch)
-    engine = paged(engine_of())
-    sequences = random_sequences(14, max_new_tokens=40)
-    for sequence in sequences[::3]:
-        sequence.params = replace(sequence.params, speculate=False)
-    run(scheduler(engine, **limits), sequences, apart=2)
-    assert [sequence.sink.tokens for sequence in sequences] == [alone(engine, sequence) for sequence in sequences]
-
-
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
-def test_prefixes_that_are_found_again_and_preempted_texts_are_remembered(ahead, checks, monkeypatch):
-    if ahead:
-        launch_ahead(monkeypatch)
-    engine = paged(engine_of())
-    made = scheduler(engine, blocks=16, max_batch_size=4)
-    prefix = torch.randint(3, VOCAB, (35,), generator=torch.Generator().manual_seed(1)).tolist()
-    for _ in range(2):
-        sequences = [make_sequence([*prefix, 5 + index], 40, KINDS["greedy"]) for index in range(6)]
-        run(made, sequences)
-        assert len({tuple(sequence.sink.tokens) for sequence in sequences}) > 1
-        assert [sequence.sink.tokens for sequence in sequences] == [alone(engine, sequence) for sequence in sequences]
-    assert all(sequence.reused for sequence in sequences)
-    assert made.preempted
 
 
 def test_what_is_read_changes_the_drafts():

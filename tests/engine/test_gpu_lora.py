@@ -8,7 +8,7 @@ import torch
 from helpers.adapters import saved
 from helpers.models import tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.recurrent import ReDrafter
+from redrafter.engine.redrafter import ReDrafter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -10,11 +10,7 @@ from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, with_tree
 from helpers.recurrent import recurrent_model
 from helpers.scheduling import (
     KINDS,
-    alone,
-    launch_ahead,
     make_sequence,
-    nothing_is_held,
-    random_sequences,
     run,
     scheduler,
 )
@@ -103,29 +99,6 @@ def test_a_host_that_is_full_gives_up_texts_and_nothing_else(host_blocks: int):
     engine = paged(drafted_by_a_model(), blocks=BLOCKS, host_blocks=host_blocks)
     assert all(torch.equal(a, b) for a, b in zip(in_turns(engine, do_sample=False), expected, strict=True))
     assert engine.graphs.blocks.num_host_blocks == host_blocks - 1
-
-
-@MAKES
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
-def test_sequences_that_begin_alike_and_give_way_to_others(
-    make: Callable[[], Engine], ahead: bool, monkeypatch: pytest.MonkeyPatch
-):
-    engine = make()
-    engine.model.generation_config.eos_token_id = None
-    beginnings = [[token + shift for token in range(3, 43)] for shift in range(8)]
-    sequences = [
-        make_sequence([*beginnings[number % 8], *sequence.prompt], sequence.max_new_tokens, sequence.params)
-        for number, sequence in enumerate(random_sequences(16, seed=2, longest=10, max_new_tokens=16))
-    ]
-    if ahead:
-        launch_ahead(monkeypatch)
-    served = scheduler(engine, blocks=16, host_blocks=60, max_num_tokens=60, max_batch_size=2)
-    run(served, sequences, 1)
-    monkeypatch.undo()
-    for sequence in sequences:
-        assert sequence.sink.tokens == alone(engine, sequence)
-    nothing_is_held(served)
-    assert served.graphs.blocks.onboarded > 0
 
 
 def test_a_copy_that_fails_leaves_nothing_to_find(monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from helpers.adapters import adapted
 from helpers.models import paged, tiny_drafter, with_tree
-from helpers.seeing_models import UNEVEN, prompts_with_images, tiny_seeing_model
+from helpers.seeing_models import prompts_with_images, tiny_seeing_model
 from redrafter import Engine, UnsupportedError
 
 FAMILY = "qwen2_5_vl"
@@ -29,21 +29,6 @@ def make_engine(folder: Path) -> Engine:
     engine = with_tree(tiny_seeing_model(FAMILY), tiny_drafter(), 4, 3)
     engine.load_adapter("it", folder)
     return engine
-
-
-@CACHES
-@pytest.mark.parametrize("speculate", [True, False])
-def test_rows_with_images_and_an_adapter_write_what_its_model_writes(on, speculate, tmp_path):
-    model = saved_seeing(tmp_path, OF_TEXT)
-    engine = on(make_engine(tmp_path))
-    layouts = [UNEVEN[0], UNEVEN[0], UNEVEN[1], UNEVEN[2]]
-    inputs = prompts_with_images(model.get_base_model(), layouts)
-    names = ["it", None, "it", "it"]
-    with_it, without = model.generate(**inputs, **GREEDY), engine.model.generate(**inputs, **GREEDY)
-    assert not torch.equal(with_it[0], without[0])
-    found = engine.generate(**inputs, adapter=names, speculate=speculate, **GREEDY)
-    for row, name in enumerate(names):
-        assert torch.equal(found[row], (without if name is None else with_it)[row])
 
 
 def test_an_adapter_of_the_encoder_takes_texts_and_refuses_images(tmp_path):

@@ -62,14 +62,6 @@ def test_other_images_make_another_text(seeing, engines):
 
 
 @pytest.mark.parametrize("cache", ["dense", "paged"])
-def test_a_chain_is_drafted_behind_images(cache):
-    model = tiny_seeing_model("qwen2_5_vl")
-    engine = on_either_cache(lambda: with_tree(model, tiny_drafter(), 1, 4))[cache]
-    inputs = prompts_with_images(model)
-    assert torch.equal(engine.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY))
-
-
-@pytest.mark.parametrize("cache", ["dense", "paged"])
 def test_images_are_read_where_layers_attend_within_chunks(cache):
     model = tiny_seeing_model("llama4")
     engine = on_either_cache(lambda: with_tree(model, tiny_drafter(), 5, 3))[cache]

@@ -8,17 +8,13 @@ import torch
 
 from helpers.models import VOCAB, Scripted, paged, tiny_drafter, tiny_model, uneven_batch
 from helpers.scheduling import (
-    KINDS,
     alone,
     launch_ahead,
-    make_sequence,
     nothing_is_held,
     random_sequences,
     run,
     scheduler,
-    seeing_sequence,
 )
-from helpers.seeing_models import tiny_seeing_model
 from helpers.steps import read_prompts
 from helpers.targets import CHUNKED
 from redrafter import ArgumentError, DraftTarget, Engine, PromptLookup, ReDrafter, UnsupportedError
@@ -145,18 +141,6 @@ def test_preemption_and_reused_prefixes_change_no_text(target, monkeypatch, bloc
     assert bool(served.preempted) is (blocks == 9)
 
 
-def test_a_preempted_sequence_is_read_again_with_its_images():
-    model = tiny_seeing_model("qwen2_5_vl").double()
-    model.generation_config.eos_token_id = None
-    engine = paged(engine_of(Target(model), 4, 3))
-    layouts = ((3, "image", 4), (2, "image", 1, "image", 3), (9, "image", 2))
-    sequences = [seeing_sequence(engine, layouts[i % 3], i, KINDS["sampled"], count=50) for i in range(6)]
-    served = scheduler(engine, blocks=14)
-    run(served, sequences)
-    assert served.preempted > 1
-    assert [sequence.sink.tokens for sequence in sequences] == [alone(engine, sequence) for sequence in sequences]
-
-
 def test_what_a_drafter_remembers_keeps_its_format():
     context = {"context_window": 12, "context_head_dim": 8}
     engine = engine_of(tiny_target(), **context)
@@ -242,10 +226,3 @@ def test_an_older_gpu_has_e5m2_alone(monkeypatch, name, capability, fits):
 def test_a_flag_sets_it():
     options = LoadOptions(kv_cache_dtype="fp8", tuning="none", max_seq_len=64, kv_cache_free_gpu_memory_fraction=0.01)
     assert Pair.load(options).engine.make_graphs(rows=1).store.fp8 == torch.float8_e4m3fn
-
-
-def test_sequences_of_all_kinds_are_served_side_by_side(target):
-    engine = paged(engine_of(target, 3, 4))
-    sequences = [make_sequence([5, 9, 11 + i], 20, params) for i, params in enumerate(KINDS.values())]
-    run(scheduler(engine), sequences, 1)
-    assert [sequence.sink.tokens for sequence in sequences] == [alone(engine, sequence) for sequence in sequences]

@@ -140,7 +140,7 @@ class Scripted:
     depth: int
     offset: int = 0
 
-    model = None
+    model = shared_nodes = sizes = None
 
     @property
     def scratch_slots(self) -> int:

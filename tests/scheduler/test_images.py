@@ -9,7 +9,6 @@ from helpers.scheduling import (
     KINDS,
     Sink,
     alone,
-    launch_ahead,
     make_sequence,
     nothing_is_held,
     random_sequences,
@@ -44,32 +43,6 @@ def mixed_sequences(engine: Engine, kinds: tuple[str, ...] = ("greedy", "sampled
     ]
     texts = random_sequences(8, seed=4)
     return [sequence for pair in zip(seeing, texts, strict=True) for sequence in pair]
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("apart", [0, 2])
-def test_images_and_texts_are_served_side_by_side(engine, monkeypatch, apart, ahead):
-    if ahead:
-        launch_ahead(monkeypatch)
-    sequences = mixed_sequences(engine)
-    served = scheduler(engine, max_batch_size=5)
-    run(served, sequences, apart)
-    for sequence in sequences:
-        assert sequence.sink.tokens == alone(engine, sequence)
-    nothing_is_held(served)
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_preempted_sequence_is_read_again_with_its_images(engine, monkeypatch, ahead):
-    if ahead:
-        launch_ahead(monkeypatch)
-    sequences = [seeing_sequence(engine, LAYOUTS[seed % 3], seed, KINDS["sampled"], count=50) for seed in range(6)]
-    served = scheduler(engine, blocks=14)
-    run(served, sequences)
-    assert served.preempted > 1
-    for sequence in sequences:
-        assert sequence.sink.tokens == alone(engine, sequence)
-    nothing_is_held(served)
 
 
 def test_two_images_behind_the_same_ids_share_no_blocks(engine):

@@ -28,16 +28,6 @@ def engine(request) -> Engine:
     return engine_of(request.param)
 
 
-@pytest.mark.parametrize("limits", [{"max_batch_size": 3}, {"max_num_tokens": 40}], ids=str)
-def test_requests_of_all_kinds_write_what_each_does_alone(engine, limits):
-    sequences = random_sequences(9, max_new_tokens=16)
-    served = scheduler(engine, **limits)
-    run(served, sequences, 1)
-    for each in sequences:
-        assert each.sink.tokens == alone(engine, each)
-    nothing_is_held(served)
-
-
 def test_steps_that_are_launched_ahead_write_the_same(engine, monkeypatch):
     launch_ahead(monkeypatch)
     sequences = random_sequences(6, seed=3, max_new_tokens=16)
@@ -46,16 +36,6 @@ def test_steps_that_are_launched_ahead_write_the_same(engine, monkeypatch):
     run(served, sequences, 1)
     for each in sequences:
         assert each.sink.tokens == alone(engine, each)
-
-
-def test_a_preempted_sequence_reads_its_state_anew(engine):
-    sequences = [make_sequence([5 + n, 6, 7], 60, GREEDY) for n in range(6)]
-    served = scheduler(engine, blocks=22)
-    run(served, sequences)
-    assert served.preempted
-    for each in sequences:
-        assert each.sink.tokens == alone(engine, each)
-    nothing_is_held(served)
 
 
 def test_more_sequences_than_there_are_states_wait(engine):

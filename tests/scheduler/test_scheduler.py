@@ -37,56 +37,11 @@ def test_a_request_writes_what_generate_does(name, speculate, engine):
     nothing_is_held(served)
 
 
-@pytest.mark.parametrize("apart", [0, 1, 3])
-@pytest.mark.parametrize("limits", [{}, {"max_batch_size": 3}, {"max_num_tokens": 60}, {"chunked": False}], ids=str)
-def test_requests_of_all_kinds_write_what_each_does_alone(apart, limits, engine):
-    sequences = random_sequences(24, seed=apart)
-    served = scheduler(engine, **limits)
-    run(served, sequences, apart)
-    for each in sequences:
-        assert each.sink.tokens == alone(engine, each)
-    nothing_is_held(served)
-
-
-@pytest.mark.parametrize("model_type", ["gemma2", "qwen3", "mistral", "gpt2", "deepseek_v3"])
-def test_other_architectures(model_type):
-    model = tiny_model(model_type)
-    model.generation_config.eos_token_id = None
-    engine = with_tree(model, tiny_drafter(), 3, 4)
-    sequences = random_sequences(8)
-    run(scheduler(engine, max_num_tokens=50), sequences, 1)
-    for each in sequences:
-        assert each.sink.tokens == alone(engine, each)
-
-
-@pytest.mark.parametrize("how", [{}, {"num_beams": 3, "node_budget": 6}], ids=str)
-def test_a_draft_model_serves_too(how):
-    target, draft = tiny_model("llama"), tiny_model("qwen2", num_hidden_layers=1)
-    target.generation_config.eos_token_id = None
-    engine = DraftTarget(Target(target), Target(draft), draft_len=3, **how)
-    sequences = random_sequences(12)
-    served = scheduler(engine, blocks=40, max_num_tokens=60)
-    run(served, sequences, 1)
-    for each in sequences:
-        assert each.sink.tokens == alone(engine, each)
-    nothing_is_held(served)
-
-
 def test_a_draft_model_elsewhere_is_refused(monkeypatch):
     engine = DraftTarget(Target(tiny_model("llama")), Target(tiny_model("qwen2", num_hidden_layers=1)), draft_len=3)
     monkeypatch.setattr(engine.draft_model, "device", torch.device("meta"))
     with pytest.raises(UnsupportedError, match="both on one device"):
         scheduler(engine)
-
-
-def test_short_of_blocks_the_newest_waits_again_and_writes_the_same(engine):
-    sequences = random_sequences(12, longest=30, max_new_tokens=60)
-    served = scheduler(engine, blocks=14)
-    run(served, sequences)
-    assert served.preempted > 3
-    for each in sequences:
-        assert each.sink.tokens == alone(engine, each)
-    nothing_is_held(served)
 
 
 def test_nobody_is_put_back_where_that_is_promised(engine):

@@ -7,9 +7,8 @@ import pytest
 from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, random_sequences, run, scheduler
 from helpers.speculation import rejection_sampled, rejection_sampling, without_drafts
-from redrafter import DraftTarget, Engine
+from redrafter import DraftTarget
 from redrafter.cli import main
-from redrafter.drafting.proposer import PlainProposer
 from redrafter.target.target import Target
 
 
@@ -64,15 +63,6 @@ def test_rejection_sampling_accepts_what_generate_does(models):
     for each in sequences:
         assert each.sink.tokens == rejection_sampled(engine, each)
     assert any(each.sink.tokens != alone(engine, each) for each in sequences)  # else rejection sampling decided nothing
-
-
-def test_a_base_is_served_alone(models):
-    engine = Engine(models[0], PlainProposer())
-    sequences = random_sequences(6, seed=7)
-    run(scheduler(engine, max_batch_size=4), sequences, 1)
-    for each in sequences:
-        assert each.sink.tokens == alone(engine, each)
-        assert each.stats.draft_steps == 0
 
 
 def test_a_base_writes_plainly_where_that_is_asked(tmp_path, capsys):

@@ -3,8 +3,7 @@
 import pytest
 
 from helpers.models import tiny_model
-from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, random_sequences, run, scheduler
-from helpers.speculation import without_drafts
+from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, run, scheduler
 from helpers.vocabularies import renumbered
 from redrafter import CacheFullError, DraftTarget
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -24,23 +23,6 @@ def check(engine, served, sequences):
         assert sequence.sink.tokens == alone(engine, sequence)
     nothing_is_held(served)
     assert served.graphs.draft_blocks.num_holds == 0
-
-
-@pytest.mark.parametrize("limits", [{"max_num_tokens": 60}, {"max_batch_size": 3}, {"reuse": False}], ids=str)
-def test_uneven_sequences_that_come_one_by_one(engine, limits):
-    sequences = without_drafts(random_sequences(12, seed=4))
-    served = scheduler(engine, blocks=120, **limits)
-    run(served, sequences, 1)
-    check(engine, served, sequences)
-    assert sum(sequence.stats.accepted for sequence in sequences) > 0
-
-
-def test_sequences_that_give_way_to_others(engine):
-    sequences = random_sequences(12, seed=5, longest=10, max_new_tokens=60)
-    served = scheduler(engine, blocks=24, max_num_tokens=60)  # of either model: the draft model's run out
-    run(served, sequences)
-    assert served.preempted > 1
-    check(engine, served, sequences)
 
 
 def test_a_prefix_is_found_in_both_caches(engine):

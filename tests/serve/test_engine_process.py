@@ -50,6 +50,7 @@ def test_an_engine_that_is_killed_ends_its_streams_and_the_server(mortal):
     assert soon(lambda: "error: the engine's process was ended by SIGKILL" in mortal.log[-1])
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_leaves_no_engine(mortal):
     engine = engine_of(mortal)
     with httpx.stream("POST", f"{mortal.url}/v1/completions", json=ENDLESS, timeout=300) as answer:

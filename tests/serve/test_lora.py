@@ -173,6 +173,7 @@ def test_metrics_count_the_texts_of_each_adapter(program, http):
     assert program.metrics()['redrafter:adapter_spec_decode_num_draft_tokens_total{adapter="two"}'] > 0
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_allow_it_loads_nothing(folders):
     server = Program("--lora-modules", f"one={folders['one']}")
     body = {"lora_name": "three", "lora_path": str(folders["three"])}

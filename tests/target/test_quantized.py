@@ -21,8 +21,8 @@ from helpers.quantized import keys, save_compressed
 from redrafter import ReDrafter, UnsupportedError, boxed_pair
 from redrafter.attention.mask import visible_slots
 from redrafter.checkpoints.drafters import embedding_norms
-from redrafter.checkpoints.headers import read_base
 from redrafter.convert.convert_checkpoint import merge
+from redrafter.convert.sources import open_base
 from redrafter.target.fused_linear import linear_calls
 from redrafter.target.quantization import is_quantized, shared_scales
 from redrafter.target.target import Target
@@ -109,8 +109,8 @@ def test_quantised_layers_are_no_plain_products(merged, name):
 @pytest.mark.parametrize("name", ["FP8_DYNAMIC", "Int8 weights"])
 def test_base_and_drafter_fit_each_other_in_the_dtype_of_the_arithmetic(merged, name):
     folder = merged(name).parent
-    _, headers = read_base(folder / "base")
-    assert {"F8_E4M3", "I8"} & {header.dtype for header in headers.values()}  # it is stored quantised
+    stored = {tensor.dtype for tensor in open_base(folder / "base").tensors.values()}
+    assert {torch.float8_e4m3fn, torch.int8} & stored  # it is stored quantised
     engine = ReDrafter.from_pretrained(folder / "base", folder / "drafter")
     assert {x.dtype for x in engine.drafter.parameters()} == {engine.target.dtype} == {torch.float32}
     half = ReDrafter.from_pretrained(merged(name), dtype="bfloat16")

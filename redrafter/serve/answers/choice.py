@@ -54,12 +54,9 @@ class TextStream:
         self.text = ""
 
     def push(self, tokens: Sequence[int], last: bool = False, accepted: int = 0) -> str:
-        """Return the text that these tokens make certain.
+        """Return the text that these tokens make certain; after the `last` ones, nothing is held back.
 
-        Args:
-            tokens: New token ids.
-            last: Whether no more tokens follow, so that nothing is held back.
-            accepted: How many of the first tokens were accepted drafts; only `runs` and `new_runs` need it.
+        `accepted` of the first tokens were accepted drafts; only `runs` and `new_runs` need it.
         """
         self._hold(self._detokenizer.push(tokens[:accepted]), True)
         self._hold(self._detokenizer.push(tokens[accepted:]), False)
@@ -119,13 +116,10 @@ class Choice:
         return self._stream.text
 
     def append(self, sequence: ServedSequence, deltas: Sequence[SequenceDelta]) -> tuple[str, list[TokenLine]]:
-        """Append what a sequence has gained since the last call.
+        """Append what a sequence has gained since the last call, or raise `ApiError` if it failed.
 
         Returns:
             The text that is added, and its tokens with log-probabilities where these were asked for.
-
-        Raises:
-            ApiError: If the sequence failed.
         """
         self.sequence = sequence
         text, begin = "", len(self.lines)
@@ -150,11 +144,9 @@ class Choice:
         return text, self.lines[begin:]
 
     def draft_runs(self, spans: Sequence[tuple[int, int]] | None = None, before: str = "") -> dict[str, Any]:
-        """Return the `drafts` field of a chunk; empty unless asked for.
+        """Return the `drafts` field of a chunk, which is empty unless asked for.
 
-        Args:
-            spans: Spans of the text's characters that the chunk has; None for those since the last call.
-            before: An echoed prompt that the chunk begins with.
+        The chunk has spans of the text's characters, or if None those since the last call, after an echoed prompt.
         """
         if not self._drafts:
             return {}

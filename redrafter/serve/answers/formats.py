@@ -34,8 +34,7 @@ class CompletionFormat:
         echo: Of each choice, the prompt to put before its text; None to echo nothing.
         logprobs: How many of the likeliest tokens to list beside each token; None for no log-probabilities.
         tokenizer: The model's tokenizer.
-        prompt: How many of the likeliest tokens to list beside each token of the prompt, in `prompt_logprobs`; None
-            for no such field.
+        prompt: The same of the prompt's tokens, for `prompt_logprobs`; None for no such field.
     """
 
     kind = chunk_kind = "text_completion"
@@ -118,11 +117,7 @@ def _by_text(
 
 
 def check_scores(prompts: Sequence[Sequence[int]], count: int | None) -> None:
-    """Check that one answer has at most `MAX_SCORES` log-probabilities of prompts, `count` beside each of their tokens.
-
-    Raises:
-        ApiError: If there are more.
-    """
+    """Raise `ApiError` for more log-probabilities of prompts than `MAX_SCORES`, `count` beside each of their tokens."""
     if count is not None and (scores := (count + 1) * sum(map(len, prompts))) > MAX_SCORES:
         raise ApiError(
             400,
@@ -137,9 +132,7 @@ def prompt_logprobs(
 ) -> list[dict[str, Any] | None]:
     """Return the log-probabilities of a scored prompt in vLLM's format.
 
-    Returns:
-        Of each token, entries by id for it and for the `count` likeliest tokens; None for the first token, which
-        follows nothing.
+    Of each token, there are entries by id for it and for the `count` likeliest tokens; the first one follows nothing.
     """
 
     def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:

@@ -53,8 +53,6 @@ class ServedSequence:
     """A prompt, and how far the text after it is: the engine's own `TokenSequence` is in another process.
 
     Attributes:
-        prompt: Token ids.
-        stop_token_ids: Ids that end the text.
         stats: Counts of its steps; the draw of its first token is none.
         find_stop: Called with the tokens of each delta; returns the index of the one that ends the text, or None.
         adapter: Name of its LoRA adapter; None for the model alone.
@@ -101,9 +99,6 @@ class DeltaStream:
     Each side counts tokens for itself, so that neither waits for the other.
 
     Attributes:
-        loop: The event loop that receives.
-        numbers: Number of each sequence of the request.
-        sequences: These sequences.
         error: What the receiver gets instead of more deltas; None while all is well.
         woken: Whether the loop was told to look, and has not looked since.
         ready: Set, within the loop, for the receiver to look.
@@ -245,8 +240,7 @@ class EngineClient:
         Raises:
             Stopped: The server accepts nothing new, or it or the engine was stopped meanwhile.
             SlowConsumerError: The deltas were not received in time.
-            QueueFullError: Too many sequences wait.
-            ArgumentError: One of the prompts can never be served, or the grammar cannot be followed.
+            QueueFullError, ArgumentError: The engine's own refusals.
         """
         if not self.alive:
             raise Stopped

@@ -6,11 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from redrafter.app.engines import PLAIN, can_draft, draft_shape
+from redrafter.app.engines import PLAIN, can_draft
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.tokenizers import end_tokens
-from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError
 from redrafter.files.dtype_names import dtype_name
@@ -56,7 +55,7 @@ class ServedEngine:
     def of(cls, pair: Pair, options: ServeOptions, load: LoadOptions) -> "ServedEngine":
         """Make the scheduler of a pair that was loaded with some options."""
         engine = pair.engine
-        if isinstance(engine, DraftTarget) and engine.adaptive:
+        if engine.draft_lengths_of(1) is not None:
             raise ArgumentError("a server drafts at one length: leave out --adaptive")
         adapters = parse_lora_modules(options.lora_modules)
         engine.load_adapters(adapters)  # before keys and values take what memory is free
@@ -111,7 +110,7 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
     proposer = pair.engine.proposer_for(1) if options.speculate else None
     drafts = "no drafts"
     if proposer is not None and pair.method != PLAIN:
-        drafts = f"{pair.method}, {draft_shape(proposer) or 'no drafts at one row'}"
+        drafts = f"{pair.method}, {proposer.sizes or 'no drafts at one row'}"
     weights = _FLOAT8[float8_scheme(target.model)]
     invariant = ", batch-invariant" if target.batch_invariant else ""
     host = scheduler.graphs.host
@@ -148,56 +147,47 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
     pauses, scheduler.batch.draft_pauses = scheduler.batch.draft_pauses, None  # steps shall draft, whatever it gains
     longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
-    lengths = [length for length in PROMPT_TOKENS if length < longest]
     fillings = [1 + room * TOKENS_PER_CHUNK for room in (0, *ROOMS[:-1])]  # tokens that need each room at least
     scheduler.batch.reserve(scheduler.longest)  # larger buffers would need new steps
+
+    def submit(prompt: list[int], count: int, params: SamplingParams, salt: str | None = None) -> TokenSequence:
+        sequence = TokenSequence(prompt, count, params, lambda *_: None, cache_salt=salt, adapter=adapter)
+        scheduler.submit(sequence)
+        return sequence
+
+    def finish() -> None:
+        while not scheduler.idle:
+            scheduler.round()
+
+    def write(rows: int, length: int, kind: Sequence[SamplingParams]) -> None:
+        """Decode two tokens after each of some prompts: one by prefill, one by a step."""
+        for row in range(rows):
+            submit([1 + row % 7] * length, 2, kind[row > 0])
+        finish()
+
+    def prefill_beside(rows: int, length: int, kind: Sequence[SamplingParams]) -> None:
+        """Prefill a prompt in the steps of so many rows."""
+        for row in range(rows):
+            submit([1], scheduler.longest - 1, kind[row > 0])
+        while scheduler.waiting or len(scheduler.batch.rows) < rows:
+            scheduler.round()
+        read = submit([1] * length, 1, kind[0], f"{rows} {kind}")  # a salt, so that no part of it is in the cache
+        while not read.ended and scheduler.batch.rows:
+            scheduler.round()
+        scheduler.cancel_all()
+        finish()
+
     for rows, kind in itertools.product(scheduler.batch.sizes, KINDS):
         for speculate in (True, False):
-            params = [replace(each, speculate=speculate) for each in kind]
-            _write(scheduler, min(rows, limits.max_batch_size), 1, params, adapter)
-        for length in fillings if scheduler.mixed_prefill else ():
-            _read_beside(scheduler, min(rows, limits.max_batch_size - 1), min(length, longest - 1), kind, adapter)
-    for length in lengths:
-        _write(scheduler, 1, length, KINDS[0], adapter)
-        _write(scheduler, min(2, limits.max_batch_size), length, KINDS[0], adapter)
+            write(min(rows, limits.max_batch_size), 1, [replace(each, speculate=speculate) for each in kind])
+        beside = min(rows, limits.max_batch_size - 1)
+        for length in fillings if scheduler.mixed_prefill and beside else ():
+            prefill_beside(beside, min(length, longest - 1), kind)
+    for length in PROMPT_TOKENS:
+        if length < longest:
+            write(1, length, KINDS[0])
+            write(min(2, limits.max_batch_size), length, KINDS[0])
     _LOG.info("captured %d steps in %.1f s", len(scheduler.batch.captured_steps), time.monotonic() - began)
     scheduler.limits, scheduler.batch.draft_pauses = limits, pauses
     scheduler.graphs.forget_prefixes()
     scheduler.prefiller.restart_pace()  # so that these first durations slow no later forward
-
-
-def _write(
-    scheduler: Scheduler, rows: int, length: int, kind: Sequence[SamplingParams], adapter: Adapter | None
-) -> None:
-    """Decode two tokens after each of some prompts: one by prefill, one by a step."""
-    prompts = [[1 + row % 7] * length for row in range(rows)]
-    scheduler.submit(*(_unread(prompt, 2, kind[row > 0], adapter) for row, prompt in enumerate(prompts)))
-    while not scheduler.idle:
-        scheduler.round()
-
-
-def _read_beside(
-    scheduler: Scheduler, rows: int, length: int, kind: Sequence[SamplingParams], adapter: Adapter | None
-) -> None:
-    """Read a prompt beside so many rows that go on."""
-    if not rows:
-        return
-    going_on = [_unread([1], scheduler.longest - 1, kind[row > 0], adapter) for row in range(rows)]
-    scheduler.submit(*going_on)
-    while scheduler.waiting or len(scheduler.batch.rows) < rows:
-        scheduler.round()
-    salt = f"{rows} {kind}"  # so that no part of the prompt is in the cache
-    read = _unread([1] * length, 1, kind[0], adapter, salt)
-    scheduler.submit(read)
-    while not read.ended and scheduler.batch.rows:
-        scheduler.round()
-    scheduler.cancel_all()
-    while not scheduler.idle:
-        scheduler.round()
-
-
-def _unread(
-    prompt: list[int], count: int, params: SamplingParams, adapter: Adapter | None, salt: str | None = None
-) -> TokenSequence:
-    """Return a sequence of at most `count` new tokens whose deltas nobody reads."""
-    return TokenSequence(prompt, count, params, lambda sequence, delta: None, cache_salt=salt, adapter=adapter)

@@ -48,14 +48,10 @@ class Grammars:
         self._threads = ThreadPoolExecutor(MAX_COMPILATIONS, "grammar")  # they wait for processes
 
     async def get(self, source: GrammarSource, client: str) -> Grammar:
-        """Return a compiled grammar, from an earlier request if it is kept.
+        """Return a compiled grammar, of an earlier request if it is kept, or raise `ArgumentError` or `QueueFullError`.
 
         The compilation is stopped when nobody waits for it any more. Of one client, `MAX_COMPILATIONS_PER_CLIENT`
         grammars are compiled at once.
-
-        Raises:
-            ArgumentError: The grammar is wrong, too large or too complex.
-            QueueFullError: Too many other grammars are in use.
         """
         if source not in self._begun:
             semaphore = self._clients.setdefault(client, asyncio.Semaphore(MAX_COMPILATIONS_PER_CLIENT))

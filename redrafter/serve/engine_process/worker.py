@@ -36,12 +36,9 @@ class Worker:
     """
 
     def __init__(self, scheduler: Scheduler, send: Callable[[Written], object], on_end: Callable[[], object]):
-        """Make a worker that has not started.
+        """Make a worker that has not started. Both functions are called in its thread.
 
-        Args:
-            scheduler: The scheduler.
-            send: Called in the engine's thread with what half a round wrote; it must not wait.
-            on_end: Called in the engine's thread when that ends, whether it was stopped or has failed.
+        `send` gets what half a round wrote, and must not wait; `on_end` is called whether it was stopped or has failed.
         """
         self.scheduler, self._send, self._on_end = scheduler, send, on_end
         self.failure: str | None = None
@@ -245,11 +242,7 @@ class SharedWorker(Worker):
 
 
 def follow(request: LoadEngine) -> int:
-    """Load the part of an engine that a rank other than 0 has, and serve it until rank 0 ends the rounds.
-
-    Returns:
-        The exit code: 1 if a round has failed.
-    """
+    """Serve the part of an engine that another rank than 0 has until rank 0 ends it; return the exit code."""
     engine = ServedEngine.of(load_pair(request), request.options, request.load)
     if request.options.warm_up:
         engine.warm_up()

@@ -39,8 +39,7 @@ class ApiKeys:
 def collect_keys(given: Iterable[str], file: str | None) -> ApiKeys:
     """Collect the keys of the command line, of the environment, and of a file with a key a line, in this order.
 
-    Raises:
-        ArgumentError: The file cannot be read or holds no key, or a key cannot stand in a header.
+    Raises `ArgumentError` if the file cannot be read or holds no key, or a key cannot stand in a header.
     """
     keys = [*given, *filter(None, [os.environ.get(KEY_VARIABLE)])]
     if file is not None:

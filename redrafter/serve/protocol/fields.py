@@ -1,7 +1,7 @@
 """Types of the fields of OpenAI's requests, with their checks."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StrictBool, Tag, model_validator
@@ -21,14 +21,7 @@ _TAG = re.compile("<[a-z_ ]+>")
 
 
 def field_path(error: Any) -> str | None:
-    """Return the path of the field that an error of pydantic is about, such as "messages.0.content".
-
-    Args:
-        error: An entry of `ValidationError.errors()`.
-
-    Returns:
-        The path, or None where the error is about the whole body.
-    """
+    """Return the path of the field that an error of pydantic is about, such as "messages.0.content", or None."""
     keys = (str(key) for key in error["loc"] if key != "body")
     return ".".join(key for key in keys if not _TAG.fullmatch(key)) or None
 
@@ -45,21 +38,19 @@ def refuse_with(advice: str) -> BeforeValidator:
 def one_of(tag_of: Callable[[Any], str | None], wanted: str) -> Discriminator:
     """Return a discriminator for a union of tagged members, so that errors are about the member that was meant.
 
-    Args:
-        tag_of: Returns the tag of a value, or None where it fits no member.
-        wanted: What the value may be, for the error.
+    `tag_of` returns the tag of a value, or None where it fits no member; `wanted` is what it may be, for the error.
     """
     return Discriminator(tag_of, custom_error_type="wrong_kind", custom_error_message=f"Input should be {wanted}")
 
 
-def tag_text_or_list(value: Any) -> str | None:
-    """Return the tag of a text or a list; None for other values."""
-    return TEXT_TAG if isinstance(value, str) else LIST_TAG if isinstance(value, list) else None
+def _tag_by(kinds: Mapping[type, str]) -> Callable[[Any], str | None]:
+    """Return a function that returns the tag of a value, by its type; None for values of other types."""
+    return lambda value: next((tag for kind, tag in kinds.items() if isinstance(value, kind)), None)
 
 
-def tag_text_or_object(value: Any) -> str | None:
-    """Return the tag of a text or an object, which may be a pydantic model already; None for other values."""
-    return TEXT_TAG if isinstance(value, str) else OBJECT_TAG if isinstance(value, dict | BaseModel) else None
+tag_text_or_list = _tag_by({str: TEXT_TAG, list: LIST_TAG})
+tag_text_or_object = _tag_by({str: TEXT_TAG, dict: OBJECT_TAG, BaseModel: OBJECT_TAG})
+_tag_schema = _tag_by({dict: OBJECT_TAG, bool: TEXT_TAG})  # a JSON schema
 
 
 def _tag_prompt(value: Any) -> str | None:
@@ -109,11 +100,6 @@ Prompts = Annotated[
     | Annotated[list[Ids], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag(ID_LISTS_TAG)],
     one_of(_tag_prompt, "a text, a list of texts, a list of token ids or a list of such lists"),
 ]
-
-
-def _tag_schema(value: Any) -> str | None:
-    """Return the tag of a JSON schema, which is an object or a boolean; None for other values."""
-    return OBJECT_TAG if isinstance(value, dict) else TEXT_TAG if isinstance(value, bool) else None
 
 
 class StreamOptions(Strict):

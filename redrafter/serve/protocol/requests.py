@@ -219,14 +219,7 @@ class Message(Strict):
 
 
 class ApiError(ReDrafterError):
-    """An error that is answered to the client.
-
-    Args:
-        status: HTTP status.
-        message: What is wrong, for the client.
-        param: Path of the field that is to blame.
-        code: OpenAI's or this server's code of the error.
-    """
+    """An error that is answered to the client: HTTP status, message, path of the field that is to blame, and a code."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -237,37 +230,40 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     """Return the body of an error in OpenAI's format. Arguments are those of `ApiError`."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "unavailable_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    message, param = _truncate(message, MAX_MESSAGE_CHARACTERS), param and _truncate(param, MAX_PARAM_CHARACTERS)
+    # A client's text is cut, without halves of characters, which cannot be sent back.
+    message = message[:MAX_MESSAGE_CHARACTERS].encode(errors="replace").decode()
+    param = param and param[:MAX_PARAM_CHARACTERS].encode(errors="replace").decode()
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _truncate(text: str, limit: int) -> str:
-    """Return at most `limit` characters of a client's text, without halves of characters, which cannot be sent back."""
-    return text[:limit].encode(errors="replace").decode()
-
-
-class _Request(Strict):
-    """Fields that completion and chat requests share: those of OpenAI, then those of vLLM and of this server."""
+class SharedFields(Strict):
+    """Fields that all requests for texts share: those of OpenAI, then those of vLLM."""
 
     model: str | None = None
-    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
-    logit_bias: Bias | None = None
-    max_tokens: Count | None = None
-    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(strict=True, ge=0, lt=1 << 62)] | None = None
-    stop: Stops | None = None
     stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(strict=True, ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     user: str | None = None
 
     top_k: Annotated[int, Field(strict=True, ge=-1, le=MAX_INTEGER)] | None = None
     min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
+    ignore_eos: StrictBool = False
+
+
+class _Request(SharedFields):
+    """Fields that completion and chat requests share: those of OpenAI, then those of vLLM and of this server."""
+
+    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
+    logit_bias: Bias | None = None
+    max_tokens: Count | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
+    stop: Stops | None = None
+    stream_options: StreamOptions | None = None
+
     repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=2)] | None = None
     min_tokens: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] | None = None
-    ignore_eos: StrictBool = False
     stop_token_ids: Ids | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     structured_outputs: StructuredOutputs | None = None

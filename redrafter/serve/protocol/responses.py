@@ -11,15 +11,15 @@ from pydantic import BaseModel, Field, StrictBool, Tag, field_validator
 from redrafter.serve.protocol.fields import (
     IMAGE_TAG,
     LIST_TAG,
-    MAX_INTEGER,
     MAX_PARTS,
     TEXT_TAG,
+    Count,
     Strict,
     one_of,
     refuse_with,
     tag_text_or_list,
 )
-from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError, DataUrl
+from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError, DataUrl, SharedFields
 
 _ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
 _PART_TYPES = ("input_text", "input_image", "output_text", "reasoning_text", "text")
@@ -78,46 +78,43 @@ PartsWithImages = Annotated[
 ]
 
 
-class MessageItem(Strict):
+class _Item(Strict):
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(_Item):
     """A message of the input."""
 
     type: Literal["message"] = "message"
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Annotated[str, Tag(TEXT_TAG)] | PartsWithImages, one_of(tag_text_or_list, "a text or a list of parts")
     ]
 
 
-class ReasoningItem(Strict):
+class ReasoningItem(_Item):
     """Thoughts of the assistant before the items that follow. Summaries and encrypted thoughts are refused."""
 
     type: Literal["reasoning"]
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
     content: Parts | None = None
     summary: Annotated[list[Any], Field(max_length=0)] | None = None
     encrypted_content: Annotated[None, refuse_with("leave it out: thoughts are sent as content")] = None
 
 
-class CallItem(Strict):
+class CallItem(_Item):
     """A call that the model has made."""
 
     type: Literal["function_call"]
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
     call_id: str
     name: str
     arguments: str
 
 
-class CallOutputItem(Strict):
+class CallOutputItem(_Item):
     """The result of a call."""
 
     type: Literal["function_call_output"]
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
     call_id: str
     output: str | Parts
 
@@ -185,29 +182,24 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: Literal[False] = False
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(SharedFields):
     """Body of `POST /v1/responses`: fields of OpenAI, then some that `/v1/chat/completions` takes too."""
 
     input: Annotated[Annotated[str, Tag(TEXT_TAG)] | Items, one_of(tag_text_or_list, "a text or a list of items")]
-    model: str | None = None
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)] | None = None
+    max_output_tokens: Count | None = None
     metadata: dict[str, str] | None = None
     parallel_tool_calls: StrictBool | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    stream: StrictBool | None = None
     stream_options: ResponseStreamOptions | None = None
-    temperature: Annotated[float, Field(strict=True, ge=0, le=2)] | None = None
     text: TextConfig | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
     tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     top_logprobs: Literal[0] | None = None
-    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     truncation: Literal["disabled"] | None = None
-    user: str | None = None
     background: Literal[False] | None = None
     conversation: None = None
     include: Annotated[list[str], Field(max_length=0)] | None = None
@@ -215,11 +207,6 @@ class ResponsesRequest(Strict):
     previous_response_id: None = None
     prompt: None = None
     reasoning: Reasoning | None = None
-
-    seed: Annotated[int, Field(strict=True, ge=0, lt=1 << 62)] | None = None
-    top_k: Annotated[int, Field(strict=True, ge=-1, le=MAX_INTEGER)] | None = None
-    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
-    ignore_eos: StrictBool = False
 
     @field_validator(*_REFUSALS, mode="before")
     @classmethod

@@ -53,8 +53,7 @@ class EngineReplica:
     async def answer(self, call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
         """Yield the answer to a request, whose headers say which replica has answered.
 
-        Raises:
-            ReplicaLostError: The engine has ended: what it had not written is no part of the answer.
+        Raises `ReplicaLostError` if the engine has ended: what it had not written is no part of the answer.
         """
         async with aclosing(answer_parts(self._server.app, call)) as parts:
             async for part in parts:

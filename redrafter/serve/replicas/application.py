@@ -52,8 +52,7 @@ def import_ray() -> Any:
 def app(args: Mapping[str, Any]) -> "Application":
     """Build the application of `serve run redrafter.serve.replicas.application:app model=my-merged num_replicas=2`.
 
-    Args:
-        args: Options of `redrafter serve --ray` by name, with underscores.
+    The arguments are options of `redrafter serve --ray` by name, with underscores.
     """
     known = options_by_name((ServeOptions, LoadOptions, DraftOptions, ReplicaOptions))
     if elsewhere := sorted(OF_RAYS_PROXY & set(args)):
@@ -79,12 +78,7 @@ def app(args: Mapping[str, Any]) -> "Application":
 def build_application(
     options: ServeOptions, load: LoadOptions, draft: DraftOptions, replicas: ReplicaOptions, keys: ApiKeys
 ) -> "Application":
-    """Build the application: routers, and replicas of the model.
-
-    Raises:
-        ArgumentError: An option cannot be kept to by replicas.
-        MissingDependencyError: Ray is not installed.
-    """
+    """Build the application: routers, and replicas of the model."""
     ray = import_ray()
     options = check_replicated(options)
     target = replicas.target_ongoing_requests or float(options.max_batch_size)  # requests above which one is full
@@ -140,13 +134,7 @@ def serve_replicas(
     keys: ApiKeys,
     ready: Callable[[], object],
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then let running requests end within `--drain-timeout`.
-
-    `ready` is called once replicas serve.
-
-    Raises:
-        ReDrafterError: Ray cannot be reached, or the replicas cannot be loaded.
-    """
+    """Serve until SIGINT or SIGTERM, then let running requests end. `ready` is called once replicas serve."""
     ray = import_ray()
     signalled = threading.Event()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a new cluster reports to nobody unless the user says so
@@ -181,11 +169,7 @@ def serve_replicas(
 
 
 def _wait_until_running(ray: Any, signalled: threading.Event) -> bool:
-    """Wait until all replicas serve, and return whether they do: not if a signal came before.
-
-    Raises:
-        ReDrafterError: They cannot be loaded.
-    """
+    """Wait until all replicas serve, or raise why they cannot; return False if a signal came before."""
     while not signalled.wait(POLL_SECONDS):
         status = ray.serve.status().applications[APPLICATION]
         if status.status == "RUNNING":

@@ -13,13 +13,7 @@ LEAVING_SECONDS = 5.0  # in which an application must have ended once it was tol
 
 @dataclass(frozen=True)
 class HttpCall:
-    """A request of a client, on its way to a replica.
-
-    Attributes:
-        scope: What ASGI says of the request, as far as it can be sent.
-        body: Its body.
-        key: Requests with the same key go to the same replica; None for any replica.
-    """
+    """A request of a client on its way to a replica: to the same one as others with its key, to any if that is None."""
 
     scope: dict[str, Any]
     body: bytes

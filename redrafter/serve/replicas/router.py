@@ -110,33 +110,16 @@ class SentStream:
 
     def __init__(self) -> None:
         self._sent: list[bytes] = []
-        self._resumption: _Resumption | None = None
-
-    def resume(self) -> None:
-        """Expect the same stream from its beginning."""
-        self._resumption = _Resumption(b"".join(self._sent)) if self._sent else None
-
-    def push(self, events: bytes) -> bytes:
-        """Return those of a replica's events that the client lacks, whole or in part.
-
-        Raises:
-            DivergedError: The text is not the one that the client has the beginning of.
-        """
-        new = events if self._resumption is None else self._resumption.push(events)
-        if new:
-            self._sent.append(new)
-        return new
-
-
-class _Resumption:
-    """The part of a resumed stream that is left out, because the client has it."""
-
-    def __init__(self, sent: bytes):
+        self._resumed = False
         self._left: dict[tuple[int, str], str] = {}  # text that is still to be left out, by choice and channel
         self._finished: set[int] = set()
         self._head: dict[str, Any] = {}
         self._had_usage = False
-        for data in _split(sent):
+
+    def resume(self) -> None:
+        """Expect the same stream from its beginning."""
+        self._resumed, self._left = bool(self._sent), {}
+        for data in _split(b"".join(self._sent)):
             event = json.loads(data)
             self._head = self._head or {name: event[name] for name in ("id", "created")}
             self._had_usage |= not event["choices"]
@@ -150,7 +133,17 @@ class _Resumption:
         self._opened = {index for index, _ in self._left}
 
     def push(self, events: bytes) -> bytes:
-        """Return the part of some events that the client lacks."""
+        """Return those of a replica's events that the client lacks, whole or in part.
+
+        Raises:
+            DivergedError: The text is not the one that the client has the beginning of.
+        """
+        new = self._cut(events) if self._resumed else events
+        if new:
+            self._sent.append(new)
+        return new
+
+    def _cut(self, events: bytes) -> bytes:
         kept = []
         for data in _split(events):
             event = json.loads(data)
@@ -210,14 +203,10 @@ def create_router(
     policy: AccessPolicy,
     max_body_bytes: int,
 ) -> ASGIApp:
-    """Return the ASGI application.
+    """Return the ASGI application, which `add_guards` guards.
 
-    Args:
-        ask: Sends a request to the replica of its key, and yields the answer.
-        metrics: Returns the metrics of all replicas.
-        lost: Errors that `ask` raises where the replica has ended before the answer has.
-        policy: Which requests are accepted.
-        max_body_bytes: Bytes that the body of a request may have.
+    `ask` sends a request to the replica of its key and yields the answer, or raises an error of `lost` where that has
+    ended before. `metrics` returns the metrics of all replicas.
     """
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,12 +9,7 @@ from fastapi.responses import HTMLResponse
 
 
 def page(name: str, status: int = 200) -> HTMLResponse:
-    """Return a page whose security policy allows only its own script and style, and requests to its own server.
-
-    Args:
-        name: Name of a file beside this one.
-        status: HTTP status of the answer.
-    """
+    """Return a page whose security policy allows only its own script and style, and requests to its own server."""
     text = files("redrafter.serve.routes").joinpath(name).read_text(encoding="utf-8")
     policy = {
         "default-src": "'none'",

@@ -43,12 +43,7 @@ def add_responses(app: FastAPI, service: Service, respond: Callable[..., Awaitab
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
-    """Translate a Responses request to a chat request.
-
-    Raises:
-        ApiError: If a JSON schema is missing.
-        RequestValidationError: If the chat request is invalid.
-    """
+    """Translate a Responses request to a chat request, or raise `ApiError` or `RequestValidationError`."""
     shared = ("model", "parallel_tool_calls", "service_tier", "temperature", "top_p", "user", "seed", "top_k", "min_p")
     chat: dict[str, Any] = {name: getattr(request, name) for name in shared}
     chat |= {"messages": _messages(request), "max_completion_tokens": request.max_output_tokens}
@@ -200,11 +195,7 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 class ItemWriter:
-    """Writes the items of one response. Each method yields the events for what it does.
-
-    Attributes:
-        done: Items that are complete.
-    """
+    """Writes the items of one response; `done` are complete. Each method yields the events for what it does."""
 
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []

@@ -27,7 +27,7 @@ from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_beams
 from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
-from redrafter.engine.recurrent import ReDrafter
+from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.measure.report import check_picture

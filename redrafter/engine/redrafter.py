@@ -8,24 +8,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from redrafter.cache.dense import LayerShape
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.quantization import check_quantization
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.drafting import drafter as recurrent
-from redrafter.drafting import eagle
 from redrafter.drafting.draft_length import STEP_COSTS
-from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.drafting.drafter_types import Drafter
-from redrafter.drafting.eagle import EagleDrafter, EagleProposer
 from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, takes_engine_options
 from redrafter.engine.tuning import Tuning, default_shape, find_tuning
 from redrafter.files.checkpoint_kind import check_drafter
-from redrafter.target.drafter_inputs import DrafterLayer
 from redrafter.target.target import Target
 from redrafter.tree.beam_search import node_count
 
@@ -73,15 +67,14 @@ class ReDrafter(Engine):
         assert depth is not None
         if message := draft_length_warning(config, depth):
             warnings.warn(message, stacklevel=3)
-        target.read_aux_hidden(_target_layers(drafter, target))
+        target.read_aux_hidden(drafter.layers_read(target))
         compiled = target.device.type == "cuda" and (options or EngineOptions()).compile
-        if (layer := _stored_layer(drafter, target, compiled)) is not None:
+        if (layer := drafter.stored_layer(target, compiled)) is not None:
             target.store_drafter_layer(layer)
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
         self._proposers: dict[tuple[int, int, int, int | None], SearchProposer] = {}
         self._compiled = compiled
-        if target.device.type == "cuda" and isinstance(drafter, RecurrentDrafter):
-            drafter.join_recurrence()
+        drafter.prepare(target.device)
         super().__init__(target, self._propose(target, shape), options)
         for tuned in tuning.shapes.values() if tuning is not None else ():
             if tuned is not None:
@@ -188,34 +181,5 @@ class ReDrafter(Engine):
         assert depth is not None
         check_beams(self.drafter.config, beams)
         nodes = node_count(shape.node_budget, beams, depth, target.device)
-        make: Any = EagleProposer if isinstance(self.drafter, EagleDrafter) else RecurrentProposer
-        new = make(self.drafter, target, beams, depth, nodes, shape.shared_nodes, self._compiled)
+        new = self.drafter.proposer(target, beams, depth, nodes, shape.shared_nodes, self._compiled)
         return self._proposers.setdefault((beams, depth, nodes, shape.shared_nodes), new)
-
-
-def _target_layers(drafter: Drafter, target: Target) -> list[int]:
-    """Return the target's decoder layers whose outputs a drafter reads."""
-    if isinstance(drafter, EagleDrafter):
-        return drafter.config.target_layers_of(target.config.num_hidden_layers)
-    return drafter.config.target_layers
-
-
-def _stored_layer(drafter: Drafter, target: Target, compiled: bool) -> DrafterLayer | None:
-    """Return what a drafter stores of every token, or None.
-
-    Args:
-        drafter: The drafter.
-        target: The target.
-        compiled: Whether to compute it through torch.compile, where the drafter can.
-    """
-    remember: Any
-    if isinstance(drafter, EagleDrafter):
-        heads, width = 2 * drafter.config.num_key_value_heads, drafter.config.head_dim
-        remember = eagle.remember(drafter, target.embedding)
-    elif drafter.config.context_window is not None:
-        heads, width = drafter.config.context_kv_heads, drafter.config.context_head_dim
-        remember = recurrent.remember(drafter, target.embedding, compiled)
-    else:
-        return None
-    shape = LayerShape(heads, width, width, target.dtype, target.device, of_drafter=True)
-    return DrafterLayer(drafter, shape, remember)

@@ -1,0 +1,277 @@
+"""What a conversion reads: a base model and a drafter in any of the formats, as configs and tensors not yet loaded."""
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
+from redrafter.checkpoints.merged import Defaults
+from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.convert import apple, eagle, trtllm, trtllm_base
+from redrafter.convert.tensors import (
+    INDEX_FILE,
+    SAFETENSORS_CODES,
+    WEIGHTS_FILE,
+    LazyTensor,
+    check_tensors,
+    memory_tensor,
+    open_directory,
+)
+from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture
+from redrafter.errors import ArgumentError, CheckpointError, first_line
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, kind_of, read_json
+from redrafter.files.dtype_names import dtype_name
+from redrafter.target.supported import config_width
+
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+PICKLE_FILES = ("model.pt", "pytorch_model.bin")
+# Folders of a model directory that belong to the model: `save_pretrained` keeps further chat templates in this one.
+MODEL_FOLDERS = ("additional_chat_templates",)
+
+
+@dataclass(frozen=True)
+class SourceBase:
+    """A base model that was opened: its config and the headers of its weights.
+
+    Attributes:
+        directory: Where it is.
+        config: Hugging Face's config; read back from TensorRT-LLM's for such a checkpoint, unless it is quantised.
+        tensors: Tensors by Hugging Face's names; empty for a quantised TensorRT-LLM checkpoint.
+        trtllm_config: `config.json` of a TensorRT-LLM checkpoint; None for a Hugging Face model.
+        ranks: Tensors of each rank of a TensorRT-LLM checkpoint, without those of its drafter.
+    """
+
+    directory: Path
+    config: PretrainedConfig
+    tensors: dict[str, LazyTensor]
+    trtllm_config: dict[str, Any] | None = None
+    ranks: Sequence[dict[str, LazyTensor]] = ()
+
+    def files(self) -> dict[str, Path]:
+        """Return the files of a Hugging Face model's directory that belong to the model, by their relative names."""
+        files = {}
+        for entry in sorted(self.directory.iterdir()):
+            if entry.is_file() and entry.name != SHAPE_FILE and not entry.name.startswith("."):
+                files[entry.name] = entry
+            elif entry.is_dir() and entry.name in MODEL_FOLDERS:
+                files |= {
+                    str(file.relative_to(self.directory)): file for file in sorted(entry.rglob("*")) if file.is_file()
+                }
+        return files
+
+    def embedding_norms(self) -> dict[str, list[float]]:
+        """Return the norms of a few rows of each tensor that has the shape of the embedding table.
+
+        A drafter's config holds these norms of its base. Only the model's code knows which tensor is the table; the
+        head is the one other tensor of its shape.
+        """
+        config = self.config.get_text_config(decoder=True)
+        shape = (getattr(config, "vocab_size", 0), config_width(config) if hasattr(config, "hidden_size") else 0)
+        tables = {name: x for name, x in self.tensors.items() if x.shape == shape and x.dtype in FLOAT_DTYPES}
+        rows = torch.linspace(0, max(shape[0] - 1, 0), NORM_ROWS).long().tolist()
+        return {name: [x.read(row, row + 1).float().norm().item() for row in rows] for name, x in tables.items()}
+
+    def check_fits(self, drafter: DrafterArchitecture) -> None:
+        """Raise `MismatchError`, with the values of both, if a drafter was made for another base."""
+        config = self.config.get_text_config(decoder=True)
+        hidden, vocabulary = (
+            (config_width(config), config.vocab_size)
+            if self.trtllm_config is None
+            else (self.trtllm_config["hidden_size"], self.trtllm_config["vocab_size"])
+        )
+        check_fits_base(drafter, hidden, vocabulary, list(self.embedding_norms().values()), str(self.directory))
+
+    @property
+    def quantization_method(self) -> str | None:
+        """Name of the quantization method, or None for an unquantised base."""
+        if self.trtllm_config is not None:
+            settings = self.trtllm_config.get("quantization") or {}
+            return settings.get("quant_algo") or settings.get("kv_cache_quant_algo")
+        config = getattr(self.config, "quantization_config", None)
+        if config is None:
+            return None
+        return str((config if isinstance(config, dict) else config.to_dict()).get("quant_method"))
+
+
+def open_base(directory: Path) -> SourceBase:
+    """Read the config of a base model and the headers of its weights.
+
+    Raises:
+        CheckpointError: When files are missing, broken or not what the config asks for.
+        UnsupportedError: When it is a TensorRT-LLM checkpoint of a model other than Llama and Qwen2.
+    """
+    kind = kind_of(directory)
+    if kind.startswith("TensorRT-LLM"):
+        config = trtllm.read_config(directory)
+        ranks = [
+            {name: tensor for name, tensor in rank.items() if not name.startswith(trtllm.DRAFTER_PREFIX)}
+            for rank in trtllm.open_ranks(directory, trtllm.tensor_parallel_size(config))
+        ]
+        base = SourceBase(directory, PretrainedConfig(), {}, config, ranks)
+        if base.quantization_method:
+            return base
+        tensors = trtllm_base.join_base(ranks, config, directory)
+        hf_config = trtllm_base.to_hf_config(config, trtllm_base.LM_HEAD not in tensors, directory)
+        trtllm_base.check_complete(hf_config, tensors, directory)
+        return replace(base, config=hf_config, tensors=tensors)
+    if kind not in ("model", "merged checkpoint"):
+        raise CheckpointError(f"{directory} is a {kind}, not a model")
+    try:
+        hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:
+        raise CheckpointError(f"cannot read {directory / 'config.json'}: {first_line(error)}") from error
+    return SourceBase(directory, hf_config, open_directory(directory))
+
+
+@dataclass(frozen=True)
+class SourceDrafter:
+    """A drafter that was opened: its config and the headers of its weights.
+
+    Attributes:
+        directory: Where it is.
+        kind: What the directory holds, as `kind_of` names it.
+        config: Its config in this project's form.
+        tensors: Tensors by this project's names; each `name` is that of the source.
+        defaults: Search and sampling defaults that a merged or a TensorRT-LLM checkpoint holds.
+    """
+
+    directory: Path
+    kind: str
+    config: DrafterArchitecture
+    tensors: dict[str, LazyTensor]
+    defaults: Defaults = field(default_factory=Defaults)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of the head."""
+        return self.tensors["lm_head.weight"].dtype
+
+    def fill(self, asked: Defaults) -> Defaults:
+        """Return the defaults to write: as asked for, or else the source's, or else those of the drafter's config."""
+        config_shape = TreeShape(self.config.draft_beams, self.config.draft_len_per_beam)
+        greedy_search = self.defaults.greedy_search if asked.greedy_search is None else asked.greedy_search
+        return Defaults(asked.shape.over(self.defaults.shape).over(config_shape), greedy_search)
+
+
+def is_pair(kind: str) -> bool:
+    """Return whether a kind of directory holds a base and a drafter."""
+    return kind in ("merged checkpoint", "TensorRT-LLM ReDrafter checkpoint")
+
+
+def open_drafter(directory: Path, recurrence: str | None = None) -> SourceDrafter:
+    """Read the config of a drafter and the headers of its weights.
+
+    `recurrence` is that of a TensorRT-LLM checkpoint's drafter, which the checkpoint does not hold.
+
+    Raises:
+        CheckpointError: When a tensor or file is missing, is not expected or has another shape; it is named.
+        ArgumentError: When a recurrence is given for a checkpoint of another kind.
+        UnsupportedError: When an EAGLE-3 head is of a form that cannot be computed here.
+    """
+    kind = kind_of(directory)
+    if recurrence is not None and not kind.startswith("TensorRT-LLM"):
+        raise ArgumentError(
+            f"--recurrence is for TensorRT-LLM's checkpoints, which do not say; {directory} is a {kind}"
+        )
+    if kind == "merged checkpoint":
+        drafter = open_drafter(directory / DRAFTER_FOLDER)
+        return replace(drafter, kind=kind, defaults=Defaults.read(directory / SHAPE_FILE))
+    source_name: Callable[[str], str] = str  # its name of a tensor that it lacks
+    defaults = Defaults()
+    if kind == "drafter":
+        try:
+            model_type = read_json(directory / "config.json")["model_type"]
+            config: Any = DRAFTER_CLASSES[model_type].config_class.from_pretrained(directory)
+        except Exception as error:
+            raise CheckpointError(f"cannot read {directory / 'config.json'}: {first_line(error)}") from error
+        tensors = open_directory(directory)
+    elif kind == "Apple drafter":
+        stored = _open_tensors(directory)
+        config = apple.to_redrafter_config(read_json(directory / "config.json"), stored, directory)
+        tensors = apple.rename_tensors(stored, config.num_draft_layers, directory)
+        source_name = partial(apple.to_apple_name, layers=config.num_draft_layers)
+    elif kind in ("EAGLE-3 head", "speculators checkpoint"):
+        stored = _open_tensors(directory)
+        config = eagle.to_redrafter_config(read_json(directory / "config.json"), stored, directory)
+        tensors = eagle.split_tensors(stored, config, directory)
+    elif kind == "TensorRT-LLM ReDrafter checkpoint":
+        source_name = trtllm.DRAFTER_PREFIX.__add__
+        trtllm_config = trtllm.read_config(directory)
+        config = trtllm.to_drafter_config(trtllm_config, recurrence, directory)
+        defaults = trtllm.to_defaults(trtllm_config)
+        ranks = trtllm.open_ranks(directory, trtllm.tensor_parallel_size(trtllm_config))
+        tensors = trtllm.join_drafter(ranks, config.vocab_size)
+    else:
+        raise CheckpointError(f"{directory} is a {kind}, not a drafter, and holds none")
+    # Errors name tensors as the source does.
+    expected = {
+        tensors[name].name if name in tensors else source_name(name): shape
+        for name, shape in _drafter_shapes(config, directory).items()
+    }
+    check_tensors(expected, {x.name: x for name, x in tensors.items() if name != apple.UNUSED_NORM}, directory)
+    drafter = SourceDrafter(directory, kind, config, tensors, defaults)
+    _check_values(drafter)
+    return drafter
+
+
+def _drafter_shapes(config: DrafterArchitecture, directory: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        config.check()
+    except ArgumentError as error:
+        raise CheckpointError(f"{directory / 'config.json'}: {error}") from error
+    with torch.device("meta"):
+        drafter: Any = DRAFTER_CLASSES[config.model_type]
+        return {name: tuple(tensor.shape) for name, tensor in drafter(config).state_dict().items()}
+
+
+def _check_values(drafter: SourceDrafter) -> None:
+    for name, tensor in drafter.tensors.items():
+        usable = (torch.int64,) if name == "draft_ids" else FLOAT_DTYPES
+        if tensor.dtype not in usable and name != apple.UNUSED_NORM:
+            short = dtype_name(tensor.dtype)
+            raise CheckpointError(
+                f"{drafter.directory} has {tensor.name} as {short}, which a drafter cannot be computed in"
+            )
+    if (draft_ids := drafter.tensors.get("draft_ids")) is not None:
+        ids = draft_ids.read(0, draft_ids.length)  # [V']
+        if int(ids.min()) < 0 or int(ids.max()) >= drafter.config.vocab_size:
+            raise CheckpointError(
+                f"{drafter.directory} has draft_ids outside of the {drafter.config.vocab_size} ids of its base"
+            )
+
+
+def _open_tensors(directory: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of a directory's safetensors files, or of its pickle if there are none."""
+    has_safetensors = (directory / INDEX_FILE).is_file() or (directory / WEIGHTS_FILE).is_file()
+    pickles = [directory / name for name in PICKLE_FILES if (directory / name).is_file()]
+    if pickles and not has_safetensors:
+        return {name: memory_tensor(name, tensor) for name, tensor in _unpickle(pickles[0]).items()}
+    return open_directory(directory)
+
+
+def _unpickle(file: Path) -> Mapping[str, torch.Tensor]:
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} holds more than tensors, and code in it would be run, so it is not loaded; save the state dict of "
+            "the drafter with safetensors"
+        ) from error
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from error
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(name, str)
+        and isinstance(x, torch.Tensor)
+        and (x.layout, x.device.type) == (torch.strided, "cpu")
+        and x.dtype in SAFETENSORS_CODES
+        for name, x in tensors.items()
+    ):
+        raise CheckpointError(f"{file} is no flat state dict of tensors by name")
+    return tensors

@@ -1,0 +1,289 @@
+"""Models with every feature, and engines with every kind of drafts: what tests/matrix crosses.
+
+A feature that is added to `FEATURES`, or an engine to `ENGINES`, is tested with all the others, on all caches.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from random import Random
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from helpers.adapters import adapted, saved
+from helpers.context_drafter import checked_windows, context_drafter
+from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
+from helpers.models import tiny_drafter, tiny_model, uneven_batch
+from helpers.recurrent import generated_alone, recurrent_model
+from helpers.scheduling import KINDS, alone, make_sequence, seeing_sequence
+from helpers.seeing_models import UNEVEN, prompts_with_images, tiny_seeing_model
+from helpers.targets import CHUNKED
+from helpers.vocabularies import renumbered
+from redrafter import DraftTarget, Engine, ReDrafter
+from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.drafting.prompt_lookup import PromptLookupProposer
+from redrafter.drafting.proposer import PlainProposer
+from redrafter.engine.options import EngineOptions
+from redrafter.engine.tuning import Tuning
+from redrafter.scheduler.sequence import TokenSequence
+from redrafter.target.target import Target
+
+NEW = 24
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+SAMPLED = {"max_new_tokens": NEW, "do_sample": True, "seed": 3, "eos_token_id": None}
+ADAPTERS: dict[str, dict] = {"one": {}, "two": {"seed": 2, "target_modules": ["o_proj", "down_proj"]}}
+ROWS = ("one", None, "two", "one")  # adapters of a batch's rows
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A model, and what its prompts have.
+
+    Attributes:
+        model: Makes the model.
+        options: Fields of its engines' options.
+        dtype: Dtype of its weights.
+        images: Whether its prompts have images.
+        adapters: Whether rows have adapters.
+        greedy: What a batch must write greedily: what `model.generate` writes of all rows together, of each alone, or,
+            where numbers are others on purpose, only what it writes without drafts.
+        caches: Caches that a batch can be on; "own" is that of an engine which makes its paged cache by itself.
+        shares_prefixes: Whether prompts that begin alike share blocks.
+    """
+
+    model: Callable[[], PreTrainedModel]
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    images: bool = False
+    adapters: bool = False
+    greedy: str = "together"
+    caches: Sequence[str] = ("dense", "paged")
+    shares_prefixes: bool = True
+
+
+LIMITS = {"kv_cache_free_gpu_memory_fraction": 0.01, "max_seq_len": 96}
+FEATURES: dict[str, Feature] = {
+    "text": Feature(lambda: tiny_model("llama")),
+    "window": Feature(lambda: tiny_model("gemma3_text")),
+    "chunks": Feature(lambda: tiny_model("llama4_text", **CHUNKED)),
+    "soft caps": Feature(lambda: tiny_model("gemma2")),
+    "sinks": Feature(lambda: tiny_model("gpt_oss")),
+    "latent keys": Feature(lambda: tiny_model("deepseek_v3")),
+    "learned positions": Feature(lambda: tiny_model("gpt2")),
+    "convolutions": Feature(lambda: recurrent_model("lfm2"), greedy="alone", shares_prefixes=False),
+    "states": Feature(lambda: recurrent_model("mamba2"), greedy="alone", shares_prefixes=False),
+    "images": Feature(lambda: tiny_seeing_model("qwen2_5_vl"), images=True),
+    "adapters": Feature(lambda: tiny_model("llama"), adapters=True),
+    "images and adapters": Feature(lambda: tiny_seeing_model("qwen2_5_vl"), images=True, adapters=True),
+    "fp8": Feature(
+        lambda: tiny_model("llama"), {"kv_cache_dtype": "fp8", **LIMITS}, torch.float64, greedy="plain", caches=("own",)
+    ),
+    "fp8 images": Feature(
+        lambda: tiny_seeing_model("qwen2_5_vl"),
+        {"kv_cache_dtype": "fp8", **LIMITS},
+        torch.float64,
+        images=True,
+        greedy="plain",
+        caches=("own",),
+    ),
+    "invariant": Feature(
+        lambda: tiny_model("qwen3"),
+        {"batch_invariant": True, **LIMITS},
+        torch.bfloat16,
+        greedy="plain",
+        caches=("own",),
+    ),
+}
+
+
+def sized(model: PreTrainedModel) -> dict[str, int]:
+    config = model.config.get_text_config()
+    return {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
+
+
+def recurrent(model: PreTrainedModel, options: EngineOptions, shape: TreeShape, drafter: Any = None) -> ReDrafter:
+    drafter = drafter or tiny_drafter(**sized(model))
+    return ReDrafter(Target(model), drafter.to(model.dtype), shape, options=options)
+
+
+def draft_target(model: PreTrainedModel, options: EngineOptions, **shape: Any) -> DraftTarget:
+    """Make an engine whose drafts are often right: the model drafts for itself, and for images a tiny Llama."""
+    recurs = model.config.model_type in ("lfm2", "mamba2")
+    other = recurrent_model(model.config.model_type) if recurs else tiny_model("llama")
+    return DraftTarget(Target(model), Target(other.to(model.dtype)), **{"draft_len": 3, **shape}, options=options)
+
+
+def other_vocabulary(model: PreTrainedModel, options: EngineOptions) -> DraftTarget:
+    draft_model, vocabulary = renumbered(tiny_model("llama", max_position_embeddings=384), 0.67)
+    target, draft = Target(model), Target(draft_model.to(model.dtype))
+    return DraftTarget(target, draft, draft_len=3, vocabulary=vocabulary, options=options)
+
+
+def sharing(model: PreTrainedModel, options: EngineOptions, drafter: Any = None) -> ReDrafter:
+    """Make an engine whose rows share the nodes of a step."""
+    drafter = (drafter or tiny_drafter(**sized(model))).to(model.dtype)
+    tuning = Tuning({1: TreeShape(4, 4, 17, 16)}, "", "", "", "")
+    return ReDrafter(Target(model), drafter, tuning=tuning, options=options)
+
+
+def head(model: PreTrainedModel) -> Any:
+    return random_head(**EAGLE_FORMS["published"], **sized(model))
+
+
+ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
+    "undrafted": lambda model, options: Engine(Target(model), PlainProposer(), options),
+    "prompt lookup": lambda model, options: Engine(Target(model), PromptLookupProposer(2, 4), options),
+    "drafter": lambda model, options: recurrent(model, options, TreeShape(4, 4, 999)),
+    "drafter's chain": lambda model, options: recurrent(model, options, TreeShape(1, 4, 999)),
+    "context": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), context_drafter(**sized(model))),
+    "shared nodes": sharing,
+    "EAGLE": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), head(model)),
+    "EAGLE's chain": lambda model, options: recurrent(model, options, TreeShape(1, 4, 999), head(model)),
+    "EAGLE's shared nodes": lambda model, options: sharing(model, options, head(model)),
+    "draft model": draft_target,
+    "draft model's tree": lambda model, options: draft_target(model, options, num_beams=3, node_budget=6),
+    "other vocabulary": other_vocabulary,
+}
+WATCHED: dict[str, Callable[[], AbstractContextManager]] = {
+    "context": checked_windows,
+    "EAGLE": checked_drafts,
+    "EAGLE's chain": checked_drafts,
+}
+
+
+@dataclass(eq=False)
+class Pair:
+    """A feature and an engine, and what these must write.
+
+    Attributes:
+        feature: The feature.
+        name: The name of the engine.
+        engine: The engine.
+        with_adapters: The model by None, and PEFT's models by the names of adapters.
+    """
+
+    feature: Feature
+    name: str
+    engine: Engine
+    with_adapters: dict[str | None, PreTrainedModel]
+
+    def watched(self) -> AbstractContextManager:
+        """Return a context in which what a drafter reads is compared with what the whole text gives."""
+        return WATCHED.get(self.name, nullcontext)() if self.feature is FEATURES["text"] else nullcontext()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.engine.model
+
+    def batch(self) -> dict[str, Any]:
+        """Return arguments of `generate` for four prompts of unequal length."""
+        if self.feature.images:
+            return prompts_with_images(self.model, UNEVEN)
+        ids, mask = uneven_batch()
+        return {"input_ids": ids, "attention_mask": mask}
+
+    @cached_property
+    def greedy_texts(self) -> Tensor | None:
+        """Return what transformers writes of the batch, with PEFT's model of each row's adapter."""
+        batch = self.batch()
+        if self.feature.greedy == "plain":
+            return None
+        if self.feature.greedy == "alone":
+            return generated_alone(self.model, batch["input_ids"], batch["attention_mask"], NEW)
+        texts = {name: model.generate(**batch, **GREEDY) for name, model in self.with_adapters.items()}
+        return torch.stack([texts[name][row] for row, name in enumerate(self.names)])
+
+    @property
+    def names(self) -> Sequence[str | None]:
+        """The adapters of the batch's rows."""
+        return ROWS if self.feature.adapters else (None,) * len(ROWS)
+
+    @property
+    def rows(self) -> dict[str, Any]:
+        """Arguments of `generate` that name the rows' adapters."""
+        return {"adapter": list(ROWS)} if self.feature.adapters else {}
+
+    def sequences(self) -> list[TokenSequence]:
+        """Return sequences of all kinds: some begin alike, some verify no drafts, some have adapters or images."""
+        made, kinds = Random(4), list(KINDS.values())
+        beginnings = [[made.randrange(3, 90) for _ in range(40)] for _ in range(5)]
+        sequences, texts = [], 0
+        for number in range(14 if self.feature.images else 10):
+            params = replace(kinds[number % len(kinds)], seed=number, speculate=number % 3 > 0)
+            if self.feature.images and number % 2:
+                layout = (UNEVEN[0], UNEVEN[2], UNEVEN[3])[number // 2 % 3]
+                sequences.append(seeing_sequence(self.engine, layout, number, params, count=50))
+            else:
+                prompt = beginnings[texts % 5] + [made.randrange(3, 90) for _ in range(made.randrange(1, 6))]
+                sequences.append(make_sequence(prompt[20 * (texts % 5 == 1) :], made.randrange(12, 50), params))
+                texts += 1
+            name = ROWS[number % len(ROWS)] if self.feature.adapters else None
+            if name is not None:
+                sequences[-1].adapter = self.engine.target.adapters.hold(name)
+        return sequences
+
+    @cached_property
+    def written_alone(self) -> list[list[int]]:
+        """Return what `generate` writes of each sequence alone, without drafts."""
+        sequences = self.sequences()
+        texts = [alone(self.engine, sequence) for sequence in sequences]
+        for sequence in sequences:
+            if sequence.adapter is not None:
+                self.engine.target.adapters.release(sequence.adapter)
+        return texts
+
+
+@cache
+def pair(feature: str, engine: str) -> Pair:
+    """Return the pair of a feature and an engine; the same one for all tests."""
+    made = FEATURES[feature]
+    model = made.model().to(made.dtype)
+    model.generation_config.eos_token_id = None
+    found = ENGINES[engine](model, EngineOptions(**made.options))
+    with_adapters: dict[str | None, PreTrainedModel] = {None: model}
+    if made.adapters:
+        folder = Path(mkdtemp())
+        for name, changes in ADAPTERS.items():
+            if made.images:
+                layers = (
+                    r".*language_model.*\.(q_proj|v_proj|down_proj)" if name == "one" else r".*language_model.*o_proj"
+                )
+                with_adapters[name] = adapted(model=made.model(), seed=len(name), target_modules=layers)
+                with_adapters[name].save_pretrained(folder / name)
+            else:
+                with_adapters[name], _ = saved(folder / name, **changes)
+            found.load_adapter(name, folder / name)
+    return Pair(made, engine, found, with_adapters)
+
+
+# Pairs that meet in a way of their own: how a prompt is read, or a state rolled back, depends on both.
+OWN_WAYS = {("images", name) for name in ("context", "EAGLE", "draft model", "other vocabulary", "prompt lookup")}
+OWN_WAYS |= {(feature, "draft model's tree") for feature in ("convolutions", "states", "fp8", "invariant")}
+OWN_WAYS |= {("images", "drafter's chain")}
+# Those where either is the first of its kind.
+SIMPLE = {("text", engine) for engine in ENGINES} | {(feature, "drafter") for feature in FEATURES}
+# And what layers attend to, with all that drafts.
+LAYERS = [name for name, feature in FEATURES.items() if not (feature.images or feature.adapters or feature.options)]
+PAIRS = sorted(SIMPLE | OWN_WAYS | {(feature, engine) for feature in LAYERS for engine in ENGINES})
+
+
+# What is known to be wrong: rows that share nodes on the dense cache lose recurrent states.
+WRONG = {
+    (feature, engine, "dense")
+    for feature in ("convolutions", "states")
+    for engine in ("shared nodes", "EAGLE's shared nodes")
+}
+
+
+def case(*names: str, fast: bool) -> Any:
+    """Return a parameter of these names, slow unless it is fast."""
+    marks = [] if fast else [pytest.mark.slow]
+    wrong = [pytest.mark.xfail(strict=True)] if names in WRONG else []
+    return pytest.param(*names, id="-".join(names), marks=marks + wrong)

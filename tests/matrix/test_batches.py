@@ -1,0 +1,29 @@
+"""A batch of every feature, drafted for in every way and on every cache, is what plain decoding writes."""
+
+import pytest
+import torch
+
+from helpers.features import FEATURES, GREEDY, PAIRS, SAMPLED, SIMPLE, case, pair
+from helpers.models import paged
+
+CASES = [case(*of, cache, fast=of in SIMPLE) for of in PAIRS for cache in FEATURES[of[0]].caches]
+
+
+@pytest.mark.parametrize(("feature", "engine", "cache"), CASES)
+def test_a_batch_is_what_plain_decoding_writes(feature, engine, cache):
+    made = pair(feature, engine)
+    made.engine.drop_graphs()
+    cached = paged(made.engine) if cache == "paged" else made.engine
+    batch = made.batch()
+    with made.watched():
+        greedy, sampled = (cached.generate(**batch, **made.rows, **draws) for draws in (GREEDY, SAMPLED))
+    for found, draws in ((greedy, GREEDY), (sampled, SAMPLED)):
+        assert torch.equal(found, cached.generate(**batch, **made.rows, **draws, speculate=False))
+    if made.greedy_texts is not None:
+        assert torch.equal(greedy, made.greedy_texts)
+    if not made.feature.images:
+        ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+        for row, name in enumerate(made.names):
+            draws = SAMPLED | {"seed": SAMPLED["seed"] + row}
+            alone = cached.generate(ids[row][mask[row]][None], adapter=name, **draws)[0]
+            assert torch.equal(alone[mask[row].sum() :], sampled[row, ids.shape[1] :])

@@ -1,0 +1,52 @@
+"""Sequences of every feature, drafted for in every way, write side by side what each writes alone.
+
+They come one by one, some begin alike, some verify no drafts; blocks are many or few, on the device or on the host.
+"""
+
+import pytest
+
+from helpers.features import FEATURES, OWN_WAYS, SIMPLE, case, pair
+from helpers.scheduling import dense_scheduler, launch_ahead, nothing_is_held, run, scheduler
+
+MEMORIES: dict[str, dict] = {
+    "ample": {"max_batch_size": 5},
+    "one row": {"max_batch_size": 1},
+    "chunks": {"max_num_tokens": 40},
+    "whole prompts": {"chunked": False},
+    "no reuse": {"reuse": False, "max_batch_size": 3},
+    "few blocks": {"blocks": 16},
+    "host": {"blocks": 16, "host_blocks": 60, "max_num_tokens": 60, "max_batch_size": 2},
+    "dense": {},
+}
+SCHEDULES = [(memory, order) for memory in MEMORIES for order in ("in turn", "ahead")]
+SCHEDULES.remove(("dense", "ahead"))
+PREEMPTING = ("few blocks", "ahead")
+FEW = [PREEMPTING, ("dense", "in turn"), ("chunks", "in turn"), ("host", "in turn")]
+CASES = [
+    case(*of, *schedule, fast=of in SIMPLE and schedule in (FEW[:2] if of[0] == "text" else FEW[:1]))
+    for of in sorted(SIMPLE | OWN_WAYS)
+    for schedule in (SCHEDULES if of[0] in ("text", "adapters") else FEW)
+    if schedule[0] != "host" or FEATURES[of[0]].shares_prefixes
+]
+
+
+@pytest.mark.parametrize(("feature", "engine", "memory", "order"), CASES)
+def test_sequences_side_by_side_write_what_each_writes_alone(feature, engine, memory, order, monkeypatch):
+    made, dense = pair(feature, engine), memory == "dense"
+    made.engine.drop_graphs()
+    expected, sequences = made.written_alone, made.sequences()
+    if order == "ahead":
+        launch_ahead(monkeypatch)
+    served = dense_scheduler(made.engine, 3) if dense else scheduler(made.engine, **MEMORIES[memory])
+    with made.watched():
+        run(served, sequences, apart=1)
+    assert [sequence.sink.tokens for sequence in sequences] == expected
+    if dense:
+        return
+    nothing_is_held(served)
+    if made.feature.shares_prefixes and memory != "no reuse":
+        assert any(sequence.reused for sequence in sequences) or made.feature.images or made.feature.adapters
+    else:
+        assert not any(sequence.reused for sequence in sequences)
+    assert served.preempted or memory != "few blocks"
+    assert served.graphs.blocks.onboarded or memory != "host" or made.feature.images
