@@ -32,7 +32,6 @@ TRITON = find_spec("triton") is not None
 
 if TRITON:
     from redrafter.kernels.attention import tree_attention
-    from redrafter.kernels.beam import top_continuations
     from redrafter.kernels.commit import commit
     from redrafter.kernels.float8_rounding import MAX_ROUNDED_WIDTH, round_to_float8, round_values
     from redrafter.kernels.linear import (
@@ -46,4 +45,4 @@ if TRITON:
     from redrafter.kernels.ordered_attention import ordered_attention
     from redrafter.kernels.ordered_linear import ordered_expert_linear, ordered_linear
     from redrafter.kernels.sample import gumbel, sample_tokens
-    from redrafter.kernels.tree import find_ancestors
+    from redrafter.kernels.tree import find_ancestors, top_continuations

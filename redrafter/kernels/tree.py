@@ -1,9 +1,105 @@
-"""The ancestors of every node of a tree, found by walking up from each node."""
+"""The search of a token tree: the best continuations of all beams, and the ancestors of every node.
+
+Continuations are found by a pass over the scores by chunks, then one over the best of each chunk; ancestors by walking
+up from each node.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+CHUNK = 1024  # token ids per program of the first pass
+
+
+@triton.jit
+def _top_of_chunk_kernel(SCORES, VALUES, IDS, TOPS, vocab, chunks, WIDE: tl.constexpr, CHUNK: tl.constexpr):
+    """Find the largest scores of one chunk of one beam, best first, with their ids, and its part of the log-sum-exp."""
+    beam, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(SCORES + beam * vocab + at, at < vocab, float("-inf")).to(tl.float32)
+    x = tl.where(x < float("inf"), x, -3e38)  # a NaN keeps its own id, so no id is chosen twice
+    top = tl.max(x, 0)
+    anchor = tl.where(top == float("-inf"), 0.0, top)
+    index = beam * chunks + chunk
+    tl.store(TOPS + index * 2, anchor)
+    tl.store(TOPS + index * 2 + 1, tl.sum(tl.exp(x - anchor), 0))
+    for rank in range(WIDE):
+        best, where = tl.max(x, 0, return_indices=True)
+        tl.store(VALUES + index * WIDE + rank, best)
+        tl.store(IDS + index * WIDE + rank, chunk * CHUNK + where)
+        x = tl.where(tl.arange(0, CHUNK) == where, float("-inf"), x)
+
+
+@triton.jit
+def _top_of_row_kernel(
+    VALUES, IDS, TOPS, TOTAL, NAMES, SCORE, SOURCE, TOKEN, beams, chunks,
+    WIDE: tl.constexpr, BLOCK_BEAMS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_WIDE: tl.constexpr,
+    NAMED: tl.constexpr,
+):  # fmt: skip
+    """Find the best pairs of source beam and token of one row, by cumulative log-probability.
+
+    The chunks' lists are merged: each turn takes the best of their first entries and moves that list on by one. So a
+    program holds one number of each list, however many the lists have.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    beam, chunk, heads = tl.arange(0, BLOCK_BEAMS), tl.arange(0, BLOCK_CHUNKS), tl.arange(0, BLOCK_BEAMS * BLOCK_CHUNKS)
+    live = beam < beams
+    index = (row * beams + beam)[:, None] * chunks + chunk
+    in_chunks = live[:, None] & (chunk < chunks)
+    tops = tl.load(TOPS + index * 2, in_chunks, float("-inf"))
+    sums = tl.load(TOPS + index * 2 + 1, in_chunks, 0.0)
+    top = tl.max(tops, 1)
+    anchor = tl.where(top == float("-inf"), 0.0, top)
+    whole = anchor + tl.log(tl.sum(sums * tl.exp(tops - anchor[:, None]), 1))
+    total = tl.load(TOTAL + row * beams + beam, live, 0.0)
+    # In this order no rounding makes a continuation likelier than its beam, which a tree that is cut relies on.
+    x = total[:, None] + (tl.load(VALUES + index * WIDE, in_chunks, float("-inf")) - whole[:, None])
+    x = tl.reshape(tl.where(in_chunks, x, float("-inf")), [BLOCK_BEAMS * BLOCK_CHUNKS])
+    turns = tl.arange(0, BLOCK_WIDE)
+    score, entry = tl.zeros([BLOCK_WIDE], tl.float32), tl.zeros([BLOCK_WIDE], tl.int64)
+    chosen = tl.full([BLOCK_WIDE], -1, tl.int32)
+    for turn in range(WIDE):
+        best, where = tl.max(x, 0, return_indices=True)
+        taken = tl.sum((chosen == where).to(tl.int32), 0)  # entries of this list before
+        source = where // BLOCK_CHUNKS
+        at = ((row * beams + source) * chunks + where % BLOCK_CHUNKS) * WIDE + taken
+        value = tl.load(VALUES + at + 1, taken + 1 < WIDE, float("-inf"))
+        of_source = beam == source
+        value -= tl.sum(tl.where(of_source, whole, 0.0), 0)
+        x = tl.where(heads == where, tl.sum(tl.where(of_source, total, 0.0), 0) + value, x)
+        score, entry = tl.where(turns == turn, best, score), tl.where(turns == turn, at, entry)
+        chosen = tl.where(turns == turn, where, chosen)
+    out, selected = row * WIDE + turns, turns < WIDE
+    token = tl.load(IDS + entry, selected, 0).to(tl.int64)
+    if NAMED:
+        token = tl.load(NAMES + token, selected, 0)
+    tl.store(SCORE + out, score, selected)
+    tl.store(SOURCE + out, (chosen // BLOCK_CHUNKS).to(tl.int64), selected)
+    tl.store(TOKEN + out, token, selected)
+
+
+def top_continuations(scores: Tensor, total: Tensor, width: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Select the best pairs as `redrafter.tree.beam_search.top_continuations` does; the same arguments."""
+    rows, beams, vocab = scores.shape
+    scores = scores.contiguous()
+    chunks = triton.cdiv(vocab, CHUNK)
+    values = scores.new_empty(rows, beams, chunks, width, dtype=torch.float32)
+    found_ids = torch.empty_like(values, dtype=torch.int32)
+    tops = scores.new_empty(rows, beams, chunks, 2, dtype=torch.float32)
+    _top_of_chunk_kernel[(rows * beams, chunks)](
+        scores, values, found_ids, tops, vocab, chunks, WIDE=width, CHUNK=CHUNK, num_warps=4
+    )
+    score = scores.new_empty(rows, width, dtype=torch.float32)
+    source = torch.empty_like(score, dtype=torch.long)
+    token = torch.empty_like(source)
+    block_beams, block_chunks = triton.next_power_of_2(beams), triton.next_power_of_2(chunks)
+    _top_of_row_kernel[(rows,)](
+        values, found_ids, tops, total.contiguous(), ids, score, source, token, beams, chunks,
+        WIDE=width, BLOCK_BEAMS=block_beams, BLOCK_CHUNKS=block_chunks, BLOCK_WIDE=triton.next_power_of_2(width),
+        NAMED=ids is not None, num_warps=min(max(block_beams * block_chunks // 512, 4), 32),
+    )  # fmt: skip
+    return score, source, token
 
 
 @triton.jit(do_not_specialize=["nodes", "levels"])

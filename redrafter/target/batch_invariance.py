@@ -81,9 +81,7 @@ def check_products(target: "Target") -> None:
 def check_rows(target: "Target", pool: KVCachePool | None = None) -> None:
     """Raise `UnsupportedError` if a text's logits depend on how many of its tokens share a forward.
 
-    Args:
-        target: The target, which computes row by row.
-        pool: Where keys and values go, in blocks that hold nothing; None for memory of their own.
+    Keys and values go into blocks of the pool that hold nothing; None for memory of their own.
     """
     pool = _small_pool(target) if pool is None else pool
     with torch.inference_mode():
@@ -175,19 +173,10 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def experts_row_by_row(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Compute the experts of each token as an experts function of transformers.
+    """Compute the experts `[T, K]` of each token, `[T, D]`, as an experts function of transformers.
 
     Each product of a token and an expert is one of that row alone, and the results of a token's experts are added in
     float32, in the order of its choice.
-
-    Args:
-        module: The module of all experts, with their weights.
-        hidden: Hidden states, `[T, D]`.
-        experts: The experts of each token, `[T, K]` int64.
-        weights: Their weights, `[T, K]`.
-
-    Returns:
-        `[T, D]`.
     """
     tokens, chosen = experts.shape
     expert = experts.reshape(-1)
@@ -239,9 +228,6 @@ def _record_products(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
 
     Products over one number are left out: such a sum has no order. So is what runs outside of the model, as a drafter's
     layer does, which changes no text.
-
-    Args:
-        model: The model whose modules are named.
     """
     calls: list[str] = []
     found: list[tuple[str, str]] = []

@@ -150,15 +150,7 @@ class LoraStacks:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype, slots: int, rank: int):
-        """Make stacks without layers.
-
-        Args:
-            model: The model.
-            device: Where forwards say which adapter each token has.
-            dtype: Dtype of the model's hidden states.
-            slots: S.
-            rank: R.
-        """
+        """Make stacks without layers; the device is where forwards say which adapter each token has."""
         self._model, self._dtype = model, dtype
         self.slots, self.rank, self.version = slots, rank, 0
         self._weights: dict[str, tuple[Tensor, Tensor]] = {}  # by layer: A `[S * R, in]` and B `[out, S * R]`
@@ -193,11 +185,7 @@ class LoraStacks:
             return torch.zeros(width, inputs, dtype=self._dtype), torch.zeros(outputs, width, dtype=self._dtype)
 
     def keep(self, adapters: Tensor) -> Tensor:
-        """Return which columns each token keeps, `[..., S * R]` bool.
-
-        Args:
-            adapters: Slot of each token, 0 for none, `[...]` int64.
-        """
+        """Return which columns each token keeps, `[..., S * R]` bool, by its slot, 0 for none, `[...]` int64."""
         return adapters[..., None] == self._columns
 
     def set_keep(self, keep: Tensor) -> None:
@@ -205,12 +193,7 @@ class LoraStacks:
         self._running.value = keep
 
     def apply(self, patch: ModelPatch, keep: Tensor) -> None:
-        """Have stand-ins in the places of the layers, which apply the adapters.
-
-        Args:
-            patch: The patch of the forward; stand-ins for fused layers are there already.
-            keep: What each token keeps, as `keep` returns it.
-        """
+        """Have stand-ins in the places of the layers, or of fused ones, which apply what `keep` returned."""
         patch.tell(self._running, keep)
         for name in self._weights:
             parent_name, _, attribute = name.rpartition(".")
@@ -232,13 +215,9 @@ class AdapterSlots:
     """
 
     def __init__(self, model: Any, device: torch.device, dtype: torch.dtype, try_tokens: Callable[[Tensor], object]):
-        """Begin without adapters.
+        """Begin without adapters; device and dtype are those of the model's hidden states.
 
-        Args:
-            model: The causal LM.
-            device: Device of its embedding.
-            dtype: Dtype of its hidden states.
-            try_tokens: Runs tokens `[B, M]` int64 through the model.
+        `try_tokens` runs tokens `[B, M]` int64 through the model.
         """
         self._model, self._device, self._dtype, self._try_tokens = model, device, dtype, try_tokens
         self.stacks: LoraStacks | None = None
@@ -313,11 +292,9 @@ class AdapterSlots:
         return adapter
 
     def hold(self, name: str, count: int = 1) -> Adapter:
-        """Return the adapter of a name, whose slot is kept until `release` has taken back as many holds.
+        """Return the adapter of a name, whose slot is kept until `release` has taken back `count` holds, one a text.
 
-        Args:
-            name: The adapter's name.
-            count: Number of holds, one a text: all have the same adapter, whoever loads and unloads meanwhile.
+        All of these have the same adapter, whoever loads and unloads meanwhile.
 
         Raises:
             ArgumentError: There is no such adapter.
