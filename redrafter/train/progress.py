@@ -1,10 +1,11 @@
 """Progress of a training: steps, time, loss and accuracy, measured without a wait for the device at every step."""
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -48,16 +49,19 @@ class TrainingState:
         accuracy: Entry k is the accuracy of draft step k + 1 among rollouts whose earlier steps were all right, over
             the last interval.
         tokens_per_step: Result of each validation, by optimizer step.
-        best_step: Optimizer step of the best validation.
+        best_step: Optimizer step of the best validation; None without validations.
+        seconds_by_activity: Seconds spent validating and saving, which `seconds` leaves out, and waiting for batches,
+            which it includes. They are not saved.
     """
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    loss: float | None = None
+    loss: float = math.nan
     accuracy: list[float] = field(default_factory=list)
     tokens_per_step: dict[int, float] = field(default_factory=dict)
     best_step: int | None = None
+    seconds_by_activity: dict[str, float] = field(default_factory=dict)
 
     def add_validation(self, tokens_per_step: float) -> bool:
         """Record the result of a validation at this step. Returns whether it is the best so far."""
@@ -68,18 +72,21 @@ class TrainingState:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as trainer.json holds it."""
-        document = asdict(self)
-        return {_JSON_KEYS.get(name, name): value for name, value in document.items()}
+        document = asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
+        return {key: document[name] for name, key in _JSON_KEYS.items()}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> "TrainingState":
         """Read what `to_json` returned. Raises `KeyError`, `TypeError`, `ValueError` or `AttributeError` for others."""
-        state = cls(**{item.name: document[_JSON_KEYS.get(item.name, item.name)] for item in fields(cls)})
+        state = cls(**{name: document[key] for name, key in _JSON_KEYS.items()})
+        state.loss = math.nan if state.loss is None else state.loss
         state.tokens_per_step = {int(step): value for step, value in state.tokens_per_step.items()}
         return state
 
 
-_JSON_KEYS = {"tokens_per_step": "walked"}  # names in trainer.json that differ from the attributes'
+# The attributes that trainer.json holds, and their keys there.
+_JSON_KEYS = {name: name for name in ("step", "tokens", "seconds", "loss", "accuracy", "best_step")}
+_JSON_KEYS["tokens_per_step"] = "walked"
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,7 @@ class Progress:
 
     def for_trackers(self) -> dict[str, float]:
         """Return the numbers by the names under which trackers show them."""
-        depths = {f"right at step {depth}": share for depth, share in enumerate(self.accuracy, start=1)}
+        depths = {f"accuracy/draft_{depth}": share for depth, share in enumerate(self.accuracy, start=1)}
         return {"loss": self.loss, "lr": self.learning_rate, "tokens/s": self.speed} | depths
 
 
@@ -143,13 +150,11 @@ class Clock:
 
     Attributes:
         state: State of the training.
-        seconds_by_activity: Seconds spent on what is beside the training, by its name.
     """
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, state: TrainingState | None = None):
         self.steps, self.minutes, self.accelerator = config.steps, config.minutes, accelerator
         self.state = state or TrainingState()
-        self.seconds_by_activity: dict[str, float] = {}
         self._seconds_before = self.state.seconds
         self.start()
 
@@ -169,12 +174,13 @@ class Clock:
 
     @contextlib.contextmanager
     def timed(self, activity: str, *, paused: bool = False) -> Iterator[None]:
-        """Add the time that the block takes to `seconds_by_activity`, and leave it out of `seconds` if `paused`."""
+        """Add the time that the block takes to the state's `seconds_by_activity`, and not to `seconds` if `paused`."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
         self._started += seconds if paused else 0
-        self.seconds_by_activity[activity] = self.seconds_by_activity.get(activity, 0.0) + seconds
+        activities = self.state.seconds_by_activity
+        activities[activity] = activities.get(activity, 0.0) + seconds
 
     @property
     def fraction_done(self) -> float:

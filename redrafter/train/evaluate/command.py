@@ -33,7 +33,6 @@ from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.measure.report import check_picture
 from redrafter.train.evaluate.explain import OtherTexts, explain
 from redrafter.train.evaluate.options import EvaluateOptions, Search
-from redrafter.train.evaluate.prompts import PromptChoice, prompts_by_category, prompts_of_lengths
 from redrafter.train.evaluate.replay import replay
 from redrafter.train.evaluate.report import (
     TextsResult,
@@ -43,7 +42,7 @@ from redrafter.train.evaluate.report import (
     make_report,
     plot,
 )
-from redrafter.train.evaluate.texts import write_texts
+from redrafter.train.evaluate.texts import PromptChoice, prompts_by_category, prompts_of_lengths, write_texts
 
 __all__ = ["evaluate", "main"]
 

@@ -24,10 +24,8 @@ from redrafter.train.evaluate.misses import (
     tried_drafts,
 )
 from redrafter.train.evaluate.options import EvaluateOptions
-from redrafter.train.evaluate.prompts import prompts_in_both_forms, read_training_texts
-from redrafter.train.evaluate.replay import ReplayStats, replay
-from redrafter.train.evaluate.shapes import Shape
-from redrafter.train.evaluate.texts import Texts, write_texts
+from redrafter.train.evaluate.replay import ReplayStats, Shape, replay
+from redrafter.train.evaluate.texts import Texts, prompts_in_both_forms, read_training_texts, write_texts
 
 __all__ = [
     "Bucket",

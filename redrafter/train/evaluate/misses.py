@@ -11,8 +11,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.target.target import Target
-from redrafter.train.evaluate.replay import Positions, group_texts, pending_positions, read_positions, steps_taken
-from redrafter.train.evaluate.shapes import Shape, count_accepted
+from redrafter.train.evaluate.replay import (
+    Positions,
+    Shape,
+    count_accepted,
+    group_texts,
+    pending_positions,
+    read_positions,
+    steps_taken,
+)
 from redrafter.train.evaluate.texts import Texts
 from redrafter.train.teacher import Teacher
 

@@ -11,7 +11,7 @@ from redrafter.app.flags import flag, floats, format_value, integers
 from redrafter.app.options import PROMPTS_HELP, PromptOptions
 from redrafter.errors import ArgumentError
 from redrafter.options import option
-from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.evaluate.replay import Shape
 from redrafter.tree.beam_search import node_count
 
 __all__ = ["EvaluateOptions", "Search"]

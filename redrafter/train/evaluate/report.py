@@ -10,10 +10,8 @@ from redrafter.app.loading import Pair
 from redrafter.measure.report import conditions, describe_pair, drawing, format_table
 from redrafter.train.evaluate.explain import Bucket, Explanation, StepCounts, TemperatureExplanation
 from redrafter.train.evaluate.options import EvaluateOptions
-from redrafter.train.evaluate.prompts import PromptChoice
-from redrafter.train.evaluate.replay import ReplayStats
-from redrafter.train.evaluate.shapes import Shape
-from redrafter.train.evaluate.texts import Texts, repeated_share
+from redrafter.train.evaluate.replay import ReplayStats, Shape
+from redrafter.train.evaluate.texts import PromptChoice, Texts, repeated_share
 
 NAMED_SHARE = 0.1  # of all misses; a class with less is not worth a line
 DEEPER_SHARE = 0.25  # of all steps, which accepted all drafts: deeper drafts would pay

@@ -31,10 +31,9 @@ from redrafter.files.atomic_file import check_writable
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.report import versions
 from redrafter.target.target import Target
-from redrafter.train.regenerate import merge
 from redrafter.train.regenerate.answer_writer import AnswerWriter, select_rows
 from redrafter.train.regenerate.config import RegenerateConfig, parse
-from redrafter.train.regenerate.journal import Journal
+from redrafter.train.regenerate.journal import Journal, merge_command
 
 __all__ = ["RegenerateConfig", "main", "parse", "regenerate"]
 
@@ -163,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> int:
         words = list(sys.argv[1:] if argv is None else argv)
         if words[:1] == ["merge"]:
-            return merge.main(words[1:])
+            return merge_command(words[1:])
         config = parse(words)
         summary = run(config, log=lambda line: print(line, file=sys.stderr, flush=True))
         print(
