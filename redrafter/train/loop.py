@@ -109,9 +109,8 @@ def _groups(batches: Iterable[tuple[Tensor, ...]], size: int) -> Iterator[list[t
 def learning_rate_factor(fraction_done: float, warmup: float) -> float:
     """Return the learning rate as a share of its peak: linear up, times a cosine down to 0.
 
-    Args:
-        fraction_done: Share of the training that is done, from 0 to 1.
-        warmup: Share of the training in which the rate rises from 0.
+    `fraction_done` is the share of the training that is done, from 0 to 1, and `warmup` the share in which the rate
+    rises.
     """
     rise = fraction_done / warmup if fraction_done < warmup else 1.0
     return rise * (1 + math.cos(math.pi * fraction_done)) / 2

@@ -185,16 +185,7 @@ def make_provenance(
     windows: Windows,
     accelerator: Accelerator,
 ) -> dict[str, Any]:
-    """Make the content of training.json.
-
-    Args:
-        model: The base.
-        base: Name of the base.
-        config: Options of the training.
-        result: What the training did.
-        windows: Windows that were trained on.
-        accelerator: Processes that trained together.
-    """
+    """Make the content of training.json."""
     best = result.best_step
     return {
         "command": shown_command(config),

@@ -69,9 +69,7 @@ def stays_on_cpu(config: TrainConfig) -> bool:
 def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
     """Make an accelerator as `accelerate launch` configured it, with the mixed precision and the device of `config`.
 
-    Args:
-        config: Options of the training.
-        arguments: Further arguments of `Accelerator`.
+    `arguments` are further ones of `Accelerator`.
 
     Raises:
         UnsupportedError: accelerate is configured to spread the drafter in its own way.
@@ -141,9 +139,6 @@ def start_trackers(config: TrainConfig, accelerator: Accelerator) -> None:
 def watch_processes(accelerator: Accelerator) -> Iterator[None]:
     """End this process while the block runs if another one ends before its own block has. Collective.
 
-    Args:
-        accelerator: Processes that train together.
-
     Raises:
         ArgumentError: They cannot connect to the first one.
     """
@@ -175,10 +170,7 @@ def watch_processes(accelerator: Accelerator) -> Iterator[None]:
 class _Watch:
     """A thread that reads the connections of this process.
 
-    Args:
-        rank: Rank of this process.
-        count: Processes that train together.
-        connections: Connections by rank: of the first process those to all others, of others that to the first one.
+    `connections` are by rank: of the first process those to all others, of others that to the first one.
 
     Attributes:
         lost: Set once a process was lost.
@@ -215,9 +207,7 @@ class _Watch:
     def _end(self, lost_rank: int, word: bytes) -> None:
         """End this process because another one has ended.
 
-        Args:
-            lost_rank: Rank of the process.
-            word: The last thing that it said; nothing where it was killed.
+        `word` is the last thing that the process said; nothing where it was killed.
         """
         self.lost.set()
         says_so = self.rank == 0 or (self.rank == 1 and lost_rank == 0)

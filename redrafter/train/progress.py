@@ -18,16 +18,11 @@ from redrafter.errors import ArgumentError
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import BatchLoss
 
-__all__ = ["Clock", "Console", "LossMeter", "NotFiniteError", "Progress", "TrainingState"]
-
 
 class NotFiniteError(ArgumentError):
     """A loss or a gradient was infinite or not a number.
 
-    Args:
-        step: Optimizer step of the batch, from 0.
-        process: Process that read the batch.
-        rows: Description of the batch's rows, for the message.
+    `rows` describes the batch's rows, for the message.
     """
 
     def __init__(self, step: int, process: int, rows: str = ""):
@@ -39,28 +34,19 @@ class NotFiniteError(ArgumentError):
 
 @dataclass
 class TrainingState:
-    """How far a training run is.
+    """How far a training run is."""
 
-    Attributes:
-        step: Optimizer steps that were made.
-        tokens: Tokens that were read, padding included.
-        seconds: Time spent training, without validations, checkpoints and the first step.
-        loss: Mean loss over the last interval of progress.
-        accuracy: Entry k is the accuracy of draft step k + 1 among rollouts whose earlier steps were all right, over
-            the last interval.
-        tokens_per_step: Result of each validation, by optimizer step.
-        best_step: Optimizer step of the best validation; None without validations.
-        seconds_by_activity: Seconds spent validating and saving, which `seconds` leaves out, and waiting for batches,
-            which it includes. They are not saved.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    loss: float = math.nan
+    step: int = 0  # optimizer steps that were made
+    tokens: int = 0  # tokens that were read, padding included
+    seconds: float = 0.0  # time spent training, without validations, checkpoints and the first step
+    loss: float = math.nan  # mean loss over the last interval of progress
+    # Entry k is the accuracy of draft step k + 1 among rollouts whose earlier steps were all right, over the last
+    # interval.
     accuracy: list[float] = field(default_factory=list)
-    tokens_per_step: dict[int, float] = field(default_factory=dict)
-    best_step: int | None = None
+    tokens_per_step: dict[int, float] = field(default_factory=dict)  # result of each validation, by optimizer step
+    best_step: int | None = None  # optimizer step of the best validation; None without validations
+    # Seconds spent validating and saving, which `seconds` leaves out, and waiting for batches, which it includes. They
+    # are not saved.
     seconds_by_activity: dict[str, float] = field(default_factory=dict)
 
     def add_validation(self, tokens_per_step: float) -> bool:
@@ -91,27 +77,16 @@ _JSON_KEYS["tokens_per_step"] = "walked"
 
 @dataclass(frozen=True)
 class Progress:
-    """A line of progress.
+    """A line of progress."""
 
-    Attributes:
-        step: Optimizer steps that were made.
-        steps: Optimizer steps of the whole training; None when only time ends it.
-        fraction_done: Share of the training that is done, from 0 to 1.
-        seconds: Time spent training.
-        speed: Tokens read per second.
-        loss: Mean loss since the last line.
-        accuracy: Accuracy by draft step since the last line, as in `TrainingState`.
-        learning_rate: Learning rate of the last step.
-    """
-
-    step: int
-    steps: int | None
-    fraction_done: float
-    seconds: float
-    speed: float
-    loss: float
-    accuracy: list[float]
-    learning_rate: float
+    step: int  # optimizer steps that were made
+    steps: int | None  # optimizer steps of the whole training; None when only time ends it
+    fraction_done: float  # share of the training that is done, from 0 to 1
+    seconds: float  # time spent training
+    speed: float  # tokens read per second
+    loss: float  # mean loss since the last line
+    accuracy: list[float]  # accuracy by draft step since the last line, as in `TrainingState`
+    learning_rate: float  # learning rate of the last step
 
     @property
     def seconds_left(self) -> float | None:
@@ -143,10 +118,7 @@ def _format_time(seconds: float) -> str:
 class Clock:
     """Counts the steps and the time of a training, without its validations and checkpoints.
 
-    Args:
-        config: Options of the training.
-        accelerator: Processes that train together.
-        state: State to go on from; a new one when None.
+    `state` is the one to continue from; a new one when None.
 
     Attributes:
         state: State of the training.
@@ -200,10 +172,6 @@ class Clock:
 class LossMeter:
     """Loss and accuracy since they were last read, over all processes, summed on the device.
 
-    Args:
-        draft_len: Draft steps K.
-        accelerator: Processes that train together.
-
     Attributes:
         loss: Mean loss per prediction, as of the last `read`.
         accuracy: Accuracy by draft step among rollouts whose earlier steps were all right, as of the last `read`.
@@ -256,9 +224,7 @@ class LossMeter:
 class Console:
     """Prints lines, and on a terminal a progress bar below them on stderr. Use it in `with`.
 
-    Args:
-        log: Prints a line.
-        show_bar: Whether to draw the bar; None for whether stderr is a terminal.
+    `show_bar` says whether to draw the bar; None for whether stderr is a terminal.
     """
 
     def __init__(self, log: Callable[[str], object], show_bar: bool | None = None):

@@ -61,12 +61,7 @@ __all__ = ["TrainConfig", "main", "new_drafter", "train"]
 
 
 def run(config: TrainConfig, log: Callable[[str], object]) -> None:
-    """Train a drafter from the files that a command line names, and save it.
-
-    Args:
-        config: Options of the training.
-        log: Prints a line.
-    """
+    """Train a drafter from the files that a command line names, and save it."""
     tokenizer = load_tokenizer(str(config.model), trust_remote_code=config.trust_remote_code)
     if config.show_sample:
         log(show_first_document(config, tokenizer))
@@ -93,12 +88,6 @@ def run(config: TrainConfig, log: Callable[[str], object]) -> None:
 
 class TrainingSession:
     """One run of `redrafter train`: it loads base, data and drafter, trains, validates and saves.
-
-    Args:
-        config: Options of the training.
-        accelerator: Processes that train together.
-        tokenizer: The base's tokenizer.
-        console: Where progress is shown.
 
     Attributes:
         checkpoints: Where checkpoints are written.

@@ -44,8 +44,6 @@ from redrafter.train.evaluate.report import (
 )
 from redrafter.train.evaluate.texts import PromptChoice, prompts_by_category, prompts_of_lengths, write_texts
 
-__all__ = ["evaluate", "main"]
-
 UNUSED_LOAD_OPTIONS = ("num_beams", "draft_len_per_beam", "node_budget", "tuning", "max_input_len", "max_seq_len")
 MAX_NODES = 4096  # of a search, where each node is compared with all others
 
@@ -53,9 +51,7 @@ MAX_NODES = 4096  # of a search, where each node is compared with all others
 def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
     """Measure a loaded pair.
 
-    Args:
-        pair: Pair whose engine is a `ReDrafter`.
-        options: How to measure it.
+    The pair's engine must be a `ReDrafter`.
 
     Returns:
         The report, as `make_report` makes it.
@@ -157,9 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _max_prompt_tokens(options: EvaluateOptions, context: int | None) -> int:
     """Return the most tokens of a prompt; raise `ArgumentError` where the new tokens or a length leave no room.
 
-    Args:
-        options: The options.
-        context: Tokens of the model's context; None for no limit.
+    `context` is the number of tokens of the model's context; None for no limit.
     """
     if context is None:
         return sys.maxsize

@@ -37,17 +37,12 @@ MAX_BATCH_BYTES = 1 << 30  # memory of either, about
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of the tree that a step verifies.
+    """Shape of the tree that a step verifies."""
 
-    Attributes:
-        beams: Beams W of the search.
-        depth: Depth K of the search.
-        nodes: Best nodes N of the search that are verified, the root counted. None for the tree of the published
-            method: the prefixes of the W beams that are left at the end of the search.
-    """
-
-    beams: int
-    depth: int
+    beams: int  # beams W of the search
+    depth: int  # depth K of the search
+    # Best nodes N of the search that are verified, the root counted. None for the tree of the published method: the
+    # prefixes of the W beams that are left at the end of the search.
     nodes: int | None
 
     def __str__(self) -> str:
@@ -123,20 +118,14 @@ def _kept(lattice: Tree, score: Tensor, shape: Shape) -> Tensor:
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of texts, as a proposer is given the rows of a batch.
+    """Positions of texts, as a proposer is given the rows of a batch."""
 
-    Attributes:
-        state: State at A positions. Its `tokens` are `[A, K+2]`, each position's pending token and the tokens that
-            the text goes on with; -1 past its end.
-        sampler: How the base sampled the texts.
-        noise: Noise of the tokens after the pending one, `[A, K, V]`; None when greedy.
-        window: What the drafter reads of the texts there; None where it reads nothing.
-    """
-
+    # State at A positions. Its `tokens` are `[A, K+2]`, each position's pending token and the tokens that the text goes
+    # on with; -1 past its end.
     state: State
-    sampler: Sampler
-    noise: Tensor | None
-    window: ContextWindow | None
+    sampler: Sampler  # how the base sampled the texts
+    noise: Tensor | None  # noise of the tokens after the pending one, `[A, K, V]`; None when greedy
+    window: ContextWindow | None  # what the drafter reads of the texts there; None where it reads nothing
 
 
 def pending_positions(texts: Texts, index: int) -> range:
@@ -162,12 +151,8 @@ def read_positions(
 ) -> Iterator[Positions]:
     """Read a group of texts with the base, and yield their pending positions, text by text.
 
-    Args:
-        drafter: Drafter, in eval mode.
-        target: The base.
-        texts: All texts.
-        group: Indices of the texts to read.
-        shapes: Shapes of the trees that are searched at each position; K is the depth of the deepest.
+    `group` holds the indices of the texts to read. `shapes` are the trees that are searched at each position; K is the
+    depth of the deepest.
     """
     depth, device = max(shape.depth for shape in shapes), target.device
     tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True, padding_value=-1)  # [B, T]
@@ -221,13 +206,9 @@ def _pairs(keys: Tensor, values: Tensor, row: Tensor, at: Tensor) -> tuple[Tenso
 
 @dataclass
 class ReplayStats(Stats):
-    """The steps along a text, counted as `generate` counts them.
+    """The steps along a text, counted as `generate` counts them."""
 
-    Attributes:
-        tried: Entry d counts the steps that accepted d drafts and whose text went on, so that one more could be
-            accepted.
-    """
-
+    # Entry d counts the steps that accepted d drafts and whose text went on, so that one more could be accepted.
     tried: list[int] = field(default_factory=list)
 
     @classmethod
@@ -299,11 +280,7 @@ class ValidationTexts:
 def replay(drafter: RecurrentDrafter, target: Target, texts: Texts, shapes: Sequence[Shape]) -> list[list[ReplayStats]]:
     """Compute what `generate` would report on texts that the base wrote.
 
-    Args:
-        drafter: Drafter in eval mode, on the target's device and in its dtype.
-        target: The base.
-        texts: Texts that the base wrote.
-        shapes: Shapes of the tree.
+    The drafter must be in eval mode, on the target's device and in its dtype.
 
     Returns:
         Statistics for each shape, for each text.
@@ -328,8 +305,7 @@ def replay(drafter: RecurrentDrafter, target: Target, texts: Texts, shapes: Sequ
 def steps_taken(accepted: Sequence[int]) -> Iterator[int]:
     """Yield the pending positions of a text at which decoding takes a step, counted from the first.
 
-    Args:
-        accepted: Drafts that a step would accept at each pending position of the text.
+    `accepted` holds the drafts that a step would accept at each pending position of the text.
     """
     position = 0  # its token is pending: the prefill drew it
     while position < len(accepted):

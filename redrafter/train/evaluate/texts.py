@@ -39,21 +39,13 @@ _NEUTRAL_SAMPLING = {"top_k": 0, "top_p": 1.0}
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts that a base wrote from some prompts.
+    """Texts that a base wrote from some prompts."""
 
-    Attributes:
-        tokens: Token ids of each text, its prompt included.
-        prompt_lengths: Tokens of each prompt.
-        ended: Whether an end token ended each text.
-        temperature: Temperature that they were written at; 0 for greedy.
-        seeds: Seed of each text; None for greedy.
-    """
-
-    tokens: list[list[int]]
-    prompt_lengths: list[int]
-    ended: list[bool]
-    temperature: float = 0.0
-    seeds: list[int] | None = None
+    tokens: list[list[int]]  # token ids of each text, its prompt included
+    prompt_lengths: list[int]  # tokens of each prompt
+    ended: list[bool]  # whether an end token ended each text
+    temperature: float = 0.0  # temperature that they were written at; 0 for greedy
+    seeds: list[int] | None = None  # seed of each text; None for greedy
 
     @property
     def continuations(self) -> list[list[int]]:
@@ -112,9 +104,7 @@ def write_texts(
 def repeated_share(texts: Sequence[list[int]], size: int) -> float | None:
     """Return the share of n-grams that repeat an earlier n-gram of the same text.
 
-    Args:
-        texts: Token ids of each text.
-        size: Length n of the n-grams, in tokens. They overlap: one begins at every token.
+    `texts` holds token ids, and `size` is the length n in tokens. N-grams overlap: one begins at every token.
 
     Returns:
         Repeats in all texts, divided by n-grams in all texts, from 0 to 1; None if every text is shorter than `size`.
@@ -185,19 +175,13 @@ def _name_files(files: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class PromptChoice:
-    """Prompts that the base writes on from.
+    """Prompts that the base writes on from."""
 
-    Attributes:
-        categories: Number of prompts of each category; the prompts stand in the order of the categories.
-        by_length: Token ids of the prompts, by the length that they are cut to; of whole prompts under None.
-        left_out: Lengths that no prompt has.
-        longest: Tokens of the longest prompt, if a length is left out; else None.
-    """
-
-    categories: dict[str, int]
+    categories: dict[str, int]  # number of prompts of each category; the prompts stand in the order of the categories
+    # Token ids of the prompts, by the length that they are cut to; of whole prompts under None.
     by_length: dict[int | None, list[list[int]]]
-    left_out: tuple[int, ...] = ()
-    longest: int | None = None
+    left_out: tuple[int, ...] = ()  # lengths that no prompt has
+    longest: int | None = None  # tokens of the longest prompt, if a length is left out; else None
 
     @classmethod
     def whole(cls, prompts: dict[str, list[list[int]]]) -> "PromptChoice":
@@ -284,12 +268,7 @@ def read_training_texts(
 ) -> Texts:
     """Read some texts of a drafter's training data, as training reads them.
 
-    Args:
-        files: Data of the training.
-        tokenizer: The base's tokenizer.
-        vocabulary: Ids that the base knows.
-        context: Tokens of the base's context; None for no limit.
-        seed: Seed of the choice.
+    `context` is the number of tokens of the base's context; None for no limit.
 
     Returns:
         Each part of a text that is learnt, with all before it as its prompt.

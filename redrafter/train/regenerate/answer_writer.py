@@ -41,17 +41,11 @@ LOG_SECONDS = 10.0  # between lines of progress
 
 @dataclass(frozen=True)
 class BaseLimits:
-    """Limits of a base.
+    """Limits of a base."""
 
-    Attributes:
-        eos: Ids that end an answer.
-        vocab_size: Ids that the base knows.
-        max_tokens: Tokens of a prompt, at most; None for no limit.
-    """
-
-    eos: frozenset[int]
-    vocab_size: int
-    max_tokens: int | None
+    eos: frozenset[int]  # ids that end an answer
+    vocab_size: int  # ids that the base knows
+    max_tokens: int | None  # tokens of a prompt, at most; None for no limit
 
     def fits(self, length: int) -> bool:
         """Return whether a prompt of `length` tokens leaves room for an answer."""
@@ -60,31 +54,18 @@ class BaseLimits:
 
 @dataclass
 class Task:
-    """A row that is being answered.
+    """A row that is being answered."""
 
-    Attributes:
-        number: Number of the row in the data set.
-        row: The row.
-        seed: Seed of its answers.
-        temperature: Temperature of its answers.
-        parts: Ids that stand before each answer.
-        ids: All ids so far.
-        mask: Which of `ids` the base wrote.
-        parts_added: How many of `parts` are in `ids`.
-        finish: `eos`, or `length` once an answer was cut short, or left out because there was no room.
-        done: Whether all answers are there.
-    """
-
-    number: int
+    number: int  # number of the row in the data set
     row: Row
-    seed: int
-    temperature: float
-    parts: list[list[int]]
-    ids: list[int] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
-    parts_added: int = 0
-    finish: str = "eos"
-    done: bool = False
+    seed: int  # seed of its answers
+    temperature: float  # temperature of its answers
+    parts: list[list[int]]  # ids that stand before each answer
+    ids: list[int] = field(default_factory=list)  # all ids so far
+    mask: list[bool] = field(default_factory=list)  # which of `ids` the base wrote
+    parts_added: int = 0  # how many of `parts` are in `ids`
+    finish: str = "eos"  # `eos`, or `length` once an answer was cut short, or left out because there was no room
+    done: bool = False  # whether all answers are there
 
     def add_prompt(self, limits: BaseLimits) -> None:
         """Append the ids before the next answer; without a next answer, or room for one, the task is done."""
@@ -120,13 +101,7 @@ def make_task(
 
     The task's seed and temperature, and how much of a text is its prompt, depend on `seed` and `number` alone.
 
-    Args:
-        number: Number of the row in the data set.
-        row: The row.
-        tokenizer: The base's tokenizer.
-        limits: Limits of the base.
-        seed: Seed of the run.
-        temperatures: Temperatures, of which one is drawn.
+    One of `temperatures` is drawn.
 
     Raises:
         CheckpointError: The row holds nothing to answer, or its prompt is too long.
@@ -151,9 +126,7 @@ def make_task(
 def select_rows(rows: Iterable[Row], config: RegenerateConfig) -> Iterator[tuple[int, Row, bool]]:
     """Yield the rows of this shard, up to the limit.
 
-    Args:
-        rows: All rows of the data set.
-        config: Options, among them the shard, the split and the limit.
+    `config` has the shard, the split and the limit.
 
     Yields:
         The row's number in the data set, the row, and whether it is to be answered: not if it is of another split.
@@ -172,13 +145,7 @@ def select_rows(rows: Iterable[Row], config: RegenerateConfig) -> Iterator[tuple
 class AnswerWriter:
     """Takes rows, answers them in batches and adds their records to the journal.
 
-    Args:
-        engine: Engine of the base.
-        tokenizer: The base's tokenizer.
-        config: Options of the run.
-        journal: Journal that receives the records.
-        log: Prints a line of progress.
-        total: Rows that are to be answered, for progress; None if unknown.
+    `total` is the number of rows to answer, for progress; None if unknown.
 
     Attributes:
         open: Tasks that have begun and are not done.
@@ -326,9 +293,7 @@ def choose_batch(tasks: Sequence[Task], size: int) -> list[Task]:
 
     Greedy and sampled rows do not mix in one call of `generate`.
 
-    Args:
-        tasks: Open tasks, in their order.
-        size: Tasks to choose, at most.
+    At most `size` tasks are chosen.
     """
     first = tasks[0]
     alike = sorted(

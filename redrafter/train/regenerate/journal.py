@@ -27,9 +27,7 @@ COUNTS = ("input", "success", "errors", "skipped", "tokens", "seconds", "steps",
 class Journal:
     """Journal of a run that writes `output`. Use it in `with`, which reads what an earlier run left.
 
-    Args:
-        output: File that the run is to write.
-        settings: All that the answers depend on.
+    `settings` holds all that the answers depend on.
 
     Attributes:
         done: Offset of the line of each finished or failed row, by the row's number.
@@ -174,15 +172,10 @@ def _as_typed(value: Any) -> str:
 
 @dataclass(frozen=True)
 class _Shard:
-    """The output of one shard.
+    """The output of one shard."""
 
-    Attributes:
-        path: File of its rows.
-        summary: What it wrote to PATH.json.
-    """
-
-    path: Path
-    summary: dict[str, Any]
+    path: Path  # file of its rows
+    summary: dict[str, Any]  # what it wrote to PATH.json
 
     @classmethod
     def read(cls, path: Path) -> "_Shard":
@@ -216,8 +209,7 @@ class _Shard:
     def rows(self, suffix: str = "") -> Iterator[tuple[int, bytes]]:
         """Yield the number and the line of each row, in the order of the data set.
 
-        Args:
-            suffix: End of the file's name: nothing for the answers, `.errors.jsonl` for the rows that failed.
+        `suffix` is the end of the file's name: nothing for the answers, `.errors.jsonl` for the rows that failed.
         """
         file = self.path.with_name(self.path.name + suffix)
         if suffix and not file.exists():  # no row failed
