@@ -80,7 +80,7 @@ def make(recipe: Recipe, into: Path) -> dict[str, Any]:
     (into / "config.json").write_text(json.dumps(saved | {"dtype": "float32"}, indent=2) + "\n")
     return {
         "parameters": sum(p.numel() for p in drafter.parameters()),
-        "steps": result.steps,
+        "steps": result.step,
         "tokens": result.tokens,
         "loss": result.loss,
         "accuracy_by_depth": result.accuracy,

@@ -28,15 +28,6 @@ from redrafter.train.config import SIZED_OPTIONS, TrainConfig
 from redrafter.train.init_drafter import form_of
 from redrafter.train.progress import TrainingState
 
-__all__ = [
-    "Checkpoint",
-    "Checkpoints",
-    "TrainingIdentity",
-    "check_same_start",
-    "gather_random_states",
-    "restore_random_state",
-]
-
 # Options that may differ when a run is resumed: they change nothing about the weights, or `TrainingIdentity` or the
 # checkpoint's drafter holds what they stand for.
 CHANGEABLE_OPTIONS = {
@@ -64,19 +55,12 @@ CHANGEABLE_OPTIONS = {
 
 @dataclass(frozen=True)
 class TrainingIdentity:
-    """What must be the same when a run is resumed.
+    """What must be the same when a run is resumed."""
 
-    Attributes:
-        base: Name of the base model.
-        data: Hash of the windows that are trained on.
-        processes: Processes that began the training. Others may go on with it, if they can share its batches evenly.
-        options: All options but those in `CHANGEABLE_OPTIONS`, as JSON.
-    """
-
-    base: str
-    data: str
-    processes: int
-    options: dict[str, Any]
+    base: str  # name of the base model
+    data: str  # hash of the windows that are trained on
+    processes: int  # processes that began the training. Others may go on with it, if they can share its batches evenly.
+    options: dict[str, Any]  # all options but those in `CHANGEABLE_OPTIONS`, as JSON
 
     @classmethod
     def from_config(cls, config: TrainConfig, base: str, data: str, processes: int) -> "TrainingIdentity":
@@ -87,9 +71,7 @@ class TrainingIdentity:
     def check(self, saved: dict[str, Any], path: Path) -> None:
         """Check that a checkpoint was written by a run with this identity.
 
-        Args:
-            saved: Identity that the checkpoint holds, as a dict.
-            path: Folder of the checkpoint.
+        `saved` is the identity that the checkpoint in the folder `path` holds, as a dict.
 
         Raises:
             MismatchError: It was made for another base.
@@ -122,17 +104,11 @@ def _other_option(path: Path, name: str, old: object, new: object) -> ArgumentEr
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk. Its methods raise `CheckpointError` for files that are missing or damaged.
+    """A checkpoint on disk. Its methods raise `CheckpointError` for files that are missing or damaged."""
 
-    Attributes:
-        path: Folder of the checkpoint.
-        state: Progress of the run when the checkpoint was written.
-        identity: `TrainingIdentity` of the run, as a dict.
-    """
-
-    path: Path
-    state: TrainingState
-    identity: dict[str, Any]
+    path: Path  # folder of the checkpoint
+    state: TrainingState  # progress of the run when the checkpoint was written
+    identity: dict[str, Any]  # `TrainingIdentity` of the run, as a dict
 
     @classmethod
     def read(cls, path: Path) -> "Checkpoint":
@@ -264,10 +240,7 @@ def _remove(folder: Path) -> None:
 def check_same_start(accelerator: Accelerator, checkpoints: Checkpoints, resumed: Checkpoint | None) -> None:
     """Check that all processes read the same data and go on from one checkpoint. Collective: call it on every rank.
 
-    Args:
-        accelerator: Processes that train together.
-        checkpoints: Where the checkpoints are.
-        resumed: The checkpoint that this process found; None where it found none.
+    `resumed` is the checkpoint that this process found; None where it found none.
 
     Raises:
         ArgumentError: They found different ones, because their machines have file systems of their own.

@@ -11,8 +11,6 @@ from redrafter.drafting.drafter_config import CONTEXT_HEAD_DIM, check_context_he
 from redrafter.errors import ArgumentError
 from redrafter.options import option
 
-__all__ = ["DEFAULT_LENGTH", "SIZED_OPTIONS", "TRACKERS", "TrainConfig", "parse", "shown_command"]
-
 DTYPES = ("float32", "bfloat16", "float16")
 TRACKERS = ("tensorboard", "wandb", "trackio")
 DEFAULT_LENGTH = 512  # tokens

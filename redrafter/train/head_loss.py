@@ -12,42 +12,28 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-__all__ = ["Objective", "chunk_anchors", "chunk_loss", "head_loss"]
-
 CHUNK_BYTES = 1 << 29  # of one float32 copy of a chunk's logits, of which a few are alive at once
 # A CPU is fastest where a chunk's logits stay in its cache, but each chunk also reads the whole head.
 CHUNK_PREDICTIONS_ON_CPU = 256
 
 
 class Objective(NamedTuple):
-    """What is minimised: `distill * KL(base || drafter) + (1 - distill) * CE(the text's token)`.
+    """What is minimised: `distill * KL(base || drafter) + (1 - distill) * CE(the text's token)`."""
 
-    Attributes:
-        distill: Weight of the distillation, from 0 to 1.
-        reach: By how much, from 0 to 1, a step weighs less where an earlier token of the rollout would not have been
-            among the drafter's `beams` likeliest, so that drafting would not have come there.
-        beams: Beams that the drafter is searched with.
-    """
-
-    distill: float
+    distill: float  # weight of the distillation, from 0 to 1
+    # By how much, from 0 to 1, a step weighs less where an earlier token of the rollout would not have been among the
+    # drafter's `beams` likeliest, so that drafting would not have come there.
     reach: float
-    beams: int
+    beams: int  # beams that the drafter is searched with
 
 
 class ChunkLoss(NamedTuple):
-    """Loss and gradient of a chunk of C anchors.
+    """Loss and gradient of a chunk of C anchors."""
 
-    Attributes:
-        gradient: Gradient of the weighted loss in the logits, `[C, K, V']` float32.
-        loss: Weighted sum of the losses, `[]`.
-        attempted: Rollouts whose earlier steps were all right, by step, `[K]`.
-        correct: Those of `attempted` whose step was right too, `[K]`.
-    """
-
-    gradient: Tensor
-    loss: Tensor
-    attempted: Tensor
-    correct: Tensor
+    gradient: Tensor  # gradient of the weighted loss in the logits, `[C, K, V']` float32
+    loss: Tensor  # weighted sum of the losses, `[]`
+    attempted: Tensor  # rollouts whose earlier steps were all right, by step, `[K]`
+    correct: Tensor  # those of `attempted` whose step was right too, `[K]`
 
 
 def chunk_loss(

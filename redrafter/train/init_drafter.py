@@ -13,8 +13,6 @@ from redrafter.drafting.drafter_config import CONTEXT_HEADS, CONTEXT_KV_HEADS, D
 from redrafter.target.supported import config_width
 from redrafter.train.config import TrainConfig
 
-__all__ = ["form_of", "new_config", "new_drafter", "size_form"]
-
 MAX_EXIT_DIM = 8192  # a residual layer of 16,384 would have 268M parameters
 
 
@@ -66,10 +64,8 @@ def form_of(drafter: DrafterConfig) -> dict[str, Any]:
 def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None = None) -> DrafterConfig:
     """Make the config of an untrained drafter.
 
-    Args:
-        base: Config of the base model.
-        config: Options of the training.
-        draft_vocab_size: Ids that the drafter knows; None for all of the base's.
+    `base` is the base's config, and `draft_vocab_size` the number of ids that the drafter knows; None for all of the
+    base's.
     """
     config, base = size_form(base, config), base.get_text_config(decoder=True)
     assert config.recurrence is not None, "size_form chose it"
@@ -96,10 +92,7 @@ def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: in
 def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor | None = None) -> RecurrentDrafter:
     """Make an untrained float32 drafter for a base, on the CPU.
 
-    Args:
-        model: The base model.
-        config: Options of the training.
-        draft_ids: The base's ids that the drafter is to know, `[V']` int64; None for all.
+    `draft_ids` holds the base's ids that the drafter is to know, `[V']` int64; None for all.
     """
     drafter_config = new_config(model.config, config, None if draft_ids is None else len(draft_ids))
     with torch.random.fork_rng(devices=[]):

@@ -27,9 +27,7 @@ def target_mask(mask: Tensor, draft_len: int) -> Tensor:
     that the base wrote and never reaches past what it writes. So a 0 in the mask (a user's turn, padding, the start of
     another document) also ends the rollouts that come from before it.
 
-    Args:
-        mask: Tokens that the base itself is to write, `[B, T]` bool.
-        draft_len: Draft steps K.
+    `mask` is true on the tokens that the base itself is to write, `[B, T]` bool.
 
     Returns:
         `[B, T, K]` bool.
@@ -67,27 +65,17 @@ def total_weight(mask: Tensor, config: TrainConfig) -> Tensor:
 
 
 class BatchLoss(NamedTuple):
-    """The loss of a batch.
+    """The loss of a batch."""
 
-    Attributes:
-        loss: Weighted sum over the predictions, `[]`.
-        attempted: Rollouts whose earlier steps were all right, by step, `[K]`.
-        correct: Those of `attempted` whose step was right too, `[K]`.
-    """
-
-    loss: Tensor
-    attempted: Tensor
-    correct: Tensor
+    loss: Tensor  # weighted sum over the predictions, `[]`
+    attempted: Tensor  # rollouts whose earlier steps were all right, by step, `[K]`
+    correct: Tensor  # those of `attempted` whose step was right too, `[K]`
 
 
 class Unroll(nn.Module):
     """The drafter unrolled for K steps from every anchor, and its loss; one forward for distributed wrappers.
 
     A drafter with a reduced vocabulary is compared with the teacher restricted to its ids and normalised again.
-
-    Args:
-        drafter: Drafter to train.
-        config: Options of the training.
     """
 
     def __init__(self, drafter: RecurrentDrafter, config: TrainConfig):
@@ -208,9 +196,7 @@ class PackedContext:
     def read(self, step: int, state: Tensor) -> Tensor:
         """Attend from the anchors' states after a draft step to the texts, and return what they read, `[A, D]`.
 
-        Args:
-            step: Number of the draft step, from 0.
-            state: The state of each anchor, `[A, D]`.
+        `step` counts draft steps from 0; `state` is the state of each anchor, `[A, D]`.
         """
         rows, length = self._shape
         grid = state.new_zeros(rows * length, state.shape[-1]).index_copy(0, self._anchors, state)

@@ -26,8 +26,8 @@ from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.report import hardware, versions
 from redrafter.scheduler.sequence import Stats
 from redrafter.train.config import TrainConfig, shown_command
-from redrafter.train.evaluate.shapes import Shape
-from redrafter.train.trainer import TrainingResult
+from redrafter.train.evaluate.replay import Shape
+from redrafter.train.progress import TrainingState
 
 READ_BYTES = 1 << 20  # read at once to hash a file
 
@@ -102,7 +102,7 @@ def make_model_card(
     model: PreTrainedModel,
     drafter: RecurrentDrafter,
     config: TrainConfig,
-    result: TrainingResult,
+    result: TrainingState,
     validation: Stats | None,
     prompts: int,
     facts: dict[str, Any],
@@ -156,7 +156,7 @@ engine = ReDrafter.from_pretrained("{base}", "path/to/this/directory")
 ```
 
 - Size: {describe_size(model, drafter)} (which was frozen).
-- Trained for {drafter.config.trained_draft_len} draft steps: {result.steps} optimizer steps, {result.tokens:,} tokens \
+- Trained for {drafter.config.trained_draft_len} draft steps: {result.step} optimizer steps, {result.tokens:,} tokens \
 in {result.seconds:.0f} s, {speed:,.0f} tokens/s on {facts["processes"]} x {facts["device"]}. {_describe_choice(result)}
 - Measured: {measured}.
 - Loss: {config.distill:g} x KL(base || drafter) + {1 - config.distill:g} x cross-entropy, each draft step weighing \
@@ -170,7 +170,7 @@ in {result.seconds:.0f} s, {speed:,.0f} tokens/s on {facts["processes"]} x {fact
 """
 
 
-def _describe_choice(result: TrainingResult) -> str:
+def _describe_choice(result: TrainingState) -> str:
     """Say at which step the saved weights were taken."""
     if len(result.tokens_per_step) < 2:
         return "These are its last weights."
@@ -181,20 +181,11 @@ def make_provenance(
     model: PreTrainedModel,
     base: str,
     config: TrainConfig,
-    result: TrainingResult,
+    result: TrainingState,
     windows: Windows,
     accelerator: Accelerator,
 ) -> dict[str, Any]:
-    """Make the content of training.json.
-
-    Args:
-        model: The base.
-        base: Name of the base.
-        config: Options of the training.
-        result: What the training did.
-        windows: Windows that were trained on.
-        accelerator: Processes that trained together.
-    """
+    """Make the content of training.json."""
     best = result.best_step
     return {
         "command": shown_command(config),
@@ -209,8 +200,8 @@ def make_provenance(
         "mixed_precision": accelerator.mixed_precision,
         "device": hardware(accelerator.device),
         "processes": accelerator.num_processes,
-        "steps": result.steps,
-        "saved_step": result.steps if best is None else best,
+        "steps": result.step,
+        "saved_step": result.step if best is None else best,
         "tokens": result.tokens,
         "seconds": round(result.seconds, 3),
         "tokens_per_second": round(result.tokens / result.seconds, 1) if result.seconds > 0 else None,

@@ -17,18 +17,13 @@ from redrafter.train.config import DEFAULT_LENGTH, TrainConfig
 from redrafter.train.head_loss import chunk_anchors
 from redrafter.train.init_drafter import new_config
 
-__all__ = ["build_without_weights", "describe_plan", "last_step", "row_length"]
-
 LOGIT_COPIES = 5  # float32 tensors of a chunk: logits, two log-probabilities, two probabilities
 
 
 def describe_plan(config: TrainConfig, windows: Windows, processes: int) -> list[str]:
     """Describe base, drafter, memory and data of a training, a line each.
 
-    Args:
-        config: Options of the training.
-        windows: Windows of the data.
-        processes: Processes that would train together.
+    `processes` is the number of those that would train together.
 
     Raises:
         CheckpointError: The base's config cannot be read.

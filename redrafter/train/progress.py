@@ -1,10 +1,11 @@
 """Progress of a training: steps, time, loss and accuracy, measured without a wait for the device at every step."""
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -17,16 +18,11 @@ from redrafter.errors import ArgumentError
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import BatchLoss
 
-__all__ = ["Clock", "Console", "LossMeter", "NotFiniteError", "Progress", "TrainingState"]
-
 
 class NotFiniteError(ArgumentError):
     """A loss or a gradient was infinite or not a number.
 
-    Args:
-        step: Optimizer step of the batch, from 0.
-        process: Process that read the batch.
-        rows: Description of the batch's rows, for the message.
+    `rows` describes the batch's rows, for the message.
     """
 
     def __init__(self, step: int, process: int, rows: str = ""):
@@ -38,26 +34,20 @@ class NotFiniteError(ArgumentError):
 
 @dataclass
 class TrainingState:
-    """How far a training run is.
+    """How far a training run is."""
 
-    Attributes:
-        step: Optimizer steps that were made.
-        tokens: Tokens that were read, padding included.
-        seconds: Time spent training, without validations, checkpoints and the first step.
-        loss: Mean loss over the last interval of progress.
-        accuracy: Entry k is the accuracy of draft step k + 1 among rollouts whose earlier steps were all right, over
-            the last interval.
-        tokens_per_step: Result of each validation, by optimizer step.
-        best_step: Optimizer step of the best validation.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    loss: float | None = None
+    step: int = 0  # optimizer steps that were made
+    tokens: int = 0  # tokens that were read, padding included
+    seconds: float = 0.0  # time spent training, without validations, checkpoints and the first step
+    loss: float = math.nan  # mean loss over the last interval of progress
+    # Entry k is the accuracy of draft step k + 1 among rollouts whose earlier steps were all right, over the last
+    # interval.
     accuracy: list[float] = field(default_factory=list)
-    tokens_per_step: dict[int, float] = field(default_factory=dict)
-    best_step: int | None = None
+    tokens_per_step: dict[int, float] = field(default_factory=dict)  # result of each validation, by optimizer step
+    best_step: int | None = None  # optimizer step of the best validation; None without validations
+    # Seconds spent validating and saving, which `seconds` leaves out, and waiting for batches, which it includes. They
+    # are not saved.
+    seconds_by_activity: dict[str, float] = field(default_factory=dict)
 
     def add_validation(self, tokens_per_step: float) -> bool:
         """Record the result of a validation at this step. Returns whether it is the best so far."""
@@ -68,43 +58,35 @@ class TrainingState:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as trainer.json holds it."""
-        document = asdict(self)
-        return {_JSON_KEYS.get(name, name): value for name, value in document.items()}
+        document = asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
+        return {key: document[name] for name, key in _JSON_KEYS.items()}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> "TrainingState":
         """Read what `to_json` returned. Raises `KeyError`, `TypeError`, `ValueError` or `AttributeError` for others."""
-        state = cls(**{item.name: document[_JSON_KEYS.get(item.name, item.name)] for item in fields(cls)})
+        state = cls(**{name: document[key] for name, key in _JSON_KEYS.items()})
+        state.loss = math.nan if state.loss is None else state.loss
         state.tokens_per_step = {int(step): value for step, value in state.tokens_per_step.items()}
         return state
 
 
-_JSON_KEYS = {"tokens_per_step": "walked"}  # names in trainer.json that differ from the attributes'
+# The attributes that trainer.json holds, and their keys there.
+_JSON_KEYS = {name: name for name in ("step", "tokens", "seconds", "loss", "accuracy", "best_step")}
+_JSON_KEYS["tokens_per_step"] = "walked"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A line of progress.
+    """A line of progress."""
 
-    Attributes:
-        step: Optimizer steps that were made.
-        steps: Optimizer steps of the whole training; None when only time ends it.
-        fraction_done: Share of the training that is done, from 0 to 1.
-        seconds: Time spent training.
-        speed: Tokens read per second.
-        loss: Mean loss since the last line.
-        accuracy: Accuracy by draft step since the last line, as in `TrainingState`.
-        learning_rate: Learning rate of the last step.
-    """
-
-    step: int
-    steps: int | None
-    fraction_done: float
-    seconds: float
-    speed: float
-    loss: float
-    accuracy: list[float]
-    learning_rate: float
+    step: int  # optimizer steps that were made
+    steps: int | None  # optimizer steps of the whole training; None when only time ends it
+    fraction_done: float  # share of the training that is done, from 0 to 1
+    seconds: float  # time spent training
+    speed: float  # tokens read per second
+    loss: float  # mean loss since the last line
+    accuracy: list[float]  # accuracy by draft step since the last line, as in `TrainingState`
+    learning_rate: float  # learning rate of the last step
 
     @property
     def seconds_left(self) -> float | None:
@@ -124,7 +106,7 @@ class Progress:
 
     def for_trackers(self) -> dict[str, float]:
         """Return the numbers by the names under which trackers show them."""
-        depths = {f"right at step {depth}": share for depth, share in enumerate(self.accuracy, start=1)}
+        depths = {f"accuracy/draft_{depth}": share for depth, share in enumerate(self.accuracy, start=1)}
         return {"loss": self.loss, "lr": self.learning_rate, "tokens/s": self.speed} | depths
 
 
@@ -136,20 +118,15 @@ def _format_time(seconds: float) -> str:
 class Clock:
     """Counts the steps and the time of a training, without its validations and checkpoints.
 
-    Args:
-        config: Options of the training.
-        accelerator: Processes that train together.
-        state: State to go on from; a new one when None.
+    `state` is the one to continue from; a new one when None.
 
     Attributes:
         state: State of the training.
-        seconds_by_activity: Seconds spent on what is beside the training, by its name.
     """
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, state: TrainingState | None = None):
         self.steps, self.minutes, self.accelerator = config.steps, config.minutes, accelerator
         self.state = state or TrainingState()
-        self.seconds_by_activity: dict[str, float] = {}
         self._seconds_before = self.state.seconds
         self.start()
 
@@ -169,12 +146,13 @@ class Clock:
 
     @contextlib.contextmanager
     def timed(self, activity: str, *, paused: bool = False) -> Iterator[None]:
-        """Add the time that the block takes to `seconds_by_activity`, and leave it out of `seconds` if `paused`."""
+        """Add the time that the block takes to the state's `seconds_by_activity`, and not to `seconds` if `paused`."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
         self._started += seconds if paused else 0
-        self.seconds_by_activity[activity] = self.seconds_by_activity.get(activity, 0.0) + seconds
+        activities = self.state.seconds_by_activity
+        activities[activity] = activities.get(activity, 0.0) + seconds
 
     @property
     def fraction_done(self) -> float:
@@ -193,10 +171,6 @@ class Clock:
 
 class LossMeter:
     """Loss and accuracy since they were last read, over all processes, summed on the device.
-
-    Args:
-        draft_len: Draft steps K.
-        accelerator: Processes that train together.
 
     Attributes:
         loss: Mean loss per prediction, as of the last `read`.
@@ -250,9 +224,7 @@ class LossMeter:
 class Console:
     """Prints lines, and on a terminal a progress bar below them on stderr. Use it in `with`.
 
-    Args:
-        log: Prints a line.
-        show_bar: Whether to draw the bar; None for whether stderr is a terminal.
+    `show_bar` says whether to draw the bar; None for whether stderr is a terminal.
     """
 
     def __init__(self, log: Callable[[str], object], show_bar: bool | None = None):

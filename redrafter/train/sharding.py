@@ -26,10 +26,8 @@ class ShardedDrafter:
 
     Every method but `spread_optimizer` is collective: call it on every rank.
 
-    Args:
-        whole: The drafter, which stays in the host's memory. The first process's weights are trained.
-        config: Options of the training.
-        accelerator: Processes that train together, of which there are several.
+    `whole` is the drafter, which stays in the host's memory. The first process's weights are trained. There must be
+    several processes.
 
     Attributes:
         drafter: The copy; each of its weights is a `DTensor`.
@@ -57,9 +55,7 @@ class ShardedDrafter:
     def gather_optimizer(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
         """Gather the state of an optimizer in the form that one of a whole drafter has, on the CPU.
 
-        Args:
-            optimizer: Optimizer of the spread weights.
-            keep: Whether this process keeps what is gathered; others return nothing of use.
+        `keep` says whether this process keeps what is gathered; others return nothing of use.
         """
         state = optimizer.state_dict()
         gathered: dict[int, dict[str, Any]] = {}
@@ -115,9 +111,7 @@ def load_sharded(load: Callable[[], PreTrainedModel], accelerator: Accelerator) 
 
     The processes load in turn, so that the host holds one whole copy at a time.
 
-    Args:
-        load: Loads the whole base to the CPU.
-        accelerator: Processes that share the base, of which there are several.
+    There must be several processes.
 
     Raises:
         UnsupportedError: The model's layers cannot be found.

@@ -17,22 +17,14 @@ from redrafter.target.patch import ModelPatch
 from redrafter.target.recurrent_layers import PromptStates, replaced_mixers
 from redrafter.target.traits import learn_traits
 
-__all__ = ["Teacher", "TeacherOutput"]
-
 
 @dataclass(frozen=True)
 class TeacherOutput:
-    """Output of the base for a batch of texts.
+    """Output of the base for a batch of texts."""
 
-    Attributes:
-        hidden: Hidden states that a drafter reads, `[B, T, F]`: the last one, then those of the fused layers.
-        embedding: Embeddings of the tokens, `[B, T, D]`.
-        logits: The base's logits, `[B, T, V]`.
-    """
-
-    hidden: Tensor
-    embedding: Tensor
-    logits: Tensor
+    hidden: Tensor  # hidden states that a drafter reads, `[B, T, F]`: the last one, then those of the fused layers
+    embedding: Tensor  # embeddings of the tokens, `[B, T, D]`
+    logits: Tensor  # the base's logits, `[B, T, V]`
 
 
 @dataclass
@@ -59,9 +51,7 @@ class Teacher:
 
     Both come from the model's own forward, so whatever it does after its head (softcaps, scaling) is in the logits.
 
-    Args:
-        model: The base.
-        layers: Decoder layers whose outputs are joined to the last hidden state.
+    `layers` are the decoder layers whose outputs are joined to the last hidden state.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
@@ -100,11 +90,9 @@ class Teacher:
     def read(self, tokens: Tensor, segment: Tensor | None = None) -> TeacherOutput:
         """Run the base over a batch of texts.
 
-        Args:
-            tokens: Token ids, `[B, T]` int64. Rows are padded at the end with any ids, since earlier positions of a
-                causal model do not see them.
-            segment: Number of the text that each token belongs to within its row, `[B, T]`; None where each row is one
-                text.
+        `tokens` is `[B, T]` int64. Rows are padded at the end with any ids, since earlier positions of a causal model
+        do not see them. `segment` is the number of each token's text within its row, `[B, T]`; None where each row is
+        one text.
         """
         arguments = {} if segment is None else self._packed(segment)
         # Recurrent layers would keep their states in a cache.
@@ -151,9 +139,7 @@ class Teacher:
 def _in_reach(position: Tensor, kind: AttentionKind) -> Tensor:
     """Return which keys each query of a layer of this kind attends to, `[B, T, T]` bool or broadcastable.
 
-    Args:
-        position: Position of each token in its text, `[B, T]`.
-        kind: Attention of the layer: full, within a window or within a chunk.
+    `position` is that of each token in its text, `[B, T]`; `kind` is full attention, or within a window or a chunk.
     """
     query, key = position[:, :, None], position[:, None, :]
     if kind.window is not None:

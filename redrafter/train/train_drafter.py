@@ -43,7 +43,6 @@ from redrafter.train.output import (
     save_drafter,
     served_shape,
 )
-from redrafter.train.peers import watch_processes
 from redrafter.train.plan import describe_plan, last_step, row_length
 from redrafter.train.processes import (
     broadcast_weights,
@@ -52,22 +51,17 @@ from redrafter.train.processes import (
     start_trackers,
     stays_on_cpu,
     tracker_arguments,
+    watch_processes,
 )
-from redrafter.train.progress import Console, NotFiniteError
+from redrafter.train.progress import Console, NotFiniteError, TrainingState
 from redrafter.train.sharding import load_sharded
-from redrafter.train.trainer import TrainingResult
 from redrafter.train.training_data import describe_bad_rows, load_windows, show_first_document, validation_prompts
 
-__all__ = ["TrainConfig", "TrainingResult", "TrainingSession", "main", "new_drafter", "train"]
+__all__ = ["TrainConfig", "main", "new_drafter", "train"]
 
 
 def run(config: TrainConfig, log: Callable[[str], object]) -> None:
-    """Train a drafter from the files that a command line names, and save it.
-
-    Args:
-        config: Options of the training.
-        log: Prints a line.
-    """
+    """Train a drafter from the files that a command line names, and save it."""
     tokenizer = load_tokenizer(str(config.model), trust_remote_code=config.trust_remote_code)
     if config.show_sample:
         log(show_first_document(config, tokenizer))
@@ -94,12 +88,6 @@ def run(config: TrainConfig, log: Callable[[str], object]) -> None:
 
 class TrainingSession:
     """One run of `redrafter train`: it loads base, data and drafter, trains, validates and saves.
-
-    Args:
-        config: Options of the training.
-        accelerator: Processes that train together.
-        tokenizer: The base's tokenizer.
-        console: Where progress is shown.
 
     Attributes:
         checkpoints: Where checkpoints are written.
@@ -132,7 +120,7 @@ class TrainingSession:
         self.validation_texts = self._write_validation_texts() if validates else None
         self.validation: ReplayStats | None = None
 
-    def train(self) -> TrainingResult:
+    def train(self) -> TrainingState:
         """Run the training loop. Raises `NotFiniteError` naming the rows of a batch whose loss was not finite."""
         config, accelerator = self.config, self.accelerator
         steps = last_step(config, self.windows, self.processes)
@@ -167,10 +155,10 @@ class TrainingSession:
         )
         return self.validation.tokens_per_step
 
-    def finish(self, result: TrainingResult) -> None:
+    def finish(self, result: TrainingState) -> None:
         """Save the drafter with the best validation, its model card and its record."""
         config, drafter, output = self.config, self.drafter, Path(str(self.config.output))
-        if result.best_step not in (None, result.steps):
+        if result.best_step not in (None, result.step):
             if self.accelerator.is_main_process:  # on whose machine it was written
                 best = Checkpoint.read(self.checkpoints.best)
                 # A run that was killed and resumed, on a device whose results vary, may have kept another step's.

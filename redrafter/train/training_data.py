@@ -44,10 +44,7 @@ def show_first_document(config: TrainConfig, tokenizer: PreTrainedTokenizerBase)
 def validation_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context: int | None) -> list[list[int]]:
     """Choose the held-out prompts that the base continues for validation.
 
-    Args:
-        config: Options of the training.
-        tokenizer: The base's tokenizer.
-        context: Tokens of the base's context; None for no limit.
+    `context` is the number of tokens of the base's context; None for no limit.
 
     Returns:
         Token ids of each prompt.
@@ -87,10 +84,7 @@ def _no_rows(config: TrainConfig) -> CheckpointError:
 def describe_bad_rows(window_numbers: Iterable[int], windows: Windows, tokenizer: PreTrainedTokenizerBase) -> str:
     """Name the rows of some windows by file and line, in the order of the data, and show how the first ones begin.
 
-    Args:
-        window_numbers: Windows of a batch, by their numbers in the order of the data.
-        windows: All windows.
-        tokenizer: Decodes what is shown.
+    `window_numbers` are those of a batch, in the order of the data.
     """
     first_windows: dict[str, int] = {}  # by file and line, the first window of each row
     for number in sorted(window_numbers):

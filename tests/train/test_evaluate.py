@@ -26,10 +26,8 @@ from redrafter.train.evaluate import replay as replay_module
 from redrafter.train.evaluate import texts as texts_module
 from redrafter.train.evaluate.command import evaluate
 from redrafter.train.evaluate.options import EvaluateOptions, Search
-from redrafter.train.evaluate.prompts import prompts_by_category
-from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts, replay
-from redrafter.train.evaluate.shapes import Shape, count_accepted
-from redrafter.train.evaluate.texts import Texts, repeated_share, write_texts
+from redrafter.train.evaluate.replay import ReplayStats, Shape, ValidationTexts, count_accepted, replay
+from redrafter.train.evaluate.texts import Texts, prompts_by_category, repeated_share, write_texts
 from redrafter.train.teacher import Teacher
 
 SHAPES = [

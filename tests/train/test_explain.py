@@ -14,7 +14,7 @@ from helpers.models import tiny_drafter, tiny_model
 from redrafter.cli import main
 from redrafter.errors import ArgumentError, MismatchError
 from redrafter.target.target import Target
-from redrafter.train.evaluate import prompts
+from redrafter.train.evaluate import texts as texts_module
 from redrafter.train.evaluate.explain import (
     Bucket,
     Explanation,
@@ -25,10 +25,9 @@ from redrafter.train.evaluate.explain import (
 )
 from redrafter.train.evaluate.misses import MISSES
 from redrafter.train.evaluate.options import EvaluateOptions, Search
-from redrafter.train.evaluate.prompts import prompts_in_both_forms, read_training_texts
+from redrafter.train.evaluate.replay import Shape
 from redrafter.train.evaluate.report import advise, describe_explanation, format_explanation
-from redrafter.train.evaluate.shapes import Shape
-from redrafter.train.evaluate.texts import Texts
+from redrafter.train.evaluate.texts import Texts, prompts_in_both_forms, read_training_texts
 
 # Texts to compare with
 
@@ -44,7 +43,7 @@ def test_training_texts_are_the_learnt_parts_with_all_before_them(tmp_path):
 
 
 def test_training_texts_fit_the_context_and_are_chosen_by_the_seed(tmp_path, monkeypatch):
-    monkeypatch.setattr(prompts, "TRAINING_TEXTS", 3)
+    monkeypatch.setattr(texts_module, "TRAINING_TEXTS", 3)
     data = [write(tmp_path / "rows.jsonl", [{"text": str(n) * 20} for n in range(9)])]
     read = [read_training_texts(data, tiny_tokenizer(), 300, 12, seed) for seed in (0, 0, 1)]
     assert read[0] == read[1] != read[2]
@@ -80,7 +79,7 @@ def test_both_forms_are_made_of_few_prompts_that_fit_and_need_a_template(tmp_pat
     rows = [{"prompt": "x" * n} for n in range(1, 40)]
     files = [write(tmp_path / "rows.jsonl", rows)]
     plain, templated = prompts_in_both_forms(files, tiny_tokenizer(), 30, 0)
-    assert len(plain) == len(templated) == prompts.FORM_PROMPTS
+    assert len(plain) == len(templated) == texts_module.FORM_PROMPTS
     assert max(map(len, templated)) <= 30
     assert prompts_in_both_forms(files, tiny_tokenizer(None), 30, 0) == ([], [])
 

@@ -7,8 +7,7 @@ import pytest
 
 import redrafter.cli
 from redrafter.errors import ArgumentError, CheckpointError
-from redrafter.train.regenerate.journal import Journal
-from redrafter.train.regenerate.merge import merge
+from redrafter.train.regenerate.journal import Journal, merge
 
 ROWS = 11
 FAILED = {3, 7}

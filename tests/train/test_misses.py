@@ -19,8 +19,7 @@ from redrafter.train.evaluate.misses import (
     trace_steps,
     tried_drafts,
 )
-from redrafter.train.evaluate.replay import replay
-from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.evaluate.replay import Shape, replay
 from redrafter.train.evaluate.texts import Texts, write_texts
 
 # Counts of tensors

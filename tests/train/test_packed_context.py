@@ -15,8 +15,7 @@ from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.drafting.proposer import State
 from redrafter.target.target import Target
 from redrafter.train.config import TrainConfig
-from redrafter.train.evaluate.replay import ReplayStats, replay
-from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.evaluate.replay import ReplayStats, Shape, replay
 from redrafter.train.evaluate.texts import Texts
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train

@@ -12,10 +12,8 @@ from redrafter.cli import main
 from redrafter.errors import ArgumentError
 from redrafter.train.evaluate.command import evaluate
 from redrafter.train.evaluate.options import EvaluateOptions, Search
-from redrafter.train.evaluate.prompts import PromptChoice, cut_prompt, prompts_of_lengths
-from redrafter.train.evaluate.replay import ReplayStats, replay
-from redrafter.train.evaluate.shapes import Shape
-from redrafter.train.evaluate.texts import write_texts
+from redrafter.train.evaluate.replay import ReplayStats, Shape, replay
+from redrafter.train.evaluate.texts import PromptChoice, cut_prompt, prompts_of_lengths, write_texts
 
 TEXTS = ["abcdefghijklmnop", "0123456789", "short", "ABCDEFGHIJKL"]
 WORDS = ["the moon is far away and the sun is farther " * 3, "it was a night without any stars at all " * 3]

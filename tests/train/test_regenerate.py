@@ -24,12 +24,10 @@ from redrafter.drafting.proposer import PlainProposer
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.target.target import Target
 from redrafter.train.regenerate import answer_writer
-from redrafter.train.regenerate.answer_writer import choose_batch
+from redrafter.train.regenerate.answer_writer import BaseLimits, Task, choose_batch, ids_after
 from redrafter.train.regenerate.command import load, parse, regenerate
 from redrafter.train.regenerate.config import RegenerateConfig
-from redrafter.train.regenerate.journal import Journal
-from redrafter.train.regenerate.merge import merge
-from redrafter.train.regenerate.tasks import BaseLimits, Task, ids_behind
+from redrafter.train.regenerate.journal import Journal, merge
 
 VOCAB, CONTEXT, EOS = len(BYTES) + 6, 160, 2
 TEMPLATE = (
@@ -221,7 +219,7 @@ def test_what_follows_an_answer_is_tokenised_as_it_stands_there():
     tokenizer = Tokenizer(models.Unigram([(word, -1.0) for word in vocab], unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-    assert ids_behind("Markand", 4, made) == [vocab["and"]]
+    assert ids_after("Markand", 4, made) == [vocab["and"]]
     assert made("and", add_special_tokens=False)["input_ids"] == [vocab["▁and"]]
 
 

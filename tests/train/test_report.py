@@ -158,7 +158,7 @@ def test_trackers_get_loss_rate_accuracy_and_tokens_per_step():
     assert len(lines) == 2
     assert logged[1][1] == {"tokens per step": 1.5}
     assert logged[3][1] == {"tokens per step": 1.25}
-    assert set(logged[2][1]) == {"loss", "lr", "tokens/s", "right at step 1", "right at step 2"}
+    assert set(logged[2][1]) == {"loss", "lr", "tokens/s", "accuracy/draft_1", "accuracy/draft_2"}
     assert logged[2][1]["loss"] == result.loss
     assert result.tokens_per_step == {3: 1.5, 4: 1.25}
     assert result.best_step == 3

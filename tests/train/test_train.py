@@ -27,16 +27,14 @@ from redrafter.errors import ArgumentError
 from redrafter.target.target import Target
 from redrafter.train import progress
 from redrafter.train.config import TrainConfig, parse, shown_command
-from redrafter.train.evaluate.replay import ValidationTexts
-from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.evaluate.replay import Shape, ValidationTexts
 from redrafter.train.init_drafter import new_drafter
-from redrafter.train.loop import learning_rate_factor, train
+from redrafter.train.loop import ADAM_BETAS, learning_rate_factor, make_optimizer, train
 from redrafter.train.loss import BatchLoss, Unroll, total_weight
 from redrafter.train.processes import new_accelerator
 from redrafter.train.progress import Clock, LossMeter, Progress, TrainingState
 from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import main
-from redrafter.train.trainer import ADAM_BETAS, make_optimizer
 from redrafter.train.training_data import describe_bad_rows
 
 
@@ -96,7 +94,7 @@ def test_accumulated_batches_are_one_large_batch():
         result = train(model, drafter, halves, config, log=lambda _: None)
         trained.append((drafter.state_dict(), result))
     (one, result), (two, other) = trained
-    assert result.steps == other.steps == 3
+    assert result.step == other.step == 3
     assert result.tokens == other.tokens == 3 * 8 * 20
     assert result.loss == pytest.approx(other.loss, rel=1e-5)
     assert result.accuracy == other.accuracy
@@ -192,8 +190,8 @@ def test_training_stops_at_its_minutes_its_steps_or_its_batches(monkeypatch):
     model = tiny_model()
     batch = torch.randint(3, VOCAB, (2, 12)), torch.ones(2, 12, dtype=torch.bool)
     config, quiet = TrainConfig(draft_len=2, cpu=True), {"log": lambda _: None}
-    assert train(model, random_drafter(model), [batch] * 3, config, **quiet).steps == 3
-    assert train(model, random_drafter(model), [batch] * 9, replace(config, steps=4), **quiet).steps == 4
+    assert train(model, random_drafter(model), [batch] * 3, config, **quiet).step == 3
+    assert train(model, random_drafter(model), [batch] * 9, replace(config, steps=4), **quiet).step == 4
 
     def forever():
         while True:
@@ -203,7 +201,7 @@ def test_training_stops_at_its_minutes_its_steps_or_its_batches(monkeypatch):
     monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 100))
     result = train(model, random_drafter(model), forever(), replace(config, minutes=0.005), **quiet)
     assert 0.3 <= result.seconds < 0.5
-    assert 2 < result.steps < 40
+    assert 2 < result.step < 40
 
 
 def test_progress_is_of_the_steps_since_the_last_line():
@@ -229,7 +227,7 @@ def test_time_counts_on_without_what_is_beside_the_training(monkeypatch):
         now[0] += 0.2
     assert clock.seconds == pytest.approx(30)
     assert clock.broadcast_fraction_done() == pytest.approx(0.5)
-    assert clock.seconds_by_activity["validating"] == pytest.approx(0.2)
+    assert clock.state.seconds_by_activity["validating"] == pytest.approx(0.2)
     now[0] += 6
     assert clock.seconds == pytest.approx(36)
     shown = str(Progress(6, 24, 0.25, 600.0, 1234.5, 2.0, [0.5, 0.25], 1e-3))

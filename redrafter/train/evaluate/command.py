@@ -33,7 +33,6 @@ from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.measure.report import check_picture
 from redrafter.train.evaluate.explain import OtherTexts, explain
 from redrafter.train.evaluate.options import EvaluateOptions, Search
-from redrafter.train.evaluate.prompts import PromptChoice, prompts_by_category, prompts_of_lengths
 from redrafter.train.evaluate.replay import replay
 from redrafter.train.evaluate.report import (
     TextsResult,
@@ -43,9 +42,7 @@ from redrafter.train.evaluate.report import (
     make_report,
     plot,
 )
-from redrafter.train.evaluate.texts import write_texts
-
-__all__ = ["evaluate", "main"]
+from redrafter.train.evaluate.texts import PromptChoice, prompts_by_category, prompts_of_lengths, write_texts
 
 UNUSED_LOAD_OPTIONS = ("num_beams", "draft_len_per_beam", "node_budget", "tuning", "max_input_len", "max_seq_len")
 MAX_NODES = 4096  # of a search, where each node is compared with all others
@@ -54,9 +51,7 @@ MAX_NODES = 4096  # of a search, where each node is compared with all others
 def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
     """Measure a loaded pair.
 
-    Args:
-        pair: Pair whose engine is a `ReDrafter`.
-        options: How to measure it.
+    The pair's engine must be a `ReDrafter`.
 
     Returns:
         The report, as `make_report` makes it.
@@ -158,9 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _max_prompt_tokens(options: EvaluateOptions, context: int | None) -> int:
     """Return the most tokens of a prompt; raise `ArgumentError` where the new tokens or a length leave no room.
 
-    Args:
-        options: The options.
-        context: Tokens of the model's context; None for no limit.
+    `context` is the number of tokens of the model's context; None for no limit.
     """
     if context is None:
         return sys.maxsize

@@ -24,21 +24,8 @@ from redrafter.train.evaluate.misses import (
     tried_drafts,
 )
 from redrafter.train.evaluate.options import EvaluateOptions
-from redrafter.train.evaluate.prompts import prompts_in_both_forms, read_training_texts
-from redrafter.train.evaluate.replay import ReplayStats, replay
-from redrafter.train.evaluate.shapes import Shape
-from redrafter.train.evaluate.texts import Texts, write_texts
-
-__all__ = [
-    "Bucket",
-    "Explanation",
-    "Form",
-    "OtherTexts",
-    "StepCounts",
-    "TemperatureExplanation",
-    "explain",
-    "explain_temperature",
-]
+from redrafter.train.evaluate.replay import ReplayStats, Shape, replay
+from redrafter.train.evaluate.texts import Texts, prompts_in_both_forms, read_training_texts, write_texts
 
 PROBABILITIES, PROBABILITY_NAMES = (0.5, 0.9), ("below 0.5", "0.5 to 0.9", "0.9 or more")
 CONTEXTS = (256, 512, 1024, 2048, 8192)  # tokens
@@ -47,23 +34,14 @@ CONTEXT_NAMES = (*(f"up to {most}" for most in CONTEXTS), f"above {CONTEXTS[-1]}
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counts how steps ended: `steps` is the sum of all misses, `all_accepted` and `text_ended`.
+    """Counts how steps ended: `steps` is the sum of all misses, `all_accepted` and `text_ended`."""
 
-    Attributes:
-        steps: Steps taken.
-        all_accepted: Steps that accepted a draft at each depth.
-        text_ended: Steps that the end of the text cut, after accepted drafts alone.
-        misses: At each depth, the steps whose first missed draft was there, by class.
-        tried: At each depth, the drafts behind accepted ones.
-        accepted: At each depth, the drafts that were accepted.
-    """
-
-    steps: int
-    all_accepted: int
-    text_ended: int
-    misses: list[dict[str, int]]
-    tried: list[int]
-    accepted: list[int]
+    steps: int  # steps taken
+    all_accepted: int  # steps that accepted a draft at each depth
+    text_ended: int  # steps that the end of the text cut, after accepted drafts alone
+    misses: list[dict[str, int]]  # at each depth, the steps whose first missed draft was there, by class
+    tried: list[int]  # at each depth, the drafts behind accepted ones
+    accepted: list[int]  # at each depth, the drafts that were accepted
 
     @property
     def missed(self) -> dict[str, int]:
@@ -87,25 +65,16 @@ class Bucket:
 
 @dataclass(frozen=True)
 class TemperatureExplanation:
-    """Measurements along the texts of one temperature.
+    """Measurements along the texts of one temperature."""
 
-    Attributes:
-        temperature: Temperature that the texts were written at; 0 for greedy.
-        tokens_per_step: Tokens that a step gave.
-        all_steps: How steps ended.
-        categories: How steps ended, by category of prompts.
-        by_probability: Drafts by the probability that the base gave its own token.
-        by_context: Drafts by the tokens before them.
-        best_guess: At each depth, the share of the base's own text at which the drafter's best guess was right, each
-            after the text's own tokens and without noise.
-    """
-
-    temperature: float
-    tokens_per_step: float | None
-    all_steps: StepCounts
-    categories: dict[str, StepCounts]
-    by_probability: list[Bucket]
-    by_context: list[Bucket]
+    temperature: float  # temperature that the texts were written at; 0 for greedy
+    tokens_per_step: float | None  # tokens that a step gave
+    all_steps: StepCounts  # how steps ended
+    categories: dict[str, StepCounts]  # how steps ended, by category of prompts
+    by_probability: list[Bucket]  # drafts by the probability that the base gave its own token
+    by_context: list[Bucket]  # drafts by the tokens before them
+    # At each depth, the share of the base's own text at which the drafter's best guess was right, each after the text's
+    # own tokens and without noise.
     best_guess: list[float | None]
 
 
@@ -120,52 +89,30 @@ class Form:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Measurements that explain the acceptance of a pair.
+    """Measurements that explain the acceptance of a pair."""
 
-    Attributes:
-        tree: Tree that was explained.
-        beams: Its beams.
-        depth: Its depth.
-        nodes: Nodes that are verified, the root counted.
-        lattice: Nodes that its search finds, the root counted.
-        head: Tokens that the drafter's head knows.
-        vocabulary: Tokens that the base knows.
-        temperatures: What was measured at each temperature.
-        data: Files of the training data; none if none were given.
-        best_guess_on_data: As `best_guess`, on the training data; None without it.
-        form_prompts: Prompts that were measured in both forms; 0 without a chat template.
-        plain: Those prompts as plain text; None without a chat template.
-        template: Those prompts in the chat template; None without one.
-    """
-
-    tree: str
+    tree: str  # tree that was explained
     beams: int
     depth: int
-    nodes: int
-    lattice: int
-    head: int
-    vocabulary: int
-    temperatures: list[TemperatureExplanation]
-    data: list[str]
-    best_guess_on_data: list[float | None] | None
-    form_prompts: int
-    plain: Form | None
-    template: Form | None
+    nodes: int  # nodes that are verified, the root counted
+    lattice: int  # nodes that its search finds, the root counted
+    head: int  # tokens that the drafter's head knows
+    vocabulary: int  # tokens that the base knows
+    temperatures: list[TemperatureExplanation]  # what was measured at each temperature
+    data: list[str]  # files of the training data; none if none were given
+    best_guess_on_data: list[float | None] | None  # as `best_guess`, on the training data; None without it
+    form_prompts: int  # prompts that were measured in both forms; 0 without a chat template
+    plain: Form | None  # those prompts as plain text; None without a chat template
+    template: Form | None  # those prompts in the chat template; None without one
 
 
 @dataclass(frozen=True)
 class OtherTexts:
-    """Holds the texts that an evaluation is compared with, which are read before anything is measured.
+    """Holds the texts that an evaluation is compared with, which are read before anything is measured."""
 
-    Attributes:
-        training: Texts of the drafter's training data; None if none was given.
-        plain: Token ids of some prompts as plain text; none without a chat template.
-        templated: Token ids of the same prompts in the chat template.
-    """
-
-    training: Texts | None
-    plain: list[list[int]]
-    templated: list[list[int]]
+    training: Texts | None  # texts of the drafter's training data; None if none was given
+    plain: list[list[int]]  # token ids of some prompts as plain text; none without a chat template
+    templated: list[list[int]]  # token ids of the same prompts in the chat template
 
     @classmethod
     def read(cls, pair: Pair, options: EvaluateOptions, max_tokens: int) -> "OtherTexts":
@@ -189,14 +136,7 @@ def explain(
 ) -> Explanation:
     """Explain the acceptance of a pair.
 
-    Args:
-        pair: The pair.
-        drafter: Its drafter.
-        options: How it is measured.
-        shape: Shape of the tree.
-        categories: Number of prompts of each category; the texts stand in the order of the categories.
-        texts: Texts that the base wrote, for each temperature.
-        others: What to compare them with.
+    `categories` holds the number of prompts of each category; the texts are in the order of the categories.
     """
     target = pair.engine.target
     assert shape.nodes is not None

@@ -11,25 +11,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.target.target import Target
-from redrafter.train.evaluate.replay import Positions, group_texts, pending_positions, read_positions, steps_taken
-from redrafter.train.evaluate.shapes import Shape, count_accepted
+from redrafter.train.evaluate.replay import (
+    Positions,
+    Shape,
+    count_accepted,
+    group_texts,
+    pending_positions,
+    read_positions,
+    steps_taken,
+)
 from redrafter.train.evaluate.texts import Texts
 from redrafter.train.teacher import Teacher
-
-__all__ = [
-    "MISSES",
-    "Outcome",
-    "Steps",
-    "base_probabilities",
-    "best_guess_share",
-    "bucket_drafts",
-    "classify",
-    "count_misses",
-    "describe_drafts",
-    "rank_of",
-    "trace_steps",
-    "tried_drafts",
-]
 
 NEAR = 2  # times the beams: a rank below is a near miss
 
@@ -50,23 +42,15 @@ MISSES = tuple(outcome for outcome in Outcome if outcome < Outcome.ALL_ACCEPTED)
 
 @dataclass(frozen=True)
 class Steps:
-    """S steps that decoding takes along texts.
+    """S steps that decoding takes along texts."""
 
-    Attributes:
-        text: Index of each step's text, `[S]` int64.
-        pending: Position of its pending token in the text, `[S]` int64.
-        left: Tokens of the text behind the pending one, `[S]` int64.
-        accepted: Drafts that are accepted, `[S]` int64.
-        searched: Drafts that would be accepted if all nodes of the search were verified, `[S]` int64.
-        rank: Rank of the token behind the accepted drafts among all that the drafter knows, after the accepted drafts;
-            0 for the one that it likes best, -1 where it does not know the token; `[S]` int64.
-    """
-
-    text: Tensor
-    pending: Tensor
-    left: Tensor
-    accepted: Tensor
-    searched: Tensor
+    text: Tensor  # index of each step's text, `[S]` int64
+    pending: Tensor  # position of its pending token in the text, `[S]` int64
+    left: Tensor  # tokens of the text behind the pending one, `[S]` int64
+    accepted: Tensor  # drafts that are accepted, `[S]` int64
+    searched: Tensor  # drafts that would be accepted if all nodes of the search were verified, `[S]` int64
+    # Rank of the token behind the accepted drafts among all that the drafter knows, after the accepted drafts; 0 for
+    # the one that it likes best, -1 where it does not know the token; `[S]` int64.
     rank: Tensor
 
 
@@ -77,13 +61,7 @@ def rank_of(scores: Tensor, label: Tensor) -> Tensor:
 
 
 def classify(steps: Steps, beams: int, depth: int) -> Tensor:
-    """Return the `Outcome` of each step, `[S]` int64: of the tests below, the last one that holds.
-
-    Args:
-        steps: The steps.
-        beams: Beams W of the search.
-        depth: Depth K of the search.
-    """
+    """Return the `Outcome` of each step, `[S]` int64: of the tests below, the last one that holds."""
     outcome = torch.full_like(steps.rank, Outcome.WRONG_GUESS)
     outcome[steps.rank < NEAR * beams] = Outcome.NEAR_MISS
     outcome[steps.searched > steps.accepted] = Outcome.NODE_BUDGET
@@ -96,10 +74,7 @@ def classify(steps: Steps, beams: int, depth: int) -> Tensor:
 def count_misses(outcome: Tensor, accepted: Tensor, depth: int) -> Tensor:
     """Count the misses by depth and class.
 
-    Args:
-        outcome: `Outcome` of each step, `[S]` int64.
-        accepted: Drafts that each step accepted, `[S]` int64.
-        depth: Depth K of the search.
+    `outcome` holds the `Outcome` of each step, `[S]` int64, and `accepted` the drafts that it accepted, `[S]` int64.
 
     Returns:
         `[K, len(MISSES)]` int64; entry d is of draft d + 1.
@@ -114,10 +89,6 @@ def tried_drafts(steps: Steps, depth: int) -> tuple[Tensor, Tensor]:
 
     What is behind the end of a text is not tried.
 
-    Args:
-        steps: The steps.
-        depth: Depth K of the search.
-
     Returns:
         The step of each of the D drafts, and its index in the draft from 0, `[D]` int64 each.
     """
@@ -129,10 +100,7 @@ def tried_drafts(steps: Steps, depth: int) -> tuple[Tensor, Tensor]:
 def describe_drafts(steps: Steps, probabilities: Sequence[Tensor], depth: int) -> tuple[Tensor, Tensor, Tensor]:
     """Describe the drafts that the steps tried.
 
-    Args:
-        steps: The steps.
-        probabilities: Probability that the base gave each token, `[T]` float32 for each text of T tokens.
-        depth: Depth K of the search.
+    `probabilities` holds what the base gave each token, `[T]` float32 for each text of T tokens.
 
     Returns:
         For each of D drafts: the probability of the text's token at its place, `[D]` float32; the tokens before it,
@@ -166,11 +134,7 @@ def bucket_drafts(value: Tensor, accepted: Tensor, bounds: Sequence[float]) -> T
 def trace_steps(drafter: RecurrentDrafter, target: Target, texts: Texts, shape: Shape) -> Steps:
     """Take the steps that `replay` counts, and tell of each how its first missed draft was missed.
 
-    Args:
-        drafter: Drafter in eval mode, on the target's device and in its dtype.
-        target: The base.
-        texts: Texts that the base wrote.
-        shape: Shape of the tree.
+    The drafter must be in eval mode, on the target's device and in its dtype.
     """
     whole = replace(shape, nodes=shape.lattice)
     rows: list[list[int]] = []

@@ -11,10 +11,8 @@ from redrafter.app.flags import flag, floats, format_value, integers
 from redrafter.app.options import PROMPTS_HELP, PromptOptions
 from redrafter.errors import ArgumentError
 from redrafter.options import option
-from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.evaluate.replay import Shape
 from redrafter.tree.beam_search import node_count
-
-__all__ = ["EvaluateOptions", "Search"]
 
 MAX_TEMPERATURE = 1e30  # float32 ends not far above
 
@@ -117,8 +115,7 @@ class EvaluateOptions(PromptOptions):
     def trees(self, default: Search) -> list[Shape]:
         """Return the shapes to measure: each node budget of each search, and the tree of the published method.
 
-        Args:
-            default: Search to measure if none was asked for.
+        `default` is the search to measure if none was asked for.
         """
         trees = []
         for beams, depth in self.shapes or (default,):
@@ -130,9 +127,7 @@ class EvaluateOptions(PromptOptions):
     def explained_tree(self, default: Search, device: torch.device) -> Shape:
         """Return the tree that `--explain` explains: the one asked for, or the one that `generate` verifies untuned.
 
-        Args:
-            default: Search to explain if none was asked for.
-            device: Where the target runs.
+        `default` is the search to explain if none was asked for, and `device` is where the target runs.
         """
         beams, depth = self.shapes[0] if self.shapes else default
         budget = self.node_budgets[0] if self.node_budgets else None

@@ -3,6 +3,10 @@
 Along a text that the base wrote itself, the token that it draws next is known at every position: greedily, or under
 the noise of a seed, which the drafter then searches under as well. So the trees that decoding would propose are made
 for all positions at once, with decoding's own search, and the steps are counted afterwards, for many shapes of tree.
+
+The lattice of a deep search begins with that of a shallower one as wide, and a node budget keeps the best nodes of it.
+So one search serves all shapes of one width. What a cut keeps is closed towards the root: of the path that the base
+drew through the whole lattice, it keeps the first part.
 """
 
 import copy
@@ -16,25 +20,15 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.drafting.context_attention import ContextWindow
-from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.drafting.proposer import State
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.sequence import Stats
 from redrafter.target.target import Target
-from redrafter.train.evaluate.shapes import Shape, count_accepted
 from redrafter.train.evaluate.texts import Texts, write_texts
 from redrafter.train.teacher import Teacher
-
-__all__ = [
-    "Positions",
-    "ReplayStats",
-    "ValidationTexts",
-    "group_texts",
-    "pending_positions",
-    "read_positions",
-    "replay",
-    "steps_taken",
-]
+from redrafter.tree.accept import accept
+from redrafter.tree.token_tree import Tree, keep_best
 
 MAX_BATCH_TEXTS = 16  # texts in one forward of the base
 MAX_BATCH_POSITIONS = 1024  # positions in one call of the drafter
@@ -42,21 +36,96 @@ MAX_BATCH_BYTES = 1 << 30  # memory of either, about
 
 
 @dataclass(frozen=True)
-class Positions:
-    """Positions of texts, as a proposer is given the rows of a batch.
+class Shape:
+    """Shape of the tree that a step verifies."""
 
-    Attributes:
-        state: State at A positions. Its `tokens` are `[A, K+2]`, each position's pending token and the tokens that
-            the text goes on with; -1 past its end.
-        sampler: How the base sampled the texts.
+    beams: int  # beams W of the search
+    depth: int  # depth K of the search
+    # Best nodes N of the search that are verified, the root counted. None for the tree of the published method: the
+    # prefixes of the W beams that are left at the end of the search.
+    nodes: int | None
+
+    def __str__(self) -> str:
+        kept = "final beams" if self.nodes is None else f"{min(self.nodes, self.lattice)} nodes"
+        return f"{self.beams}x{self.depth}, {kept}"
+
+    @property
+    def lattice(self) -> int:
+        """Nodes that the search finds, the root counted."""
+        return 1 + self.beams * self.depth
+
+
+def count_accepted(
+    drafter: RecurrentDrafter,
+    target: Target,
+    state: State,
+    sampler: Sampler,
+    noise: Tensor | None,
+    shapes: Sequence[Shape],
+    window: ContextWindow | None = None,
+) -> Tensor:
+    """Count the drafts that are accepted and those that are verified at A positions.
+
+    Args:
+        drafter: Drafter, in eval mode.
+        target: The base.
+        state: State at the positions. Its `tokens` are `[A, K+2]`, each position's pending token and the tokens that
+            the base drew after it, for K the depth of the deepest shape.
+        sampler: How the base samples.
         noise: Noise of the tokens after the pending one, `[A, K, V]`; None when greedy.
-        window: What the drafter reads of the texts there; None where it reads nothing.
-    """
+        shapes: Shapes of the tree.
+        window: What the drafter reads of the texts at the positions; None where it reads nothing.
 
+    Returns:
+        Drafts accepted and drafts verified, `[2, A, shapes]` int64.
+    """
+    counts = torch.zeros(2, len(state.length), len(shapes), dtype=torch.long, device=state.tokens.device)
+    for beams in {shape.beams for shape in shapes}:
+        columns = [column for column, shape in enumerate(shapes) if shape.beams == beams]
+        depth = max(shapes[column].depth for column in columns)
+        # The search ranks each node by the sum of the drafter's log-probabilities, noise included, from the root to it.
+        scores = [torch.zeros_like(state.length[:, None], dtype=torch.float32)]
+        proposer = RecurrentProposer(drafter, target, beams, depth, 1 + beams * depth)
+        lattice = proposer.search(state, sampler, noise, should_stop=partial(_record, scores), window=window)
+        score = torch.cat(scores, dim=1)  # [A, N]
+        path = accept(lattice, state.tokens.gather(1, lattice.depth + 1), depth)  # [A, K+1]
+        drawn = torch.arange(depth, device=score.device) < path.accepted[:, None]  # [A, K]
+        for column in columns:
+            kept = _kept(lattice, score, shapes[column])  # [A, N]
+            within = slice(shapes[column].depth)
+            accepted = kept.gather(1, path.nodes[:, 1:][:, within]) & drawn[:, within]
+            counts[:, :, column] = torch.stack([accepted.sum(dim=1), kept.sum(dim=1) - 1])
+    return counts
+
+
+def _record(scores: list[Tensor], score: Tensor) -> bool:
+    """Keep the scores of a step of the search, which goes on."""
+    scores.append(score)
+    return False
+
+
+def _kept(lattice: Tree, score: Tensor, shape: Shape) -> Tensor:
+    """Return which of the lattice's first nodes, those of the shape's own search, it keeps: `[A, shape.lattice]`."""
+    count = shape.lattice
+    if shape.nodes is None:
+        return lattice.ancestors[:, count - shape.beams : count, :count].any(dim=1)
+    if shape.beams == 1:  # rounding may put a node of a chain above its parent
+        return (torch.arange(count, device=score.device) < shape.nodes).expand(len(score), -1)
+    tokens, parents, depth, score = (x[:, :count] for x in (lattice.tokens, lattice.parents, lattice.depth, score))
+    *_, best = keep_best(tokens, parents, depth, score, min(shape.nodes, count))
+    return torch.zeros_like(score, dtype=torch.bool).scatter(1, best, True)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Positions of texts, as a proposer is given the rows of a batch."""
+
+    # State at A positions. Its `tokens` are `[A, K+2]`, each position's pending token and the tokens that the text goes
+    # on with; -1 past its end.
     state: State
-    sampler: Sampler
-    noise: Tensor | None
-    window: ContextWindow | None
+    sampler: Sampler  # how the base sampled the texts
+    noise: Tensor | None  # noise of the tokens after the pending one, `[A, K, V]`; None when greedy
+    window: ContextWindow | None  # what the drafter reads of the texts there; None where it reads nothing
 
 
 def pending_positions(texts: Texts, index: int) -> range:
@@ -82,12 +151,8 @@ def read_positions(
 ) -> Iterator[Positions]:
     """Read a group of texts with the base, and yield their pending positions, text by text.
 
-    Args:
-        drafter: Drafter, in eval mode.
-        target: The base.
-        texts: All texts.
-        group: Indices of the texts to read.
-        shapes: Shapes of the trees that are searched at each position; K is the depth of the deepest.
+    `group` holds the indices of the texts to read. `shapes` are the trees that are searched at each position; K is the
+    depth of the deepest.
     """
     depth, device = max(shape.depth for shape in shapes), target.device
     tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True, padding_value=-1)  # [B, T]
@@ -141,13 +206,9 @@ def _pairs(keys: Tensor, values: Tensor, row: Tensor, at: Tensor) -> tuple[Tenso
 
 @dataclass
 class ReplayStats(Stats):
-    """The steps along a text, counted as `generate` counts them.
+    """The steps along a text, counted as `generate` counts them."""
 
-    Attributes:
-        tried: Entry d counts the steps that accepted d drafts and whose text went on, so that one more could be
-            accepted.
-    """
-
+    # Entry d counts the steps that accepted d drafts and whose text went on, so that one more could be accepted.
     tried: list[int] = field(default_factory=list)
 
     @classmethod
@@ -219,11 +280,7 @@ class ValidationTexts:
 def replay(drafter: RecurrentDrafter, target: Target, texts: Texts, shapes: Sequence[Shape]) -> list[list[ReplayStats]]:
     """Compute what `generate` would report on texts that the base wrote.
 
-    Args:
-        drafter: Drafter in eval mode, on the target's device and in its dtype.
-        target: The base.
-        texts: Texts that the base wrote.
-        shapes: Shapes of the tree.
+    The drafter must be in eval mode, on the target's device and in its dtype.
 
     Returns:
         Statistics for each shape, for each text.
@@ -248,8 +305,7 @@ def replay(drafter: RecurrentDrafter, target: Target, texts: Texts, shapes: Sequ
 def steps_taken(accepted: Sequence[int]) -> Iterator[int]:
     """Yield the pending positions of a text at which decoding takes a step, counted from the first.
 
-    Args:
-        accepted: Drafts that a step would accept at each pending position of the text.
+    `accepted` holds the drafts that a step would accept at each pending position of the text.
     """
     position = 0  # its token is pending: the prefill drew it
     while position < len(accepted):

@@ -10,10 +10,8 @@ from redrafter.app.loading import Pair
 from redrafter.measure.report import conditions, describe_pair, drawing, format_table
 from redrafter.train.evaluate.explain import Bucket, Explanation, StepCounts, TemperatureExplanation
 from redrafter.train.evaluate.options import EvaluateOptions
-from redrafter.train.evaluate.prompts import PromptChoice
-from redrafter.train.evaluate.replay import ReplayStats
-from redrafter.train.evaluate.shapes import Shape
-from redrafter.train.evaluate.texts import Texts, repeated_share
+from redrafter.train.evaluate.replay import ReplayStats, Shape
+from redrafter.train.evaluate.texts import PromptChoice, Texts, repeated_share
 
 NAMED_SHARE = 0.1  # of all misses; a class with less is not worth a line
 DEEPER_SHARE = 0.25  # of all steps, which accepted all drafts: deeper drafts would pay
@@ -33,19 +31,12 @@ MISS_NAMES = {
 
 @dataclass(frozen=True)
 class TextsResult:
-    """Texts of one temperature and one length of prompts, and what a drafter is worth on them.
+    """Texts of one temperature and one length of prompts, and what a drafter is worth on them."""
 
-    Attributes:
-        texts: Texts that the base wrote.
-        shapes: Shapes of the tree.
-        stats: Statistics for each shape, for each text.
-        prompt_length: Tokens that the prompts were cut to; None for whole prompts.
-    """
-
-    texts: Texts
-    shapes: list[Shape]
-    stats: list[list[ReplayStats]]
-    prompt_length: int | None
+    texts: Texts  # texts that the base wrote
+    shapes: list[Shape]  # shapes of the tree
+    stats: list[list[ReplayStats]]  # statistics for each shape, for each text
+    prompt_length: int | None  # tokens that the prompts were cut to; None for whole prompts
 
 
 def make_report(
@@ -53,11 +44,7 @@ def make_report(
 ) -> dict[str, Any]:
     """Make the JSON document.
 
-    Args:
-        pair: Pair that was measured.
-        options: How it was measured.
-        prompts: Prompts of the texts, in the order of the texts.
-        results: What was measured at each temperature, after prompts of each length.
+    `prompts` are in the order of the texts; `results` were measured at each temperature, after prompts of each length.
     """
     return conditions(pair.engine.target) | {
         "model": short_name(pair.name),
@@ -262,9 +249,7 @@ def format_explanation(document: dict[str, Any]) -> Iterator[str]:
 def plot(document: dict[str, Any], path: Path) -> None:
     """Draw acceptance by depth: a line for each shape, a column for each temperature, a row for each prompt length.
 
-    Args:
-        document: Report that `make_report` made.
-        path: The `.png` file to write.
+    `document` is the report that `make_report` made, and `path` the `.png` file to write.
     """
     measured, rows = document["temperatures"], len(document["prompts"]["lengths"]) or 1
     columns = len(measured) // rows

@@ -1,10 +1,16 @@
 """Answer the rows of a data set in batches.
 
 With the same base, tokenizer and seed, the answer to a row does not depend on the batch that it is in.
+
+The chat template is rendered with a marker in place of every answer, so that the text that it puts after an answer is
+found whatever it would do to the answer itself. The ids of an answer are kept as the base wrote them, between those of
+the template: the next answer is decoded after exactly the ids that the base saw and wrote before.
 """
 
+import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,28 +20,113 @@ from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
 from redrafter.app.options import GenerationOptions
 from redrafter.checkpoints.tokenizers import end_tokens
+from redrafter.data.prompts import encode_prompt
 from redrafter.data.rows import Row, fingerprint
 from redrafter.data.windows import Document
 from redrafter.engine.engine import Engine
-from redrafter.errors import CacheFullError, ReDrafterError, first_line
+from redrafter.errors import CacheFullError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.measure.run import Run
 from redrafter.train.regenerate.config import RegenerateConfig, shard_numbers
 from redrafter.train.regenerate.journal import Journal
-from redrafter.train.regenerate.tasks import BaseLimits, Task, make_task
 
-__all__ = ["AnswerWriter", "base_name", "choose_batch", "select_rows"]
+MIN_BEGINNING_TOKENS, MAX_BEGINNING_TOKENS = 16, 64  # of a plain text, the tokens that are its prompt
+BEGINNING_CHARS = 8192  # characters of a plain text that are read for them
+MARKER = "AnswerOfTheBase"
+SEED_RANGE = 1 << 62  # seeds are less than this
 
 POOL_BATCHES = 8  # batches of rows that are open at once, among which rows of similar length are looked for
 OUT_OF_MEMORY_ERRORS = (CacheFullError, torch.OutOfMemoryError, MemoryError)
 LOG_SECONDS = 10.0  # between lines of progress
 
 
+@dataclass(frozen=True)
+class BaseLimits:
+    """Limits of a base."""
+
+    eos: frozenset[int]  # ids that end an answer
+    vocab_size: int  # ids that the base knows
+    max_tokens: int | None  # tokens of a prompt, at most; None for no limit
+
+    def fits(self, length: int) -> bool:
+        """Return whether a prompt of `length` tokens leaves room for an answer."""
+        return self.max_tokens is None or length <= self.max_tokens
+
+
+@dataclass
+class Task:
+    """A row that is being answered."""
+
+    number: int  # number of the row in the data set
+    row: Row
+    seed: int  # seed of its answers
+    temperature: float  # temperature of its answers
+    parts: list[list[int]]  # ids that stand before each answer
+    ids: list[int] = field(default_factory=list)  # all ids so far
+    mask: list[bool] = field(default_factory=list)  # which of `ids` the base wrote
+    parts_added: int = 0  # how many of `parts` are in `ids`
+    finish: str = "eos"  # `eos`, or `length` once an answer was cut short, or left out because there was no room
+    done: bool = False  # whether all answers are there
+
+    def add_prompt(self, limits: BaseLimits) -> None:
+        """Append the ids before the next answer; without a next answer, or room for one, the task is done."""
+        part = self.parts[self.parts_added] if self.parts_added < len(self.parts) else None
+        if part is not None and self.ids and self.ids[-1] in limits.eos:
+            # The base ended its turn itself, so the template must not end it again, in whatever way.
+            part = part[next((index + 1 for index, token in enumerate(part[:2]) if token in limits.eos), 0) :]
+        if part is None or not limits.fits(len(self.ids) + len(part)):
+            self.finish = self.finish if part is None else "length"
+            self.done = True
+            return
+        self.ids, self.mask = self.ids + part, self.mask + [False] * len(part)
+        self.parts_added += 1
+
+    def add_answer(self, answer: Sequence[int], limits: BaseLimits) -> None:
+        """Append an answer, and the ids before the next."""
+        self.ids, self.mask = self.ids + list(answer), self.mask + [True] * len(answer)
+        if answer[-1] not in limits.eos:
+            self.finish = "length"
+        self.add_prompt(limits)
+
+
+def make_task(
+    number: int,
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: BaseLimits,
+    *,
+    seed: int,
+    temperatures: Sequence[float],
+) -> Task:
+    """Make the task of a row, with its first prompt.
+
+    The task's seed and temperature, and how much of a text is its prompt, depend on `seed` and `number` alone.
+
+    One of `temperatures` is drawn.
+
+    Raises:
+        CheckpointError: The row holds nothing to answer, or its prompt is too long.
+        MismatchError: The row's ids are not this base's.
+    """
+    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=24).digest()
+    task_seed, which, share = (int.from_bytes(digest[start : start + 8], "big") for start in (0, 8, 16))
+    beginning = MIN_BEGINNING_TOKENS + share % (MAX_BEGINNING_TOKENS - MIN_BEGINNING_TOKENS + 1)
+    parts = _parts(row, tokenizer, beginning)
+    if not parts or not parts[0]:
+        raise CheckpointError("an empty prompt")
+    highest = max(max(part, default=0) for part in parts)
+    if highest >= limits.vocab_size:
+        raise MismatchError(f"token id {highest}, but the base knows {limits.vocab_size} ids")
+    task = Task(number, row, task_seed % SEED_RANGE, temperatures[which % len(temperatures)], parts)
+    task.add_prompt(limits)
+    if task.done:
+        raise CheckpointError(f"a prompt of {len(parts[0])} tokens; at most {limits.max_tokens} leave room to write")
+    return task
+
+
 def select_rows(rows: Iterable[Row], config: RegenerateConfig) -> Iterator[tuple[int, Row, bool]]:
     """Yield the rows of this shard, up to the limit.
 
-    Args:
-        rows: All rows of the data set.
-        config: Options, among them the shard, the split and the limit.
+    `config` has the shard, the split and the limit.
 
     Yields:
         The row's number in the data set, the row, and whether it is to be answered: not if it is of another split.
@@ -54,13 +145,7 @@ def select_rows(rows: Iterable[Row], config: RegenerateConfig) -> Iterator[tuple
 class AnswerWriter:
     """Takes rows, answers them in batches and adds their records to the journal.
 
-    Args:
-        engine: Engine of the base.
-        tokenizer: The base's tokenizer.
-        config: Options of the run.
-        journal: Journal that receives the records.
-        log: Prints a line of progress.
-        total: Rows that are to be answered, for progress; None if unknown.
+    `total` is the number of rows to answer, for progress; None if unknown.
 
     Attributes:
         open: Tasks that have begun and are not done.
@@ -208,9 +293,7 @@ def choose_batch(tasks: Sequence[Task], size: int) -> list[Task]:
 
     Greedy and sampled rows do not mix in one call of `generate`.
 
-    Args:
-        tasks: Open tasks, in their order.
-        size: Tasks to choose, at most.
+    At most `size` tasks are chosen.
     """
     first = tasks[0]
     alike = sorted(
@@ -236,3 +319,75 @@ def _limits(pair: Pair, config: RegenerateConfig) -> BaseLimits:
 def base_name(engine: Engine) -> str:
     """Return the name of a base: its hub id, or the last part of its path."""
     return short_name(str(engine.model.config.name_or_path or engine.target.name))
+
+
+def _parts(row: Row, tokenizer: PreTrainedTokenizerBase, beginning: int) -> list[list[int]]:
+    """Return the ids before each answer; of a plain text, at most `beginning` tokens."""
+    if row.messages is not None:
+        return _turns(row.messages, tokenizer)
+    if row.prompt is not None:
+        return [encode_prompt(row, tokenizer)]
+    if row.text is not None:
+        return [_beginning(tokenizer(row.text[:BEGINNING_CHARS])["input_ids"], beginning)]
+    assert row.ids is not None
+    if row.tokenizer is not None and row.tokenizer != fingerprint(tokenizer):
+        raise MismatchError("the ids were made with another tokenizer than this base's")
+    mask = row.loss_mask or [True] * len(row.ids)
+    if True not in mask:
+        raise CheckpointError('nothing in "loss_mask" is true, so there is nothing to answer')
+    return [row.ids[: mask.index(True)] or _beginning(row.ids, beginning)]
+
+
+def _beginning(ids: list[int], max_tokens: int) -> list[int]:
+    """Return the beginning of a text, at most half of it, so that the base has something left to write."""
+    return ids[: min(max_tokens, (len(ids) + 1) // 2)]
+
+
+def _turns(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the ids before each assistant turn of a conversation; without such turns, after each user turn."""
+    asked = [turn for turn in messages if turn["role"] != "assistant"]
+    if not any(turn["role"] == "user" for turn in asked):
+        raise CheckpointError("no user turn, so there is nothing to answer")
+    marker = MARKER
+    while any(marker in turn["content"] for turn in asked):
+        marker += "Z"
+    answer, chat, parts = {"role": "assistant", "content": marker}, list[dict[str, str]](), list[list[int]]()
+    for turn in messages:
+        if turn["role"] == "assistant":
+            parts.append(_render(chat, marker, tokenizer))
+            chat.append(answer)
+            continue
+        chat.append(turn)
+        if len(asked) == len(messages) and turn["role"] == "user":
+            parts.append(_render(chat, marker, tokenizer))
+            chat.append(answer)
+    return parts
+
+
+def _render(chat: list[dict[str, str]], marker: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that the template puts after the last answer of a chat, up to where the next one begins.
+
+    Without an answer yet, those are the ids of the whole chat.
+    """
+    if not any(turn["role"] == "user" for turn in chat):
+        raise CheckpointError("the assistant speaks before any user turn")
+    try:
+        text: Any = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of its own
+        raise CheckpointError(f"the chat template fails: {first_line(error)}") from error
+    if not any(turn["role"] == "assistant" for turn in chat):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    if marker not in text:
+        raise CheckpointError("the chat template leaves the assistant's last turn out")
+    return ids_after(text[text.rindex(marker) :], len(marker), tokenizer)
+
+
+def ids_after(text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Encode `text[start:]` as it stands after other text; by itself, many tokenizers would put a space before it."""
+    if tokenizer.is_fast:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = encoded["offset_mapping"]
+        if not any(first < start < end for first, end in spans):
+            ids: Collection[int] = encoded["input_ids"]
+            return [token for token, (_, end) in zip(ids, spans, strict=True) if end > start]
+    return tokenizer(text[start:], add_special_tokens=False)["input_ids"]

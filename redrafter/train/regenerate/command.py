@@ -31,12 +31,9 @@ from redrafter.files.atomic_file import check_writable
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.report import versions
 from redrafter.target.target import Target
-from redrafter.train.regenerate import merge
 from redrafter.train.regenerate.answer_writer import AnswerWriter, select_rows
 from redrafter.train.regenerate.config import RegenerateConfig, parse
-from redrafter.train.regenerate.journal import Journal
-
-__all__ = ["RegenerateConfig", "main", "parse", "regenerate"]
+from redrafter.train.regenerate.journal import Journal, merge_command
 
 # Options that change how fast rows are answered or where they are written, and not the answers.
 OPTIONS_BESIDE_ANSWERS = ("model", "drafter", "device", "trust_remote_code", "output", "overwrite", "batch_size")
@@ -53,13 +50,8 @@ def regenerate(
 ) -> dict[str, Any]:
     """Answer rows and write `config.output`, or go on where an earlier run stopped.
 
-    Args:
-        engine: Engine of the base.
-        tokenizer: The base's tokenizer.
-        rows: All rows of the data set.
-        config: Options, those from `output` on.
-        total: Rows that `select_rows` chooses of `rows`, for progress.
-        log: Prints a line of progress.
+    Of `config` only the options from `output` on are read. `total` is the number of rows that `select_rows` chooses,
+    for progress.
 
     Returns:
         The summary, which is written to OUTPUT.json too.
@@ -163,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> int:
         words = list(sys.argv[1:] if argv is None else argv)
         if words[:1] == ["merge"]:
-            return merge.main(words[1:])
+            return merge_command(words[1:])
         config = parse(words)
         summary = run(config, log=lambda line: print(line, file=sys.stderr, flush=True))
         print(

@@ -9,8 +9,6 @@ from redrafter.app.flags import add_options, dtype_word, flag, floats, read_opti
 from redrafter.errors import ArgumentError
 from redrafter.options import option
 
-__all__ = ["RegenerateConfig", "parse", "shard_numbers"]
-
 
 @dataclass(frozen=True)
 class RegenerateConfig:
