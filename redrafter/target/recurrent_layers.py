@@ -325,15 +325,16 @@ def _as_rows(x: Any) -> Any:
 
 
 def mixer_plan(
-    tree: Tree, length: Tensor, states: StatesOfRows, pieces: Sequence[Piece] | None
+    tree: Tree, length: Tensor, states: StatesOfRows, pieces: Sequence[Piece] | None, *, padded: bool
 ) -> TreeStates | PromptStates:
     """Return what the mixers must know of a forward over the new nodes of trees, or over these pieces of prompts.
 
-    There are `length` `[B]` tokens of each row before its root.
+    There are `length` `[B]` tokens of each row before its root. A padded forward computes M nodes of every row, also of
+    a ragged tree.
     """
     if pieces is None:
-        return TreeStates(tree, length, states, None if tree.counts is None else tree.row_starts()[:-1])
-    counts = [tree.new] * len(length) if tree.counts is None else tree.counts.tolist()
+        return TreeStates(tree, length, states, None if tree.counts is None or padded else tree.row_starts()[:-1])
+    counts = [tree.new] * len(length) if tree.counts is None or padded else tree.counts.tolist()
     starts = [0, *accumulate(counts)]
     return PromptStates(pieces, [starts[piece.row] for piece in pieces], states)
 

@@ -111,13 +111,13 @@ class TreeForward(ABC):
     def _select(self, hidden: Tensor) -> Tensor:
         """Pick from hidden states the tokens that `self._index` names."""
 
-    def _mixing(self, batch: ForwardBatch) -> AbstractContextManager[None]:
+    def _mixing(self, batch: ForwardBatch, *, padded: bool = False) -> AbstractContextManager[None]:
         """Have the model's mixers go level by level, or row by row where the tree is part of prompts."""
         if not self._mixers:
             return nullcontext()
         states = batch.cache.states
         assert states is not None, "a model with mixers has states"
-        return replaced_mixers(self._mixers, mixer_plan(batch.tree, batch.length, states, batch.pieces))
+        return replaced_mixers(self._mixers, mixer_plan(batch.tree, batch.length, states, batch.pieces, padded=padded))
 
     def _kept_columns(self, adapters: Tensor | None) -> Tensor | None:
         """Return which columns of the adapters' stacks each token keeps; None where no row has an adapter."""
@@ -192,7 +192,7 @@ class PaddedForward(TreeForward):
         with (
             self.lock,
             self._recording() as patch,
-            self._mixing(batch),
+            self._mixing(batch, padded=True),
         ):
             self._adapt(patch, keep)
             answer_by_position(patch, self._slot_readers, lambda: places, slots)

@@ -274,16 +274,7 @@ LAYERS = [name for name, feature in FEATURES.items() if not (feature.images or f
 PAIRS = sorted(SIMPLE | OWN_WAYS | {(feature, engine) for feature in LAYERS for engine in ENGINES})
 
 
-# What is known to be wrong: rows that share nodes on the dense cache lose recurrent states.
-WRONG = {
-    (feature, engine, "dense")
-    for feature in ("convolutions", "states")
-    for engine in ("shared nodes", "EAGLE's shared nodes")
-}
-
-
 def case(*names: str, fast: bool) -> Any:
     """Return a parameter of these names, slow unless it is fast."""
     marks = [] if fast else [pytest.mark.slow]
-    wrong = [pytest.mark.xfail(strict=True)] if names in WRONG else []
-    return pytest.param(*names, id="-".join(names), marks=marks + wrong)
+    return pytest.param(*names, id="-".join(names), marks=marks)
