@@ -119,7 +119,7 @@ def test_random_generators_go_on_too(tmp_path):
     drafter = RecurrentDrafter.from_pretrained(resumed.path)
     other = train(model, drafter, batches(), config, resumed=resumed, log=lambda _: None)
     assert all(torch.equal(weight, expected.state_dict()[name]) for name, weight in drafter.state_dict().items())
-    assert (report.steps, report.tokens) == (other.steps, other.tokens) == (6, report.tokens)
+    assert (report.step, report.tokens) == (other.step, other.tokens) == (6, report.tokens)
     assert other.seconds > resumed.state.seconds > 0
 
 
