@@ -11,15 +11,18 @@ TRANSFORMERS ?= pinned
 BENCHMARKS := build/benchmarks
 HELD_OUT := tests/data/held_out.jsonl
 
-.PHONY: benchmarks demo test test-slow test-all zoo hostile lint check docs format clean
+.PHONY: benchmarks demo test test-variants test-slow test-all zoo hostile lint check docs format clean
 
 demo: $(READY)
 	$(BIN)/redrafter generate --compare --max-new-tokens 120 --temperature 0.7 --seed 1 \
 		"The old man looked at the sea and"
 
-# The fast tests, which are cases of nearly all; then the others; then both, with coverage.
+# One case of each test that is not slow; then their other cases; then what takes long; then all, with coverage.
 test: $(READY)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not variant"
+
+test-variants: $(READY)
+	$(PYTEST) -m "variant and not slow"
 
 test-slow: $(READY)
 	$(PYTEST) -m slow

@@ -50,11 +50,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     cases: dict[tuple, list[Any]] = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and item.path.parent.name in COSTLY and "slow" not in item.keywords:
+        if hasattr(item, "callspec") and item.path.parent.name in COSTLY and not {"slow", "variant"} & set(item.keywords):
             cases[item.path, item.originalname, "paged" in item.callspec.id].append(item)
     for alike in cases.values():
         for item in sorted(alike, key=lambda item: crc32(item.callspec.id.encode()))[1:]:
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.variant)
 
 
 @pytest.fixture(scope="session")

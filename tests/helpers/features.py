@@ -275,6 +275,6 @@ PAIRS = sorted(SIMPLE | OWN_WAYS | {(feature, engine) for feature in LAYERS for 
 
 
 def case(*names: str, fast: bool) -> Any:
-    """Return a parameter of these names, slow unless it is fast."""
-    marks = [] if fast else [pytest.mark.slow]
+    """Return a parameter of these names, a variant unless it is fast."""
+    marks = [] if fast else [pytest.mark.variant]
     return pytest.param(*names, id="-".join(names), marks=marks)
