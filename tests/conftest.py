@@ -50,7 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     cases: dict[tuple, list[Any]] = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and item.path.parent.name in COSTLY and not {"slow", "variant"} & set(item.keywords):
+        marked = "slow" in item.keywords or "variant" in item.keywords
+        if hasattr(item, "callspec") and item.path.parent.name in COSTLY and not marked:
             cases[item.path, item.originalname, "paged" in item.callspec.id].append(item)
     for alike in cases.values():
         for item in sorted(alike, key=lambda item: crc32(item.callspec.id.encode()))[1:]:
