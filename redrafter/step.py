@@ -17,11 +17,11 @@ from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.paged import KVCache
 from redrafter.drafting.draft_model import commit_drafts
 from redrafter.drafting.proposer import Proposer, State
+from redrafter.model.forward_batch import ForwardBatch
+from redrafter.model.target import Target
 from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.sampler import Sampler
-from redrafter.target.forward_batch import ForwardBatch
-from redrafter.target.target import Target
 from redrafter.tree.accept import Path, accept
 from redrafter.tree.token_tree import Tree, chain
 

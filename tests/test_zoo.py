@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from redrafter.attention.mask import AttentionKind, LayerKinds
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from zoo import check as checking
 from zoo.check import CRASHED, DIFFERENT, EQUAL, REFUSED, UNMADE, Outcome, check
 from zoo.report import counts, line

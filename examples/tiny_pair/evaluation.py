@@ -19,8 +19,8 @@ from variants import FinalBeams, Uncoupled
 from redrafter import Engine, GenerateOutput, RecurrentDrafter, ReDrafter
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import Proposer
+from redrafter.model.target import Target
 from redrafter.sampling.noise import gumbel
-from redrafter.target.target import Target
 
 NODE_BUDGETS = (4, 6, 8, 10, 12, 16, 20)
 BATCH_SIZE = 200

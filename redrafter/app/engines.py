@@ -18,8 +18,8 @@ from redrafter.engine.prompt_lookup import PromptLookup
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER
+from redrafter.model.target import Target
 from redrafter.parallel.launched import launched_processes
-from redrafter.target.target import Target
 
 DRAFTING_METHODS = DRAFTER, DRAFT_MODEL, PROMPT_LOOKUP = "drafter", "draft model", "prompt lookup"
 PLAIN = "plain"  # plain decoding: nothing drafts

@@ -21,12 +21,12 @@ from redrafter.engine.request import Request
 from redrafter.errors import CacheFullError, first_line
 from redrafter.measure.floors import Bandwidth, forward_bytes, slot_bytes
 from redrafter.measure.run import Prompts, Workload, median_ms
+from redrafter.model.forward_batch import ForwardBatch
+from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.captured_step import capture
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.target.forward_batch import ForwardBatch
-from redrafter.target.target import Target
 from redrafter.tree.token_tree import Tree
 
 ALLOCATION_STEPS = 20  # steps that allocations are counted over

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
-from redrafter.target.lora import LoraWeights, merge_into
+from redrafter.model.lora import LoraWeights, merge_into
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")

@@ -11,7 +11,7 @@ from redrafter.checkpoints.quantization import check_quantization, quantize_draf
 from redrafter.drafting.drafter_types import Drafter, DrafterArchitecture, open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 NORM_ROWS = 8  # rows of the embedding table whose norms tell one base from another
 NORM_TOLERANCE = 0.02  # relative: enough for half precision, far less than two bases differ

@@ -28,9 +28,9 @@ from transformers.utils.hub import cached_file
 from redrafter.checkpoints.quantization import check_quantization, quantize_model
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line
 from redrafter.files.checkpoint_kind import check_path, load_error, wrong_kind_error
+from redrafter.model.supported import base_of
+from redrafter.model.target import Target
 from redrafter.parallel.ranks import join_ranks
-from redrafter.target.supported import base_of
-from redrafter.target.target import Target
 
 # Keyword arguments of `load_model` itself; it hands all others to transformers.
 LOAD_ARGUMENTS = ("dtype", "device", "trust_remote_code", "caller", "quantization", "tp_size")

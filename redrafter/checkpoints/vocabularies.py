@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.errors import CheckpointError, MismatchError, UnsupportedError
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 MAX_PIECES = 4  # of a token; of 8,186 tokens in one base's vocabulary, 76 have more in one of 2,042
 MIN_SHARED = 0.1  # of the smaller vocabulary's tokens of several bytes; with fewer, next to no draft is right

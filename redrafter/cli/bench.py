@@ -30,9 +30,9 @@ from redrafter.files.checkpoint_kind import check_path
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report, check_picture, facts, head
 from redrafter.measure.run import Workload
+from redrafter.model.target import Target
 from redrafter.parallel.launched import launched_processes, process_rank
 from redrafter.serve.network.api_keys import KEY_VARIABLE
-from redrafter.target.target import Target
 from redrafter.version import __version__
 
 # Options of `bench` that mean something to a server; all others are refused with --url.

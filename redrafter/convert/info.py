@@ -29,8 +29,8 @@ from redrafter.convert.tensors import LazyTensor
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
-from redrafter.target.recurrent_layers import layer_tensors
-from redrafter.target.supported import check_states_found, check_supported, stored_shapes
+from redrafter.model.recurrent_layers import layer_tensors
+from redrafter.model.supported import check_states_found, check_supported, stored_shapes
 from redrafter.version import __version__
 
 

@@ -28,7 +28,7 @@ from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitectur
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, kind_of, read_json
 from redrafter.files.dtype_names import dtype_name
-from redrafter.target.supported import config_width
+from redrafter.model.supported import config_width
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PICKLE_FILES = ("model.pt", "pytorch_model.bin")

@@ -11,11 +11,11 @@ from torch.nn.functional import pad
 from redrafter.cache.paged import KVCache
 from redrafter.drafting.proposer import State
 from redrafter.drafting.vocabulary_map import VocabularyMap
+from redrafter.model.forward_batch import ForwardBatch
+from redrafter.model.target import Target
 from redrafter.sampling.noise import DRAFT
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.sampler import Sampler
-from redrafter.target.forward_batch import ForwardBatch
-from redrafter.target.target import Target
 from redrafter.tree.accept import Path
 from redrafter.tree.beam_search import beam_search
 from redrafter.tree.token_tree import Tree, chain, tree_of

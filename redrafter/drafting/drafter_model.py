@@ -14,9 +14,9 @@ from redrafter.cache.dense import LayerShape
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
-from redrafter.target.drafter_inputs import DrafterLayer
-from redrafter.target.quantization import Float8Linear
-from redrafter.target.target import Target
+from redrafter.model.drafter_inputs import DrafterLayer
+from redrafter.model.quantization import Float8Linear
+from redrafter.model.target import Target
 
 
 class DrafterModel(PreTrainedModel):

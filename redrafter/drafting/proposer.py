@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from redrafter.cache.paged import KVCache
+from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
-from redrafter.target.target import Target
 from redrafter.tree.beam_search import Expand, beam_search
 from redrafter.tree.token_tree import Tree, chain
 

@@ -17,8 +17,8 @@ from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, takes_engine_options
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.target.supported import base_of
-from redrafter.target.target import Target
+from redrafter.model.supported import base_of
+from redrafter.model.target import Target
 from redrafter.tree.beam_search import node_count
 from redrafter.tree.token_tree import check_size
 

@@ -40,12 +40,12 @@ from redrafter.engine.prompts import check_shapes, separate_inputs
 from redrafter.engine.request import AdapterNames, Request, Seed, read_request, row_adapters
 from redrafter.engine.streaming import ColumnStream, StepStreamer, takes_columns
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
+from redrafter.model.supported import Support, check_autocast, check_eval
+from redrafter.model.target import Target
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.models import Models
 from redrafter.scheduler.paged_memory import MOST_ROWS, PagedMemory
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.target.supported import Support, check_autocast, check_eval
-from redrafter.target.target import Target
 
 Streamer = BaseStreamer | StepStreamer
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from redrafter.drafting.vocabulary_map import VocabularyMap
+from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.captured_step import bucket
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.row_caches import DenseRows, PagedRows
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sampling_tensors import SamplingTensors
-from redrafter.target.target import Target
 
 Key = tuple[int, bool, tuple[int, ...]]
 MAX_IDLE_BYTES = 1 << 30  # that idle batches hold together, as `RunningBatch.num_bytes` counts them

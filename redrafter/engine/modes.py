@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import torch
 
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.target.supported import Support
-from redrafter.target.target import Target
+from redrafter.model.supported import Support
+from redrafter.model.target import Target
 
 # Hugging Face's processors that sum over the vocabulary in an order which, on a GPU, suits the number of rows.
 _BY_ROWS = {

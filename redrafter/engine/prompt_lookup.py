@@ -11,7 +11,7 @@ from redrafter.checkpoints.models import bind
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, takes_engine_options
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 
 class PromptLookup(Engine):

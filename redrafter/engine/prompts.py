@@ -14,8 +14,8 @@ from torch import Tensor
 
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.target.images import ImagePrompt, marks_tokens, split_rows, to_model
-from redrafter.target.target import Target
+from redrafter.model.images import ImagePrompt, marks_tokens, split_rows, to_model
+from redrafter.model.target import Target
 
 
 def check_shapes(input_ids: Any, mask: Any) -> None:

@@ -20,7 +20,7 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, takes_engine_options
 from redrafter.engine.tuning import Tuning, default_shape, find_tuning
 from redrafter.files.checkpoint_kind import check_drafter
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.tree.beam_search import node_count
 
 

@@ -26,11 +26,11 @@ from redrafter.engine.options import EngineOptions
 from redrafter.engine.prompts import check_ids, check_length, read_mask, read_prepared
 from redrafter.errors import ArgumentError
 from redrafter.grammar.grammar import Grammar
+from redrafter.model.images import ImagePrompt
+from redrafter.model.lora import Adapter
+from redrafter.model.target import Target
 from redrafter.sampling.hf_processors import TemperaturePerRow, fold_rows, index_of_warpers, read_processors
 from redrafter.sampling.params import SamplingParams
-from redrafter.target.images import ImagePrompt
-from redrafter.target.lora import Adapter
-from redrafter.target.target import Target
 
 Seed = int | Sequence[int] | None
 

@@ -23,9 +23,9 @@ from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.home import home
+from redrafter.model.quantization import float8_scheme
+from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import bucket
-from redrafter.target.quantization import float8_scheme
-from redrafter.target.target import Target
 
 # Of the default where nobody has tuned: tokens of a step that cost little, tokens past which speculation loses, and the
 # smallest tree worth a search. The matrix products of a bf16 8B model on an H200 take, for 1/26/64/128/208/256 tokens,

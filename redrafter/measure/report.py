@@ -25,7 +25,7 @@ from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.floors import forward_bytes, slot_bytes
 from redrafter.measure.run import Workload
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.version import __version__
 
 MIN_WIDTH = 5  # of a column of `format_table`: that of a share with three decimals

@@ -15,10 +15,10 @@ from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.paged import KVCache
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.errors import first_line
+from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.step import StepOutput, step
-from redrafter.target.target import Target
 
 
 def bucket(rows: int) -> int:

@@ -5,7 +5,7 @@ from typing import Protocol
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.errors import UnsupportedError
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 
 class Models(Protocol):

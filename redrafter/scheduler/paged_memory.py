@@ -17,11 +17,11 @@ from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import CacheFullError, UnsupportedError, first_line
 from redrafter.files.home import keep_kernels
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.batch_invariance import check_rows
+from redrafter.model.forward_batch import ForwardBatch
+from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import GraphCapturer
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.target.batch_invariance import check_rows
-from redrafter.target.forward_batch import ForwardBatch
-from redrafter.target.target import Target
 from redrafter.tree.token_tree import chain
 
 _LOG = logging.getLogger(__name__)

@@ -16,14 +16,14 @@ from redrafter.cache.to_device import to_device
 from redrafter.drafting.draft_model import clamp_to_vocab
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
+from redrafter.model.forward_batch import Prompts
+from redrafter.model.target import Target
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.logprobs import score_prompt
 from redrafter.scheduler.paged_memory import tables_of
 from redrafter.scheduler.row_adapters import adapters_of, slot_of
 from redrafter.scheduler.row_caches import CachePair, RowCaches
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.target.forward_batch import Prompts
-from redrafter.target.target import Target
 
 TARGET_SECONDS = 0.25  # duration of a prefill forward; running and new sequences wait as long for it
 # Tokens of the first forward, before any was measured, by type of device.

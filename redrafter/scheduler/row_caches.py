@@ -15,9 +15,9 @@ from redrafter.cache.to_device import to_device
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.target import Target
 from redrafter.scheduler.paged_memory import PagedMemory, draft_tables_of, tables_of
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.target.target import Target
 
 
 @dataclass(frozen=True)

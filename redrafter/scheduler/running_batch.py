@@ -21,6 +21,8 @@ from redrafter.cache.to_device import to_device
 from redrafter.drafting.draft_length import AdaptiveDraftLength, DraftGain
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.forward_batch import Prompts
+from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, PendingReport, bucket, new_state
 from redrafter.scheduler.models import Models
 from redrafter.scheduler.paged_memory import PagedMemory
@@ -30,8 +32,6 @@ from redrafter.scheduler.row_caches import CachePair, PagedRows, RowCaches
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.step import StepOutput, draw_first_tokens
-from redrafter.target.forward_batch import Prompts
-from redrafter.target.target import Target
 
 
 class DraftPauses:

@@ -11,10 +11,10 @@ from redrafter.cache.block_manager import BlockTable
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError, NotFiniteError
 from redrafter.grammar.grammar import GuidedText
+from redrafter.model.images import ImageInputs, ImagePrompt
+from redrafter.model.lora import Adapter
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.logprobs import PromptScore, token_logprobs
-from redrafter.target.images import ImageInputs, ImagePrompt
-from redrafter.target.lora import Adapter
 
 
 @dataclass

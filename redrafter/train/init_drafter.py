@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_config import CONTEXT_HEADS, CONTEXT_KV_HEADS, DrafterConfig
-from redrafter.target.supported import config_width
+from redrafter.model.supported import config_width
 from redrafter.train.config import TrainConfig
 
 MAX_EXIT_DIM = 8192  # a residual layer of 16,384 would have 268M parameters

@@ -12,7 +12,7 @@ from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.errors import CheckpointError, first_line
 from redrafter.files.checkpoint_kind import load_error
 from redrafter.files.dtype_names import dtype_name
-from redrafter.target.target import context_of
+from redrafter.model.target import context_of
 from redrafter.train.config import DEFAULT_LENGTH, TrainConfig
 from redrafter.train.head_loss import chunk_anchors
 from redrafter.train.init_drafter import new_config

@@ -12,10 +12,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from redrafter.attention.mask import AttentionKind, additive_mask
 from redrafter.attention.prompt_attention import Piece
-from redrafter.target.drafter_inputs import decoder_layers, join_hidden
-from redrafter.target.patch import ModelPatch
-from redrafter.target.recurrent_layers import PromptStates, replaced_mixers
-from redrafter.target.traits import learn_traits
+from redrafter.model.drafter_inputs import decoder_layers, join_hidden
+from redrafter.model.patch import ModelPatch
+from redrafter.model.recurrent_layers import PromptStates, replaced_mixers
+from redrafter.model.traits import learn_traits
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError
-from redrafter.target.supported import Support
-from redrafter.target.target import Target
+from redrafter.model.supported import Support
+from redrafter.model.target import Target
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start
 from redrafter.train.config import TrainConfig, parse
 from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts

@@ -5,7 +5,7 @@ import torch
 
 from helpers.models import tiny_drafter, tiny_model, uneven_batch, with_spread_weights, with_tree
 from redrafter import UnsupportedError
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 NEW = 24
 # Scores of few heads are often all 0, and which of equal scores are chosen is left to chance.

@@ -14,7 +14,7 @@ from helpers.targets import CHUNKED
 from redrafter.attention.prompt_attention import Piece, cut_prompts
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.tree.token_tree import chain
 
 LENGTHS = torch.tensor([40, 13, 29])
@@ -113,8 +113,8 @@ def test_prompts_of_unequal_length_are_read_in_chains_without_padding(
     prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(3))
     expected = read(target, prompts, a_cache(target, False))
     monkeypatch.setattr(target.prompt_reader, "reads_without_masks", lambda cache: False)  # as on a GPU
-    monkeypatch.setattr("redrafter.target.prompt_reader.MAX_CHUNK_TOKENS", 16)
-    monkeypatch.setattr("redrafter.target.prompt_reader.MAX_MASK_NUMBERS", mask_numbers)
+    monkeypatch.setattr("redrafter.model.prompt_reader.MAX_CHUNK_TOKENS", 16)
+    monkeypatch.setattr("redrafter.model.prompt_reader.MAX_MASK_NUMBERS", mask_numbers)
     cache, tokens, shown = a_cache(target, True), [], [[], [], []]
 
     with torch.inference_mode():
@@ -163,7 +163,7 @@ def test_a_model_with_attention_of_its_own_is_read_with_masks(attention):
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text"])
 @pytest.mark.parametrize("on_pages", [False, True])
 def test_texts_of_prompts_read_in_pieces_are_those_of_model_generate(architecture, on_pages, monkeypatch):
-    monkeypatch.setattr("redrafter.target.prompt_reader.MAX_FORWARD_TOKENS", 9)
+    monkeypatch.setattr("redrafter.model.prompt_reader.MAX_FORWARD_TOKENS", 9)
     monkeypatch.setattr("redrafter.attention.prompt_attention.MAX_EDGE_TOKENS", 3)
     model = a_target(architecture).model
     engine = with_tree(model, tiny_drafter(), 4, 3)

@@ -7,7 +7,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from helpers.models import VOCAB, assert_close_by_scale, tiny_model
 from helpers.steps import read_prompts, verify
 from redrafter.cache.paged import KVCachePool, PagedCache
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.tree.token_tree import chain
 
 _SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]

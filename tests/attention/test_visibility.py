@@ -6,9 +6,9 @@ import torch
 from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import UnsupportedError
 from redrafter.attention.mask import AttentionKind, LayerKinds
-from redrafter.target.target import Target
-from redrafter.target.traits import learn_traits
-from redrafter.target.varlen_forward import VarlenForward
+from redrafter.model.target import Target
+from redrafter.model.traits import learn_traits
+from redrafter.model.varlen_forward import VarlenForward
 
 NEW = 24
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

@@ -31,7 +31,7 @@ from redrafter.measure.floors import Bandwidth, copy_bandwidth, forward_bytes, r
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report
 from redrafter.measure.run import Workload
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.train.evaluate import command as evaluate_module
 
 PROMPTS = [[5, 9, 14, 3, 22, 8], [7, 7, 30], [41, 12, 13, 60, 2, 4, 4, 19]]

@@ -25,7 +25,7 @@ from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.tuning import Tuning
 from redrafter.measure.run import Workload
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.tree import beam_search
 
 SMALL, LARGE = TreeShape(1, 3, 4), TreeShape(5, 5, 26)

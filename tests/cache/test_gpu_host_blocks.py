@@ -12,7 +12,7 @@ from redrafter.cache.host_blocks import HostBlocks
 from redrafter.cache.paged import KVCachePool
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -27,8 +27,8 @@ from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.options import EngineOptions
-from redrafter.target.fused_linear import linear_calls, same_inputs
-from redrafter.target.target import Target
+from redrafter.model.fused_linear import linear_calls, same_inputs
+from redrafter.model.target import Target
 from redrafter.tree.token_tree import tree_of
 
 NEW = 20

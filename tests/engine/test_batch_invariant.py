@@ -14,10 +14,10 @@ from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.modes import check_processors, make_batch_invariant
 from redrafter.engine.options import EngineOptions
+from redrafter.model.target import Target
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.target.target import Target
 
 OPTIONS = EngineOptions(kv_cache_free_gpu_memory_fraction=0.01, max_seq_len=96, batch_invariant=True)
 TREES = [(1, 5), (5, 5), (10, 3)]

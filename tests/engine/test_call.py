@@ -19,7 +19,7 @@ from helpers.models import (
     with_tree,
 )
 from redrafter import ArgumentError, DraftTarget, PromptLookup, UnsupportedError
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 IDS, MASK = uneven_batch()
 GREEDY = {"max_new_tokens": 12, "do_sample": False}

@@ -11,7 +11,7 @@ from helpers.steps import read_prompts
 from redrafter import MismatchError, ReDrafter
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentProposer
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 
 @pytest.fixture

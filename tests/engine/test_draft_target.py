@@ -16,9 +16,9 @@ from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.draft_length import AdaptiveDraftLength
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.step import step
-from redrafter.target.target import Target
 
 NEW = 20
 IDS, MASK = uneven_batch()

@@ -7,7 +7,7 @@ from helpers.models import tiny_drafter, tiny_model, uneven_batch
 from redrafter import DraftTarget, ReDrafter
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.engine.options import EngineOptions
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

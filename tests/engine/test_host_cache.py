@@ -20,8 +20,8 @@ from redrafter.cache.host_blocks import HostBlocks
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.target.supported import Support
-from redrafter.target.target import Target
+from redrafter.model.supported import Support
+from redrafter.model.target import Target
 
 SAMPLING = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.9, "seed": 3}}
 

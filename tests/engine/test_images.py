@@ -14,7 +14,7 @@ from redrafter import ArgumentError, DraftTarget, Engine, PromptLookup, Recurren
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.engine.options import EngineOptions
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 RARER = [pytest.param(family, marks=pytest.mark.slow) for family in ("llava_next", "glm4v", "aya_vision", "internvl")]
 FAMILIES = ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", *RARER]

@@ -27,7 +27,7 @@ from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.engine.modes import use_kv_cache_dtype
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 LIMITS = {"kv_cache_free_gpu_memory_fraction": 0.01, "max_seq_len": 96}
 FP8 = EngineOptions(kv_cache_dtype="fp8", **LIMITS)

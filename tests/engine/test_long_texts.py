@@ -7,11 +7,11 @@ from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import launch_ahead, make_sequence, run, scheduler
 from redrafter.cache.block_manager import BlockManager
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler import row_caches
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Prefiller
-from redrafter.target.target import Target
 
 CONTEXT, PROMPT, NEW = 65536, 3000, 40
 GREEDY = SamplingParams(temperature=0)

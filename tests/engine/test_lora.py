@@ -19,7 +19,7 @@ from redrafter import (
     UnsupportedError,
 )
 from redrafter.attention import tree_attention
-from redrafter.target import prompt_reader
+from redrafter.model import prompt_reader
 
 IDS, MASK = uneven_batch(rows=4)
 GREEDY = {"max_new_tokens": 16, "do_sample": False}

@@ -8,10 +8,10 @@ from helpers.scheduling import launch_ahead
 from redrafter import ArgumentError, DraftTarget, Engine, ReDrafter
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.engine.options import EngineOptions
+from redrafter.model.target import Target
 from redrafter.scheduler.prefill import Chunk, PrefilledRows, Prefiller
 from redrafter.scheduler.row_caches import RowCaches
 from redrafter.scheduler.running_batch import RunningBatch
-from redrafter.target.target import Target
 
 ENDS = [2, 5, 11, 30, 31, 32, 40]
 WAYS = {

@@ -21,10 +21,10 @@ from redrafter.engine.tuning import (
     target_fingerprint,
     tuning_path,
 )
+from redrafter.model.supported import Support
+from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep
 from redrafter.scheduler.running_batch import RunningBatch
-from redrafter.target.supported import Support
-from redrafter.target.target import Target
 
 SHAPES = {1: TreeShape(3, 4, 9), 2: None, 4: TreeShape(1, 3, 4), 8: TreeShape(5, 2, 11)}
 

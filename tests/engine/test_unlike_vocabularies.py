@@ -14,9 +14,9 @@ from redrafter import ArgumentError, DraftTarget
 from redrafter.cache.paged import PagedCache
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.step import step
-from redrafter.target.target import Target
 
 IDS, MASK = uneven_batch()
 NO_EOS = {"eos_token_id": None, "return_dict_in_generate": True}

@@ -32,8 +32,8 @@ from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import Tuning
+from redrafter.model.target import Target
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.target.target import Target
 
 NEW = 24
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}

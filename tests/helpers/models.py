@@ -16,10 +16,10 @@ from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import State
 from redrafter.engine.modes import kv_dtype_of
+from redrafter.model.supported import Support
+from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.paged_memory import PagedMemory, prepare
-from redrafter.target.supported import Support
-from redrafter.target.target import Target
 from redrafter.tree.token_tree import Tree, tree_of
 
 VOCAB, HIDDEN, CONTEXT = 97, 32, 96

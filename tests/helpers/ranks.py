@@ -12,7 +12,7 @@ import torch
 from helpers.command_line import byte_tokenizer
 from helpers.models import tiny_drafter, tiny_model, uneven_batch
 from redrafter import DraftTarget, Engine, PromptLookup, ReDrafter
-from redrafter.target.supported import Support
+from redrafter.model.supported import Support
 
 VOCAB = 260  # holds the byte tokenizer; transformers 5.17 splits no head whose size the ranks do not divide
 NEW = 20  # tokens of a text

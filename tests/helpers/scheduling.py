@@ -12,6 +12,7 @@ import torch
 from helpers.models import VOCAB, graphs_with_host, new_pool
 from helpers.seeing_models import Layout, prompts_with_images
 from redrafter import Engine
+from redrafter.model.images import ImageInputs
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.paged_memory import PagedMemory
@@ -20,7 +21,6 @@ from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
-from redrafter.target.images import ImageInputs
 
 KINDS = {
     "greedy": SamplingParams(temperature=0),

@@ -6,8 +6,8 @@ import torch
 
 from helpers.scheduling import alone
 from redrafter import DraftTarget, Engine
+from redrafter.model.target import Target
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.target.target import Target
 
 
 def without_drafts(sequences: list[TokenSequence]) -> list[TokenSequence]:

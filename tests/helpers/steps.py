@@ -1,9 +1,9 @@
 """What tests need to take steps by themselves."""
 
 from redrafter.drafting.proposer import State
+from redrafter.model.forward_batch import ForwardBatch, Prompts
 from redrafter.scheduler.prefill import read_drafts
 from redrafter.step import draw_first_tokens
-from redrafter.target.forward_batch import ForwardBatch, Prompts
 
 __all__ = ["prefill", "read_prompts", "verify"]
 

@@ -18,8 +18,8 @@ from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.engine.options import EngineOptions
+from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep
-from redrafter.target.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.loop import train
 

@@ -4,8 +4,8 @@ import pytest
 
 from helpers.models import tiny_model
 from redrafter import PromptLookup, UnsupportedError
+from redrafter.model.target import Target
 from redrafter.parallel.ranks import Ranks
-from redrafter.target.target import Target
 
 
 @pytest.fixture
@@ -37,13 +37,13 @@ def test_images(shared):
 
 
 def test_recurrent_states(monkeypatch):
-    monkeypatch.setattr("redrafter.target.target.use_local_shards", lambda model: Ranks(rank=0, size=2))
+    monkeypatch.setattr("redrafter.model.target.use_local_shards", lambda model: Ranks(rank=0, size=2))
     with pytest.raises(UnsupportedError, match=r"recurrent states, .* tensor parallelism"):
         Target(tiny_model("mamba", num_hidden_layers=1, state_size=4))
 
 
 def test_quantised_weights(monkeypatch):
-    monkeypatch.setattr("redrafter.target.target.use_local_shards", lambda model: Ranks(rank=0, size=2))
+    monkeypatch.setattr("redrafter.model.target.use_local_shards", lambda model: Ranks(rank=0, size=2))
     model = tiny_model("llama")
     model.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(UnsupportedError, match=r"is quantised, .* tensor parallelism"):

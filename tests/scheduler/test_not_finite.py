@@ -17,9 +17,9 @@ from redrafter.drafting.eagle import EagleDrafter
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.errors import NotFiniteError
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.target import Target
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.target.target import Target
 
 BAD = 90  # an id in no prompt but those that are to fail
 

@@ -17,12 +17,12 @@ from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler import running_batch
 from redrafter.scheduler.prefill import ChunkBuffers
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.target.target import Target
 
 POSITIONS = 32  # of the smallest buffers here, so that prompts of some hundred tokens are larger than several sizes
 SIZES = (BLOCK_SIZE, POSITIONS, 2 * POSITIONS, 4 * POSITIONS)

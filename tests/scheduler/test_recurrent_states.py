@@ -10,9 +10,9 @@ from redrafter.cache.block_manager import BlockManager
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.row_caches import PagedRows
-from redrafter.target.target import Target
 
 GREEDY = SamplingParams(temperature=0)
 

@@ -12,11 +12,11 @@ from helpers.scheduling import KINDS, Sink, alone, make_sequence, nothing_is_hel
 from redrafter import DraftTarget
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.engine_process.engine import warm_up
-from redrafter.target.target import Target
 
 
 @pytest.mark.parametrize("speculate", [True, False])

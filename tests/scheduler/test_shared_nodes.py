@@ -9,8 +9,8 @@ from helpers.scheduling import alone, make_sequence, random_sequences, run, sche
 from redrafter import ReDrafter
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.engine.tuning import Tuning
+from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
-from redrafter.target.target import Target
 
 
 def sharing(shape: TreeShape) -> ReDrafter:

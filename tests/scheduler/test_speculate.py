@@ -9,7 +9,7 @@ from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, ran
 from helpers.speculation import rejection_sampled, rejection_sampling, without_drafts
 from redrafter import DraftTarget
 from redrafter.cli import main
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 
 @pytest.fixture(scope="module")

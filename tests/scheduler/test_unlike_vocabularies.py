@@ -7,7 +7,7 @@ from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, run
 from helpers.vocabularies import renumbered
 from redrafter import CacheFullError, DraftTarget
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from helpers.speculation import rejection_sampled, rejection_sampling, without_d
 from redrafter import DraftTarget, Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.grammar.grammar import Grammar
+from redrafter.model.target import Target
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.target.target import Target
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

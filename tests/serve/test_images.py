@@ -33,10 +33,10 @@ from helpers.chats_with_images import (
 from helpers.models import tiny_model
 from helpers.serving import Program
 from redrafter import PromptLookup
+from redrafter.model.target import Target
 from redrafter.serve.images import ImageLimits, ImageReader
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
-from redrafter.target.target import Target
 
 NAMES = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
 NEW = 24

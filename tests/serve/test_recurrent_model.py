@@ -10,11 +10,11 @@ from helpers.engine_in_thread import client_of
 from helpers.recurrent import recurrent_model
 from helpers.scheduling import alone, make_sequence, nothing_is_held
 from redrafter import DraftTarget
+from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.serve.engine_process.engine import warm_up
-from redrafter.target.target import Target
 
 SETTINGS = [SamplingParams(temperature=0), SamplingParams(temperature=0.9, seed=5)]
 

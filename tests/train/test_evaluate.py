@@ -20,8 +20,8 @@ from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import main
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import State
+from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
-from redrafter.target.target import Target
 from redrafter.train.evaluate import replay as replay_module
 from redrafter.train.evaluate import texts as texts_module
 from redrafter.train.evaluate.command import evaluate

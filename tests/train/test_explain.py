@@ -13,7 +13,7 @@ from helpers.chats import CHAT, tiny_tokenizer, write
 from helpers.models import tiny_drafter, tiny_model
 from redrafter.cli import main
 from redrafter.errors import ArgumentError, MismatchError
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.train.evaluate import texts as texts_module
 from redrafter.train.evaluate.explain import (
     Bucket,

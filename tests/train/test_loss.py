@@ -15,7 +15,7 @@ from helpers.steps import read_prompts
 from redrafter import MismatchError
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.head_loss import CHUNK_BYTES, CHUNK_PREDICTIONS_ON_CPU, Objective, chunk_anchors, head_loss
 from redrafter.train.init_drafter import form_of, new_config, new_drafter

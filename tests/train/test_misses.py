@@ -5,7 +5,7 @@ import torch
 
 from helpers.models import VOCAB, tiny_drafter, tiny_model
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.train.evaluate.misses import (
     Outcome,
     Steps,

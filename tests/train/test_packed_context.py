@@ -13,7 +13,7 @@ from helpers.models import VOCAB, assert_close_by_scale, tiny_model
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.drafting.proposer import State
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.evaluate.replay import ReplayStats, Shape, replay
 from redrafter.train.evaluate.texts import Texts

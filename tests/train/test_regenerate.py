@@ -22,7 +22,7 @@ from redrafter.data.documents import encode_documents
 from redrafter.data.rows import Row, fingerprint, read_rows
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.errors import ArgumentError, CheckpointError
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.train.regenerate import answer_writer
 from redrafter.train.regenerate.answer_writer import BaseLimits, Task, choose_batch, ids_after
 from redrafter.train.regenerate.command import load, parse, regenerate

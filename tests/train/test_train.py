@@ -24,7 +24,7 @@ from redrafter.data.documents import encode_documents
 from redrafter.data.rows import read_rows
 from redrafter.data.windows import Windows
 from redrafter.errors import ArgumentError
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.train import progress
 from redrafter.train.config import TrainConfig, parse, shown_command
 from redrafter.train.evaluate.replay import Shape, ValidationTexts

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from helpers.models import Scripted, paged, row_texts, tiny_drafter
 from redrafter import Engine, ReDrafter, ReDrafterError
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 from .configs import VOCAB, tiny_config
 from .variants import Variant

@@ -14,6 +14,8 @@ from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError
 from redrafter.files.dtype_names import dtype_name
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
+from redrafter.model.lora import Adapter
+from redrafter.model.quantization import float8_scheme
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.paged_memory import MOST_ROWS
 from redrafter.scheduler.prefill import ROOMS
@@ -22,8 +24,6 @@ from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.config import ServeOptions, parse_lora_modules
 from redrafter.serve.engine_process.start import EngineFacts, LoadEngine
-from redrafter.target.lora import Adapter
-from redrafter.target.quantization import float8_scheme
 
 _LOG = logging.getLogger(__name__)
 _FLOAT8 = {None: "", "fp8": ", FP8 weights", "fp8_dynamic": ", FP8 weights and activations"}  # in the log

@@ -9,7 +9,7 @@ from torch import Tensor
 from redrafter.app.loading import Pair
 from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.train.evaluate.misses import (
     MISSES,
     Outcome,

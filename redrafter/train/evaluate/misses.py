@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.train.evaluate.replay import (
     Positions,
     Shape,

@@ -22,9 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.drafting.proposer import State
+from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.sequence import Stats
-from redrafter.target.target import Target
 from redrafter.train.evaluate.texts import Texts, write_texts
 from redrafter.train.teacher import Teacher
 from redrafter.tree.accept import accept

@@ -25,7 +25,7 @@ from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError
 from redrafter.measure.prompts import read_prompts
 from redrafter.measure.run import padded
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.train.config import DEFAULT_LENGTH
 
 TRAINING_TEXTS = 64  # rows of the data that are read, and windows of them that are measured

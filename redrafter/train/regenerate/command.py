@@ -30,7 +30,7 @@ from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.atomic_file import check_writable
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.report import versions
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.train.regenerate.answer_writer import AnswerWriter, select_rows
 from redrafter.train.regenerate.config import RegenerateConfig, parse
 from redrafter.train.regenerate.journal import Journal, merge_command

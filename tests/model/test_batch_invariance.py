@@ -15,9 +15,9 @@ from redrafter.attention import invariant_attention
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.kernels import invariant_linear
-from redrafter.target.batch_invariance import check_rows
-from redrafter.target.forward_batch import ForwardBatch
-from redrafter.target.target import Target
+from redrafter.model.batch_invariance import check_rows
+from redrafter.model.forward_batch import ForwardBatch
+from redrafter.model.target import Target
 from redrafter.tree.token_tree import chain, tree_of
 
 LONG = {"max_position_embeddings": 512}

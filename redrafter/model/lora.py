@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
-from redrafter.target.patch import ModelPatch, Running
+from redrafter.model.patch import ModelPatch, Running
 
 TRIAL_ROWS, TRIAL_TOKENS = 2, 16  # of the forward in which the layers of an adapter are watched
 

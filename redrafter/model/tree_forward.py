@@ -18,15 +18,15 @@ from transformers import DynamicCache
 from redrafter.attention.mask import TreeSlots, additive_mask
 from redrafter.attention.tree_plan import ChunkEnds
 from redrafter.errors import UnsupportedError
-from redrafter.target.drafter_inputs import DrafterLayer, join_hidden
-from redrafter.target.forward_batch import ForwardBatch
-from redrafter.target.lora import LoraStacks
-from redrafter.target.model_state import CompiledPart, run_uncompiled
-from redrafter.target.patch import ModelPatch
-from redrafter.target.positions import answer_by_position, has_alibi
-from redrafter.target.recurrent_layers import mixer_plan, replaced_mixers
-from redrafter.target.rope import RopeByLength
-from redrafter.target.traits import ModelTraits, cache_argument
+from redrafter.model.drafter_inputs import DrafterLayer, join_hidden
+from redrafter.model.forward_batch import ForwardBatch
+from redrafter.model.lora import LoraStacks
+from redrafter.model.model_state import CompiledPart, run_uncompiled
+from redrafter.model.patch import ModelPatch
+from redrafter.model.positions import answer_by_position, has_alibi
+from redrafter.model.recurrent_layers import mixer_plan, replaced_mixers
+from redrafter.model.rope import RopeByLength
+from redrafter.model.traits import ModelTraits, cache_argument
 
 # One lock a model, for all forwards of all targets on it: what one sets on the model, another must not take down.
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()

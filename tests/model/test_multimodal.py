@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.seeing_models import FAMILIES, IMAGE, tiny_seeing_model
 from redrafter import ReDrafter, UnsupportedError
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 NEW = 16
 

@@ -16,19 +16,18 @@ from redrafter.cache.paged import PagedCache
 from redrafter.cache.to_device import made_on_host
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
 from redrafter.files.dtype_names import dtype_name
-from redrafter.parallel.local_shards import use_local_shards
-from redrafter.target.batch_invariance import RowByRow, check_products, check_rows, support_of
-from redrafter.target.cache_support import CacheSupport
-from redrafter.target.drafter_inputs import DrafterLayer, decoder_layers
-from redrafter.target.forward_batch import ForwardBatch, ForwardOutput, Prompts
-from redrafter.target.images import ImageReader, image_arguments, token_type_arguments
-from redrafter.target.lora import Adapter, AdapterSlots, LoraWeights
-from redrafter.target.model_state import ModelState, hooked_module, run_uncompiled
-from redrafter.target.patch import ModelPatch
-from redrafter.target.prompt_reader import PromptReader, ShowLogits
-from redrafter.target.quantization import is_quantized, warn_of_shared_scales
-from redrafter.target.rope import RopeByLength, find_dynamic_rope, find_switching_rope
-from redrafter.target.supported import (
+from redrafter.model.batch_invariance import RowByRow, check_products, check_rows, support_of
+from redrafter.model.cache_support import CacheSupport
+from redrafter.model.drafter_inputs import DrafterLayer, decoder_layers
+from redrafter.model.forward_batch import ForwardBatch, ForwardOutput, Prompts
+from redrafter.model.images import ImageReader, image_arguments, token_type_arguments
+from redrafter.model.lora import Adapter, AdapterSlots, LoraWeights
+from redrafter.model.model_state import ModelState, hooked_module, run_uncompiled
+from redrafter.model.patch import ModelPatch
+from redrafter.model.prompt_reader import PromptReader, ShowLogits
+from redrafter.model.quantization import is_quantized, warn_of_shared_scales
+from redrafter.model.rope import RopeByLength, find_dynamic_rope, find_switching_rope
+from redrafter.model.supported import (
     MODEL_ERRORS,
     Support,
     base_of,
@@ -39,9 +38,10 @@ from redrafter.target.supported import (
     head_width,
     name_model_in_errors,
 )
-from redrafter.target.traits import learn_traits
-from redrafter.target.tree_forward import ModelParts, PaddedForward, TreeForward
-from redrafter.target.varlen_forward import VarlenForward
+from redrafter.model.traits import learn_traits
+from redrafter.model.tree_forward import ModelParts, PaddedForward, TreeForward
+from redrafter.model.varlen_forward import VarlenForward
+from redrafter.parallel.local_shards import use_local_shards
 from redrafter.tree.token_tree import chain
 
 _INVARIANT_ADAPTERS = (

@@ -23,15 +23,15 @@ from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.invariant_linear import in_full_vectors, invariant_expert_linear, invariant_linear
-from redrafter.target.drafter_inputs import decoder_stack
-from redrafter.target.forward_batch import ForwardBatch
-from redrafter.target.patch import ModelPatch
-from redrafter.target.quantization import float8_scheme, is_quantized
-from redrafter.target.supported import Support
+from redrafter.model.drafter_inputs import decoder_stack
+from redrafter.model.forward_batch import ForwardBatch
+from redrafter.model.patch import ModelPatch
+from redrafter.model.quantization import float8_scheme, is_quantized
+from redrafter.model.supported import Support
 from redrafter.tree.token_tree import chain
 
 if TYPE_CHECKING:
-    from redrafter.target.target import Target
+    from redrafter.model.target import Target
 
 TOKENS = 26  # of the text that is read in several ways
 WAYS = ([26], [1] * 26, [7, 7, 7, 5], [19, 7])  # how many of its tokens are in each forward

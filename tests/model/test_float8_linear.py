@@ -17,11 +17,11 @@ from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.quantization import quantize_drafter, quantize_model
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.float8_inputs import round_inputs
-from redrafter.target.batch_invariance import support_of
-from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs
-from redrafter.target.patch import ModelPatch
-from redrafter.target.quantization import Float8Linear, float8_scheme, quantize_linears
-from redrafter.target.target import Target
+from redrafter.model.batch_invariance import support_of
+from redrafter.model.fused_linear import FusedLinears, linear_calls, same_inputs
+from redrafter.model.patch import ModelPatch
+from redrafter.model.quantization import Float8Linear, float8_scheme, quantize_linears
+from redrafter.model.target import Target
 
 NEW = 20
 ARCHITECTURES = ["llama", "gemma2", "qwen3"]

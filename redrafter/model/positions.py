@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from redrafter.attention.mask import AttentionKind, TreeSlots, additive_mask
-from redrafter.target.patch import ModelPatch
+from redrafter.model.patch import ModelPatch
 
 Arguments: TypeAlias = Mapping[str, Any]
 Positions: TypeAlias = Callable[[], Tensor]

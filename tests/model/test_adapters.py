@@ -6,7 +6,7 @@ import torch
 from helpers.adapters import PROJECTIONS, adapted, peft, randomized
 from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, PromptLookup, ReDrafter, UnsupportedError
-from redrafter.target.supported import base_of
+from redrafter.model.supported import base_of
 from redrafter.train.teacher import Teacher
 
 IDS, MASK = uneven_batch(rows=3)

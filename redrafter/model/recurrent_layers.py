@@ -25,8 +25,8 @@ from transformers import Cache
 
 from redrafter.attention.prompt_attention import Piece
 from redrafter.cache.states import StateName, StateShape, StatesOfRows
-from redrafter.target.fused_linear import is_plain
-from redrafter.target.patch import ModelPatch
+from redrafter.model.fused_linear import is_plain
+from redrafter.model.patch import ModelPatch
 from redrafter.tree.token_tree import Tree
 
 _OF_ATTENTION = ("keys", "values")  # what a layer holds that attends besides

@@ -9,7 +9,7 @@ from helpers.steps import read_prompts, verify
 from helpers.targets import CHUNKED
 from redrafter import CheckpointError, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 from redrafter.tree.token_tree import tree_of
 
 

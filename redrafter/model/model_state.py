@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from redrafter.target.patch import ModelPatch
+from redrafter.model.patch import ModelPatch
 
 CompiledPart: TypeAlias = tuple[nn.Module, str, Any]
 """A module, its attribute that `torch.compile` has set, and what is there uncompiled."""

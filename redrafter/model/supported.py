@@ -13,7 +13,7 @@ from redrafter.cache.dense import LayerShape
 from redrafter.cache.states import StateShape
 from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError, first_line
 from redrafter.files.dtype_names import dtype_name
-from redrafter.target.positions import has_alibi
+from redrafter.model.positions import has_alibi
 
 # What a model's code may raise where it cannot run something of ours.
 MODEL_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from redrafter.kernels.linear_operators import has_thin_kernel, thin_linear
-from redrafter.target.model_state import has_hooks
-from redrafter.target.patch import ModelPatch
-from redrafter.target.quantization import Float8Linear
+from redrafter.model.model_state import has_hooks
+from redrafter.model.patch import ModelPatch
+from redrafter.model.quantization import Float8Linear
 
 
 @contextmanager

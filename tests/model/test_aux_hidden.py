@@ -26,9 +26,9 @@ from redrafter import Engine, MismatchError, ReDrafter, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import State
+from redrafter.model.drafter_inputs import decoder_layers, join_hidden
+from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
-from redrafter.target.drafter_inputs import decoder_layers, join_hidden
-from redrafter.target.target import Target
 from redrafter.train.teacher import Teacher
 from redrafter.tree.token_tree import Tree, tree_of
 

@@ -14,10 +14,10 @@ from redrafter.cache.states import StatesOfRows
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
-from redrafter.target import traits
-from redrafter.target.lora import LoraWeights
-from redrafter.target.target import Target
-from redrafter.target.traits import find_mixers
+from redrafter.model import traits
+from redrafter.model.lora import LoraWeights
+from redrafter.model.target import Target
+from redrafter.model.traits import find_mixers
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import chain, share_nodes, tree_of
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from redrafter.attention.prompt_attention import Piece, cut_prompts
 from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.cache.to_device import to_device
-from redrafter.target.forward_batch import ForwardBatch, Prompts
-from redrafter.target.tree_forward import TreeForward
-from redrafter.target.varlen_forward import VarlenForward
+from redrafter.model.forward_batch import ForwardBatch, Prompts
+from redrafter.model.tree_forward import TreeForward
+from redrafter.model.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import chain
 
 MAX_FORWARD_TOKENS = 8192  # of all rows; bounds what a forward holds beside the cache

@@ -21,12 +21,12 @@ from redrafter.attention.tree_plan import RUNNING_PLAN, ChunkEnds, Plan
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.paged import KVCache
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE
-from redrafter.target.batch_invariance import RowByRow
-from redrafter.target.forward_batch import ForwardBatch, Prompts
-from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs
-from redrafter.target.positions import answer_by_position
-from redrafter.target.recurrent_layers import PromptStates, replaced_mixers
-from redrafter.target.tree_forward import ModelParts, TreeForward
+from redrafter.model.batch_invariance import RowByRow
+from redrafter.model.forward_batch import ForwardBatch, Prompts
+from redrafter.model.fused_linear import FusedLinears, linear_calls, same_inputs
+from redrafter.model.positions import answer_by_position
+from redrafter.model.recurrent_layers import PromptStates, replaced_mixers
+from redrafter.model.tree_forward import ModelParts, TreeForward
 
 COMPILE_OPTIONS: dict[str, Any] = {
     "realize_opcount_threshold": 4,  # what every layer reads, sines and cosines, is computed once and not in each

@@ -12,8 +12,8 @@ from helpers.models import paged, prompts_of, scripted_engine, tiny_drafter, tin
 from helpers.scheduling import launch_ahead, make_sequence, nothing_is_held, run, scheduler
 from redrafter import ArgumentError, Engine
 from redrafter.attention.tree_attention import tree_attention
+from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
-from redrafter.target.target import Target
 
 FIRST, WHOLE, NEW = 64, 256, 24
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": WHOLE / FIRST}
@@ -91,9 +91,9 @@ def test_the_frequencies_of_these_tests_make_a_difference():
 @pytest.mark.parametrize("masked", [False, True], ids=["pieces", "chunks"])
 @pytest.mark.parametrize("most", [7, 33, 64, 90])
 def test_prompts_that_are_read_in_parts_have_the_frequencies_of_the_whole(monkeypatch, most, masked):
-    monkeypatch.setattr("redrafter.target.prompt_reader.MAX_FORWARD_TOKENS", most)
-    monkeypatch.setattr("redrafter.target.prompt_reader.MAX_CHUNK_TOKENS", most)
-    monkeypatch.setattr("redrafter.target.prompt_reader.MAX_MASK_NUMBERS", 0)
+    monkeypatch.setattr("redrafter.model.prompt_reader.MAX_FORWARD_TOKENS", most)
+    monkeypatch.setattr("redrafter.model.prompt_reader.MAX_CHUNK_TOKENS", most)
+    monkeypatch.setattr("redrafter.model.prompt_reader.MAX_MASK_NUMBERS", 0)
     model = growing_model("llama")
     engine = paged(with_tree(model, tiny_drafter(), 4, 3))
     if masked:

@@ -8,8 +8,8 @@ from helpers.drafters import random_drafter
 from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.checkpoints.drafters import check_fits_target
-from redrafter.target.supported import config_width
-from redrafter.target.target import Target
+from redrafter.model.supported import config_width
+from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.teacher import Teacher

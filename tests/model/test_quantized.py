@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import redrafter.attention.mask
-import redrafter.target.target
+import redrafter.model.target
 from helpers.models import paged, tiny_drafter, tiny_model
 from helpers.quantized import keys, save_compressed
 from redrafter import ReDrafter, UnsupportedError, boxed_pair
@@ -23,9 +23,9 @@ from redrafter.attention.mask import visible_slots
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.convert.convert_checkpoint import merge
 from redrafter.convert.sources import open_base
-from redrafter.target.fused_linear import linear_calls
-from redrafter.target.quantization import is_quantized, shared_scales
-from redrafter.target.target import Target
+from redrafter.model.fused_linear import linear_calls
+from redrafter.model.quantization import is_quantized, shared_scales
+from redrafter.model.target import Target
 
 PROMPT, NEW = torch.tensor([[5, 6, 7, 8]]), 40
 # how a base is quantised -> whether tokens share scales
@@ -148,7 +148,7 @@ def test_one_warning_names_the_scheme_whose_scales_tokens_share(merged, name):
         warnings.simplefilter("always")
         engine = ReDrafter.from_pretrained(folder)
     ours = [
-        warning for warning in caught if warning.filename == redrafter.target.target.__file__
+        warning for warning in caught if warning.filename == redrafter.model.target.__file__
     ]  # so that the program shows it
     assert len(ours) == SCHEMES[name]
     if SCHEMES[name]:

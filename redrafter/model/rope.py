@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from redrafter.cache.dense import DenseCache
-from redrafter.target.patch import ModelPatch, Running
-from redrafter.target.supported import MODEL_ERRORS
+from redrafter.model.patch import ModelPatch, Running
+from redrafter.model.supported import MODEL_ERRORS
 from redrafter.tree.token_tree import Tree
 
 

@@ -10,7 +10,7 @@ from helpers.models import paged, row_texts, scripted_engine, tiny_drafter, tiny
 from redrafter import Engine
 from redrafter.cache.dense import DenseCache, LayerShape
 from redrafter.cache.paged import KVCachePool
-from redrafter.target.target import Target
+from redrafter.model.target import Target
 
 NEW = 20
 SHAPE = LayerShape(2, 8, 8, torch.float32, torch.device("cpu"))

@@ -12,14 +12,14 @@ from redrafter.cache.dense import DenseCache, LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.target.positions import masks_slots
-from redrafter.target.prompt_reader import PromptReader
-from redrafter.target.self_test import SelfTest
-from redrafter.target.supported import Support, stored_shapes
-from redrafter.target.traits import ModelTraits
+from redrafter.model.positions import masks_slots
+from redrafter.model.prompt_reader import PromptReader
+from redrafter.model.self_test import SelfTest
+from redrafter.model.supported import Support, stored_shapes
+from redrafter.model.traits import ModelTraits
 
 if TYPE_CHECKING:
-    from redrafter.target.target import Target
+    from redrafter.model.target import Target
 
 MAX_CHEAP_WINDOW = 64  # positions; prompts of the self-test reach past a window up to this long
 # Of the longer prompt: more than convolutions look back, and such that no piece of a prompt has one token, which some

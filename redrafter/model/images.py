@@ -18,11 +18,11 @@ from transformers.utils.generic import ModelOutput
 from redrafter.cache.dense import states_of
 from redrafter.cache.paged import KVCache, PagedCache, RoundingCache, fill_first_slots
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
+from redrafter.model.cache_support import CacheSupport
+from redrafter.model.drafter_inputs import DrafterLayer
+from redrafter.model.rope import DynamicRope, RopeByLength
+from redrafter.model.supported import Support
 from redrafter.parallel.ranks import Ranks
-from redrafter.target.cache_support import CacheSupport
-from redrafter.target.drafter_inputs import DrafterLayer
-from redrafter.target.rope import DynamicRope, RopeByLength
-from redrafter.target.supported import Support
 
 ENCODED = "mm_encoder_outputs"  # the forward's argument for what was encoded of images, by kind
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")

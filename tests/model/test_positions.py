@@ -6,9 +6,9 @@ import torch
 from helpers.models import in_threads, tiny_drafter, tiny_model, uneven_batch, with_spread_weights, with_tree
 from redrafter import PromptLookup, UnsupportedError
 from redrafter.attention.mask import TreeSlots
-from redrafter.target.patch import ModelPatch
-from redrafter.target.positions import answer_by_position, find_slot_readers
-from redrafter.target.target import Target
+from redrafter.model.patch import ModelPatch
+from redrafter.model.positions import answer_by_position, find_slot_readers
+from redrafter.model.target import Target
 
 NEW = 24
 SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 48}  # their slopes follow another rule than those of four

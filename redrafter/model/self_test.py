@@ -25,17 +25,17 @@ from redrafter.attention.mask import LayerKinds
 from redrafter.cache.dense import LayerShape, states_of
 from redrafter.cache.paged import KVCache, fill_first_slots
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
-from redrafter.target.drafter_inputs import decoder_stack
-from redrafter.target.forward_batch import ForwardBatch, Prompts
-from redrafter.target.patch import ModelPatch
-from redrafter.target.quantization import float8_scheme, is_quantized
-from redrafter.target.supported import MODEL_ERRORS
-from redrafter.target.traits import cache_argument
+from redrafter.model.drafter_inputs import decoder_stack
+from redrafter.model.forward_batch import ForwardBatch, Prompts
+from redrafter.model.patch import ModelPatch
+from redrafter.model.quantization import float8_scheme, is_quantized
+from redrafter.model.supported import MODEL_ERRORS
+from redrafter.model.traits import cache_argument
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import chain, tree_of
 
 if TYPE_CHECKING:
-    from redrafter.target.target import Target
+    from redrafter.model.target import Target
 
 TRIAL_SLOTS = 8  # slots that a trial needs after a row's committed tokens
 MIN_FAR_LAYERS = 4  # layers that a far trial computes at least

@@ -26,10 +26,10 @@ from redrafter.attention.mask import AttentionKind, LayerKinds
 from redrafter.cache.dense import LayerShape
 from redrafter.cache.states import StateKey, StateShape
 from redrafter.errors import UnsupportedError, first_line
-from redrafter.target.fused_linear import linear_calls
-from redrafter.target.patch import ModelPatch
-from redrafter.target.positions import find_slot_readers
-from redrafter.target.recurrent_layers import Mixer, copied_layer, layer_tensors, layer_without_tensors
+from redrafter.model.fused_linear import linear_calls
+from redrafter.model.patch import ModelPatch
+from redrafter.model.positions import find_slot_readers
+from redrafter.model.recurrent_layers import Mixer, copied_layer, layer_tensors, layer_without_tensors
 
 PROBE_NAME = "redrafter_probe"
 PROBED_POSITION = 1 << 20  # at which a mask rule is evaluated; a window or chunk that is longer counts as none
