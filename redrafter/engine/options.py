@@ -90,8 +90,9 @@ class EngineOptions:
 def takes_engine_options(function: Function) -> Function:
     """Show the fields of `EngineOptions` in the signature of a function that takes them among its keywords."""
     signature = inspect.signature(function)
-    *first, keywords = signature.parameters.values()
+    *first, rest = signature.parameters.values()
     ours = inspect.signature(EngineOptions).parameters.values()
-    shown = [*first, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in ours), keywords]
+    shown = [*first, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in ours)]
+    shown.append(rest.replace(name="model_kwargs"))  # what is left for transformers
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return function
