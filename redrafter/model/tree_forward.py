@@ -188,15 +188,12 @@ class PaddedForward(TreeForward):
         positions = places if batch.position_shift is None else batch.positions
         slots = TreeSlots(length, tree.depth, tree.ancestors, cache.window)
         keep = self._kept_columns(None if batch.adapters is None else batch.adapters[:, None].expand(-1, new))
-        rope_lengths = torch.zeros_like(length) if batch.rope_lengths is None else batch.rope_lengths
-        with (
-            self.lock,
-            self._recording() as patch,
-            self._mixing(batch, padded=True),
-        ):
+        with self.lock, self._recording() as patch, self._mixing(batch, padded=True):
             self._adapt(patch, keep)
             answer_by_position(patch, self._slot_readers, lambda: places, slots)
-            self._choose_rope(patch, rope_lengths)
+            if self._rope is not None:
+                at_least = torch.zeros_like(length) if batch.rope_lengths is None else batch.rope_lengths
+                self._rope.apply(patch, lambda: at_least[:, None])
             self._start_recording(batch.logits_index)
             out = self._call_model(
                 tree.tokens[:, -new:],
@@ -227,10 +224,10 @@ class PaddedForward(TreeForward):
         tokens. Returns logits `[1, V]` of the last token, and hidden states of all, `[1, P, F]`.
         """
         keep = self._kept_columns(None if adapters is None else adapters[:, None].expand_as(ids))
-        least = torch.tensor([prompt], device=ids.device)
         with self.lock, self._recording() as patch:
             self._adapt(patch, keep)
-            self._choose_rope(patch, least)
+            if self._rope is not None:
+                self._rope.apply(patch, lambda: torch.tensor([[prompt]], device=ids.device))
             self._start_recording(torch.tensor([ids.shape[1] - 1], device=ids.device))
             out = self._model(input_ids=ids, past_key_values=past, use_cache=True, **inputs)
             hidden = self._recorded_hidden().to(self._device)
@@ -238,11 +235,6 @@ class PaddedForward(TreeForward):
 
     def _select(self, hidden: Tensor) -> Tensor:
         return hidden if self._index is None else _take(hidden, self._index.to(hidden.device))
-
-    def _choose_rope(self, patch: ModelPatch, prompt: Tensor) -> None:
-        """Rotate tokens by the lengths of their texts. prompt: the least of each row, `[B]` int64."""
-        if self._rope is not None:
-            self._rope.apply(patch, lambda: prompt[:, None])
 
     def _mask(self, slots: TreeSlots) -> Tensor | dict[str, Tensor | None] | None:
         """Return the additive mask `[B, 1, M, S]`, one by name where kinds differ; with ALiBi, ones `[B, S]`.

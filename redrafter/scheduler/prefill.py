@@ -21,7 +21,6 @@ from redrafter.model.target import Target
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.logprobs import score_prompt
 from redrafter.scheduler.paged_memory import tables_of
-from redrafter.scheduler.row_adapters import adapters_of, slot_of
 from redrafter.scheduler.row_caches import CachePair, RowCaches
 from redrafter.scheduler.sequence import TokenSequence
 
@@ -140,7 +139,7 @@ class ChunkBuffers:
             tokens += sequence.tokens[sequence.prefilled : sequence.prefilled + count]
             starts.append(len(tokens))
             lengths.append(sequence.prefilled)
-            adapters.append(slot_of(sequence))
+            adapters.append(sequence.adapter_slot)
             prompts.append(rope_length(self._target, sequence))
         empty = room - len(chunks)
         padding, ends = [0] * (len(buffers.tokens) - len(tokens)), starts[-1:] * empty
@@ -250,7 +249,8 @@ class Prefiller:
         numbers = (_stack([sequence.tokens for sequence in sequences], ends, first), starts, ends, rope)
         tokens, start, upto, rope_lengths = (to_device(x, device) for x in numbers)
         caches, counts = row_caches.of_prompts(sequences), [count for _, count in chunks]
-        adapters = adapters_of(sequences, device)
+        slots = [sequence.adapter_slot for sequence in sequences]
+        adapters = to_device(slots, device, torch.long) if any(slots) else None
         prompts = Prompts(tokens, upto, caches.target, start, counts, rope_lengths, adapters)
 
         def show(row: int, first: int, logits: Tensor) -> None:
@@ -291,12 +291,13 @@ class Prefiller:
         device, count = self._target.device, sequence.prefill_length
         caches = row_caches.of_prompts([sequence])
         tokens, upto = to_device(_stack_tokens([sequence], [count]), device), to_device([count], device, torch.long)
+        adapters = None
         if sequence.adapter is not None:
             sequence.adapter.check_images()
+            adapters = to_device([sequence.adapter_slot], device, torch.long)
         prompt = sequence.images.prepare(self._target.model, sequence.prompt)
         sequence.position_shift = prompt.position_shift
         self._read_drafts([sequence], [count], Prompts(tokens, upto, caches.target, counts=[count]), caches.draft)
-        adapters = adapters_of([sequence], device)
         logits, hidden = self._target.images.read(tokens[:, :count], prompt, caches.target, adapters)
         _take_note([(sequence, count)])
         return PrefilledRows([sequence], tokens, upto, logits, hidden, caches, [0])

@@ -27,7 +27,6 @@ from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, Pendin
 from redrafter.scheduler.models import Models
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows
-from redrafter.scheduler.row_adapters import any_adapter, slot_of
 from redrafter.scheduler.row_caches import CachePair, PagedRows, RowCaches
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.sequence import TokenSequence
@@ -221,7 +220,9 @@ class RunningBatch:
             shifts = [sequence.position_shift for sequence in sequences]
             state.position_shift[rows] = to_device(shifts, state.length.device, torch.long)
         assert state.adapters is not None, "buffers have the adapter of each row"
-        state.adapters[rows] = to_device([*map(slot_of, sequences)], state.length.device, torch.long)
+        state.adapters[rows] = to_device(
+            [sequence.adapter_slot for sequence in sequences], state.length.device, torch.long
+        )
         self.sampling.write(first, sequences)
         self.caches.add(first, sequences, read.caches, read.rows)
 
@@ -273,7 +274,7 @@ class RunningBatch:
         longest_draft = max(row.draft_bound(len(row.tokens) + ahead * row.launched) - 1 for row in self.rows)
         window = min(self._round_up(longest + self.overshoot), self._positions)
         caches = self.caches.of_step(rows, window, longest, longest_draft, proposer)
-        adapted = any_adapter([*self.rows, *(sequence for sequence, _ in chunks)])
+        adapted = any(sequence.adapter_slot for sequence in [*self.rows, *(sequence for sequence, _ in chunks)])
         first = self.state.at(slice(rows))  # shares memory with `state`
         state = replace(first, tokens=first.tokens[:, :window], adapters=first.adapters if adapted else None)
         prompts = Prompts(state.tokens, state.length, caches.target, adapters=state.adapters)

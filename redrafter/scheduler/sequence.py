@@ -169,6 +169,11 @@ class TokenSequence:
         return len(self.tokens) - len(self.prompt)
 
     @property
+    def adapter_slot(self) -> int:
+        """Slot of its adapter, 0 for none."""
+        return 0 if self.adapter is None else self.adapter.slot
+
+    @property
     def prefix_salt(self) -> Hashable:
         """What sequences must have in common to share blocks: with another adapter, keys and values are others."""
         return self.cache_salt if self.adapter is None else (self.cache_salt, self.adapter.number)
