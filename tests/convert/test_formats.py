@@ -174,6 +174,26 @@ def test_a_base_comes_back_as_it_was(name, tp, foreign, bases, tmp_path, capsys)
         assert torch.equal(pair.generate(prompt, max_new_tokens=20, speculate=speculate), expected)
 
 
+def test_a_large_base_comes_back_in_several_files(bases, tmp_path, monkeypatch):
+    pair = {"base_model_checkpoint_dir": bases / "llama", "drafter_model_dir": apple_dir(tmp_path / "apple")}
+    trtllm = convert(tmp_path / "trtllm", **pair, to="trtllm")
+    monkeypatch.setattr("redrafter.convert.tensors.MAX_FILE_BYTES", 20_000)
+    merged = convert(tmp_path / "merged", base_model_checkpoint_dir=trtllm)
+    files = sorted(merged.glob("model*.safetensors"))
+    assert [file.name for file in files] == [
+        f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)
+    ]
+    assert len(files) > 2
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert same(tensors, load_file(bases / "llama" / "model.safetensors"))
+    index = json.loads((merged / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert index["weight_map"].keys() == tensors.keys()
+    prompt = torch.tensor([[5, 6, 7]])
+    expected = AutoModelForCausalLM.from_pretrained(bases / "llama").generate(prompt, max_new_tokens=9, do_sample=False)
+    assert torch.equal(ReDrafter.from_pretrained(merged).generate(prompt, max_new_tokens=9), expected)
+
+
 def test_a_merged_checkpoint_goes_to_tensorrt_llm_and_back(bases, tmp_path):
     pair = {"base_model_checkpoint_dir": bases / "qwen2", "drafter_model_dir": apple_dir(tmp_path / "apple")}
     shape = {"redrafter_num_beams": 3, "redrafter_draft_len_per_beam": 4, "redrafter_no_greedy_search": True}
