@@ -9,7 +9,7 @@ import torch
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.dtype_names import dtype_name
-from redrafter.model.quantization import is_quantized, quantize_linears
+from redrafter.model.linear_layers import is_quantized, quantize_linears
 
 QUANTIZATIONS = ("fp8", "fp8_dynamic")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
