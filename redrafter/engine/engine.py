@@ -71,9 +71,14 @@ class Engine:
         batches: Running batches of earlier requests, with their captured steps.
         do_sample: Whether `generate` samples where neither a call nor a `generation_config` says; None for what the
             model's own says.
+        draft_vocabulary: What the draft model has for each of the target's tokens; None where its ids are the target's.
+        rejection_sampling: Whether sampled drafts are kept by rejection sampling; sampled tokens are then not those of
+            undrafted decoding.
     """
 
     do_sample: bool | None = None
+    draft_vocabulary: VocabularyMap | None = None
+    rejection_sampling = False
 
     def __init__(self, target: Target, proposer: Proposer, options: EngineOptions | None = None):
         check_bound(type(self), target, Target)
@@ -183,11 +188,6 @@ class Engine:
         return None
 
     @property
-    def draft_vocabulary(self) -> VocabularyMap | None:
-        """What the draft model has for each of the target's tokens; None where its ids are the target's."""
-        return None
-
-    @property
     def draft_varlen(self) -> Support:
         """Whether steps with the draft model can be captured as far as that model decides; ok where there is none."""
         if self.draft_model is None or not self.target.varlen.ok:
@@ -256,11 +256,6 @@ class Engine:
     def adapters(self) -> list[str]:
         """Names of the LoRA adapters that are loaded."""
         return self.target.adapters.names
-
-    @property
-    def rejection_sampling(self) -> bool:
-        """Whether sampled drafts are kept by rejection sampling; sampled tokens are then not plain decoding's."""
-        return False
 
     @property
     def model(self) -> Any:
