@@ -3,7 +3,7 @@
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from redrafter.cache.to_device import made_on_host
@@ -32,13 +30,12 @@ from redrafter.engine.arguments import (
     with_stop_strings,
     without_neutral,
 )
-from redrafter.engine.call import GenerateOutput, decode
+from redrafter.engine.call import Call, ColumnStream, GenerateOutput, StepStreamer, takes_columns
 from redrafter.engine.idle_batches import IdleBatches
 from redrafter.engine.modes import kv_dtype_of, make_batch_invariant, use_kv_cache_dtype
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.prompts import check_shapes, separate_inputs
-from redrafter.engine.request import AdapterNames, Request, Seed, read_request, row_adapters
-from redrafter.engine.streaming import ColumnStream, StepStreamer, takes_columns
+from redrafter.engine.request import AdapterNames, OwnArguments, Request, Seed, read_request, row_adapters
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.model.supported import Support, check_autocast, check_eval
 from redrafter.model.target import Target
@@ -327,14 +324,13 @@ class Engine:
             kwargs.setdefault("do_sample", self.do_sample)
 
         # 4. Let transformers prepare the call (configs, processors, criteria, rows), and decode what it prepared.
-        prepared, prompts = False, len(input_ids)
+        mine = OwnArguments(streamer, seed, adapter, speculate, progress, len(input_ids), params=own)
+        prepared = False
 
         def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:
             nonlocal prepared
             prepared = True
-            names = row_adapters(adapter, prompts, len(input_ids))
-            settings: dict[str, Any] = {"streamer": streamer, "seed": seed, "speculate": speculate}
-            return self._decode(input_ids, **inputs, **settings, progress=progress, adapters=names, own=own)
+            return self._decode(mine, input_ids, inputs)
 
         try:
             return self.model.generate(
@@ -376,62 +372,32 @@ class Engine:
             speculate: As in `generate`.
             temperature: One value per output row, in place of the config's; None for the config's.
         """
+        mine = OwnArguments(streamer, seed, adapter, speculate, temperature=temperature)
 
         def decode_for(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:
             if model is not self.model:
                 raise ArgumentError("this custom_generate belongs to another model; call generate on engine.model")
             check_shapes(input_ids, inputs.get("attention_mask"))
-            settings: dict[str, Any] = {"streamer": streamer, "seed": seed, "speculate": speculate}
-            names = row_adapters(adapter, len(input_ids), len(input_ids))
-            return self._decode(input_ids, **inputs, **settings, temperature=temperature, adapters=names)
+            return self._decode(mine, input_ids, inputs)
 
         return decode_for
 
     @torch.inference_mode()
-    def _decode(
-        self,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        *,
-        streamer: Streamer | None,
-        seed: Seed,
-        speculate: bool,
-        progress: bool = False,
-        temperature: Any = None,
-        own: Mapping[str, Any] | None = None,
-        adapters: Sequence[str | None] = (),
-        **inputs: Any,
-    ) -> Tensor | GenerateOutput:
-        """Decode a call that transformers has prepared; `inputs` is what it would give to the model beside the ids."""
+    def _decode(self, mine: OwnArguments, input_ids: Tensor, inputs: dict[str, Any]) -> Tensor | GenerateOutput:
+        """Decode a call that transformers has prepared; `inputs` is what it says beside the ids."""
         # 1. Check the model, which its owner may have changed since.
+        names = row_adapters(mine.adapter, mine.prompts or len(input_ids), len(input_ids))
         check_autocast(self.target.device)
-        models = [self.target, *([self.draft_model] if speculate and self.draft_model else [])]
+        models = [self.target, *([self.draft_model] if mine.speculate and self.draft_model else [])]
         for model in models:
             model.follow_changes()
         check_eval(*(model.model for model in models))
 
-        with made_on_host(), self.target.adapters.holding(adapters) as held:
-            # 2. Check the ids, and turn the call into tensors.
-            request = read_request(
-                self.target,
-                input_ids,
-                inputs.pop("attention_mask", None),
-                generation_config,
-                logits_processor,
-                stopping_criteria,
-                inputs,
-                options=self.options,
-                seed=seed,
-                temperature=temperature,
-                own=own or {},
-                adapters=held,
-            )
-            stream: Any = streamer
-            if takes_columns(streamer):
+        # 2. Check the ids, turn the call into tensors, and decode.
+        with made_on_host(), self.target.adapters.holding(names) as held:
+            request = read_request(self.target, self.options, mine, held, input_ids, **inputs)
+            stream = mine.streamer
+            if takes_columns(stream):
                 stream = ColumnStream(stream, len(input_ids), request.pad_token)
-
-            # 3. Decode.
-            with self.scheduler_for(request, speculate) as scheduler:
-                return decode(scheduler, request, input_ids, stream, progress)
+            with self.scheduler_for(request, mine.speculate) as scheduler:
+                return Call(request, stream).decode(scheduler, mine.progress)
