@@ -19,22 +19,20 @@ from redrafter.drafting.draft_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import PlainProposer, Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
-    NEUTRAL,
-    check_arguments,
     check_bound,
     check_modes,
-    known_arguments,
+    check_shapes,
     prompt_of,
+    read_arguments,
+    separate_inputs,
     split_own,
     with_row_temperatures,
     with_stop_strings,
-    without_neutral,
 )
 from redrafter.engine.call import Call, ColumnStream, GenerateOutput, StepStreamer, takes_columns
 from redrafter.engine.idle_batches import IdleBatches
 from redrafter.engine.modes import kv_dtype_of, make_batch_invariant, use_kv_cache_dtype
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.prompts import check_shapes, separate_inputs
 from redrafter.engine.request import AdapterNames, OwnArguments, Request, Seed, read_request, row_adapters
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.model.supported import Support, check_autocast, check_eval
@@ -303,10 +301,9 @@ class Engine:
         """
         # 1. Read the arguments: drop those that ask for nothing, refuse those that cannot be honoured.
         theirs = streamer if takes_columns(streamer) else None
-        kwargs, images = separate_inputs(generation_kwargs, self.target, known_arguments() | NEUTRAL)
-        kwargs = without_neutral(kwargs)
+        kwargs, images = separate_inputs(generation_kwargs, self.target)
+        kwargs = read_arguments(kwargs)
         input_ids = prompt_of(input_ids, kwargs.pop("inputs", None))
-        check_arguments(kwargs)
         if not isinstance(generation_config, GenerationConfig | None):
             raise ArgumentError(f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}")
         if generation_config is not None:

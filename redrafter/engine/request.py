@@ -21,10 +21,9 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
-from redrafter.engine.arguments import check_modes
+from redrafter.engine.arguments import check_ids, check_modes, read_prepared
 from redrafter.engine.modes import check_processors
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.prompts import check_ids, check_length, read_mask, read_prepared
 from redrafter.errors import ArgumentError
 from redrafter.grammar.grammar import Grammar
 from redrafter.model.images import ImagePrompt
@@ -174,14 +173,12 @@ def read_request(
     """
     config, sampled = generation_config, generation_config.do_sample
     check_modes(config, target.model.generation_config)
-    check_ids(input_ids, target)
-    seen = read_mask(attention_mask, input_ids)
+    seen = check_ids(input_ids, attention_mask, target, options)
     images = read_prepared(prepared, input_ids, seen, target)
     if config.num_return_sequences is not None and config.num_return_sequences < 1:
         raise ArgumentError(f"num_return_sequences must be 1 or more, got {config.num_return_sequences}")
     rows, width = input_ids.shape
     length = seen.sum(dim=1)
-    check_length(int(length.max()), target.context, options)
 
     # What ends a text.
     max_length, eos, deadline = config.max_length, frozenset[int](), float("inf")
