@@ -214,6 +214,6 @@ def _ranks_by_depth(drafter: RecurrentDrafter, target: Target, part: Positions) 
     start, carried = drafter.begin(drafter.fuse_hidden(part.state.hidden)[:, None]), None
     for k in range(tokens.shape[1] - 1):
         embedding = target.embedding(tokens[:, k : k + 1].clamp(min=0))
-        read = None if part.window is None else partial(drafter.read_context, k, part.window)
+        read = None if part.window is None else partial(drafter.context, step=k, window=part.window)
         logits, carried = drafter.step(embedding, carried, start, read)
         yield rank_of(part.sampler.draft_scores(logits, part.noise, k, ids)[:, 0], label[:, k + 1])
