@@ -94,7 +94,7 @@ class RecurrentDrafter(DrafterModel):
         elif config.rnn:
             self.rnn_u = nn.Linear(hidden, hidden)
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
-        self.context = ContextAttention(config) if config.context_window else None
+        self.context: Any = ContextAttention(config) if config.context_window else None
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.draft_ids: Tensor | None
         self.register_buffer("draft_ids", ids)
@@ -362,7 +362,7 @@ def _advance(
     """
     if carried is not None:
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
-    read = None if window is None else partial(drafter.context, step=step, window=window)  # type: ignore[arg-type]
+    read = None if window is None else partial(drafter.context, step=step, window=window)
     return drafter.step(embedding(tokens), carried, start, read)
 
 
