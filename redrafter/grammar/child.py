@@ -329,7 +329,8 @@ def _follow(connection: socket.socket, vocabulary: Any) -> None:
             states.pop(text, None)
         if not questions:
             continue
-        heads, bits = [], []
+        heads: list[Any] = []
+        bits: list[bytes] = []
         with bounded_work(limits.step_cpu_seconds(len(questions))):
             for number, ends, known, new, tokens, parents, levels in questions:
                 if number not in states:

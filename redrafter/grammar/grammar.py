@@ -159,8 +159,9 @@ class Grammar:
             tokenizer: The tokenizer of the texts; a fast one.
             process: A new process to compile in; None to start one.
         """
-        read = isinstance(source, GrammarSource)
-        self.source: GrammarSource = source if read else GrammarSource("llguidance", checked_text(source))
+        if not isinstance(source, GrammarSource):
+            source = GrammarSource("llguidance", checked_text(source))
+        self.source = source
         self.process = GrammarProcess(tokenizer) if process is None else process
         self._tokenizer = tokenizer
         self.process.compile(self.source)
