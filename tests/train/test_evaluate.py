@@ -18,8 +18,8 @@ from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from helpers.training import learn_circle, round_circle
 from redrafter import RecurrentDrafter, ReDrafter, boxed_pair
 from redrafter.app.loading import Pair
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
-from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import main
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import State

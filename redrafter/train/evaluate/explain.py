@@ -323,7 +323,7 @@ def _ranks(drafter: RecurrentDrafter, target: Target, at: Positions) -> Tensor:
     start, carried = drafter.begin(drafter.fuse_hidden(at.state.hidden)[:, None]), None
     for k in range(tokens.shape[1] - 1):
         embedding = target.embedding(tokens[:, k : k + 1].clamp(min=0))
-        read = None if at.window is None else partial(drafter.read_context, k, at.window)
+        read = None if at.window is None else partial(drafter.context, step=k, window=at.window)
         logits, carried = drafter.step(embedding, carried, start, read)
         ranks.append(rank_of(at.sampler.draft_scores(logits, at.noise, k, ids)[:, 0], label[:, k + 1]))
     return torch.stack(ranks, dim=1)
