@@ -7,9 +7,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
-from redrafter.checkpoints.models import bind
-from redrafter.checkpoints.quantization import check_quantization
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
+from redrafter.checkpoints.models import bind, check_quantization
 from redrafter.drafting.draft_length import STEP_COSTS
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import Proposer, SearchProposer
