@@ -19,7 +19,7 @@ from redrafter.attention.tree_attention import (
 )
 from redrafter.attention.tree_plan import RUNNING_PLAN, ChunkEnds, Plan
 from redrafter.cache.dense import DenseCache
-from redrafter.kernels.token_counts import TOKEN_MULTIPLE
+from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE
 from redrafter.model.forward_batch import ForwardBatch, Prompts
 from redrafter.model.linear_layers import FusedLinears, linear_calls, same_inputs
 from redrafter.model.patch import ModelPatch
