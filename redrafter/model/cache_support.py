@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from redrafter import kernels
-from redrafter.cache.dense import DenseCache, LayerShape
+from redrafter.cache.dense import DenseCache
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE

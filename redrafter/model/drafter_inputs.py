@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from redrafter.cache.dense import LayerShape
-from redrafter.cache.paged import KVCache
+from redrafter.cache.kv_cache import KVCache, LayerShape
 from redrafter.errors import MismatchError, UnsupportedError
 
 
@@ -85,6 +84,6 @@ class DrafterLayer:
         """Store the keys and values of tokens, whose hidden states are `[T, F]`, in slots `[T]` of a cache's pools."""
         if not cache.has_drafter_layer:
             return  # it was made before the drafter was loaded
-        for store, states in zip(cache.drafter_stores(), self.remember(ids, positions, hidden), strict=True):
+        for store, states in zip(cache.stores(-1), self.remember(ids, positions, hidden), strict=True):
             # A NaN would stay in the cache, and no mask hides one from the drafter. What it reads changes no text.
             store.index_copy_(0, slots, states.nan_to_num(0, 0, 0))

@@ -22,8 +22,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from redrafter.attention.mask import LayerKinds
-from redrafter.cache.dense import LayerShape, states_of
-from redrafter.cache.paged import KVCache, fill_first_slots
+from redrafter.cache.kv_cache import KVCache, LayerShape, states_of
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.model.drafter_inputs import decoder_stack
 from redrafter.model.forward_batch import ForwardBatch, Prompts
@@ -238,7 +237,7 @@ def run_trial(target: "Target", trial: Trial, cache: KVCache, *, whole: bool = F
     parents, depth = (torch.tensor(x, device=device).expand(rows, 5) for x in ([0, 0, 0, 1, 2], [0, 1, 1, 2, 2]))
     try:
         if trial.prompts is None:
-            fill_first_slots(cache, list(trial.states.items()))
+            cache.fill_first_slots(trial.states.items())
         else:
             most = None if whole else trial.prompts.shape[1] - trial.prompts.shape[1] // 5
             target.prefill(Prompts(trial.prompts, trial.length, cache), max_tokens=most)

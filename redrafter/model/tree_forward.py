@@ -205,7 +205,7 @@ class PaddedForward(TreeForward):
             hidden = self._recorded_hidden().to(self._device)  # [B, M, F]
         if self._drafter_layer is not None:
             flat = tree.tokens[:, -new:].flatten(), places.flatten(), hidden.flatten(0, 1)
-            self._drafter_layer.write(cache, cache.slots(self._device), *flat)
+            self._drafter_layer.write(cache, cache.written_slots(self._device), *flat)
         if batch.logits_index is not None:
             hidden = _take(hidden, batch.logits_index)
         return out.logits.to(self._device), hidden, None

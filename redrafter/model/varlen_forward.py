@@ -19,7 +19,7 @@ from redrafter.attention.tree_attention import (
 )
 from redrafter.attention.tree_plan import RUNNING_PLAN, ChunkEnds, Plan
 from redrafter.cache.dense import DenseCache
-from redrafter.cache.paged import KVCache
+from redrafter.cache.kv_cache import KVCache
 from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE
 from redrafter.model.batch_invariance import RowByRow
 from redrafter.model.forward_batch import ForwardBatch, Prompts
@@ -161,22 +161,15 @@ class VarlenForward(TreeForward):
         if adapters is not None:
             adapters = torch.cat([adapters[piece.row].expand(piece.count) for piece in pieces])
         keep = self._kept_columns(adapters)
-        paged = cache.plan_prefill(pieces)
-        plan = PromptPlan(pieces, self._kinds.by_layer or (), paged)
+        plan = cache.plan_prefill(pieces, self._kinds.by_layer or ())
         with (
             self.lock,
             self._attending(PROMPT_ATTENTION_NAME, plan, keep, threads_apart=True),
             self._reading_states(pieces, cache),
         ):
-            dense = cache if isinstance(cache, DenseCache) else None
-            logits, hidden = self._plain(tokens, positions, index, plan, prompt, keep, dense)
+            logits, hidden = self._plain(tokens, positions, index, plan, prompt, keep, cache.for_model)
         if self._drafter_layer is not None:
-            if isinstance(cache, DenseCache):
-                slots = cache.slots(tokens.device)
-            else:
-                assert paged is not None, "a paged cache says where its tokens are"
-                slots = paged.new
-            self._drafter_layer.write(cache, slots, tokens, positions, hidden)
+            self._drafter_layer.write(cache, plan.new, tokens, positions, hidden)
         return logits, hidden[index]
 
     @property
