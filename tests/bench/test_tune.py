@@ -9,13 +9,13 @@ from helpers.command_line import fails
 from helpers.models import paged, tiny_drafter, tiny_model
 from redrafter import ReDrafter, boxed_pair
 from redrafter.app.loading import Pair
-from redrafter.bench import tuner as tuner_module
 from redrafter.bench.standing_batch import at_size
 from redrafter.bench.tuner import NO_MEMORY, Timing, Tuner, candidates, choose, deeper, table
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.cli import main
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import PlainProposer
+from redrafter.engine.call import Call
 from redrafter.engine.tuning import Tuning
 from redrafter.measure.run import Workload
 from redrafter.model.target import Target
@@ -276,24 +276,21 @@ def test_when_time_is_over_what_was_measured_counts(pair):
 
 def test_a_batch_without_memory_is_left_out_and_prompts_are_written_on_fewer_at_a_time(pair, monkeypatch):
     lines: list[str] = []
-    made, decode, sizes = (
-        tuner(pair, report=lines.append, prompts=[[1, 40 + row] for row in range(5)]),
-        tuner_module.decode,
-        [],
-    )
+    made = tuner(pair, report=lines.append, prompts=[[1, 40 + row] for row in range(5)])
+    decode, sizes = Call.decode, []
 
-    def full(scheduler, request, prompts, streamer):
-        sizes.append(len(prompts))
-        if len(prompts) > 2:
+    def full(call, scheduler):
+        sizes.append(len(call.rows))
+        if len(call.rows) > 2:
             raise NO_MEMORY[0]("full")
-        return decode(scheduler, request, prompts, streamer)
+        return decode(call, scheduler)
 
     def step_ms(proposer, size):
         if size == 2:
             raise NO_MEMORY[0]("full")
         return 10.0
 
-    monkeypatch.setattr(tuner_module, "decode", full)
+    monkeypatch.setattr(Call, "decode", full)
     monkeypatch.setattr(made, "step_ms", step_ms)
     made.run(candidates(pair.proposer, (1,), (3,)))
     assert list(choose(made.timings, made.open_sizes)) == [1]
