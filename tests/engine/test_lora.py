@@ -332,12 +332,7 @@ OTHER_LAYERS = [
         "llama",
     ),
     # It reads what the cache holds.
-    (
-        on_layers("deepseek_v3", "kv_b_proj"),
-        UnsupportedError,
-        "kv_b_proj does not read each token once",
-        "deepseek_v3",
-    ),
+    (on_layers("deepseek_v3", "kv_b_proj"), UnsupportedError, "kv_b_proj does not read each token once", "deepseek_v3"),
 ]
 NOT_WHOLE = [
     (lambda folder: folder.joinpath("adapter_config.json").unlink(), "has no adapter_config.json"),

@@ -5,16 +5,7 @@ import random
 
 import pytest
 
-from helpers.scheduling import (
-    KINDS,
-    Sink,
-    nothing_is_held,
-    random_sequences,
-    run,
-    run_as_alone,
-    same_alone,
-    scheduler,
-)
+from helpers.scheduling import KINDS, Sink, nothing_is_held, random_sequences, run, run_as_alone, same_alone, scheduler
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.limits import Limits, QueueFullError
 from redrafter.scheduler.running_set import MAX_CANCELLATIONS_PER_ROUND, MIN_ROUNDS_IN_PLACE
