@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from redrafter.bench.standing_batch import OneProposer, make_request, opened
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.engine.call import GenerateOutput, decode
 from redrafter.engine.request import Request

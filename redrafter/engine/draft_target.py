@@ -7,8 +7,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from redrafter.checkpoints.models import bind
-from redrafter.checkpoints.quantization import check_quantization
+from redrafter.checkpoints.models import bind, check_quantization
 from redrafter.checkpoints.vocabularies import Tokenizer, map_unlike_vocabularies
 from redrafter.drafting.draft_length import AdaptiveDraftLength
 from redrafter.drafting.draft_model import DraftModelProposer

@@ -43,8 +43,8 @@ from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.model.supported import Support, check_autocast, check_eval
 from redrafter.model.target import Target
 from redrafter.scheduler.limits import Limits
-from redrafter.scheduler.models import Models
 from redrafter.scheduler.paged_memory import MOST_ROWS, PagedMemory
+from redrafter.scheduler.running_batch import Models
 from redrafter.scheduler.scheduler import Scheduler
 
 Streamer = BaseStreamer | StepStreamer

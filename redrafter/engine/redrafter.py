@@ -9,9 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
-from redrafter.checkpoints.models import load_model
-from redrafter.checkpoints.quantization import check_quantization
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
+from redrafter.checkpoints.models import check_quantization, load_model
 from redrafter.drafting.draft_length import STEP_COSTS
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import Proposer, SearchProposer

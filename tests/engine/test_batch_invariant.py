@@ -9,7 +9,7 @@ from helpers.scheduling import KINDS, launch_ahead, make_sequence, random_sequen
 from redrafter import ArgumentError, DraftTarget, Engine, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.modes import check_processors, make_batch_invariant
 from redrafter.engine.options import EngineOptions

@@ -7,7 +7,7 @@ from helpers.generation import ON_BOTH_CACHES, Steps, noted, same_undrafted
 from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch
 from helpers.scheduling import launch_ahead
 from redrafter import ArgumentError, DraftTarget, ReDrafter
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
 from redrafter.scheduler.prefill import Prefiller

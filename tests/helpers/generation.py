@@ -50,7 +50,7 @@ def same_alone(engine: Any, ids: Tensor, mask: Tensor, texts: Tensor, **argument
 def noted(patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any] | None = None) -> list[Any]:
     """Let a function also note what it returns, or what `note(result, *arguments)` says of a call; return the notes."""
     notes: list[Any] = []
-    function = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+    function = getattr(owner, name)
 
     @wraps(function)
     def called(*given: Any, **named: Any) -> Any:

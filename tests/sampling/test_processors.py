@@ -17,6 +17,7 @@ from helpers.generation import noted
 from helpers.processors import TokenPenalties
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.sampling.hf_processors import READERS, REFUSED, TemperaturePerRow, index_of_warpers, read_processors
+from redrafter.sampling.host_processors import PerNode
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.processors import (
     Constant,
@@ -31,7 +32,6 @@ from redrafter.sampling.processors import (
     RowTopK,
     RowTopP,
 )
-from redrafter.sampling.tree_processors import PerNode
 from redrafter.tree.token_tree import chain, tree_of
 
 VOCAB, WIDTH = 40, 15

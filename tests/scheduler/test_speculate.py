@@ -18,9 +18,8 @@ from helpers.scheduling import (
 )
 from redrafter import DraftTarget, boxed_pair
 from redrafter.cli import main
-from redrafter.drafting.draft_length import FIRST_PAUSE
+from redrafter.drafting.draft_length import FIRST_PAUSE, DraftPauses
 from redrafter.model.target import Target
-from redrafter.scheduler.running_batch import DraftPauses
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +88,13 @@ def test_each_cost_has_pauses_of_its_own_and_rows_without_one_always_draft():
     pauses = DraftPauses(cost_of)
     for rows in (2, 4):
         for _ in range(4):
-            pauses.observe(rows, rows, 3 * rows // 2)
-    pauses.observe(9, 9, 9)
-    assert [pauses.should_draft(rows) for rows in (4, 8, 2, 9)] == [False, False, True, True]
+            pauses.gain(rows).observe(rows, 3 * rows // 2)
+    assert [pauses.gain(rows).should_draft() for rows in (4, 8, 2)] == [False, False, True]
+    assert pauses.gain(9) is None
 
 
 def test_sizes_of_one_cost_pause_together():
     pauses = DraftPauses(lambda rows: 1.5)
-    pauses.observe(8, 8, 9)
-    assert not any(pauses.should_draft(1 + step % 3) for step in range(FIRST_PAUSE))
-    assert pauses.should_draft(1)
+    pauses.gain(8).observe(8, 9)
+    assert not any(pauses.gain(1 + step % 3).should_draft() for step in range(FIRST_PAUSE))
+    assert pauses.gain(1).should_draft()

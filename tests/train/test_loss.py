@@ -77,7 +77,7 @@ def reader(
     keys, values = drafter.context.remember(drafter.fuse_hidden(hidden), embedding, torch.arange(len(hidden)))
     length, size = torch.tensor([len(hidden)]), drafter.config.context_window
     window = ContextWindow.read(length, size, lambda at: (keys[at], values[at]))
-    return lambda step: lambda state: drafter.read_context(step, window, state[None, None])[0, 0]
+    return lambda step: lambda state: drafter.context(state[None, None], step, window)[0, 0]
 
 
 def grads(drafter: RecurrentDrafter) -> dict[str, Tensor]:

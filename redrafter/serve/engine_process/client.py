@@ -15,8 +15,7 @@ from typing import Any
 from redrafter.errors import ReDrafterError
 from redrafter.grammar.source import GrammarSource
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.logprobs import PromptScore
-from redrafter.scheduler.sequence import SequenceDelta, Stats
+from redrafter.scheduler.sequence import PromptScore, SequenceDelta, Stats
 from redrafter.serve.engine_process.messages import (
     Answered,
     Cancel,
