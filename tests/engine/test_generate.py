@@ -15,8 +15,8 @@ from helpers.generation import Collect, Steps, noted, same_as_model, same_undraf
 from helpers.models import HIDDEN, VOCAB, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, DraftTarget, Engine, MismatchError, ReDrafter, UnsupportedError
 from redrafter.engine import call
+from redrafter.engine.call import ColumnStream
 from redrafter.engine.request import row_seeds
-from redrafter.engine.streaming import ColumnStream
 
 IDS, MASK = uneven_batch()
 GREEDY = {"max_new_tokens": 12, "do_sample": False}

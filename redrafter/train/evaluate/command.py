@@ -44,14 +44,12 @@ MAX_NODES = 4096  # of a search, where each node is compared with all others
 def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
     """Measure a loaded pair.
 
-    The pair's engine must be a `ReDrafter`.
-
-    Returns:
-        The report, as `make_report` makes it.
+    The pair's engine must be a `ReDrafter`. Returns the report, as `make_report` makes it.
 
     Raises:
         ArgumentError: The options do not suit the pair, or leave no prompt.
         CheckpointError: A row of the prompts cannot be read.
+
     """
     engine, proposer = pair.engine, pair.engine.proposer
     assert isinstance(engine, ReDrafter)
