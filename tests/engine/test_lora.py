@@ -135,9 +135,9 @@ def test_prompts_that_are_read_in_parts_are_read_with_their_adapters(on, masks, 
     monkeypatch.setattr(prompt_reader, "MAX_FORWARD_TOKENS", 17)
     engine = on(make_engine(adapters))
     if masks:
-        engine.target.prompt_reader.read_in_chunks()
+        engine.target.prompt_reader.masks = True
     else:
-        engine.target.prompt_reader.use_masks_on_dense_cache(False)
+        engine.target.prompt_reader.masks_on_dense = False
     ids, mask = uneven_batch(longest=30)
     check_rows(engine.generate(ids, mask, adapter=MIXED, **GREEDY), adapters, ids=ids, mask=mask)
 
