@@ -133,7 +133,7 @@ class Pair:
             arguments["adapter"], path = split_name(options.adapter)
             if arguments["adapter"] not in self.engine.adapters:
                 weights = read_adapter(path)
-                self.engine.target.load_adapter(arguments["adapter"], weights, max_loras=1, max_lora_rank=weights.rank)
+                self.engine.target.adapters.load(arguments["adapter"], weights, 1, weights.rank)
         if options.bad_words:
             texts = (space + word for word in options.bad_words for space in ("", " "))
             spellings = dict.fromkeys(tuple(self.tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
