@@ -191,7 +191,11 @@ def _flat(features: Any) -> Tensor:
 
 def _slice(encoded: ModelOutput, tokens: slice) -> ModelOutput:
     """Return some tokens of encoded images, in the form in which the model takes them, as of one image."""
-    take = lambda x: _flat(x)[tokens][None] if isinstance(x, Tensor) else [_flat(x)[tokens]]  # noqa: E731
+
+    def take(features: Any) -> Any:
+        taken = _flat(features)[tokens]
+        return taken[None] if isinstance(features, Tensor) else [taken]
+
     sliced = {_form(encoded): take(encoded[_form(encoded)])}
     if (layers := encoded.get("deepstack_features")) is not None:
         if not isinstance(layers[0][0], Tensor):

@@ -156,7 +156,7 @@ class TreeStates:
     def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Compute what a mixer returns for all tokens of a call of its forward, level by level."""
         x = arguments[mixer.tokens_argument]
-        tokens, levels = _Tokens(*x.shape[:2], x.device), self._levels
+        tokens, levels = _Tokens(x.shape[0], x.shape[1], x.device), self._levels
         keys, dtypes = [state.key for state in mixer.states], [state.dtype for state in mixer.states]
         parents, taken = levels.parents.to(x.device), self._taken.to(x.device)
         states = self._states.read_entries(keys, levels.roots)
@@ -205,7 +205,7 @@ class PromptStates:
     def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Compute what a mixer returns for all tokens of a call of its forward, row by row."""
         x = arguments[mixer.tokens_argument]
-        tokens = _Tokens(*x.shape[:2], x.device)
+        tokens = _Tokens(x.shape[0], x.shape[1], x.device)
         outputs, read = [], []
         for piece, start in zip(self._pieces, self._starts, strict=True):
             states = None

@@ -120,13 +120,14 @@ def test_a_model_is_served_as_it_is_or_refused_with_the_reason(name):
 
 
 def test_a_model_whose_code_prepares_inputs_by_more_arguments_is_served():
-    model = tiny_model("llama")
+    model, arguments = tiny_model("llama"), {"attention_mask": MASK, **GREEDY}
+    expected = model.generate(IDS, **arguments)
 
     def prepare(input_ids, past_key_values, attention_mask, **given):
         return {"input_ids": input_ids, "past_key_values": past_key_values, "attention_mask": attention_mask} | given
 
     model.prepare_inputs_for_generation = prepare
-    check_texts(with_tree(model, tiny_drafter(), 3, 3))
+    assert torch.equal(with_tree(model, tiny_drafter(), 3, 3).generate(IDS, **arguments), expected)
 
 
 @pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("CUDA out of memory"), MemoryError("no memory")])
