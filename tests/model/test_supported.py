@@ -1,7 +1,5 @@
 """Which models can be targets: a model is bound and writes its own text, or is refused in words of this library."""
 
-from unittest.mock import Mock
-
 import pytest
 import torch
 import transformers as hf
@@ -134,7 +132,10 @@ def test_a_model_whose_code_prepares_inputs_by_more_arguments_is_served():
 def test_memory_that_ran_out_is_not_blamed_on_the_architecture(monkeypatch, error):
     model = tiny_model("llama")
 
-    monkeypatch.setattr(model.model.layers[0], "forward", Mock(side_effect=error))
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(model.model.layers[0], "forward", full)
     with pytest.raises(type(error), match="memory"):
         Target(model)
 
