@@ -306,8 +306,7 @@ def test_the_mask_is_off_only_while_binding(pair):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("hidden_size", 16), ("intermediate_size", 40), ("num_hidden_layers", 2), ("vocab_size", 96)],
+    ("name", "value"), [("hidden_size", 16), ("intermediate_size", 40), ("num_hidden_layers", 2), ("vocab_size", 96)]
 )
 def test_a_smaller_shape_is_refused_with_both_values(pair, name, value):
     own = getattr(pair[0].config, name)
