@@ -6,14 +6,18 @@ from typing import Any
 
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.sequence import Stats
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.engine_process.client import EngineClient
+from redrafter.serve.engine_process.client import EngineClient, ServedSequence
 from redrafter.serve.engine_process.engine import ServedEngine
+from redrafter.serve.engine_process.messages import Submit
 from redrafter.serve.engine_process.process import serve
 from redrafter.serve.engine_process.start import Channel, EngineFacts
 from redrafter.serve.server import Server
 
+GREEDY = SamplingParams(temperature=0)
 OPENAI_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -50,6 +54,20 @@ def client_of(scheduler: Scheduler, tokenizer: Any = None, facts: EngineFacts | 
         facts = EngineFacts("tiny", (), vocabulary, scheduler.longest, frozenset(), OPENAI_DEFAULTS, depth, True)
     thread = EngineThread(scheduler, tokenizer)
     return EngineClient(thread.channel, facts, thread)
+
+
+def asked(
+    client: EngineClient, prompts: Any, count: int, params: Any = GREEDY, find_stop: Any = None, **more: Any
+) -> Any:
+    """The stream of the texts after some prompts."""
+    sequences = [ServedSequence(prompt, frozenset(), Stats(accepted_by_depth=[0] * 4), find_stop) for prompt in prompts]
+    return client.deltas(Submit(prompts, count, params, **more), sequences)
+
+
+async def written(client: EngineClient, prompt: list[int], count: int, params: Any = GREEDY, **more: Any) -> list[int]:
+    """The tokens after a prompt."""
+    stream = asked(client, [prompt], count, params, **more)
+    return [token async for _, deltas in stream for delta in deltas for token in delta.tokens]
 
 
 def server_of(pair: Pair) -> Server:

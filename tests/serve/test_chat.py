@@ -14,10 +14,10 @@ pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 
 from helpers.serving_in_process import listening
-from redrafter.serve.metrics import Metrics
+from redrafter.serve.config import ServeOptions
 from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
 from redrafter.serve.routes.app import create_app
-from redrafter.serve.service import Service
+from redrafter.serve.server import Server
 
 HELLO = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
@@ -210,10 +210,11 @@ def test_thoughts_are_told_apart(client, server, monkeypatch):
     plain = client.chat.completions.create(**SAME | {"max_tokens": 24, "temperature": 0}).choices[0].message.content
     template = server.tokenizer.chat_template
     monkeypatch.setattr(server.tokenizer, "chat_template", template + "{# <think> </think> #}")
-    service = Service(server.engine, server.tokenizer, "boxed", Metrics(server.engine, "boxed"))
+    monkeypatch.setattr(server.engine, "on_delta", server.engine.on_delta)  # is put back in the end
+    thinking = Server(server.engine, server.tokenizer)
     opened = [*TALK, {"role": "assistant", "content": "<think>"}]
     body = SAME | {"max_tokens": 24, "temperature": 0}
-    with listening(create_app(service)) as url:
+    with listening(thinking.app) as url:
         thinker = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         assert thinker.chat.completions.create(**body).choices[0].message.content == plain
         settings = body | {"messages": opened, "extra_body": {"continue_final_message": True}}
@@ -226,7 +227,7 @@ def test_thoughts_are_told_apart(client, server, monkeypatch):
         assert sum(map(bool, thoughts)) > 4
         forced = thinker.chat.completions.create(**settings, response_format={"type": "json_object"})
         assert forced.choices[0].message.content.startswith("{")  # a grammar is of the whole text
-        service.reasoning = False
+        thinking.options = ServeOptions(reasoning_format="none")
         assert (
             thinker.chat.completions.create(**settings).choices[0].message.content.strip() == message.reasoning_content
         )

@@ -27,10 +27,12 @@ from redrafter.serve import log
 from redrafter.serve.answers.formats import raise_cuts_as_errors
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import SlowConsumerError, Stopped
-from redrafter.serve.network import connections, guards
+from redrafter.serve.network import guards
+from redrafter.serve.network import server_process as connections
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys, collect_keys
-from redrafter.serve.network.connections import Connection, OpenConnections, room_for_connections
-from redrafter.serve.network.guards import AccessPolicy, Refusal, check_structure, host_of
+from redrafter.serve.network.guards import AccessPolicy, check_structure, host_of
+from redrafter.serve.network.server_process import Connection, OpenConnections, room_for_connections
+from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.routes.app import create_app
 from redrafter.serve.server import Server
 
@@ -103,7 +105,6 @@ def test_some_paths_are_open_without_a_key(locked, path):
 def test_a_key_names_its_client():
     service = Service()
     app = create_app(service, AccessPolicy(ApiKeys(["first", "second", "first"])))
-    assert service.apart
     answer = posted(app, JSON | {"Authorization": "Bearer second"})
     assert answer.json()["client"] == "key-2"
     assert "text/html" in asked(app, "GET", "/docs").headers["content-type"]  # which asks for the key
@@ -113,7 +114,6 @@ def test_without_keys_a_client_is_its_address():
     service = Service()
     app = create_app(service)
     assert posted(app, JSON | {"Authorization": "Bearer anything"}).json()["client"] == "127.0.0.1"
-    assert not service.apart
     assert asked(app, "GET", "/metrics").status_code == 200
 
 
@@ -172,7 +172,7 @@ def test_keys_are_shown_nowhere(capsys, tmp_path):
     assert "geheim" not in out
     assert json.loads(out)["allowed_hosts"] == ["a", "b"]
     server = Server.__new__(Server)
-    server.options, server.keys, server.name = ServeOptions(api_key=("geheim",)), ApiKeys(["geheim"]), "m"
+    server.options, server.keys, server.model = ServeOptions(api_key=("geheim",)), ApiKeys(["geheim"]), "m"
     server.engine = SimpleNamespace(facts=SimpleNamespace(description=["what is served"]))
     said = "\n".join(server.summary("http://127.0.0.1:8000"))
     assert "Bearer $REDRAFTER_API_KEY" in said
@@ -329,7 +329,7 @@ LONGEST = 1280  # bytes: 160 commas, 40 brackets and colons, 10 exponents
 
 @pytest.mark.parametrize("body", [b"," * 161, b"[" * 20 + b"{" * 21, b":" * 41, b"1e5 2E-7 " * 6])
 def test_a_body_of_too_many_parts_is_not_parsed(body):
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ApiError) as refusal:
         check_structure(body, LONGEST)
     assert refusal.value.status_code == 413
 

@@ -23,7 +23,7 @@ from redrafter import ArgumentError
 from redrafter.grammar.grammar import GrammarProcess, zygote_for
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.limits import QueueFullError
-from redrafter.serve.engine_process.grammars import MAX_COMPILATIONS, MAX_COMPILATIONS_PER_CLIENT, Grammars
+from redrafter.serve.engine_process.process import MAX_COMPILATIONS, MAX_COMPILATIONS_PER_CLIENT, Grammars
 
 TOKENIZER = tiny_tokenizer()
 QUICK = {"regex": "[ab]{3}"}
@@ -52,7 +52,7 @@ def started(monkeypatch) -> list[GrammarProcess]:
         processes.append(GrammarProcess(tokenizer))
         return processes[-1]
 
-    monkeypatch.setattr("redrafter.serve.engine_process.grammars.GrammarProcess", start)
+    monkeypatch.setattr("redrafter.serve.engine_process.process.GrammarProcess", start)
     gc.collect()
     assert soon(lambda: not compilations())
     return processes
@@ -164,8 +164,8 @@ def test_what_died_is_compiled_again(started):
 
 
 def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch):
-    monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_KEPT_GRAMMARS", 2)
-    monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_GRAMMARS", 4)
+    monkeypatch.setattr("redrafter.serve.engine_process.process.MAX_KEPT_GRAMMARS", 2)
+    monkeypatch.setattr("redrafter.serve.engine_process.process.MAX_LIVING_GRAMMARS", 4)
 
     async def work(ask):
         for number in range(6):
@@ -177,14 +177,14 @@ def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch
         with pytest.raises(QueueFullError, match="4 other grammars are in use"):
             await ask({"regex": "d"})
         assert await ask({"regex": "a{3}c"}) is used[3]
-        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_GRAMMARS", 99)
-        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_BYTES", 0)
+        monkeypatch.setattr("redrafter.serve.engine_process.process.MAX_LIVING_GRAMMARS", 99)
+        monkeypatch.setattr("redrafter.serve.engine_process.process.MAX_LIVING_BYTES", 0)
         used[0].process.memory = 1
         with pytest.raises(QueueFullError, match="other grammars that are in use hold"):
             await ask({"regex": "d"})
         used[0].process.memory = 0
-        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_BYTES", 1 << 40)
-        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_KEPT_BYTES", 0)
+        monkeypatch.setattr("redrafter.serve.engine_process.process.MAX_LIVING_BYTES", 1 << 40)
+        monkeypatch.setattr("redrafter.serve.engine_process.process.MAX_KEPT_BYTES", 0)
         used.clear()
         started.clear()
         await ask({"regex": "e"})

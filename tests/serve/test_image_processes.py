@@ -28,7 +28,7 @@ from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve import images
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import Stopped
-from redrafter.serve.images import ImageLimits, ImageReader
+from redrafter.serve.images import ImageReader
 from redrafter.serve.network import guards
 from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.routes.app import create_app
@@ -51,7 +51,7 @@ def of_many_scans(side: int = 1024, count: int = 20_000) -> str:
 def reader() -> Iterator[ImageReader]:
     gc.collect()  # ends the processes of readers of earlier tests
     assert soon(lambda: not decoders(), seconds=60)
-    reader = ImageReader(llava_processor(), NAMES, ImageLimits(pixels=1 << 22))
+    reader = ImageReader(llava_processor(), NAMES, ServeOptions(max_image_pixels=1 << 22))
     yield reader
     reader.close()
 
@@ -65,13 +65,13 @@ def test_an_image_of_many_scans_is_given_up_and_the_next_one_is_read(reader):
         reader.place("<image>", [of_many_scans()])
     assert caught.value.status == 400
     assert caught.value.code == "image_too_complex"
-    assert reader.place("<image>", [data_url(picture(1))]).inputs["pixel_values"].shape == (1, 3, 28, 28)
+    assert reader.place("<image>", [data_url(picture(1))])[1]["pixel_values"].shape == (1, 3, 28, 28)
 
 
 def test_the_kernel_knows_the_limit_of_memory(reader):
     process = reader.new_process()
     [child] = decoders()
-    bound = (64 << 20) + 32 * reader.limits.pixels
+    bound = (64 << 20) + 32 * reader.options.max_image_pixels
 
     def limit() -> int:
         lines = Path(f"/proc/{child}/limits").read_text().splitlines()
@@ -114,8 +114,8 @@ def test_many_images_of_one_client_leave_a_turn_to_others(reader):
             await asyncio.sleep(0.01)
         try:
             for seed in range(3):
-                placed = await asyncio.wait_for(reader.run(place(reader, data_url(picture(seed))), "few"), 300)
-                assert len(placed.inputs["pixel_values"]) == 1
+                _, inputs = await asyncio.wait_for(reader.run(place(reader, data_url(picture(seed))), "few"), 300)
+                assert len(inputs["pixel_values"]) == 1
             assert not any(task.done() for task in many)
         finally:
             held.go_on.set()

@@ -34,7 +34,8 @@ from helpers.models import tiny_model
 from helpers.serving import Program
 from redrafter import PromptLookup
 from redrafter.model.target import Target
-from redrafter.serve.images import ImageLimits, ImageReader
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.images import ImageReader
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 
@@ -246,13 +247,13 @@ def bomb(width: int, height: int) -> str:
 @pytest.mark.parametrize(
     ("limits", "parts", "says"),
     [
-        (ImageLimits(pixels=1199), [image_part(picture(1))], "1200 pixels, .* may have 1199 together"),
-        (ImageLimits(pixels=1300), [image_part(picture(1)), image_part(picture(2))], "1200 pixels"),
-        (ImageLimits(size=100), [image_part(picture(1))], "bytes; an image may have 100"),
-        (ImageLimits(), [image_part(bomb(20_000, 20_000))], r"too large: .*\(--max-image-pixels\)"),
-        (ImageLimits(), [image_part(bomb(9000, 9000))], "81000000 pixels"),
-        (ImageLimits(), [image_part(bomb(9, 9))], "cannot be read"),
-        (ImageLimits(), [image_part(bomb(1, 51))], "1 x 51 pixels: one side may be 50 times as long as the other"),
+        (ServeOptions(max_image_pixels=1199), [image_part(picture(1))], "1200 pixels, .* may have 1199 together"),
+        (ServeOptions(max_image_pixels=1300), [image_part(picture(1)), image_part(picture(2))], "1200 pixels"),
+        (ServeOptions(max_image_size=1024), [image_part(picture(1))], "bytes; an image may have 1024"),
+        (ServeOptions(), [image_part(bomb(20_000, 20_000))], r"too large: .*\(--max-image-pixels\)"),
+        (ServeOptions(), [image_part(bomb(9000, 9000))], "81000000 pixels"),
+        (ServeOptions(), [image_part(bomb(9, 9))], "cannot be read"),
+        (ServeOptions(), [image_part(bomb(1, 51))], "1 x 51 pixels: one side may be 50 times as long as the other"),
     ],
     ids=["pixels", "together", "bytes", "bomb", "large", "truncated", "narrow"],
 )
@@ -262,9 +263,9 @@ def test_an_image_that_is_too_large_is_refused_before_it_is_decoded(limits, part
 
 
 def test_images_at_their_limits_are_read():
-    reader = ImageReader(llava_processor(), NAMES, ImageLimits(count=2, pixels=2400))
-    prompt = prompts(reader).encode_chat(request(image_part(picture(1)), image_part(picture(2))))
-    assert prompt.images["pixel_values"].shape == (2, 3, 28, 28)
+    reader = ImageReader(llava_processor(), NAMES, ServeOptions(max_images=2, max_image_pixels=2400))
+    _, _, images = prompts(reader).encode_chat(request(image_part(picture(1)), image_part(picture(2))))
+    assert images["pixel_values"].shape == (2, 3, 28, 28)
 
 
 def test_a_template_that_leaves_an_image_out_is_refused():
@@ -276,7 +277,7 @@ def test_a_template_that_leaves_an_image_out_is_refused():
 def test_a_template_that_reads_parts_alone_is_given_parts():
     template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     encoder = prompts(ImageReader(llava_processor(), NAMES), template)
-    ids = encoder.encode_chat(ChatRequest(messages=[{"role": "user", "content": "hello"}])).ids
+    ids = encoder.encode_chat(ChatRequest(messages=[{"role": "user", "content": "hello"}]))[0]
     assert encoder.tokenizer.decode(ids) == "hello"
 
 
@@ -297,11 +298,11 @@ def test_each_image_has_as_many_tokens_as_the_processor_says(monkeypatch):
     cut = Qwen2VLImageProcessorPil(patch_size=14, size={"shortest_edge": 28 * 28, "longest_edge": 56 * 56})
     reader = ImageReader(Qwen2VLProcessor(cut, tokenizer, None), NAMES)
     urls = [data_url(picture(1, 56, 28)), data_url(picture(2, 28, 28))]
-    placed = reader.place("a<|image_pad|>b<|image_pad|>", urls)
-    assert placed.text == "a<|image_pad|><|image_pad|>b<|image_pad|>"
-    assert placed.inputs.keys() == {"pixel_values", "image_grid_thw"}
-    assert placed.inputs["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2]]
-    types = reader.token_types(tokenizer(placed.text).input_ids)
+    placed, inputs = reader.place("a<|image_pad|>b<|image_pad|>", urls)
+    assert placed == "a<|image_pad|><|image_pad|>b<|image_pad|>"
+    assert inputs.keys() == {"pixel_values", "image_grid_thw"}
+    assert inputs["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2]]
+    types = reader.token_types(tokenizer(placed).input_ids)
     assert {name: x.tolist() for name, x in types.items()} == {"mm_token_type_ids": [[0, 1, 1, 0, 1]]}
 
 
@@ -310,10 +311,10 @@ def test_a_mark_may_be_another_token_than_those_of_an_image():
     cut = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
     processor = Gemma3Processor(cut, tokenizer_with(**special), image_seq_length=2)
     reader = ImageReader(processor, ("pixel_values", "token_type_ids"))
-    placed = reader.place("a<start>b", [data_url(picture(1))])
-    assert placed.text == "a\n\n<start><soft><soft><end>\n\nb"
-    assert placed.inputs.keys() == {"pixel_values"}
-    [types] = reader.token_types(processor.tokenizer(placed.text).input_ids)["token_type_ids"].tolist()
+    placed, inputs = reader.place("a<start>b", [data_url(picture(1))])
+    assert placed == "a\n\n<start><soft><soft><end>\n\nb"
+    assert inputs.keys() == {"pixel_values"}
+    [types] = reader.token_types(processor.tokenizer(placed).input_ids)["token_type_ids"].tolist()
     assert types == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0]
 
 

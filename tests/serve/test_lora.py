@@ -27,7 +27,7 @@ from redrafter.serve.engine_process.messages import Submit
 from redrafter.serve.engine_process.start import EngineFacts
 from redrafter.serve.engine_process.worker import Worker
 from redrafter.serve.protocol.requests import CompletionRequest
-from redrafter.serve.service import Service
+from redrafter.serve.server import Server
 
 LONG = "The old man looked at the sea and the sea looked at the old man, and neither of the two said a word. " * 3
 
@@ -189,11 +189,11 @@ def test_an_adapter_that_is_unloaded_while_its_prompt_is_read_is_not_served_as_t
     class Engine:
         facts = EngineFacts("m", (), 97, 96, frozenset(), OPENAI_DEFAULTS, 3, True, adapters={"one": "somewhere"})
 
-        def deltas(self, *arguments, images):
-            asked.append(arguments[-1])
+        def deltas(self, request, sequences):
+            asked.append(request.adapter)
             raise ArgumentError("no adapter 'one' is loaded")
 
-    service = Service(Engine(), AutoTokenizer.from_pretrained(boxed_pair()), "m", None)
+    service = Server(Engine(), AutoTokenizer.from_pretrained(boxed_pair()))
     read = service.prompts.encode_prompts
     service.prompts.encode_prompts = lambda prompt: service.adapters.clear() or read(prompt)
     with pytest.raises(ArgumentError):
@@ -229,7 +229,7 @@ def worker(tmp_path) -> Iterator[Worker]:
     engine.load_adapter("two", folder)
 
 
-TEXTS = Submit((0, 1), ([5, 6], [7, 8]), 4, SamplingParams(temperature=0), None, "", None, adapter="one")
+TEXTS = Submit(([5, 6], [7, 8]), 4, SamplingParams(temperature=0), adapter="one", numbers=(0, 1))
 
 
 def test_an_adapter_that_is_unloaded_between_two_texts_of_a_request_is_held_for_both(worker, monkeypatch):

@@ -20,11 +20,12 @@ pytest.importorskip("fastapi")
 from helpers.bare_server import BareServer
 from helpers.serving_in_process import listening
 from redrafter.scheduler.limits import QueueFullError
-from redrafter.serve.answers.choice import TextStream
+from redrafter.scheduler.sequence import SequenceDelta
+from redrafter.serve.answers.choice import Choice
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.network.api_keys import ApiKeys
 from redrafter.serve.network.guards import AccessPolicy
-from redrafter.serve.protocol.requests import ApiError
+from redrafter.serve.protocol.requests import ApiError, CompletionRequest
 from redrafter.serve.routes.app import create_app
 
 if TYPE_CHECKING:
@@ -56,19 +57,23 @@ def test_every_character_is_of_the_token_that_completes_it(stops):
     tokenizer, made, whole = tiny_tokenizer(), random.Random(len(stops)), TEXT * 6
     shown = min((whole.index(stop) for stop in stops if stop in whole), default=len(whole))
     end = min((whole.index(stop) + len(stop) for stop in stops if stop in whole), default=len(whole))
+    request = CompletionRequest(prompt="", stop=stops, stream=True, stream_options={"include_drafts": True})
     for _ in range(20):
-        stream, runs, drafted = TextStream(tokenizer, stops), [], []
+        choice, runs, drafted = Choice([5], request, tokenizer), [], []
         left = tokenizer(whole[:end]).input_ids  # the engine stops here
         while left:
             size = made.randint(1, 7)
             piece, left, accepted = left[:size], left[size:], made.randint(0, size)
             drafted += [place < accepted for place in range(len(piece))]
-            new, added = stream.push(piece, last=not left, accepted=accepted), stream.new_runs()
-            assert "".join(text for text, _ in added) == new
+            new, _ = choice.append([SequenceDelta(piece, accepted, finish=None if left else "length")])
+            added = choice.draft_runs()["drafts"]
+            assert "".join(run["text"] for run in added) == new
             runs += added
         ends = accumulate(len(character.encode()) for character in whole[:shown])
-        assert stream.text == whole[:shown]
-        assert [own for text, own in runs for _ in text] == [drafted[end - 1] for end in ends]  # a token for each byte
+        assert choice.text == whole[:shown]
+        assert [run["accepted"] for run in runs for _ in run["text"]] == [
+            drafted[end - 1] for end in ends
+        ]  # a token for each byte
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from helpers.engine_in_thread import client_of
+from helpers.engine_in_thread import client_of, written
 from helpers.recurrent import recurrent_model
 from helpers.scheduling import alone, make_sequence, nothing_is_held
 from redrafter import DraftTarget
@@ -28,14 +28,9 @@ def test_clients_at_once_get_what_each_would_alone():
     client = client_of(served)
     client.start()
 
-    async def listen(number: int) -> list[int]:
-        tokens, params = [], SETTINGS[number % 2]
-        async for _, _, deltas in client.deltas([[5 + number, 6, 7] * (1 + number)], 12, params, lambda: None):
-            tokens += [token for delta in deltas for token in delta.tokens]
-        return tokens
-
     async def listen_all() -> list[list[int]]:
-        return await asyncio.gather(*(listen(number) for number in range(7)))
+        prompts = [[5 + number, 6, 7] * (1 + number) for number in range(7)]
+        return await asyncio.gather(*(written(client, p, 12, SETTINGS[n % 2]) for n, p in enumerate(prompts)))
 
     try:
         texts = asyncio.run(listen_all())

@@ -15,7 +15,6 @@ class Submit:
     """A request for texts.
 
     Attributes:
-        numbers: Number of each text.
         prompts: Token ids of each prompt.
         max_new_tokens: Most tokens that may follow each.
         params: How tokens are drawn, without a grammar; text i is drawn with the seed + i.
@@ -25,9 +24,9 @@ class Submit:
         adapter: Name of the LoRA adapter of all texts; None for the model alone.
         images: What the model takes of the images in each of the prompts, which are equal; None for text. It may be
             hundreds of megabytes.
+        numbers: Number of each text, which the client gives it.
     """
 
-    numbers: tuple[int, ...]
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     params: SamplingParams
@@ -35,7 +34,8 @@ class Submit:
     client: str = ""
     cache_salt: str | None = None
     adapter: str | None = None
-    images: Mapping[str, Any] | None = None
+    images: dict[str, Any] | None = None
+    numbers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

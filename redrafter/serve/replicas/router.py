@@ -22,8 +22,8 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from redrafter.serve.network.guards import HEALTH_PATHS, AccessPolicy, JsonRequest, Refusal, add_guards, error_answer
-from redrafter.serve.protocol.requests import error_body
+from redrafter.serve.network.guards import HEALTH_PATHS, AccessPolicy, JsonRequest, add_guards, error_answer
+from redrafter.serve.protocol.requests import ApiError, error_body
 from redrafter.serve.replicas.exchange import AnswerPart, AnswerStart, HttpCall
 
 SESSION_HEADER = b"x-session-id"  # as Ray Serve has it
@@ -215,9 +215,9 @@ def create_router(
         try:
             if scope["path"] == "/metrics" and scope["method"] == "GET":
                 return await Response(await metrics(), media_type=METRICS_TYPE)(scope, receive, send)
-            body, document = await _read(scope, receive)
-        except Refusal as refusal:
-            return await error_answer(refusal)(scope, receive, send)
+            body, document = await _read(scope)
+        except ApiError as error:
+            return await error_answer(error)(scope, receive, send)
         key = routing_key(dict(scope["headers"]).get(SESSION_HEADER), document)
         call = HttpCall.of(scope, body, key, scope["facts"]["id"])
         answering = _Answer(call, can_resume(scope["path"], document), send).relay(ask, lost)
@@ -243,12 +243,12 @@ def create_router(
     return answer
 
 
-async def _read(scope: Scope, receive: Receive) -> tuple[bytes, Mapping[str, Any]]:
+async def _read(scope: Scope) -> tuple[bytes, Mapping[str, Any]]:
     """Return the body of a request as replicas get it, and its value, which is empty where it is no JSON object.
 
     A request that writes gets a seed if it has none, so that every replica writes the same text.
     """
-    request = JsonRequest(scope, receive)
+    request: JsonRequest = scope["request"]
     body = await request.body()
     if scope["method"] != "POST":
         return body, {}

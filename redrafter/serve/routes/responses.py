@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -23,20 +23,22 @@ from redrafter.serve.protocol.responses import (
     ResponseAnswer,
     ResponsesRequest,
 )
-from redrafter.serve.service import Service
+
+if TYPE_CHECKING:
+    from redrafter.serve.server import Server
 
 Event = dict[str, Any]
 
 
-def add_responses(app: FastAPI, service: Service, respond: Callable[..., Awaitable[Response]]) -> None:
+def add_responses(app: FastAPI, server: "Server", respond: Callable[..., Awaitable[Response]]) -> None:
     """Add the route. respond: makes a response of a dictionary or a stream, and stops if the client leaves."""
 
     @app.post("/v1/responses", responses=answer_responses(ResponseAnswer))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        head = _head(body, body.model or service.model)
+        head = _head(body, body.model or server.model)
 
         async def work() -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
-            answer = await service.chat(as_chat(body), request.scope["facts"])
+            answer = await server.chat(as_chat(body), request.scope["facts"])
             return head | _whole(answer) if isinstance(answer, dict) else response_events(head, answer)
 
         return await respond(work(), request, format_events)

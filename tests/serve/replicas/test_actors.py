@@ -18,7 +18,7 @@ from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ReDrafterError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.network.api_keys import ApiKeys
-from redrafter.serve.replicas.actors import EngineReplica, RouterReplica
+from redrafter.serve.replicas.application import EngineReplica, RouterReplica
 from redrafter.serve.replicas.exchange import AnswerPart, AnswerStart, HttpCall, ReplicaLostError
 
 JSON = [(b"content-type", b"application/json")]
@@ -27,7 +27,7 @@ JSON = [(b"content-type", b"application/json")]
 @pytest.fixture(autouse=True)
 def ray(monkeypatch) -> None:
     FakeRay().install(monkeypatch)
-    monkeypatch.setattr("redrafter.serve.replicas.actors.start_logging", lambda form, level: None)
+    monkeypatch.setattr("redrafter.serve.replicas.application.start_logging", lambda form, level: None)
 
 
 def router_of(handle: FakeHandle) -> TestClient:

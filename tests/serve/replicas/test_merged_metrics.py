@@ -4,7 +4,7 @@ import pytest
 
 prometheus = pytest.importorskip("prometheus_client")
 
-from redrafter.serve.replicas.actors import merge_metrics
+from redrafter.serve.replicas.application import merge_metrics
 
 
 def metrics(count: int) -> bytes:
