@@ -142,7 +142,6 @@ class ImageReader:
         return "".join([*pieces, text[end:]]), inputs
 
     def _decode(self, urls: Sequence[str], process: SandboxedProcess) -> "list[Image]":
-        """Return images in RGB."""
         from PIL import Image
 
         payloads = [url[DATA_URL.match(url).end() :] for url in urls]  # type: ignore[union-attr]

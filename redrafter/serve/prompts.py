@@ -170,7 +170,6 @@ class Prompts:
         return ids, thinking, inputs
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
-        """Return the variables that a request has for the chat template, and options of `apply_chat_template`."""
         self.template.check(request.chat_template_kwargs or {}, "chat_template_kwargs")
         variables = dict(request.chat_template_kwargs or {})
         for name in ("reasoning_effort", "verbosity"):
@@ -192,7 +191,6 @@ class Prompts:
         return self.template.render(marked, control.mark(tools, marker), **control.mark(variables, marker))
 
     def _checked(self, prompt: str | list[int], param: str) -> list[int]:
-        """Return the token ids of a prompt, checked to be not empty, within the vocabulary and short enough."""
         if isinstance(prompt, str):
             self._check_size(prompt, param)
             prompt = list(self.tokenizer(prompt).input_ids)
@@ -205,7 +203,6 @@ class Prompts:
         return prompt
 
     def _check_size(self, text: str, param: str) -> None:
-        """Refuse a text that is far too long without tokenizing all of it."""
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -325,7 +325,6 @@ def load_server(process: EngineProcess, options: ServeOptions, load: LoadOptions
 
 
 def _grammar_source(request: AnyRequest) -> GrammarSource | None:
-    """Return the grammar that a request asks for, or None."""
     spec: dict[str, Any] | None = None
     if request.structured_outputs is not None:
         [(kind, value)] = ((name, value) for name, value in request.structured_outputs if value is not None)

@@ -247,7 +247,6 @@ class ChatReader:
         return False
 
     def _find(self, pattern: re.Pattern[str]) -> Steps:
-        """Move to the next match of a one-character pattern. Return False if there is none."""
         while (match := pattern.search(self.text, self._at)) is None:
             self._at = len(self.text)
             if not (yield from self._has_more()):
@@ -256,7 +255,6 @@ class ChatReader:
         return True
 
     def _skip(self, characters: str) -> Steps:
-        """Move past any of some characters."""
         while (yield from self._has_more()) and self.text[self._at] in characters:
             self._at += 1
         return True

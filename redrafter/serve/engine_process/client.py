@@ -278,7 +278,6 @@ class EngineClient:
             raise Stopped
 
     def _run(self) -> None:
-        """Receive messages until the connection ends."""
         try:
             while True:
                 self._handle_message(self._channel.receive())
@@ -313,7 +312,6 @@ class EngineClient:
             _wake(stream for stream in written if not stream.woken)
 
     def _append(self, number: int, delta: SequenceDelta) -> DeltaStream:
-        """Hand a delta to the stream of its text, and return the stream."""
         (stream, sequence), by_engine = self._texts[number], delta.finish
         try:
             delta = sequence.take(delta)
@@ -336,7 +334,6 @@ class EngineClient:
         return stream
 
     def _fail_all(self, error: Stopped) -> None:
-        """Let everybody who still receives get an error."""
         self._texts.clear()
         for number in tuple(self._changes):
             _settle(self._changes.pop(number), error)
@@ -347,7 +344,6 @@ class EngineClient:
 
 
 def _weight(delta: SequenceDelta) -> int:
-    """Count the tokens of a delta, and the likeliest ones that are reported beside them."""
     return len(delta.tokens) + sum(len(likeliest) for _, likeliest in delta.logprobs or ())
 
 

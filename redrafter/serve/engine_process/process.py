@@ -64,7 +64,6 @@ def main(descriptor: int) -> None:
 
 
 def _run(channel: Channel) -> int:
-    """Load an engine and serve it; return the exit code of the process."""
     request: LoadEngine = channel.receive()
     start_logging(request.options.log_format, request.options.log_level)
     try:
@@ -98,8 +97,6 @@ def serve(channel: Channel, scheduler: Scheduler, tokenizer: PreTrainedTokenizer
 
 
 class _EngineServer:
-    """Answers the messages of a server in an event loop, in which it waits for grammars too."""
-
     def __init__(self, channel: Channel, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase):
         self._channel, self._grammars = channel, Grammars(tokenizer)
         self._done = asyncio.Event()
@@ -126,7 +123,6 @@ class _EngineServer:
         return 0 if failure is None else 1
 
     def _receive(self) -> None:
-        """Hand messages to the event loop, in a thread of their own."""
         try:
             while True:
                 self._call(self._handle, self._channel.receive())
@@ -159,7 +155,6 @@ class _EngineServer:
             task.add_done_callback(lambda _: self._compiled(message, task))
 
     async def _compile(self, request: Submit, source: GrammarSource) -> None:
-        """Submit a request once its grammar is compiled."""
         try:
             grammar = await self._grammars.get(source, request.client)
         except Exception as error:
@@ -180,7 +175,6 @@ class _EngineServer:
             self._refuse(request, error)
 
     def _change_adapters(self, message: ChangeAdapters) -> None:
-        """Load or unload an adapter, in a thread of its own, and tell the server."""
         error: Exception | None = None
         try:
             self._worker.change_adapters(message.name, message.path)

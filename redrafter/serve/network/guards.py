@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.log import RequestLog
+from redrafter.serve.log import log_requests
 from redrafter.serve.network.api_keys import ApiKeys
 from redrafter.serve.protocol.requests import ApiError, error_body
 
@@ -103,8 +103,8 @@ def add_guards(app: Starlette, policy: AccessPolicy, max_body_bytes: int) -> Non
             allow_headers=headers,
             expose_headers=headers[2:],
         )
-    app.add_middleware(HeadAsGet)
-    app.add_middleware(RequestLog)
+    app.add_middleware(head_as_get)
+    app.add_middleware(log_requests)
 
 
 class AccessControl:
@@ -174,17 +174,15 @@ class AccessControl:
         scope["headers"] = [*headers_kept, (b"content-type", b"application/json")]
 
 
-class HeadAsGet:
-    """ASGI middleware that answers HEAD as GET; the connection leaves the body out."""
+def head_as_get(app: ASGIApp) -> ASGIApp:
+    """Return an application that answers HEAD as GET; the connection leaves the body out."""
 
-    def __init__(self, app: ASGIApp):
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, HEAD as GET."""
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # a copy: the connection still knows that it was HEAD
-        await self.app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return answer
 
 
 def host_of(header: str) -> str:
@@ -195,7 +193,6 @@ def host_of(header: str) -> str:
 
 
 def _is_foreign(headers: Headers) -> bool:
-    """Return whether a browser sends a request for a page of another server."""
     site = headers.get(b"sec-fetch-site")
     if site is not None:
         return site not in OWN_SITES

@@ -162,13 +162,11 @@ class ServerProcess:
         return 0 if self._engine_end is None else 2
 
     def _engine_ended(self, reason: str) -> None:
-        """Let those who are connected hear of it, then end."""
         self._engine_end = reason
         if self._ending is None and self._loaded is not None:
             self._ending = asyncio.ensure_future(self._drain(self._loaded.engine, PARTING_SECONDS))
 
     async def _drain(self, engine: "EngineClient", seconds: float) -> None:
-        """Wait for running requests for so many seconds, then end."""
         deadline = time.monotonic() + seconds
         while not engine.idle and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -179,7 +177,6 @@ class ServerProcess:
         self._drop()
 
     def _drop(self) -> None:
-        """Close all connections at once, and end."""
         if left := len(self._connections.open):
             _LOG.info("dropped %d connections", left)
         self._http.should_exit = True
@@ -198,8 +195,6 @@ class ServerProcess:
 
 
 def _end_by_force_after(seconds: float, code: int) -> None:
-    """End the process with an exit code after so many seconds, if it has not ended by itself."""
-
     def end() -> None:
         _LOG.info("ended by force: a thread did not end in time")
         logging.shutdown()
@@ -350,12 +345,10 @@ class Connection(H11Protocol):
 
     @property
     def _asking(self) -> bool:
-        """Whether a request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
 
 def _answer(status: str, message: str) -> bytes:
-    """Return the bytes of an answer with an error, for connections whose request is not being handled."""
     body = json.dumps(error_body(int(status[:3]), message)).encode()
     head = (
         f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nretry-after: 1\r\n"

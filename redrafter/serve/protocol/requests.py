@@ -84,7 +84,6 @@ class TextPart(Strict):
 
 
 def _check_url(url: Any) -> Any:
-    """Refuse addresses, which the server would have to fetch, before anything else."""
     if isinstance(url, str) and not DATA_URL.match(url):
         raise PydanticCustomError(
             "unsupported", "this server fetches nothing: send the image itself, as data:image/png;base64,..."
@@ -115,7 +114,6 @@ class ImagePart(Strict):
 
 
 def _check_part(part: Any) -> Any:
-    """Refuse parts of other types than text and images by name."""
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind not in ("text", "image_url"):
         raise PydanticCustomError("unsupported", "{kind} parts cannot be read, only text and images", {"kind": kind})

@@ -217,7 +217,6 @@ class EngineReplica:
     """A server without a socket: routers call it with requests."""
 
     def __init__(self, options: ServeOptions, load: LoadOptions, draft: DraftOptions, keys: ApiKeys):
-        """Load the model in a process of its own."""
         from ray import serve
 
         start_logging(options.log_format, options.log_level)
@@ -263,7 +262,6 @@ class EngineReplica:
 
 
 def _end_with_engine(reason: str) -> None:
-    """End this process, so that Ray Serve replaces the replica."""
     _LOG.error("%s", reason)
     logging.shutdown()
     os._exit(2)
@@ -277,7 +275,6 @@ class RouterReplica:
         self._engines, self._options, self._keys = engines, options, keys
 
     def __serve_build_asgi_app__(self) -> Any:
-        """Return the application, as Ray Serve calls it once after the constructor."""
         from ray.exceptions import RayActorError
         from ray.serve.exceptions import DeploymentUnavailableError
 
@@ -318,8 +315,6 @@ def merge_metrics(texts: Iterable[tuple[str, bytes]]) -> bytes:
 
 
 class _Merged:
-    """A collector of metrics that other processes have collected."""
-
     def __init__(self, texts: Iterable[tuple[str, bytes]]):
         self._families: dict[str, Metric] = {}
         for replica, text in texts:

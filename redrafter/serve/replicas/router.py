@@ -155,7 +155,6 @@ class SentStream:
         return b"".join(kept)
 
     def _cut_event(self, event: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what the client lacks of an event; None if it lacks nothing."""
         if not event["choices"]:
             return None if self._had_usage else event | self._head
         choices = [choice for choice in event["choices"] if self._cut_choice(choice)]
@@ -265,8 +264,6 @@ async def _read(scope: Scope) -> tuple[bytes, Mapping[str, Any]]:
 
 
 class _Answer:
-    """The answer to one request, on its way from replicas to the client."""
-
     def __init__(self, call: HttpCall, resumable: bool, send: Send):
         self._call, self._send = call, send
         self._stream = SentStream() if resumable else None
@@ -317,7 +314,6 @@ class _Answer:
             await self._send({"type": "http.response.start", "status": start.status, "headers": start.headers})
 
     async def _fail(self, message: str) -> None:
-        """Tell the client that its answer has ended before its time, within the stream if that has begun."""
         body = json.dumps(error_body(503, message)).encode()
         if self._begun:
             await self._send({"type": "http.response.body", "body": b"data: " + body + b"\n\n"})

@@ -103,7 +103,6 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _content(content: str | list[Part | InputImage]) -> str | list[dict[str, Any]]:
-    """Return the content of a chat message: a text, or parts where there are images."""
     if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
         return _text(content)
     return [
@@ -158,7 +157,6 @@ def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
 
 
 def _whole(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a chat request as the fields of a response."""
     [choice] = answer["choices"]
     message, items = choice["message"], ItemWriter()
     calls = [call | {"index": index} for index, call in enumerate(message.get("tool_calls") or ())]
@@ -247,7 +245,6 @@ class ItemWriter:
         yield {"type": "response.output_item.added", "output_index": len(self.done), "item": dict(self._open)}
 
     def _close(self, status: str = "completed") -> Iterator[Event]:
-        """Complete the open item, if there is one."""
         if self._open is None:
             return
         item, written = self._open | {"status": status}, self._written
