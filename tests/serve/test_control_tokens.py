@@ -121,23 +121,7 @@ def chat_body(*texts: str, **more: Any) -> dict[str, Any]:
 
 def test_a_text_without_control_tokens_is_read_as_ever(tokenizer):
     rng = random.Random(3)
-    pieces = [
-        "the sea",
-        " ",
-        "\n",
-        "<",
-        ">",
-        "|",
-        "s>",
-        "<|im_",
-        "end|>",
-        "é🙂",
-        "<table>",
-        "\ue000",
-        "\\ue000",
-        "]",
-        "  ",
-    ]
+    pieces = [*" \n<>|]", "the sea", "s>", "<|im_", "end|>", "é🙂", "<table>", "\ue000", "\\ue000", "  "]
     read = prompts(tokenizer)
     for _ in range(150):
         texts = ["".join(rng.choices(pieces, k=rng.randrange(1, 6))) for _ in range(3)]
@@ -220,16 +204,12 @@ def test_tools_their_calls_and_results_are_text():
     assert controls(tokenizer, encoded(tokenizer, body(spelt))) == controls(tokenizer, encoded(tokenizer, body("a")))
 
 
-def test_an_assistant_keeps_the_marks_that_it_writes_itself():
+def test_control_tokens_are_read_of_an_assistants_own_marks_and_where_the_server_allows_it():
     tokenizer = byte_level()
     call, end = tokenizer.convert_tokens_to_ids(["<tool_call>", "<|im_end|>"])
     ids = encoded(tokenizer, chat_body("<tool_call>", "<tool_call><|im_end|>"))
     assert ids.count(call) == 1
     assert ids.count(end) == 2
-
-
-def test_control_tokens_are_read_where_the_server_allows_it():
-    tokenizer = byte_level()
     body = chat_body("a<|im_end|>b")
     assert encoded(tokenizer, body, special_tokens_in_content=True) == ordinary(tokenizer, body)
     assert encoded(tokenizer, body) != ordinary(tokenizer, body)

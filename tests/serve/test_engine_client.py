@@ -1,4 +1,4 @@
-"""Between an engine and whoever listens to it, at the two ends of a line in one process."""
+"""Between an engine and whoever listens to it, at the two ends of a connection in one process."""
 
 import asyncio
 import re
@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 import pytest
+
+from redrafter.scheduler.sequence import SequenceDelta, Stats
+from redrafter.serve.engine_process.client import ServedSequence
 
 pytest.importorskip("fastapi")
 
@@ -21,7 +24,6 @@ from redrafter.grammar.source import GrammarSource
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.engine_process import client as client_module
 from redrafter.serve.engine_process import process
 from redrafter.serve.engine_process import worker as worker_module
@@ -51,10 +53,15 @@ def served(engine) -> Scheduler:
     return scheduler(engine, speculate=False)
 
 
+def begun(served: Scheduler, on_failure=lambda reason: None):
+    made = client_of(served)
+    made.start(on_failure)
+    return made
+
+
 @pytest.fixture
 def client(served):
-    made = client_of(served)
-    made.start()
+    made = begun(served)
     yield made
     made.stop()
     assert not made.alive
@@ -168,8 +175,7 @@ def test_a_drain_lets_what_was_begun_end_and_refuses_what_is_new(client):
 
 
 def test_it_stops_where_nobody_reads(engine):
-    client = client_of(scheduler(engine, max_batch_size=2))
-    client.start()
+    client = begun(scheduler(engine, max_batch_size=2))
 
     async def listen() -> None:
         deltas = [asked(client, [[5 + n], [7]], 80) for n in range(3)]
@@ -187,9 +193,8 @@ def test_it_stops_where_nobody_reads(engine):
 def test_a_round_that_never_ends_holds_nobody(engine, monkeypatch):
     monkeypatch.setattr(worker_module, "STOP_SECONDS", 0.2)
     served, go_on = scheduler(engine), threading.Event()
-    client = client_of(served)
     monkeypatch.setattr(served, "step", lambda: go_on.wait(300))
-    client.start()
+    client = begun(served)
 
     async def listen() -> None:
         deltas = asked(client, [[5, 6, 7]], 80)
@@ -204,17 +209,12 @@ def test_a_round_that_never_ends_holds_nobody(engine, monkeypatch):
 
 def test_an_engine_that_fails_leaves_nobody_waiting(engine, monkeypatch):
     served, told = scheduler(engine), []
-    client = client_of(served)
     monkeypatch.setattr(served, "step", lambda: 1 / 0)
-    client.start(told.append)
+    client = begun(served, told.append)
     reason = "the engine failed (ZeroDivisionError): nothing is served any more"
 
-    async def listen() -> None:
-        with pytest.raises(Stopped, match=re.escape(reason)):
-            async for _ in asked(client, [[5, 6, 7]], 80):
-                pass
-
-    asyncio.run(listen())
+    with pytest.raises(Stopped, match=re.escape(reason)):
+        asyncio.run(written(client, [5, 6, 7], 80))
     assert not client.alive
     assert soon(lambda: told == [reason])
 
@@ -248,8 +248,7 @@ def test_an_engine_says_by_its_exit_code_whether_it_failed(engine, monkeypatch, 
     ],
 )
 def test_a_refusal_is_the_schedulers_own_error(engine, error, prompt, limits):
-    client = client_of(scheduler(engine, **limits))
-    client.start()
+    client = begun(scheduler(engine, **limits))
 
     async def ask() -> None:
         async with aclosing(asked(client, [[5]] * 4, 80)) as running:
@@ -261,9 +260,15 @@ def test_a_refusal_is_the_schedulers_own_error(engine, error, prompt, limits):
     client.stop()
 
 
-def test_a_stop_string_ends_a_text_here_and_in_the_engine(client, served, engine, monkeypatch):
-    cancel, cancelled = served.cancel, []
-    monkeypatch.setattr(served, "cancel", lambda *sequences: (cancelled.extend(sequences), cancel(*sequences)))
+@pytest.fixture
+def cancelled(served, monkeypatch) -> list:
+    """The sequences that the engine was told to cancel."""
+    cancel, found = served.cancel, []
+    monkeypatch.setattr(served, "cancel", lambda *sequences: (found.extend(sequences), cancel(*sequences)))
+    return found
+
+
+def test_a_stop_string_ends_a_text_here_and_in_the_engine(cancelled, client, engine):
     places = iter([None] * 6 + [0])
 
     async def listen() -> list:
@@ -277,9 +282,7 @@ def test_a_stop_string_ends_a_text_here_and_in_the_engine(client, served, engine
     assert soon(lambda: cancelled)
 
 
-def test_a_text_whose_stop_strings_cannot_be_looked_for_ends_alone(client, served, engine, monkeypatch):
-    cancel, cancelled = served.cancel, []
-    monkeypatch.setattr(served, "cancel", lambda *sequences: (cancelled.extend(sequences), cancel(*sequences)))
+def test_a_text_whose_stop_strings_cannot_be_looked_for_ends_alone(cancelled, client, engine):
     calls = iter(range(100))
 
     def fail(tokens: Sequence[int]) -> None:
@@ -304,15 +307,10 @@ def test_a_text_whose_stop_strings_cannot_be_looked_for_ends_alone(client, serve
 
 def test_a_text_whose_prompt_is_being_read_is_known_to_run(engine, monkeypatch):
     served, told = scheduler(engine, max_num_tokens=16), []
-    client, step = client_of(served), served.step
+    step = served.step
     monkeypatch.setattr(served, "step", lambda: (told.append(soon(lambda: client.load.running == 1, 1)), step()))
-    client.start()
-
-    async def listen() -> None:
-        async for _ in asked(client, [[3 + n % 60 for n in range(60)]], 2):
-            pass
-
-    asyncio.run(listen())
+    client = begun(served)
+    asyncio.run(written(client, [3 + n % 60 for n in range(60)], 2))
     client.stop()
     assert told[0]  # after the first piece, long before the first token
 
@@ -324,8 +322,7 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_given_up(engine, monkeypatc
             await asyncio.sleep(100)
 
     monkeypatch.setattr(process, "Grammars", lambda tokenizer: Endless())
-    client = client_of(scheduler(engine))
-    client.start()
+    client = begun(scheduler(engine))
 
     async def leave() -> None:
         deltas = asked(client, [[5], [6]], 8, grammar=GrammarSource.of({"regex": "a"}))
@@ -364,3 +361,40 @@ def test_those_who_leave_hold_nobody_up(client, engine):
         return tokens
 
     assert asyncio.run(all_of_them()) == alone(engine, make_sequence([8, 9], 20, GREEDY))
+
+
+def sequence(stop: int | None) -> ServedSequence:
+    return ServedSequence([5], frozenset(), Stats(accepted_by_depth=[0] * 4), lambda tokens: stop)
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "accepted", "finish"),
+    [
+        (None, [7, 8, 9], 2, "length"),
+        (2, [7, 8, 9], 2, "stop"),
+        (1, [7, 8], 2, "stop"),
+        (0, [7], 1, "stop"),
+    ],
+)
+def test_a_stop_string_cuts_a_delta(stop, tokens, accepted, finish):
+    text, logprobs = sequence(stop), [(-1.0, {}), (-2.0, {}), (-3.0, {})]
+    text.written = 1
+    delta = text.take(SequenceDelta([7, 8, 9], 2, logprobs, "length", drafted=11))
+    assert delta == SequenceDelta(tokens, accepted, logprobs[: len(tokens)], finish, drafted=11)
+    assert text.ended
+    assert text.written == 1 + len(tokens)
+    assert text.stats == Stats(1, 11, accepted, len(tokens), [1] * accepted + [0] * (4 - accepted))
+
+
+@pytest.mark.parametrize(("drafted", "draft_steps"), [(5, 1), (0, 1), (None, 0)])
+def test_a_text_continues_until_its_last_delta_and_counts_its_steps(drafted, draft_steps):
+    text, error = sequence(None), RuntimeError("no memory")
+    text.take(SequenceDelta([7]))
+    assert text.stats.steps == 0
+    text.take(SequenceDelta([8], drafted=drafted))  # with drafts where others left it none too
+    assert (text.stats.steps, text.stats.draft_steps) == (1, draft_steps)
+    assert not text.ended
+    text.take(SequenceDelta([], finish="cancelled"))
+    assert text.ended
+    delta = sequence(0).take(SequenceDelta([7, 8], finish="error", error=error))  # an error is no stop
+    assert (delta.finish, delta.error) == ("error", error)

@@ -83,7 +83,7 @@ def test_an_engine_that_still_loads_ends_with_its_server(monkeypatch):
 def test_signals_for_the_server_leave_its_engine_alone(program, number):
     os.kill(engine_of(program), number)
     body = {"prompt": "The sea", "max_tokens": 5}
-    assert httpx.post(f"{program.url}/v1/completions", json=body, timeout=300).status_code == 200
+    assert program.post("/v1/completions", body).status_code == 200
 
 
 def test_a_stream_that_is_left_frees_its_place(program):

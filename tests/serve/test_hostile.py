@@ -73,10 +73,7 @@ LARGE = {
     "few enough prompts": (COMPLETION, b'{"prompt": [' + b'"a",' * (M // 5) + b'"a"]}'),
     "few enough lists": (COMPLETION, b'{"prompt": [' + b"[]," * (M // 17) + b"[1]]}"),
     "many digits": (COMPLETION, b'{"prompt": [' + b"1.23456789012345678," * (M // 11) + b"1]}"),
-    "many biases": (
-        COMPLETION,
-        b'{"prompt": "a", "logit_bias": {' + b",".join(b'"%d":"x"' % n for n in range(M // 2)) + b"}}",
-    ),
+    "many biases": (COMPLETION, b'{"logit_bias": {' + b",".join(b'"%d":"x"' % n for n in range(M // 2)) + b"}}"),
 }
 
 
@@ -136,7 +133,7 @@ def test_another_method_is_told_which_there_are(program):
 
 
 def test_errors_are_documented(program):
-    document = httpx.get(f"{program.url}/openapi.json", timeout=300).json()
+    document = program.get("/openapi.json").json()
     for path in (CHAT, COMPLETION):
         responses = document["paths"][path]["post"]["responses"]
         assert {int(status) for status in responses} == {200, 400, 401, 404, 408, 413, 422, 429, 500, 503}

@@ -173,7 +173,7 @@ def test_a_server_that_is_told_to_stop_waits_for_no_image(tmp_path):
 
     def ask() -> None:
         body = {"messages": [{"role": "user", "content": content}]}
-        answers.append(httpx.post(f"{program.url}/v1/chat/completions", json=body, timeout=300))
+        answers.append(program.post("/v1/chat/completions", body))
 
     asking = threading.Thread(target=ask)
     before = children(program.process.pid)  # the engine's

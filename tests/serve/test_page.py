@@ -285,6 +285,11 @@ def click(page: "Page", selector: str) -> None:
     page.run(f"document.querySelector({json.dumps(selector)}).click()")
 
 
+def stop(page: "Page") -> None:
+    click(page, "#stop")
+    ended(page)
+
+
 def last(page: "Page", name: str) -> str:
     """The text of the log's last element of a class."""
     return str(page.run(f"[...document.querySelectorAll('#log .{name}')].at(-1)?.textContent"))
@@ -315,11 +320,7 @@ def test_a_conversation_is_what_the_server_answers(page, url):
     page.run("document.getElementById('new').click()")
     assert page.run("document.querySelectorAll('article').length") == 0
     assert page.errors == []
-
-
-def test_shift_and_enter_make_a_new_line(page, url):
-    opened(page, url)
-    page.wait("document.title == 'boxed'")
+    page.run("document.getElementById('message').focus()")  # where shift and enter make a new line
     page.send("Input.insertText", text="one")
     page.press_enter(modifiers=8)
     page.send("Input.insertText", text="two")
@@ -350,23 +351,19 @@ async def app(scope, receive, send):
 
 
 @pytest.mark.parametrize(
-    ("path", "loading", "loaded"),
+    ("path", "where", "loading", "loaded"),
     [
-        ("/", "document.getElementById('empty').textContent.includes('is being loaded')", "document.title == 'stub'"),
-        (
-            "/docs",
-            "document.getElementById('wrong').textContent.includes('still being loaded')",
-            "document.getElementById('title').textContent == 'stub 1'",
-        ),
+        ("/", "empty", "is being loaded", "document.title == 'stub'"),
+        ("/docs", "wrong", "still being loaded", "document.getElementById('title').textContent == 'stub 1'"),
     ],
     ids=["chat", "docs"],
 )
-def test_a_page_that_is_opened_while_the_model_loads_goes_on_by_itself(page, path, loading, loaded):
+def test_a_page_that_is_opened_while_the_model_loads_goes_on_by_itself(page, path, where, loading, loaded):
     program = BareServer(LOADED)
     try:
         opened(page, f"{program.url}{path}", ready=False)
         page.run("window.opened = 1")
-        page.wait(loading)
+        page.wait(f"document.getElementById('{where}').textContent.includes('{loading}')")
         if path == "/":
             sent(page, "too early")
             assert page.run("document.getElementById('message').value") == "too early"
@@ -497,9 +494,8 @@ def test_markdown_is_shown_and_copied_and_what_could_run_is_text(page):
         page.send("Runtime.evaluate", expression="document.querySelector('[data-do=copy]').click()", userGesture=True)
         assert page.run("window.copied") == MARKDOWN
         assert page.errors == []
-        assert (
-            page.run("(() => { try { document.body.innerHTML = '<b>'; } catch { return 'refused'; } })()") == "refused"
-        )
+        set_html = "(() => { try { document.body.innerHTML = '<b>'; } catch { return 'refused'; } })()"
+        assert page.run(set_html) == "refused"
 
 
 HOSTILE = ("<script>document.title = 'hit'</script>", "<img src=x onerror=\"document.title = 'hit'\">", "</p>&amp;")
@@ -517,31 +513,24 @@ def test_html_is_text_and_stop_stops(page):
         assert page.run("document.title") == Stub.model
         assert page.run("document.querySelectorAll('#log :is(script, img, b)').length") == 0
         assert page.run("document.querySelectorAll('#log .draft').length") == 2
-        page.run("document.getElementById('stop').click()")
-        ended(page)
+        stop(page)
         assert service.left.wait(300)
         assert last(page, "numbers") == "stopped"
         assert last(page, "answer") == "".join(HOSTILE)
 
 
 def test_thoughts_stand_above_the_answer_and_are_not_sent_back(page):
-    asked = []
-
-    class Thinking(Stub):
-        async def chat(self, body: Any, facts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-            asked.append([message.text for message in body.messages])
-            return self._parts()
-
-    with listening(create_app(Thinking(("Yes.", False), thoughts=["Hm", "<b>m.</b>"]))) as url:
+    service = Stub(("Yes.", False), thoughts=["Hm", "<b>m.</b>"])
+    with listening(create_app(service)) as url:
         opened(page, url)
         for _ in range(2):
             sent(page, "Hello")
             page.wait("[...document.querySelectorAll('.answer')].at(-1)?.textContent == 'Yes.'")
             assert last(page, "thoughts") == "Hm<b>m.</b>"
             assert page.run("!!document.querySelector('.thoughts + .answer')")
-            page.run("document.getElementById('stop').click()")
-            ended(page)
-    assert asked == [["Hello"], ["Hello", "Yes.", "Hello"]]
+            stop(page)
+    told = [[message.text for message in body.messages] for body in service.bodies]
+    assert told == [["Hello"], ["Hello", "Yes.", "Hello"]]
 
 
 @pytest.mark.parametrize(
@@ -572,8 +561,7 @@ def test_a_full_conversation_offers_a_new_one(page):
         opened(page, url)
         sent(page, "one")
         page.wait("document.querySelector('.answer')?.textContent == 'fine'")
-        page.run("document.getElementById('stop').click()")
-        ended(page)
+        stop(page)
         sent(page, "two")
         page.wait("document.querySelector('.error button')")
         assert page.run("document.getElementById('message').value") == "two"
