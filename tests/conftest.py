@@ -24,7 +24,20 @@ from helpers.progress import FolderProgress
 from redrafter import ReDrafter
 
 # Folders whose parametrised tests are seldom fast; tests/matrix chooses by itself.
-COSTLY = {"attention", "bench", "cli", "engine", "grammar", "kernels", "scheduler", "model", "serve", "tests", "train"}
+COSTLY = {
+    "attention",
+    "bench",
+    "cli",
+    "convert",
+    "engine",
+    "grammar",
+    "kernels",
+    "scheduler",
+    "model",
+    "serve",
+    "tests",
+    "train",
+}
 
 torch.set_num_threads(1)  # tiny tensors: a second thread only waits
 

@@ -24,8 +24,8 @@ from redrafter.app.templates import find_template
 from redrafter.checkpoints.adapters import read_adapter, split_name
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
+from redrafter.engine.call import StepStreamer
 from redrafter.engine.engine import Engine
-from redrafter.engine.streaming import StepStreamer
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import SHAPE_FILE, check_path
 from redrafter.measure.run import Prompts, Run, pad_token_of, timed_run

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.bench.tuner import Timing, describe
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.measure.report import drawing
 
 GREY, LIGHT_GREY, BLUE, LIGHT_BLUE, RED = "#7f7f7f", "#b0b0b0", "#1f77b4", "#9ecae1", "#d62728"

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
-from redrafter.engine.call import Outcome, Row, queued
+from redrafter.engine.call import Call
 from redrafter.engine.engine import Engine
 from redrafter.engine.request import Request
 from redrafter.errors import CacheFullError, first_line
@@ -125,18 +124,16 @@ class StandingBatch:
 
 
 @contextmanager
-def opened(engine: Engine, request: Request, proposer: Proposer) -> Iterator[tuple[Scheduler, list[Row], Outcome]]:
+def opened(engine: Engine, request: Request, proposer: Proposer) -> Iterator[tuple[Scheduler, Call]]:
     """Prefill all rows of a request in a scheduler of their own, whose steps the caller takes with one proposer."""
     with engine.scheduler_for(request, models=OneProposer.of(engine, proposer)) as scheduler:
-        outcome = Outcome()
-        prompts = zip(request.prompts.tolist(), request.lengths, strict=True)
-        rows = [Row(index, request, prompt[:n], outcome, None) for index, (prompt, n) in enumerate(prompts)]
+        call = Call(request)
         scheduler.overlap = False
-        with queued(scheduler, rows):
+        with call.queued(scheduler):
             scheduler.read()
             if scheduler.waiting:
-                raise CacheFullError(f"there is no memory for {len(rows)} rows at once")
-            yield scheduler, rows, outcome
+                raise CacheFullError(f"there is no memory for {len(call.rows)} rows at once")
+            yield scheduler, call
 
 
 @contextmanager
@@ -147,8 +144,8 @@ def open_standing_batch(work: Workload, texts: Prompts, proposer: Proposer, *, a
     """
     work.engine.forget_prefixes()
     with opened(work.engine, make_request(work, texts, work.max_new_tokens + proposer.depth + 1), proposer) as found:
-        scheduler, rows, _ = found
-        while max(len(row.text) for row in rows) < advance:
+        scheduler, call = found
+        while max(len(row.text) for row in call.rows) < advance:
             scheduler.step()
         yield StandingBatch(scheduler.batch, work.device)
     work.engine.forget_prefixes()
@@ -159,27 +156,17 @@ def make_request(work: Workload, texts: Prompts, new: int, eos: frozenset[int] =
 
     It is made as `generate` does, without its check that texts fit the context: longer ones are timed too.
     """
-    device, rows = work.device, len(texts)
-    lengths = [len(text) for text in texts]
-    limits = [length + new for length in lengths]
+    rows, lengths = len(texts), [len(text) for text in texts]
+    padded = [[0] * (max(lengths) - len(text)) + list(text) for text in texts]
     return Request(
-        prompts=pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device),
+        input_ids=torch.tensor(padded, device=work.device),
         lengths=lengths,
-        limits=limits,
-        cut_short=[False] * rows,
-        eos=eos,
-        pad_token=0,
+        limits=[length + new for length in lengths],
         params=[
             SamplingParams(temperature=work.temperature, seed=work.seed + row, stop_token_ids=eos)
             for row in range(rows)
         ],
         adapters=[None] * rows,
-        criteria=[],
-        deadline=float("inf"),
-        want_scores=False,
-        want_logits=False,
-        as_dict=True,
-        slow_processors=[],
         images=[None] * rows,
     )
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from redrafter.bench.standing_batch import OneProposer, make_request, opened
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.proposer import Proposer, SearchProposer
-from redrafter.engine.call import GenerateOutput, decode
+from redrafter.engine.call import Call, GenerateOutput
 from redrafter.engine.request import Request
 from redrafter.errors import ArgumentError, CacheFullError
 from redrafter.measure.run import Prompts, Stopwatch, Workload
@@ -169,7 +169,7 @@ class Tuner:
         for start in range(0, len(prompts), self._rows):
             request = self.request(prompts[start : start + self._rows], self.work.max_new_tokens, ends)
             with self.engine.scheduler_for(request, models=models) as scheduler:
-                out = decode(scheduler, request, request.prompts, None)
+                out = Call(request).decode(scheduler)
             assert isinstance(out, GenerateOutput)
             assert out.stats is not None
             emitted, steps = emitted + out.stats.emitted, steps + out.stats.steps
@@ -181,9 +181,9 @@ class Tuner:
         rows = [self.work.prompts[row % len(self.work.prompts)] for row in range(size)]
         request = self.request(rows, (WARM_UP_STEPS + TIMED_STEPS) * (proposer.depth + 1) + 1)
         times: list[float] = []
-        with opened(self.engine, request, proposer) as (scheduler, _, outcome):
+        with opened(self.engine, request, proposer) as (scheduler, call):
             # All rows take part in all steps: a context of few tokens has room for fewer.
-            while len(times) < WARM_UP_STEPS + TIMED_STEPS and not outcome.ended:
+            while len(times) < WARM_UP_STEPS + TIMED_STEPS and not call.ended:
                 with Stopwatch(self.work.device) as watch:
                     scheduler.step()
                 times.append(watch.seconds)

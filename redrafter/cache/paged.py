@@ -19,6 +19,7 @@ from redrafter.cache.dense import DenseCache, LayerShape, group_by_shape, states
 from redrafter.cache.states import RowStates, StatesOfRows
 from redrafter.cache.to_device import to_device
 from redrafter.errors import CacheFullError
+from redrafter.kernels.attention_inputs import TokenRows
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import as_bytes, round_trip, write_slots
 from redrafter.parallel.ranks import ALONE, Ranks
@@ -140,14 +141,16 @@ class PagedCache:
         return Plan(
             self.pool.layer_pools,
             windows,
-            length=_flatten_with_spare(length),
-            starts=row_starts,
-            depth=_flatten_with_spare(tree.depth),
-            ancestors=_flatten_with_spare(tree.ancestors),
-            table=_flatten_with_spare(self.table),
-            chunk_starts=torch.cat([starts, starts.new_full((1,), tokens)]),
-            chunk_lengths=pad(chunks.lengths, (0, 2)),
-            chunk_table=_flatten_with_spare(torch.cat([chunks.table, padding_table])),
+            TokenRows(
+                length=_flatten_with_spare(length),
+                starts=row_starts,
+                depth=_flatten_with_spare(tree.depth),
+                ancestors=_flatten_with_spare(tree.ancestors),
+                table=_flatten_with_spare(self.table),
+                chunk_starts=torch.cat([starts, starts.new_full((1,), tokens)]),
+                chunk_lengths=pad(chunks.lengths, (0, 2)),
+                chunk_table=_flatten_with_spare(torch.cat([chunks.table, padding_table])),
+            ),
         )
 
     def plan_chains(self, tree: Tree, length: Tensor, windows: tuple[int, ...], tokens: int) -> Plan:
@@ -226,7 +229,7 @@ def _free_memory(device: torch.device, ranks: Ranks) -> int:
 
 
 def _flatten_with_spare(x: Tensor) -> Tensor:
-    """Return a flat copy with one more entry at its end, which `Plan` explains."""
+    """Return a flat copy with one more entry at its end, which `TokenRows` explains."""
     return torch.cat([x.flatten(), x.new_zeros(1)])
 
 

@@ -8,16 +8,47 @@ A merged checkpoint is a Hugging Face model directory (weights, tokenizer, chat 
 The boxed pair, which ships inside the package, is a merged checkpoint.
 """
 
-import json
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 
 from transformers.utils.hub import cached_file
 
-from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.errors import ArgumentError, CheckpointError
-from redrafter.files.checkpoint_kind import SHAPE_FILE
+from redrafter.files.checkpoint_kind import SHAPE_FILE, read_json
+from redrafter.tree.token_tree import check_size
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """Shape of the draft tree. A field that is None is left to the drafter's config and the device.
+
+    Attributes:
+        num_beams: Beams of the search.
+        draft_len_per_beam: Draft tokens of each beam.
+        node_budget: Most nodes of a row's tree.
+        shared_nodes: Nodes of all rows of a step together, which are the likeliest ones; None for `node_budget` nodes
+            in each row.
+    """
+
+    num_beams: int | None = None
+    draft_len_per_beam: int | None = None
+    node_budget: int | None = None
+    shared_nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value is not None:
+                check_size(name, value)
+
+    def over(self, other: "TreeShape") -> "TreeShape":
+        """Return this shape with the fields that are None taken from `other`."""
+        chosen = {name: value for name, value in asdict(self).items() if value is not None}
+        return TreeShape(**(asdict(other) | chosen))
+
+    def to_dict(self) -> dict[str, int | None]:
+        """Return the fields as JSON documents have them: `shared_nodes` only where rows share nodes."""
+        return {name: value for name, value in asdict(self).items() if name != "shared_nodes" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -45,17 +76,14 @@ class Defaults:
     @classmethod
     def read(cls, path: Path) -> "Defaults":
         """Read a `redrafter.json`."""
+        content, keys = read_json(path), [*(item.name for item in fields(TreeShape)), "greedy_search"]
+        if set(content) - set(keys):
+            raise CheckpointError(f"{path} is not a JSON object of {', '.join(keys)}")
+        greedy_search = content.pop("greedy_search", None)
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            keys = [*(item.name for item in fields(TreeShape)), "greedy_search"]
-            if not isinstance(content, dict) or set(content) - set(keys):
-                raise CheckpointError(f"{path} is not a JSON object of {', '.join(keys)}")
-            greedy_search = content.pop("greedy_search", None)
             return cls(TreeShape(**content), greedy_search)
         except ArgumentError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def boxed_pair() -> Path:

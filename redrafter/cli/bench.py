@@ -18,8 +18,8 @@ from redrafter.bench.options import BenchOptions, ServerOptions
 from redrafter.bench.padded_model import SHAPES, describe, pad_drafter, pad_model, unmasked
 from redrafter.bench.server_load import Load, find_server, run_server_suite
 from redrafter.bench.suite import run_suite
-from redrafter.checkpoints.quantization import quantize_drafter, quantize_model
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
+from redrafter.checkpoints.models import quantize_drafter, quantize_model
 from redrafter.data.rows import Row
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.redrafter import ReDrafter

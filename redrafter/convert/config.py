@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 
 from redrafter.app.flags import add_options, dtype_word, flag, read_options, yes_or_no
 from redrafter.app.parser import Parser
-from redrafter.checkpoints.merged import Defaults
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import Defaults, TreeShape
 from redrafter.drafting.drafter_config import RECURRENCES
 from redrafter.errors import ArgumentError
 from redrafter.options import option

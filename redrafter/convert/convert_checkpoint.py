@@ -20,7 +20,7 @@ from threading import Lock
 from tqdm import tqdm
 
 from redrafter.app.program import print_message, run_command
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.convert.config import ConvertConfig, parse
 from redrafter.convert.plan import OUTPUT_PLANNERS, ConversionPlan
 from redrafter.convert.sources import is_pair, open_base, open_drafter

@@ -19,8 +19,8 @@ from transformers import AutoConfig
 
 from redrafter.convert.tensors import LazyTensor, memory_tensor
 from redrafter.drafting.drafter_config import ROPE_TYPES, EagleConfig
-from redrafter.errors import CheckpointError, UnsupportedError, first_line
-from redrafter.files.checkpoint_kind import SPECULATORS_KEY
+from redrafter.errors import CheckpointError, UnsupportedError
+from redrafter.files.checkpoint_kind import SPECULATORS_KEY, config_errors
 
 EMBEDDING = "embed_tokens.weight"  # in both formats, and in ours
 ROWS_AT_ONCE = 8192  # of an embedding table, when two are compared
@@ -117,10 +117,8 @@ def _layer_config(config: Mapping[str, Any], directory: Path) -> Any:
         raise UnsupportedError(f"{where} has rope of the type {rope_type}; {', '.join(ROPE_TYPES)} can be read")
     if config.get("quantization_config"):
         raise UnsupportedError(f"{directory} is quantised; give the head that it was made from")
-    try:
+    with config_errors(directory, "decoder layer"):
         layer = AutoConfig.for_model(**{key: x for key, x in config.items() if key != "quantization_config"})
-    except Exception as error:
-        raise CheckpointError(f"{where} does not describe a decoder layer: {first_line(error)}") from error
     if layer.num_hidden_layers != 1:
         raise UnsupportedError(f"{directory} has {layer.num_hidden_layers} decoder layers; heads of one layer are read")
     types = getattr(layer, "layer_types", None) or ()

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning
-from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.convert import apple, eagle, trtllm, trtllm_base
+from redrafter.checkpoints.merged import TreeShape
+from redrafter.convert import apple, eagle, trtllm
 from redrafter.convert.config import ConvertConfig
 from redrafter.convert.sources import SourceBase, SourceDrafter
 from redrafter.convert.tensors import (
@@ -257,8 +257,7 @@ def plan_trtllm(drafter: SourceDrafter, base: SourceBase | None, config: Convert
     trtllm.check_tp(tp, {"exit_dim": published.exit_dim, "hidden_size": published.hidden_size})
     tensors = _cast_floats(drafter.tensors, dtype)
     weights = {
-        f"rank{rank}.safetensors": part | trtllm.split_drafter(tensors, published, rank, tp)
-        for rank, part in enumerate(ranks)
+        f"rank{rank}.safetensors": part | trtllm.split_drafter(tensors, rank, tp) for rank, part in enumerate(ranks)
     }
     notes = _recurrence_notes(drafter)
     if config.dtype is None and drafter.dtype != DRAFTER_DTYPES.get(dtype):
@@ -288,9 +287,9 @@ def _trtllm_base(base: SourceBase, config: ConvertConfig) -> tuple[dict[str, Any
     tp, dtype = config.tp_size or 1, config.dtype or dtype_name(table.dtype)
     if base.quantization_method:
         raise UnsupportedError(f"{base.directory} is quantised; convert what it was made from, and quantise it there")
-    trtllm_base.check_base(base.config, base.tensors, tp, base.directory)
-    parts = (trtllm_base.split_base(base.tensors, base.config, rank, tp) for rank in range(tp))
-    return trtllm_base.to_trtllm_config(base.config, dtype, tp), [_cast_floats(part, dtype) for part in parts]
+    trtllm.check_base(base.config, base.tensors, tp, base.directory)
+    parts = (trtllm.split_base(base.tensors, base.config, rank, tp) for rank in range(tp))
+    return trtllm.to_trtllm_config(base.config, dtype, tp), [_cast_floats(part, dtype) for part in parts]
 
 
 OUTPUT_PLANNERS: dict[str, Callable[[SourceDrafter, SourceBase | None, ConvertConfig], ConversionPlan]] = {

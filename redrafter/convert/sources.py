@@ -12,9 +12,8 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
-from redrafter.checkpoints.merged import Defaults
-from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.convert import apple, eagle, trtllm, trtllm_base
+from redrafter.checkpoints.merged import Defaults, TreeShape
+from redrafter.convert import apple, eagle, trtllm
 from redrafter.convert.tensors import (
     INDEX_FILE,
     SAFETENSORS_CODES,
@@ -26,7 +25,7 @@ from redrafter.convert.tensors import (
 )
 from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture
 from redrafter.errors import ArgumentError, CheckpointError, first_line
-from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, kind_of, read_json
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, config_errors, kind_of, read_json
 from redrafter.files.dtype_names import dtype_name
 from redrafter.model.supported import config_width
 
@@ -112,21 +111,19 @@ def open_base(directory: Path) -> SourceBase:
         config = trtllm.read_config(directory)
         ranks = [
             {name: tensor for name, tensor in rank.items() if not name.startswith(trtllm.DRAFTER_PREFIX)}
-            for rank in trtllm.open_ranks(directory, trtllm.tensor_parallel_size(config))
+            for rank in trtllm.open_ranks(directory, config)
         ]
         base = SourceBase(directory, PretrainedConfig(), {}, config, ranks)
         if base.quantization_method:
             return base
-        tensors = trtllm_base.join_base(ranks, config, directory)
-        hf_config = trtllm_base.to_hf_config(config, trtllm_base.LM_HEAD not in tensors, directory)
-        trtllm_base.check_complete(hf_config, tensors, directory)
+        tensors = trtllm.join_base(ranks, config, directory)
+        hf_config = trtllm.to_hf_config(config, trtllm.LM_HEAD not in tensors, directory)
+        trtllm.check_base_tensors(hf_config, tensors, directory)
         return replace(base, config=hf_config, tensors=tensors)
     if kind not in ("model", "merged checkpoint"):
         raise CheckpointError(f"{directory} is a {kind}, not a model")
-    try:
+    with config_errors(directory, "model"):
         hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:
-        raise CheckpointError(f"cannot read {directory / 'config.json'}: {first_line(error)}") from error
     return SourceBase(directory, hf_config, open_directory(directory))
 
 
@@ -183,14 +180,12 @@ def open_drafter(directory: Path, recurrence: str | None = None) -> SourceDrafte
     if kind == "merged checkpoint":
         drafter = open_drafter(directory / DRAFTER_FOLDER)
         return replace(drafter, kind=kind, defaults=Defaults.read(directory / SHAPE_FILE))
-    source_name: Callable[[str], str] = str  # its name of a tensor that it lacks
+    source_name: Callable[[str], str] = str
     defaults = Defaults()
     if kind == "drafter":
-        try:
+        with config_errors(directory, "drafter"):
             model_type = read_json(directory / "config.json")["model_type"]
             config: Any = DRAFTER_CLASSES[model_type].config_class.from_pretrained(directory)
-        except Exception as error:
-            raise CheckpointError(f"cannot read {directory / 'config.json'}: {first_line(error)}") from error
         tensors = open_directory(directory)
     elif kind == "Apple drafter":
         stored = _open_tensors(directory)
@@ -206,45 +201,37 @@ def open_drafter(directory: Path, recurrence: str | None = None) -> SourceDrafte
         trtllm_config = trtllm.read_config(directory)
         config = trtllm.to_drafter_config(trtllm_config, recurrence, directory)
         defaults = trtllm.to_defaults(trtllm_config)
-        ranks = trtllm.open_ranks(directory, trtllm.tensor_parallel_size(trtllm_config))
-        tensors = trtllm.join_drafter(ranks, config.vocab_size)
+        tensors = trtllm.join_drafter(trtllm.open_ranks(directory, trtllm_config), config.vocab_size)
     else:
         raise CheckpointError(f"{directory} is a {kind}, not a drafter, and holds none")
-    # Errors name tensors as the source does.
-    expected = {
-        tensors[name].name if name in tensors else source_name(name): shape
-        for name, shape in _drafter_shapes(config, directory).items()
-    }
-    check_tensors(expected, {x.name: x for name, x in tensors.items() if name != apple.UNUSED_NORM}, directory)
     drafter = SourceDrafter(directory, kind, config, tensors, defaults)
-    _check_values(drafter)
+    _check_tensors(drafter, source_name)
     return drafter
 
 
-def _drafter_shapes(config: DrafterArchitecture, directory: Path) -> dict[str, tuple[int, ...]]:
-    try:
+def _check_tensors(drafter: SourceDrafter, source_name: Callable[[str], str]) -> None:
+    """Refuse a drafter without the tensors that its config asks for, in numbers that it can be computed in.
+
+    Errors name tensors as the source does; `source_name` is its name of one that it lacks.
+    """
+    config, directory = drafter.config, drafter.directory
+    tensors = {name: x for name, x in drafter.tensors.items() if name != apple.UNUSED_NORM}
+
+    def make() -> torch.nn.Module:
         config.check()
-    except ArgumentError as error:
-        raise CheckpointError(f"{directory / 'config.json'}: {error}") from error
-    with torch.device("meta"):
-        drafter: Any = DRAFTER_CLASSES[config.model_type]
-        return {name: tuple(tensor.shape) for name, tensor in drafter(config).state_dict().items()}
+        kind: Any = DRAFTER_CLASSES[config.model_type]
+        return kind(config)
 
-
-def _check_values(drafter: SourceDrafter) -> None:
-    for name, tensor in drafter.tensors.items():
-        usable = (torch.int64,) if name == "draft_ids" else FLOAT_DTYPES
-        if tensor.dtype not in usable and name != apple.UNUSED_NORM:
+    names = lambda name: tensors[name].name if name in tensors else source_name(name)  # noqa: E731
+    check_tensors(make, {x.name: x for x in tensors.values()}, directory, source_name=names)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in ((torch.int64,) if name == "draft_ids" else FLOAT_DTYPES):
             short = dtype_name(tensor.dtype)
-            raise CheckpointError(
-                f"{drafter.directory} has {tensor.name} as {short}, which a drafter cannot be computed in"
-            )
+            raise CheckpointError(f"{directory} has {tensor.name} as {short}, which a drafter cannot be computed in")
     if (draft_ids := drafter.tensors.get("draft_ids")) is not None:
         ids = draft_ids.read(0, draft_ids.length)  # [V']
-        if int(ids.min()) < 0 or int(ids.max()) >= drafter.config.vocab_size:
-            raise CheckpointError(
-                f"{drafter.directory} has draft_ids outside of the {drafter.config.vocab_size} ids of its base"
-            )
+        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+            raise CheckpointError(f"{directory} has draft_ids outside of the {config.vocab_size} ids of its base")
 
 
 def _open_tensors(directory: Path) -> dict[str, LazyTensor]:

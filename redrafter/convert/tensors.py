@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
-from redrafter.files.checkpoint_kind import read_json
+from redrafter.files.checkpoint_kind import config_errors, read_json
 from redrafter.files.dtype_names import dtype_name
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -114,8 +114,27 @@ def _file_tensor(file: Path, name: str, shape: tuple[int, ...], code: str) -> La
     return LazyTensor(name, shape, SAFETENSORS_DTYPES.get(code, torch.uint8), read if known else refuse)
 
 
-def check_tensors(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, LazyTensor], directory: Path) -> None:
-    """Raise `CheckpointError` unless a checkpoint has the tensors, by name and shape, that its config asks for."""
+def check_tensors(
+    make: Callable[[], nn.Module],
+    actual: Mapping[str, LazyTensor],
+    directory: Path,
+    *,
+    optional: Collection[str] = (),
+    source_name: Callable[[str], str] = str,
+) -> None:
+    """Raise `CheckpointError` unless a checkpoint has the tensors, by name and shape, that its config asks for.
+
+    Args:
+        make: Makes the model or drafter that the config describes; it is given no memory.
+        actual: The tensors by the source's names.
+        directory: The checkpoint.
+        optional: Names that may be missing.
+        source_name: Returns the source's name of a tensor of the model.
+    """
+    with config_errors(directory, "model"), torch.device("meta"):
+        state = make().state_dict()
+    expected = {source_name(name): tuple(x.shape) for name, x in state.items()}
+    expected = {name: shape for name, shape in expected.items() if name in actual or name not in optional}
     extra = [name for name in actual if name not in expected]
     for name, shape in expected.items():
         if name not in actual:

@@ -1,69 +1,117 @@
 """TensorRT-LLM's ReDrafter checkpoints: `config.json` and a `rank{r}.safetensors` for each of `tp_size` ranks.
 
-A rank's file holds its part of the base and of the drafter. Every tensor of the drafter is split along its rows, biases
-too; the head is padded with rows of zeros to a multiple of `tp_size`. Names are this project's after `drafter.`. The
-backend that read these checkpoints was removed in 2026, so the format does not change any more.
+A rank's file holds its part of the base, which is a Llama or Qwen2, and of the drafter. The embedding table and norms
+are on each rank whole; heads are padded with rows of zeros to a multiple of `tp_size`. Every tensor of the drafter is
+split along its rows, biases too; its names are this project's after `drafter.`. Of the base, query, key and value are
+one tensor: each is split by heads, then a rank's shares are concatenated. With fewer key heads than ranks, neighbouring
+ranks hold the same key head. `mlp.fc` is the gate projection, and `mlp.gate` is the up projection.
+
+The backend that read these checkpoints was removed in 2026, so the format does not change any more.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from redrafter.checkpoints.merged import Defaults
-from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.convert.apple import UNUSED_NORM
-from redrafter.convert.tensors import LazyTensor, concat_rows, open_file, pad_rows, slice_rows
-from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
-from redrafter.files.checkpoint_kind import read_json
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-DRAFTER_PREFIX = "drafter."
-# Architecture of the pair by architecture of the base.
-ARCHITECTURES = {
-    "LlamaForCausalLM": "ReDrafterForLLaMALM",
-    "QWenForCausalLM": "ReDrafterForQWenLM",
-    "Qwen2ForCausalLM": "ReDrafterForQWenLM",
-}
-MAX_RANKS = 4096
-_CONFIG_KEYS: tuple[tuple[str, type, bool], ...] = (  # name, type, whether it is required
-    ("architecture", str, True),
-    ("base_model_architecture", str, False),
-    ("dtype", str, True),
-    ("vocab_size", int, True),
-    ("hidden_size", int, True),
-    ("num_hidden_layers", int, True),
-    ("num_attention_heads", int, True),
-    ("num_key_value_heads", int, False),
-    ("intermediate_size", int, False),
-    ("head_size", int, False),
-    ("mapping", dict, False),
-    ("quantization", dict, False),
-    ("rotary_scaling", dict, False),
-    ("redrafter_num_beams", int, False),
-    ("redrafter_draft_len_per_beam", int, False),
-    ("redrafter_greedy_search", bool, False),
-    ("redrafter_drafter_config", dict, False),
-    ("redrafter_base_config", dict, False),
+from redrafter.checkpoints.merged import Defaults, TreeShape
+from redrafter.convert.apple import UNUSED_NORM
+from redrafter.convert.tensors import (
+    LazyTensor,
+    check_tensors,
+    concat_columns,
+    concat_rows,
+    open_file,
+    pad_rows,
+    slice_columns,
+    slice_rows,
 )
-# This project's config of the drafter, for the way back; TensorRT-LLM ignores keys that it does not know.
-DRAFTER_CONFIG_KEY = "redrafter_drafter_config"
+from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
+from redrafter.files.checkpoint_kind import config_errors, read_json
+
+MAX_RANKS = 4096
+DRAFTER_PREFIX = "drafter."
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Keys of this project's config and of Hugging Face's, for the way back; TensorRT-LLM ignores keys unknown to it.
+DRAFTER_CONFIG_KEY, BASE_CONFIG_KEY = "redrafter_drafter_config", "redrafter_base_config"
+MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+# Architecture of a base: `model_type`, and the architecture of the pair.
+_ARCHITECTURES = {
+    "LlamaForCausalLM": ("llama", "ReDrafterForLLaMALM"),
+    "QWenForCausalLM": ("qwen2", "ReDrafterForQWenLM"),
+    "Qwen2ForCausalLM": ("qwen2", "ReDrafterForQWenLM"),
+}
+_FIRST_PAIRS = "ReDrafterForCausalLM"  # written by TensorRT-LLM's first converter, for Llama only
+
+# Types of the keys that are used here.
+_REQUIRED = ("architecture", "dtype", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_TYPES = {
+    str: ("architecture", "base_model_architecture", "dtype"),
+    int: (
+        *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+        *("intermediate_size", "head_size", "redrafter_num_beams", "redrafter_draft_len_per_beam"),
+    ),
+    dict: ("mapping", "quantization", "rotary_scaling", DRAFTER_CONFIG_KEY, BASE_CONFIG_KEY),
+    bool: ("redrafter_greedy_search",),
+}
+_TYPE_NAMES = {int: "a positive integer", str: "a string", dict: "an object", bool: "true or false"}
+# Keys of a drafter's config, and TensorRT-LLM's.
+_DRAFTER_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "redrafter_hidden_size",
+    "exit_dim": "redrafter_exit_dim",
+    "num_draft_layers": "redrafter_num_layers",
+    "rnn": "redrafter_is_rnn",
+}
+# Keys of Hugging Face's config, and TensorRT-LLM's; some have a value where TensorRT-LLM's config has none.
+_BASE_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "hidden_act": "hidden_act",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "norm_epsilon",
+}
+_BASE_DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048, "norm_epsilon": 1e-5}
+
+# TensorRT-LLM's name after "transformer.": Hugging Face's after "model.", and how the tensor is split over the ranks. A
+# layer that is split by columns has its whole bias on each rank.
+_LAYER = "layers.{i}."
+_RULES: dict[str, tuple[tuple[str, ...], str]] = {
+    "vocab_embedding.weight": (("embed_tokens.weight",), "embedding"),
+    "ln_f.weight": (("norm.weight",), "whole"),
+    _LAYER + "input_layernorm.weight": ((_LAYER + "input_layernorm.weight",), "whole"),
+    _LAYER + "post_layernorm.weight": ((_LAYER + "post_attention_layernorm.weight",), "whole"),
+}
+for _kind, _split_of_outputs in (("weight", "columns"), ("bias", "whole")):
+    _RULES |= {
+        f"{_LAYER}attention.qkv.{_kind}": (tuple(f"{_LAYER}self_attn.{x}_proj.{_kind}" for x in "qkv"), "qkv"),
+        f"{_LAYER}attention.dense.{_kind}": ((f"{_LAYER}self_attn.o_proj.{_kind}",), _split_of_outputs),
+        f"{_LAYER}mlp.fc.{_kind}": ((f"{_LAYER}mlp.gate_proj.{_kind}",), "rows"),
+        f"{_LAYER}mlp.gate.{_kind}": ((f"{_LAYER}mlp.up_proj.{_kind}",), "rows"),
+        f"{_LAYER}mlp.proj.{_kind}": ((f"{_LAYER}mlp.down_proj.{_kind}",), _split_of_outputs),
+    }
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Read the config.json of a checkpoint, and check the types of the keys that are used here."""
-    config = read_json(directory / "config.json")
-    for key, kind, needed in _CONFIG_KEYS:
-        value = config.get(key)
-        fits = type(value) is kind and (not isinstance(value, int) or 0 < value < 2**31 or kind is bool)
-        if (value is not None or needed) and not fits:
-            kinds = {int: "a positive integer", str: "a string", dict: "an object", bool: "true or false"}
-            raise CheckpointError(f"{directory / 'config.json'}: {key} must be {kinds[kind]}, got {value!r}")
+    file = directory / "config.json"
+    config = read_json(file)
+    for kind, keys in _TYPES.items():
+        for key in keys:
+            value = config.get(key)
+            fits = type(value) is kind and (type(value) is not int or 0 < value < 2**31)
+            if not fits and (value is not None or key in _REQUIRED):
+                raise CheckpointError(f"{file}: {key} must be {_TYPE_NAMES[kind]}, got {value!r}")
     mapping = config.get("mapping") or {}
     for key in ("tp_size", "pp_size"):
         if type(mapping.get(key, 1)) is not int or not 1 <= mapping.get(key, 1) <= MAX_RANKS:
-            raise CheckpointError(
-                f"{directory / 'config.json'}: mapping.{key} must be from 1 to {MAX_RANKS}, got {mapping[key]!r}"
-            )
+            raise CheckpointError(f"{file}: mapping.{key} must be from 1 to {MAX_RANKS}, got {mapping[key]!r}")
     if mapping.get("pp_size", 1) != 1:
         raise UnsupportedError(
             f"{directory} is split over {mapping['pp_size']} pipeline stages; only pp_size 1 can be read"
@@ -71,14 +119,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def tensor_parallel_size(config: Mapping[str, Any]) -> int:
-    """Return the number of ranks of a checkpoint."""
-    ranks: int = (config.get("mapping") or {}).get("tp_size", 1)
-    return ranks
-
-
-def open_ranks(directory: Path, tp: int) -> list[dict[str, LazyTensor]]:
-    """Return the tensors of each of `tp` ranks by the names in its file, which must be the same in all."""
+def open_ranks(directory: Path, config: Mapping[str, Any]) -> list[dict[str, LazyTensor]]:
+    """Return the tensors of each rank of a checkpoint by the names in its file, which must be the same in all."""
+    tp = (config.get("mapping") or {}).get("tp_size", 1)
     files = [directory / f"rank{rank}.safetensors" for rank in range(tp)]
     if missing := [file.name for file in files if not file.is_file()]:
         raise CheckpointError(f"{directory} has no {', '.join(missing[:4])}: its config.json says tp_size {tp}")
@@ -98,22 +141,13 @@ def to_drafter_config(config: Mapping[str, Any], recurrence: str | None, directo
     A `recurrence` of None is what the checkpoint holds, or else "apple", which public trainers train; TensorRT-LLM's
     engine computed another.
     """
-    keys = {
-        "vocab_size": "vocab_size",
-        "hidden_size": "redrafter_hidden_size",
-        "exit_dim": "redrafter_exit_dim",
-        "num_draft_layers": "redrafter_num_layers",
-        "rnn": "redrafter_is_rnn",
-    }
-    if missing := [key for key in keys.values() if key not in config]:
+    if missing := [key for key in _DRAFTER_KEYS.values() if key not in config]:
         raise CheckpointError(f"{directory / 'config.json'} does not say {', '.join(missing)}: it holds no drafter")
     values = dict(config.get(DRAFTER_CONFIG_KEY) or {"recurrence": "apple"})
     values.pop("greedy_search", None)
-    values |= {name: config[key] for name, key in keys.items()}
-    try:
+    values |= {name: config[key] for name, key in _DRAFTER_KEYS.items()}
+    with config_errors(directory, "drafter"):
         return DrafterConfig(**values | ({} if recurrence is None else {"recurrence": recurrence}))
-    except Exception as error:  # transformers checks some of it, with errors of its own
-        raise CheckpointError(f"{directory / 'config.json'} describes no drafter: {first_line(error)}") from error
 
 
 def to_defaults(config: Mapping[str, Any]) -> Defaults:
@@ -137,21 +171,17 @@ def to_pair_config(
     A `greedy_search` of None becomes true, as in TensorRT-LLM's script.
     """
     architecture = base.get("base_model_architecture", base.get("architecture"))
-    if architecture == "ReDrafterForCausalLM":  # written by TensorRT-LLM's first converter, for Llama only
-        architecture = "LlamaForCausalLM"
-    if architecture not in ARCHITECTURES:
+    architecture = "LlamaForCausalLM" if architecture == _FIRST_PAIRS else architecture
+    if architecture not in _ARCHITECTURES:
         raise UnsupportedError(
-            f"{directory} is a {architecture}; TensorRT-LLM has ReDrafter for {', '.join(ARCHITECTURES)} only"
+            f"{directory} is a {architecture}; TensorRT-LLM has ReDrafter for {', '.join(_ARCHITECTURES)} only"
         )
     left_out = ("model_type", "transformers_version", "_name_or_path")
     drafter = {key: value for key, value in config.to_diff_dict().items() if key not in left_out}
     pair = dict(base) | {
-        "architecture": ARCHITECTURES[str(architecture)],
+        "architecture": _ARCHITECTURES[architecture][1],
         "base_model_architecture": architecture,
-        "redrafter_num_layers": config.num_draft_layers,
-        "redrafter_hidden_size": config.hidden_size,
-        "redrafter_exit_dim": config.exit_dim,
-        "redrafter_is_rnn": config.rnn,
+        **{key: getattr(config, name) for name, key in _DRAFTER_KEYS.items()},
         "redrafter_num_beams": defaults.shape.num_beams,
         "redrafter_draft_len_per_beam": defaults.shape.draft_len_per_beam,
         "redrafter_greedy_search": defaults.greedy_search is not False,
@@ -169,6 +199,93 @@ def to_pair_config(
     return pair
 
 
+def to_trtllm_config(config: PretrainedConfig, dtype: str, tp: int) -> dict[str, Any]:
+    """Convert Hugging Face's config of a Llama or Qwen2 to TensorRT-LLM's for `tp` ranks of tensors in `dtype`."""
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    theta, kind = rope.pop("rope_theta", 10000.0), rope.get("rope_type", "default")
+    qwen = config.model_type == "qwen2"
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {
+        "architecture": MODEL_TYPES[config.model_type],
+        "dtype": dtype,
+        "logits_dtype": "float32",
+        **{theirs: getattr(config, ours) for ours, theirs in _BASE_KEYS.items()},
+        "head_size": head_size,
+        "position_embedding_type": "rope_gpt_neox",
+        "rotary_embedding_dim": head_size,
+        "rotary_base": theta,
+        "rotary_scaling": None if kind == "default" else rope | {"type": kind},
+        "qk_layernorm": False,
+        "attn_bias": qwen or getattr(config, "attention_bias", False),
+        "mlp_bias": getattr(config, "mlp_bias", False),
+        "tie_word_embeddings": config.tie_word_embeddings,
+        **({"qwen_type": "qwen2"} if qwen else {}),
+        "use_parallel_embedding": False,
+        "embedding_sharding_dim": 0,
+        "mapping": {"world_size": tp, "gpus_per_node": 8, "cp_size": 1, "tp_size": tp, "pp_size": 1},
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None, "exclude_modules": None},
+        BASE_CONFIG_KEY: {
+            k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")
+        },
+    }
+
+
+def to_hf_config(config: Mapping[str, Any], tied: bool, directory: Path) -> PretrainedConfig:
+    """Convert TensorRT-LLM's config of a base to Hugging Face's; `tied` says that the head is the embedding table."""
+    with config_errors(directory, "base"):
+        if values := config.get(BASE_CONFIG_KEY):
+            hf_config: PretrainedConfig = AutoConfig.for_model(**values)
+            hf_config.dtype = config["dtype"]
+            return hf_config
+        architecture = config.get("base_model_architecture", config["architecture"])
+        known = {_FIRST_PAIRS: "llama"} | {name: model_type for name, (model_type, _) in _ARCHITECTURES.items()}
+        if architecture not in known or config.get("qwen_type", "qwen2") != "qwen2":
+            kind = config.get("qwen_type", architecture)
+            raise UnsupportedError(f"{directory} holds a {kind}; of TensorRT-LLM's, only Llama and Qwen2 can be read")
+        model_type = known[architecture]
+        scaling, width, heads = dict(config.get("rotary_scaling") or {}), config.get("head_size"), "num_attention_heads"
+        kind = scaling.pop("type", None) or scaling.pop("rope_type", "default")
+        rope = {"rope_type": kind, "rope_theta": config.get("rotary_base", 10000.0), **scaling}
+        biases = {"attention_bias": config.get("attn_bias", False), "mlp_bias": config.get("mlp_bias", False)}
+        given = {"num_key_value_heads": config[heads], **_BASE_DEFAULTS}
+        given |= {key: value for key, value in config.items() if value is not None}
+        return AutoConfig.for_model(
+            model_type,
+            **{ours: given[theirs] for ours, theirs in _BASE_KEYS.items()},
+            bos_token_id=None,
+            eos_token_id=None,
+            rope_parameters=rope,
+            tie_word_embeddings=tied,
+            dtype=config["dtype"],
+            architectures=[MODEL_TYPES[model_type]],
+            **(biases if model_type == "llama" else {}),
+            **({"head_dim": width} if width and width * config[heads] != config["hidden_size"] else {}),
+        )
+
+
+def check_base(config: PretrainedConfig, tensors: Mapping[str, LazyTensor], tp: int, directory: Path) -> None:
+    """Check that a base can be written as a TensorRT-LLM checkpoint for `tp` ranks."""
+    if config.model_type not in MODEL_TYPES:
+        raise UnsupportedError(
+            f"{directory} is a {config.model_type}; "
+            f"a TensorRT-LLM checkpoint can be written for {', '.join(MODEL_TYPES)}"
+        )
+    if getattr(config, "use_sliding_window", False):
+        raise UnsupportedError(f"{directory} has use_sliding_window, which TensorRT-LLM's Qwen2 does not")
+    check_base_tensors(config, tensors, directory)
+    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+    check_tp(tp, {"num_attention_heads": heads, "intermediate_size": config.intermediate_size})
+    if key_heads % tp and tp % key_heads:
+        raise ArgumentError(f"--tp-size {tp} neither divides num_key_value_heads={key_heads} nor is a multiple of it")
+
+
+def check_base_tensors(config: PretrainedConfig, tensors: Mapping[str, LazyTensor], directory: Path) -> None:
+    """Raise `CheckpointError` unless a model has exactly the tensors that its config asks for."""
+    read = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    tied = [LM_HEAD] if config.tie_word_embeddings else []
+    check_tensors(lambda: AutoModelForCausalLM.from_config(config), read, directory, optional=tied)
+
+
 def check_tp(tp: int, sizes: Mapping[str, int]) -> None:
     """Raise `ArgumentError` unless the number of ranks divides all sizes, given by their names in the config."""
     possible = [count for count in range(1, 65) if all(value % count == 0 for value in sizes.values())]
@@ -179,25 +296,64 @@ def check_tp(tp: int, sizes: Mapping[str, int]) -> None:
             )
 
 
-def round_up(length: int, tp: int) -> int:
-    """Return the smallest multiple of the number of ranks that is at least `length`."""
-    return -(-length // tp) * tp
-
-
-def split_drafter(
-    tensors: Mapping[str, LazyTensor], config: DrafterConfig, rank: int, tp: int
+def split_base(
+    tensors: Mapping[str, LazyTensor], config: PretrainedConfig, rank: int, tp: int
 ) -> dict[str, LazyTensor]:
-    """Return one rank's part of a drafter, by TensorRT-LLM's names."""
+    """Return one rank's part of a base, by TensorRT-LLM's names."""
     part = {}
-    for name, tensor in tensors.items():
-        if name == UNUSED_NORM:
-            part[DRAFTER_PREFIX + name] = tensor
+    for trtllm_name, (hf_names, how) in _rules_of(config.num_hidden_layers).items():
+        if hf_names[0] not in tensors:
+            continue  # a bias that the model does not have, or a tied head
+        if how != "qkv":
+            part[trtllm_name] = _split(tensors[hf_names[0]], how, rank, tp)
             continue
-        if name == "lm_head.weight":
-            tensor = pad_rows(tensor, round_up(config.vocab_size, tp))
-        share = tensor.length // tp
-        part[DRAFTER_PREFIX + name] = slice_rows(tensor, rank * share, (rank + 1) * share)
+        shares = []
+        key_heads = config.num_key_value_heads
+        for name, heads in zip(hf_names, (config.num_attention_heads, key_heads, key_heads), strict=True):
+            width, first = tensors[name].length // heads, rank * heads // tp
+            shares.append(slice_rows(tensors[name], first * width, (first + max(heads // tp, 1)) * width))
+        part[trtllm_name] = concat_rows(shares)
     return part
+
+
+def join_base(
+    ranks: Sequence[Mapping[str, LazyTensor]], config: Mapping[str, Any], directory: Path
+) -> dict[str, LazyTensor]:
+    """Return the base's tensors by Hugging Face's names, put together from all ranks."""
+    base: dict[str, LazyTensor] = {}
+    rules, heads = _rules_of(config["num_hidden_layers"]), config["num_attention_heads"]
+    key_heads, tp = config.get("num_key_value_heads") or heads, len(ranks)
+    if heads % tp or (key_heads % tp and tp % key_heads):
+        raise CheckpointError(f"{directory} has {heads} heads and {key_heads} key heads, which {tp} ranks cannot share")
+    sharding = config.get("embedding_sharding_dim", 0)
+    if sharding not in (0, 1):
+        raise CheckpointError(f"{directory}: embedding_sharding_dim is 0 or 1, not {sharding!r}")
+    if unknown := [name for name in ranks[0] if name not in rules]:
+        raise UnsupportedError(f"{directory} has {unknown[0]}, which is no tensor of a Llama or Qwen2")
+    for trtllm_name, (hf_names, how) in rules.items():
+        if trtllm_name not in ranks[0]:
+            continue
+        parts = [rank[trtllm_name] for rank in ranks]
+        if how == "qkv":
+            rank_heads, rank_key_heads = heads // tp, max(key_heads // tp, 1)
+            width = parts[0].length // (rank_heads + 2 * rank_key_heads)
+            holders = parts[:: max(tp // key_heads, 1)]  # one rank for each key head
+            start = 0
+            for name, count, held in zip(
+                hf_names, (rank_heads, rank_key_heads, rank_key_heads), (parts, holders, holders), strict=True
+            ):
+                base[name] = concat_rows([slice_rows(x, start * width, (start + count) * width) for x in held])
+                start += count
+            continue
+        if how == "embedding" and config.get("use_parallel_embedding"):
+            how = ("rows", "columns")[sharding]
+        base[hf_names[0]] = _join(hf_names[0], parts, how, config["vocab_size"])
+    return base
+
+
+def split_drafter(tensors: Mapping[str, LazyTensor], rank: int, tp: int) -> dict[str, LazyTensor]:
+    """Return one rank's part of a drafter, by TensorRT-LLM's names."""
+    return {DRAFTER_PREFIX + name: _split(x, _drafter_rule(name), rank, tp) for name, x in tensors.items()}
 
 
 def join_drafter(ranks: Sequence[Mapping[str, LazyTensor]], vocabulary: int) -> dict[str, LazyTensor]:
@@ -205,13 +361,42 @@ def join_drafter(ranks: Sequence[Mapping[str, LazyTensor]], vocabulary: int) -> 
 
     `vocabulary` is the number of the head's rows without padding.
     """
-    drafter = {}
-    for name in ranks[0]:
-        if not name.startswith(DRAFTER_PREFIX):
-            continue
-        new_name = name.removeprefix(DRAFTER_PREFIX)
-        whole = ranks[0][name] if new_name == UNUSED_NORM else concat_rows([rank[name] for rank in ranks])
-        if new_name == "lm_head.weight" and vocabulary < whole.length <= round_up(vocabulary, len(ranks)):
-            whole = slice_rows(whole, 0, vocabulary)
-        drafter[new_name] = whole
-    return drafter
+    names = [name.removeprefix(DRAFTER_PREFIX) for name in ranks[0] if name.startswith(DRAFTER_PREFIX)]
+    parts = {name: [rank[DRAFTER_PREFIX + name] for rank in ranks] for name in names}
+    return {name: _join(name, parts[name], _drafter_rule(name), vocabulary) for name in names}
+
+
+def _drafter_rule(name: str) -> str:
+    return "whole" if name == UNUSED_NORM else "rows"
+
+
+def _rules_of(layers: int) -> dict[str, tuple[tuple[str, ...], str]]:
+    """Return the rules of a base with so many layers, by full names."""
+    rules = {}
+    for trtllm_name, (hf_names, how) in _RULES.items():
+        for i in range(layers if "{i}" in trtllm_name else 1):
+            rules["transformer." + trtllm_name.format(i=i)] = tuple("model." + x.format(i=i) for x in hf_names), how
+    return rules | {LM_HEAD: ((LM_HEAD,), "rows")}
+
+
+def _split(whole: LazyTensor, how: str, rank: int, tp: int) -> LazyTensor:
+    if how == "columns":
+        share = whole.shape[1] // tp
+        return slice_columns(whole, rank * share, (rank + 1) * share)
+    if how == "rows":
+        share = _round_up(whole.length, tp) // tp
+        return slice_rows(pad_rows(whole, share * tp), rank * share, (rank + 1) * share)
+    return whole
+
+
+def _join(name: str, parts: Sequence[LazyTensor], how: str, vocabulary: int) -> LazyTensor:
+    """Return the tensor that `_split` has split, without the padding of heads and embedding tables."""
+    join = {"columns": concat_columns, "rows": concat_rows}.get(how)
+    whole = parts[0] if join is None else join(parts)
+    if name in (LM_HEAD, EMBEDDING) and vocabulary < whole.length <= _round_up(vocabulary, len(parts)):
+        return slice_rows(whole, 0, vocabulary)
+    return whole
+
+
+def _round_up(length: int, tp: int) -> int:
+    return -(-length // tp) * tp

@@ -99,3 +99,24 @@ class DraftGain:
         self._fewest = FEWEST_AFTER_PAUSE
         self._steps.clear()
         self._rows = self._tokens = 0
+
+
+class DraftPauses:
+    """What drafts have gained in steps of each cost, since batches of many sizes may cost the same."""
+
+    def __init__(self, cost_of: Callable[[int], float | None]):
+        """Begin with drafts.
+
+        Args:
+            cost_of: Returns the time of a step of so many rows with drafts, in steps without; None where every step
+                drafts.
+        """
+        self._cost_of = cost_of
+        self._gains: dict[float, DraftGain] = {}
+
+    def gain(self, rows: int) -> DraftGain | None:
+        """Return what decides on the drafts of steps of so many rows; None where every step drafts."""
+        cost = self._cost_of(rows)
+        if cost is not None and cost not in self._gains:
+            self._gains[cost] = DraftGain(cost)
+        return None if cost is None else self._gains[cost]

@@ -94,7 +94,7 @@ class RecurrentDrafter(DrafterModel):
         elif config.rnn:
             self.rnn_u = nn.Linear(hidden, hidden)
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
-        self.context = ContextAttention(config) if config.context_window else None
+        self.context: Any = ContextAttention(config) if config.context_window else None
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.draft_ids: Tensor | None
         self.register_buffer("draft_ids", ids)
@@ -239,16 +239,39 @@ class RecurrentDrafter(DrafterModel):
         Returns:
             The input of `lm_head`, `[..., R]`, and the new state `[..., D]`.
         """
-        state = self._recur(embedding, state, start)
-        informed = state if read is None else state + read(state)
-        x = self._project(informed, start)
-        return x if self.head_proj is None else self.head_proj(x), state
+        # 1. The recurrence, whose equations are in `DrafterConfig`.
+        config = self.config
+        if not config.rnn:
+            state = embedding if state is None else state + embedding
+        elif start.gate is not None:
+            before = torch.zeros_like(embedding) if state is None else state
+            inputs = torch.cat([embedding, before], dim=-1)  # [..., 2D]
+            columns = slice(inputs.shape[-1])
+            product = partial_linear(self.rnn_gate, inputs, columns, with_bias=False) + start.gate
+            gate, new = product.chunk(2, dim=-1)
+            state = before + gate.sigmoid() * (silu(new) - before)
+        else:
+            if self.rnn_joined is not None and state is not None:
+                product = thin_linear(torch.cat([embedding, state], dim=-1), self.rnn_joined) + self.rnn_u.bias
+            elif state is not None:
+                product = self.rnn_w(embedding) + self.rnn_u(state)
+            elif config.recurrence == "apple":  # the bias belongs to the first step too
+                product = self.rnn_w(embedding) + self.rnn_u.bias
+            else:
+                product = self.rnn_w(embedding)
+            state = silu(product) if config.recurrence == "apple" else product
 
-    def read_context(self, step: int, window: ContextWindow, state: Tensor) -> Tensor:
-        """Return what the states of a step read of the committed tokens, `[B, w, D]`; see `ContextAttention`."""
-        assert self.context is not None
-        read: Tensor = self.context(state, step, window)
-        return read
+        # 2. What the state reads of the text informs this step alone: the next one starts from the state itself.
+        informed = state if read is None else state + read(state)
+
+        # 3. The layers up to the head. `start` has what the hidden state adds to the first product.
+        x, first, layers = torch.cat([start.hidden.expand_as(state), informed], dim=-1), self.first_product, self.layers
+        if first is not None and start.exit is not None:
+            product = partial_linear(first, informed, slice(state.shape[-1], None), with_bias=False) + start.exit
+            x, layers = (product, layers) if self.input_proj is not None else (x + silu(product), layers[1:])
+            for layer in layers:
+                x = layer(x)
+        return x if self.head_proj is None else self.head_proj(x), state
 
     def join_recurrence(self) -> None:
         """Compute `W e + U s` as one product from now on, from a copy of both weights.
@@ -264,39 +287,6 @@ class RecurrentDrafter(DrafterModel):
             self.rnn_joined = None
         return super().train(mode)
 
-    def _project(self, state: Tensor, start: DraftStart) -> Tensor:
-        """Apply the layers between the recurrence and the head to states `[..., D]`, `[..., E]`."""
-        x, first, layers = torch.cat([start.hidden.expand_as(state), state], dim=-1), self.first_product, self.layers
-        if first is None or start.exit is None:
-            return x
-        product = partial_linear(first, state, slice(state.shape[-1], None), with_bias=False) + start.exit
-        if self.input_proj is not None:
-            x = product
-        else:
-            x, layers = x + silu(product), self.layers[1:]
-        for layer in layers:
-            x = layer(x)
-        return x
-
-    def _recur(self, embedding: Tensor, state: Tensor | None, start: DraftStart) -> Tensor:
-        """Return the new recurrent state, `[..., D]`; the equations are in `DrafterConfig`."""
-        if not self.config.rnn:
-            return embedding if state is None else state + embedding
-        if start.gate is not None:
-            before = torch.zeros_like(embedding) if state is None else state
-            inputs = torch.cat([embedding, before], dim=-1)  # [..., 2D]
-            columns = slice(inputs.shape[-1])
-            product = partial_linear(self.rnn_gate, inputs, columns, with_bias=False) + start.gate
-            gate, new = product.chunk(2, dim=-1)
-            return before + gate.sigmoid() * (silu(new) - before)
-        if self.rnn_joined is not None and state is not None:
-            joined = thin_linear(torch.cat([embedding, state], dim=-1), self.rnn_joined) + self.rnn_u.bias
-            return silu(joined) if self.config.recurrence == "apple" else joined
-        if self.config.recurrence == "trtllm":
-            return self.rnn_w(embedding) if state is None else self.rnn_w(embedding) + self.rnn_u(state)
-        carried = self.rnn_u.bias if state is None else self.rnn_u(state)
-        return silu(self.rnn_w(embedding) + carried)
-
 
 AutoModel.register(DrafterConfig, RecurrentDrafter, exist_ok=True)
 
@@ -311,13 +301,10 @@ class RecurrentProposer(SearchProposer):
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:
         """Draft a tree by beam search; see `Proposer.propose`."""
-        window = None if self.drafter.context is None else self.read_window(state.length, cache)
+        window, size = None, self.drafter.config.context_window
+        if size:  # a row of the cache has no more than its window
+            window = ContextWindow.read(state.length, min(size, cache.window), cache.read_drafter_layer)
         return self.search(state, sampler, noise, window=window)
-
-    def read_window(self, length: Tensor, cache: KVCache) -> ContextWindow:
-        """Return what the drafter remembers of the last committed tokens of rows with `length` `[B]` of them."""
-        pairs = min(self.drafter.config.context_window or 0, cache.window)  # a row of the cache has no more
-        return ContextWindow.read(length, pairs, cache.read_drafter_layer)
 
     def search(
         self,
@@ -375,7 +362,7 @@ def _advance(
     """
     if carried is not None:
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
-    read = None if window is None else partial(drafter.read_context, step, window)
+    read = None if window is None else partial(drafter.context, step=step, window=window)
     return drafter.step(embedding(tokens), carried, start, read)
 
 

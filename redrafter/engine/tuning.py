@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from redrafter.checkpoints.drafters import embedding_norms
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically

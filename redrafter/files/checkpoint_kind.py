@@ -3,10 +3,12 @@
 import json
 import os
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from redrafter.errors import CheckpointError, first_line
+from redrafter.errors import ArgumentError, CheckpointError, ReDrafterError, first_line
 
 MODEL_TYPE = "redrafter"  # `model_type` in the config.json of this project's drafters
 EAGLE_MODEL_TYPE = "redrafter_eagle3"  # the same of EAGLE-3 heads in the form of this project
@@ -139,6 +141,20 @@ def _convert_command(path: Path, flag: str, arguments: str, suffix: str) -> str:
     name = os.path.normpath(path)
     output = (os.path.abspath(path) if Path(name).name in ("", "..") else name) + f"-{suffix}"
     return f"redrafter convert {flag} {shlex.quote(str(path))} {arguments} --output-dir {shlex.quote(output)}"
+
+
+@contextmanager
+def config_errors(directory: Path, what: str) -> Iterator[None]:
+    """Raise `CheckpointError` where a directory's config.json makes transformers or `check` of a config fail.
+
+    The error says that the config describes no `what`, and why. Other errors of this library stay as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ReDrafterError) and not isinstance(error, ArgumentError):
+            raise
+        raise CheckpointError(f"{directory / 'config.json'} describes no {what}: {first_line(error)}") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import llguidance
 from redrafter.errors import ArgumentError
 from redrafter.grammar import limits
 from redrafter.grammar.source import GrammarSource
-from redrafter.grammar.wire import Question, pack_answers, unpack_questions
 from redrafter.sandbox.child import bounded_work, limit_memory, memory
 from redrafter.sandbox.frames import receive_frame, send_frame
 
@@ -84,7 +83,6 @@ class CompiledGrammar:
 
 
 def _to_llguidance(source: GrammarSource) -> str:
-    """Return the grammar in the notation that llguidance reads."""
     kind, text = source
     try:
         if kind == "json_schema":
@@ -99,7 +97,6 @@ def _to_llguidance(source: GrammarSource) -> str:
 
 
 def _ebnf_to_lark(text: str) -> str:
-    """Translate llama.cpp's notation into Lark."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if text.count("::=") > limits.MAX_EBNF_RULES:
@@ -138,7 +135,6 @@ def run_in_deep_thread(work: Callable[[], Any], nice: int = 0) -> Any:
 
 
 def _error(message: str) -> ArgumentError:
-    """Make an error of a message of llguidance's."""
     return ArgumentError(f"grammar: {one_line(message)}")
 
 
@@ -210,7 +206,9 @@ class GrammarState:
             node, depth = todo.pop()
             token = tokens[node]
             if depth and self.error is None:
-                if token in self._stops or not _allows(masks[parents[node]], token):
+                mask = masks[parents[node]]
+                allowed = token >> 3 < len(mask) and mask[token >> 3] >> (token & 7) & 1
+                if token in self._stops or not allowed:
                     continue
                 self._roll_back(text_length + depth - 1)
                 self._consume([token])
@@ -228,24 +226,17 @@ class GrammarState:
         return masks
 
     def _restart(self) -> None:
-        """Begin the text again, with a new matcher."""
         self.matcher, self._age = self.grammar.start(), self.grammar.age
         self.text, self._consumed, self.ended, self.error = [], [], False, None
 
     def _consume(self, tokens: list[int]) -> None:
-        """Let the matcher consume tokens that were allowed."""
         self._consumed += tokens
         if self.matcher.try_consume_tokens(tokens) < len(tokens):
             self._renew()
 
     def _renew(self, recompile: bool = False) -> None:
-        """Take a new matcher, which has consumed this text and nothing else.
-
-        Some of llguidance's limits count all that a matcher ever did, rejected drafts included.
-
-        Args:
-            recompile: Compile the grammar again first, since other limits count what all its texts did.
-        """
+        # Some of llguidance's limits count all that a matcher ever did, rejected drafts included: a new one has
+        # consumed this text and nothing else. Others count what all texts of the compiled grammar did.
         if recompile:
             self.grammar.renew(self._age)
         self.matcher, self._age = self.grammar.start(), self.grammar.age
@@ -256,18 +247,15 @@ class GrammarState:
             self._give_up("it does not allow what was written")
 
     def _give_up(self, otherwise: str) -> None:
-        """Set the error: the matcher's own or, if it has none, `otherwise`."""
         why = one_line(self.matcher.get_error()) or otherwise
         self.error = f"grammar: given up after {len(self._consumed)} tokens: {why}"
 
     def _roll_back(self, length: int) -> None:
-        """Let the matcher forget all but its first `length` tokens."""
         if len(self._consumed) > length:
             self.matcher.rollback(len(self._consumed) - length)
             del self._consumed[length:]
 
     def _mask(self) -> bytes:
-        """Return the mask after the tokens that the matcher has consumed, with a new matcher if the old one fails."""
         mask = self._compute_mask()
         if mask is None:
             self._renew()
@@ -280,7 +268,7 @@ class GrammarState:
         return mask or self._ends_mask
 
     def _compute_mask(self) -> bytes | None:
-        """Return the matcher's mask; None if it fails, or allows no token after a text that is not complete."""
+        # None if the matcher fails, or allows no token after a text that is not complete.
         if self.error is not None:
             return self._ends_mask
         size = len(self._empty_mask)
@@ -294,20 +282,12 @@ class GrammarState:
         return None if mask == self._empty_mask else bytes(mask)
 
     def _with_ends(self, mask: bytearray) -> bytes:
-        """Return the mask with the end tokens allowed as well."""
         for token in self.ends:
             mask[token >> 3] |= 1 << (token & 7)
         return bytes(mask)
 
 
-def _allows(mask: bytes, token: int) -> bool:
-    """Return whether a mask has the bit of a token."""
-    return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
-
-
 COMPILE_NICENESS = 10  # of a compilation, so that texts that are being generated go first
-
-_Answer = tuple[dict[int, bytes], bool, str | None]
 
 
 def prepare(end: bytearray, tokenizer: bytearray) -> Callable[[socket.socket], None]:
@@ -326,7 +306,12 @@ def prepare(end: bytearray, tokenizer: bytearray) -> Callable[[socket.socket], N
 def _follow(connection: socket.socket, vocabulary: Any) -> None:
     """Compile the grammar that is sent, then answer questions about its texts until the connection is closed.
 
-    What is sent first is `+` and the bytes that the compiled grammar takes, or `-` and an error message.
+    What is sent first is `+` and the bytes that the compiled grammar takes, or `-` and an error message. Then come
+    frames of JSON: the numbers of texts to be forgotten, and questions. A question is a text's number, the ids that end
+    it, how many of the tokens sent before are still part of it, the tokens after those up to the root of a tree, the
+    tree's tokens, the index of each one's parent, and how many levels need masks. The answers are a frame of JSON, with
+    whether each text has ended, its error, and the nodes that its grammar allows and the bytes of a mask of them; and
+    one of all masks. No pickles: a grammar that broke into this process must not get into the program.
     """
     held = memory()[1]
     limit_memory(limits.MAX_PROCESS_BYTES)
@@ -337,28 +322,25 @@ def _follow(connection: socket.socket, vocabulary: Any) -> None:
     except ArgumentError as error:
         return send_frame(connection, b"-", str(error).encode(errors="replace"))
     send_frame(connection, b"+%d" % (memory()[1] - held))
-    _answer_questions(connection, grammar)
-
-
-def _answer_questions(connection: socket.socket, grammar: CompiledGrammar) -> None:
-    """Answer the program's questions, one frame after another."""
     states: dict[int, GrammarState] = {}
     while True:
-        forgotten, questions = unpack_questions(receive_frame(connection))
+        forgotten, questions = json.loads(receive_frame(connection))
         for text in forgotten:
             states.pop(text, None)
-        if questions:
-            with bounded_work(limits.step_cpu_seconds(len(questions))):
-                answers = pack_answers([_answer(states, grammar, question) for question in questions])
-            send_frame(connection, *answers)
-
-
-def _answer(states: dict[int, GrammarState], grammar: CompiledGrammar, question: Question) -> _Answer:
-    """Advance one text and return its masks, whether it has ended, and its error if it has one."""
-    if question.text not in states:
-        states[question.text] = GrammarState(grammar, question.ends)
-    state = states[question.text]
-    if question.known > len(state.text):
-        raise EOFError("the program refers to tokens that it has not sent")
-    state.advance([*state.text[: question.known], *question.new])
-    return state.masks(question.tokens, question.parents, question.levels), state.ended, state.error
+        if not questions:
+            continue
+        heads: list[Any] = []
+        bits: list[bytes] = []
+        with bounded_work(limits.step_cpu_seconds(len(questions))):
+            for number, ends, known, new, tokens, parents, levels in questions:
+                if number not in states:
+                    states[number] = GrammarState(grammar, ends)
+                state = states[number]
+                if known > len(state.text):
+                    raise EOFError("the program refers to tokens that it has not sent")
+                state.advance([*state.text[:known], *new])
+                masks = state.masks(tokens, parents, levels)
+                heads.append((state.ended, state.error, list(masks), len(next(iter(masks.values()), b""))))
+                bits += masks.values()
+        send_frame(connection, json.dumps(heads).encode())
+        send_frame(connection, *bits)

@@ -17,13 +17,16 @@ from typing import Any, NamedTuple
 from redrafter.errors import ArgumentError, MissingDependencyError, how_to_install
 from redrafter.grammar.limits import COMPILE_CPU_SECONDS, COMPILE_WAIT_SECONDS, MAX_PROCESS_BYTES, step_cpu_seconds
 from redrafter.grammar.source import GrammarSource, checked_text
-from redrafter.grammar.wire import Answer, Question, pack_questions, unpack_answers
 from redrafter.sandbox.frames import receive_frame, send_frame
 from redrafter.sandbox.process import NotPreparedError, SandboxedProcess, Zygote, zygote_of
 
 ANSWER_SLACK_SECONDS = 5.0  # wall-clock time that a process may wait for a processor
 
-_numbers = count()
+_process_numbers, _text_numbers = count(), count()
+
+Masks = Mapping[int, bytes | memoryview]  # by node, a bit for each token id that may follow
+Question = tuple[int, list[int], int, list[int], list[int], list[int], int]  # as `redrafter.grammar.child` takes it
+Answer = tuple[bool, str | None, Masks]  # whether the text has ended, why it was given up, and the masks
 
 
 class GrammarProcess(SandboxedProcess):
@@ -46,7 +49,7 @@ class GrammarProcess(SandboxedProcess):
         """
         super().__init__(lambda: zygote_for(tokenizer))
         self.forgotten: deque[int] = deque()
-        self.lock, self.order, self.memory = threading.Lock(), next(_numbers), 0
+        self.lock, self.order, self.memory = threading.Lock(), next(_process_numbers), 0
 
     def compile(self, source: GrammarSource) -> None:
         """Let the process compile a grammar, and wait for it.
@@ -77,17 +80,25 @@ class GrammarProcess(SandboxedProcess):
         forgotten = [self.forgotten.popleft() for _ in range(len(self.forgotten))]
         try:
             self.connection.settimeout(ANSWER_SLACK_SECONDS + 2 * step_cpu_seconds(len(questions)))
-            send_frame(self.connection, pack_questions(forgotten, questions))
+            send_frame(self.connection, json.dumps((forgotten, questions)).encode())
         except OSError:
             self.end()
 
-    def answers(self, count: int) -> list[Answer] | None:
-        """Receive the answers to `count` questions; None if the process has ended or took too long."""
+    def answers(self) -> list[Answer] | None:
+        """Receive the answers to the questions; None if the process has ended or took too long."""
+        if self.ended:
+            return None
         try:
-            return unpack_answers(receive_frame(self.connection), count)
+            heads, bits = json.loads(receive_frame(self.connection)), memoryview(receive_frame(self.connection))
         except (EOFError, OSError):
             self.end()
             return None
+        answers: list[Answer] = []
+        for ended, error, nodes, width in heads:
+            masks = {node: bits[index * width : (index + 1) * width] for index, node in enumerate(nodes)}
+            answers.append((ended, error, masks))
+            bits = bits[len(nodes) * width :]
+        return answers
 
     def forget(self, text: int) -> None:
         """Let the process forget a text: now, or with the next question if another thread is asking one."""
@@ -126,7 +137,6 @@ def zygote_for(tokenizer: Any) -> Zygote:
 
 
 def _unreadable(why: str) -> ArgumentError:
-    """Make the error for a tokenizer that llguidance cannot read."""
     return ArgumentError(f"grammar: no grammar can be written with this tokenizer: {' '.join(why.split()):.300}")
 
 
@@ -135,6 +145,10 @@ class Grammar:
 
     It never changes, so any number of rows may share it. All constructors raise `ArgumentError` for a grammar that
     cannot be read, matches no text, or is too large or too complex.
+
+    Attributes:
+        source: The grammar's notation and text.
+        process: The process that follows its texts.
     """
 
     def __init__(self, source: str | GrammarSource, tokenizer: Any, process: GrammarProcess | None = None) -> None:
@@ -145,12 +159,12 @@ class Grammar:
             tokenizer: The tokenizer of the texts; a fast one.
             process: A new process to compile in; None to start one.
         """
-        self._source = (
-            source if isinstance(source, GrammarSource) else GrammarSource("llguidance", checked_text(source))
-        )
+        if not isinstance(source, GrammarSource):
+            source = GrammarSource("llguidance", checked_text(source))
+        self.source = source
+        self.process = GrammarProcess(tokenizer) if process is None else process
         self._tokenizer = tokenizer
-        self._process = GrammarProcess(tokenizer) if process is None else process
-        self._process.compile(self._source)
+        self.process.compile(self.source)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str, tokenizer: Any) -> "Grammar":
@@ -193,26 +207,11 @@ class Grammar:
         """
         return cls(GrammarSource.of(spec), tokenizer)
 
-    @property
-    def process(self) -> GrammarProcess:
-        """The process that follows the grammar's texts."""
-        return self._process
-
-    @property
-    def source(self) -> GrammarSource:
-        """The grammar's notation and text."""
-        return self._source
-
     def restore(self) -> None:
         """Compile the grammar again if its process has ended, for texts that begin from now on."""
-        if not self._process.alive:
-            self._process = GrammarProcess(self._tokenizer)
-            self._process.compile(self._source)
-
-
-_text_numbers = count()
-
-Masks = Mapping[int, bytes | memoryview]  # by node, a bit for each token id that may follow
+        if not self.process.alive:
+            self.process = GrammarProcess(self._tokenizer)
+            self.process.compile(self.source)
 
 
 class TextTree(NamedTuple):
@@ -269,7 +268,7 @@ class GuidedText:
         known, self._asked = len(self._sent), True
         new = tree.text[known:]
         self._sent += new
-        return Question(self.number, self.ends, known, new, tree.tokens, tree.parents, tree.levels)
+        return self.number, self.ends, known, new, tree.tokens, tree.parents, tree.levels
 
     def read_answer(self, answer: Answer | None, nodes: int) -> Masks:
         """Take over what an answer says of the text, and return its masks.
@@ -280,17 +279,15 @@ class GuidedText:
             nodes: Nodes of the tree.
         """
         if answer is not None:
-            self.ended, self.error = answer.ended, answer.error
-            return answer.masks
+            self.ended, self.error, masks = answer
+            return masks
         if self.error is None:
             self.error = (
                 f"grammar: given up after {len(self._sent)} tokens: its process ended, as it does where a step takes "
                 "too long or too much memory"
             )
-        mask = bytearray(self.ends[-1] // 8 + 1)
-        for token in self.ends:
-            mask[token >> 3] |= 1 << (token & 7)
-        return dict.fromkeys(range(nodes), bytes(mask))
+        mask = sum(1 << token for token in self.ends).to_bytes(self.ends[-1] // 8 + 1, "little")
+        return dict.fromkeys(range(nodes), mask)
 
 
 def compute_masks(requests: Sequence[tuple[GuidedText, TextTree]]) -> list[Masks]:
@@ -309,16 +306,13 @@ def compute_masks(requests: Sequence[tuple[GuidedText, TextTree]]) -> list[Masks
                 locks.enter_context(process.lock)
                 process.ask([requests[index][0].question(requests[index][1]) for index in groups[process]])
             for process in order:
-                _collect(process, [(index, *requests[index]) for index in groups[process]], masks)
+                answers = process.answers()
+                for position, index in enumerate(groups[process]):
+                    text, tree = requests[index]
+                    answer = None if answers is None else answers[position]
+                    masks[index] = text.read_answer(answer, len(tree.tokens))
         except BaseException:  # as by Ctrl-C: the answer to a question was not read
             for process in order:
                 process.end()
             raise
     return masks
-
-
-def _collect(process: GrammarProcess, requests: Sequence[tuple[int, GuidedText, TextTree]], masks: list[Masks]) -> None:
-    """Receive a process's answers, and put the masks of each text at its index."""
-    answers = None if process.ended else process.answers(len(requests))
-    for position, (index, text, tree) in enumerate(requests):
-        masks[index] = text.read_answer(None if answers is None else answers[position], len(tree.tokens))

@@ -20,7 +20,7 @@ from redrafter.attention.tree_attention import (
 from redrafter.attention.tree_plan import RUNNING_PLAN, ChunkEnds, Plan
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.paged import KVCache
-from redrafter.kernels.token_counts import TOKEN_MULTIPLE
+from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE
 from redrafter.model.batch_invariance import RowByRow
 from redrafter.model.forward_batch import ForwardBatch, Prompts
 from redrafter.model.fused_linear import FusedLinears, linear_calls, same_inputs

@@ -1,4 +1,4 @@
-"""Hugging Face's logits processors, read into processors over a token tree.
+"""Hugging Face's logits processors, read into processors over a token tree, and those into parameters of rows.
 
 `generate` prepares a list of objects. Each that a tensor per row can express becomes a row processor (`processors`),
 each other known one a function with constants of its own (`tree_processors`), in the order of the list and with the
@@ -7,7 +7,6 @@ same results. What is not known is called once per node, and what cannot be exac
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.sampling.host_processors import PerNode
 from redrafter.sampling.processors import (
     CUTS,
     FIRST_EDITS,
@@ -33,7 +33,7 @@ from redrafter.sampling.processors import (
     bound_on_k,
 )
 from redrafter.sampling.tree_processors import (
-    PerNode,
+    Call,
     apply_to_scores,
     ban_repeated_ngrams,
     bias_sequences,
@@ -44,42 +44,25 @@ from redrafter.sampling.tree_processors import (
     force,
 )
 
+Reader = Callable[[Any, Call], OwnProcessor | Processor]
+
 # Scores over a smaller temperature may be past any float32. At this one already, the likeliest token is drawn.
 SMALLEST_TEMPERATURE = 1e-30
-
-
-@dataclass(frozen=True)
-class Call:
-    """What the objects of a call were made for.
-
-    Attributes:
-        width: Length of the padded prompt.
-        prompt: Each row's own prompt length, `[B]` int64, on the target's device.
-        vocabulary: Number of ids V that the target gives scores for.
-    """
-
-    width: int
-    prompt: Tensor
-    vocabulary: int
-
-    def per_row(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return `value` for each row, `[B]`."""
-        return torch.full(self.prompt.shape, value, dtype=dtype, device=self.prompt.device)
 
 
 def read_processors(
     processors: Iterable[LogitsProcessor], *, width: int, prompt: Tensor, vocabulary: int
 ) -> tuple[list[OwnProcessor], list[str]]:
-    """Turn Hugging Face's logits processors into processors over a tree, in the same order.
+    """Turn Hugging Face's logits processors, as `generate` prepared them, into processors over a tree.
 
     Args:
-        processors: The objects, as `generate` prepared them.
-        width: Length of the padded prompt that the objects were made for.
+        processors: The objects.
+        width: Length of the padded prompt that they were made for.
         prompt: Each row's own prompt length, `[B]` int64, on the target's device.
         vocabulary: Number of ids that the target gives scores for.
 
     Returns:
-        The processors, and the names of those that run node by node in Python.
+        The processors in the same order, and the names of those that run node by node in Python.
 
     Raises:
         UnsupportedError: Naming a processor that cannot be exact on a tree.
@@ -94,8 +77,7 @@ def read_processors(
         name = _known(processor)
         if name == "MinLengthLogitsProcessor" and processor.min_length in implied:
             continue
-        reader = _OUR_READERS.get(type(processor)) or READERS.get(name, _user_made)
-        read = reader(processor, call)
+        read = READERS[name](processor, call) if name in READERS else PerNode([processor] * len(prompt))
         if isinstance(read, PerNode):
             slow.append(getattr(processor, "__name__", type(processor).__name__))
         if not isinstance(read, RowProcessor | HostProcessor):
@@ -109,37 +91,28 @@ def fold_rows(
 ) -> list[dict[str, Any]]:
     """Return processors of a call as parameters of each of its rows, by their names in `SamplingParams`.
 
-    A processor becomes numbers of the rows where it is one that every step knows and stands where steps apply it; any
-    other one stays the caller's own. So rows draw as the list says, whatever it holds.
-
-    Args:
-        processors: The processors of all rows, in the order in which they are applied.
-        rows: Number of rows.
-        ends: Ids that end a text.
-        sampled: Whether tokens are sampled; else what sampling alone has by name is the caller's own too.
+    A processor becomes numbers of the rows where it is one that every step knows and is listed where steps apply it;
+    any other one stays the caller's own. So rows draw as the list says, whatever it holds. `ends` are ids that end a
+    text. Where tokens are not `sampled`, what sampling alone has by name is the caller's own too.
     """
     own = len(FIRST_EDITS)
     order = (*FIRST_EDITS, None, RowTemperature, *CUTS)  # None: the caller's own
     place = 0  # the least index in this order that may come next
-    params: list[dict[str, Any]] = [{"extra": (), "extra_last": ()} for _ in range(rows)]
+    columns: dict[str, list[Any]] = {"extra": [()] * rows, "extra_last": [()] * rows}
     for processor in processors:
         named = _named(processor, ends)
         stage = order.index(type(processor)) if named and (sampled or type(processor) in FIRST_EDITS) else -1
-        if stage == 0 < place <= own and not params[0]["extra"] and {*named["logit_bias"][0].values()} <= {-math.inf}:
+        early = 0 < place <= own and not columns["extra"][0]
+        if stage == 0 and early and {*named["logit_bias"][0].values()} <= {-math.inf}:
             # Forbidden tokens stay forbidden whatever comes before or after, so they can join an earlier bias.
-            for row, bias in zip(params, named["logit_bias"], strict=True):
-                row["logit_bias"] = row.get("logit_bias", {}) | bias
-            continue
-        if stage >= place:
-            for name, values in named.items():
-                for row, value in zip(params, values, strict=True):
-                    row[name] = value
+            columns["logit_bias"] = [columns.get("logit_bias", [{}])[0] | named["logit_bias"][0]] * rows
+        elif stage >= place:
+            columns |= named
             place = stage + 1
-            continue
-        name, place = ("extra", own) if place <= own else ("extra_last", len(order))
-        for index, row in enumerate(params):
-            row[name] += (_of_row(processor, index),)
-    return params
+        else:
+            name, place = ("extra", own) if place <= own else ("extra_last", len(order))
+            columns[name] = [(*each, processor.at([row])) for row, each in enumerate(columns[name])]
+    return [{name: values[row] for name, values in columns.items()} for row in range(rows)]
 
 
 def _named(processor: OwnProcessor, ends: Collection[int]) -> dict[str, list[Any]]:
@@ -156,14 +129,6 @@ def _named(processor: OwnProcessor, ends: Collection[int]) -> dict[str, list[Any
     if not isinstance(processor, RowProcessor) or len(processor.settings) != len(processor.reads):
         return {}
     return {name: value.tolist() for name, value in zip(processor.reads, processor.settings, strict=True)}
-
-
-def _of_row(processor: OwnProcessor, row: int) -> OwnProcessor:
-    """Return a processor of all rows for one of them alone."""
-    if isinstance(processor, HostProcessor):
-        return processor.at([row])
-    assert isinstance(processor, RowProcessor)
-    return processor.map(lambda setting: setting[row : row + 1])
 
 
 # Attributes that count tokens from the start of the padded prompt.
@@ -192,26 +157,18 @@ def index_of_warpers(processors: Sequence[object]) -> int:
 
 
 class TemperaturePerRow(LogitsProcessor):
-    """A temperature of its own for each output row, as a processor for `model.generate`.
-
-    Attributes:
-        temperature: Divisor of each row's scores: a list or a tensor, `[B]`.
-    """
+    """A temperature of its own for each output row, as a processor for `model.generate`."""
 
     def __init__(self, temperature: Any) -> None:
-        self.temperature = temperature
+        self.temperature = temperature  # divisor of each row's scores: a list or a tensor, `[B]`
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return `scores` `[B, V]` divided by the temperatures."""
         return scores / torch.as_tensor(self.temperature, dtype=scores.dtype, device=scores.device)[:, None]
 
 
-def _user_made(processor: Any, call: Call) -> PerNode:
-    return PerNode([processor] * len(call.prompt))
-
-
 def _prefix_constrained(processor: Any, call: Call) -> PerNode:
-    """Tell the user's function the row's index, which the object can only tell in the full batch."""
+    # The user's function is told the row's index, which the object can only tell in the full batch.
     allowed = vars(processor)["_prefix_allowed_tokens_fn"]
 
     def of_row(row: int) -> LogitsProcessor:
@@ -220,51 +177,38 @@ def _prefix_constrained(processor: Any, call: Call) -> PerNode:
     return PerNode([of_row(row) for row in range(len(call.prompt))])
 
 
-def _temperature(processor: Any, call: Call) -> Processor:
-    return RowTemperature(call.per_row(max(processor.temperature, SMALLEST_TEMPERATURE)))
+def _temperature(processor: Any, call: Call) -> RowProcessor:
+    given = torch.as_tensor(processor.temperature, dtype=torch.float64).clamp(min=SMALLEST_TEMPERATURE)
+    return RowTemperature(given.to(call.prompt.device, torch.float32).expand(len(call.prompt)))
 
 
-def _temperature_per_row(processor: Any, call: Call) -> Processor:
-    temperature = torch.as_tensor(processor.temperature, dtype=torch.float64).clamp(min=SMALLEST_TEMPERATURE)
-    return RowTemperature(temperature.to(call.prompt.device, torch.float32))
+def _cut(build: Callable[[Any, Call], RowProcessor]) -> Reader:
+    """Return a reader that gives numbers of rows, but for an object that fills with another number or keeps more."""
+
+    def read(processor: Any, call: Call) -> OwnProcessor | Processor:
+        usual = processor.filter_value == -math.inf and getattr(processor, "min_tokens_to_keep", 1) == 1
+        if usual and getattr(processor, "top_p", None) != 1:  # which still removes what has no probability
+            return build(processor, call)
+        return apply_to_scores(processor, call)
+
+    return read
 
 
-def _top_k(processor: Any, call: Call) -> Processor:
-    if processor.filter_value != -math.inf:
-        return apply_to_scores(processor)
+def _top_k(processor: Any, call: Call) -> RowProcessor:
     k = call.per_row(min(processor.top_k, call.vocabulary), torch.long)
     return RowTopK(k, bound_on_k([processor.top_k], call.vocabulary))
 
 
-def _top_p(processor: Any, call: Call) -> Processor:
-    if processor.filter_value != -math.inf or processor.min_tokens_to_keep != 1 or processor.top_p == 1:
-        return apply_to_scores(processor)
-    return RowTopP(call.per_row(processor.top_p, torch.float64))
-
-
-def _min_p(processor: Any, call: Call) -> Processor:
-    if processor.filter_value != -math.inf or processor.min_tokens_to_keep != 1:
-        return apply_to_scores(processor)
-    return RowMinP(call.per_row(processor.min_p))
-
-
-def _repetition_penalty(processor: Any, call: Call) -> Processor:
-    """Read the penalty and which part of the prompt it leaves out.
-
-    A tensor `prompt_ignore_length` is each row's padding, which rows have none of here; an int is the user's own wish,
-    counted from the start of the padded row.
-    """
+def _repetition_penalty(processor: Any, call: Call) -> RowProcessor:
+    # A tensor `prompt_ignore_length` is each row's padding, which rows have none of here; an int is the user's own
+    # wish, counted from the start of the padded row.
     penalty, ignored = call.per_row(processor.penalty), processor.prompt_ignore_length
     return RowRepetition(penalty, call.prompt + (ignored - call.width) if isinstance(ignored, int) else None)
 
 
-def _min_new_tokens(processor: Any, call: Call) -> Processor:
+def _min_new_tokens(processor: Any, call: Call) -> RowProcessor:
     tokens = processor.min_new_tokens + processor.prompt_length_to_skip - call.width
     return RowMinimum(call.per_row(tokens, torch.long), _ends(processor, call))
-
-
-def _min_length(processor: Any, call: Call) -> Processor:
-    return RowMinimum(processor.min_length - call.prompt, _ends(processor, call))
 
 
 def _ends(processor: Any, call: Call) -> Tensor:
@@ -282,37 +226,17 @@ def _bias(processor: Any, call: Call) -> OwnProcessor | Processor:
             "tokens. Make the ids with this model's own tokenizer."
         )
     if any(len(tokens) > 1 for tokens in biases):
-        return bias_sequences(processor)
+        return bias_sequences(processor, call)
     bias = torch.zeros(call.vocabulary)
     for [token], value in biases.items():
         bias[token] = value
     return RowBias(bias.to(call.prompt.device).expand(len(call.prompt), -1))
 
 
-def _forced_bos(processor: Any, call: Call) -> Processor:
-    return force(processor.bos_token_id, lambda prefixes: prefixes.counts == 1)
-
-
-def _forced_eos(processor: Any, call: Call) -> Processor:
-    return force(processor.eos_token_id, lambda prefixes: prefixes.counts == prefixes.limit[:, None] - 1)
-
-
-def _suppress(processor: Any, call: Call) -> Processor:
-    return forbid(processor.suppress_tokens, lambda prefixes: prefixes.counts > 0)
-
-
 def _suppress_at_begin(processor: Any, call: Call) -> Processor:
     begin = processor.begin_index - call.width
     return forbid(processor.begin_suppress_tokens, lambda prefixes: prefixes.counts - prefixes.prompt[:, None] == begin)
 
-
-def _without_call(build: Callable[[Any], Processor]) -> Callable[[Any, Call], OwnProcessor | Processor]:
-    return lambda processor, call: build(processor)
-
-
-_OUR_READERS: dict[type, Callable[[Any, Call], OwnProcessor | Processor]] = {
-    TemperaturePerRow: _temperature_per_row,
-}
 
 _HUGGING_FACE = "transformers.generation.logits_process"
 
@@ -330,29 +254,34 @@ _WARPERS = (
 )
 
 # By name, since not every supported release of transformers has every class.
-READERS: dict[str, Callable[[Any, Call], OwnProcessor | Processor]] = {
-    "EpsilonLogitsWarper": _without_call(apply_to_scores),
-    "EtaLogitsWarper": _without_call(cut_by_eta),
-    "ExponentialDecayLengthPenalty": lambda processor, call: decay_length(processor, call.width),
-    "ForcedBOSTokenLogitsProcessor": _forced_bos,
-    "ForcedEOSTokenLogitsProcessor": _forced_eos,
-    "InfNanRemoveLogitsProcessor": _without_call(apply_to_scores),
-    "LogitNormalization": _without_call(apply_to_scores),
-    "MinLengthLogitsProcessor": _min_length,
+READERS: dict[str, Reader] = {
+    "EpsilonLogitsWarper": apply_to_scores,
+    "EtaLogitsWarper": cut_by_eta,
+    "ExponentialDecayLengthPenalty": decay_length,
+    "ForcedBOSTokenLogitsProcessor": lambda processor, _: force(processor.bos_token_id, lambda p: p.counts == 1),
+    "ForcedEOSTokenLogitsProcessor": lambda processor, _: force(
+        processor.eos_token_id, lambda p: p.counts == p.limit[:, None] - 1
+    ),
+    "InfNanRemoveLogitsProcessor": apply_to_scores,
+    "LogitNormalization": apply_to_scores,
+    "MinLengthLogitsProcessor": lambda processor, call: RowMinimum(
+        processor.min_length - call.prompt, _ends(processor, call)
+    ),
     "MinNewTokensLengthLogitsProcessor": _min_new_tokens,
-    "MinPLogitsWarper": _min_p,
+    "MinPLogitsWarper": _cut(lambda processor, call: RowMinP(call.per_row(processor.min_p))),
     "NoBadWordsLogitsProcessor": _bias,
-    "NoRepeatNGramLogitsProcessor": _without_call(ban_repeated_ngrams),
+    "NoRepeatNGramLogitsProcessor": ban_repeated_ngrams,
     "PrefixConstrainedLogitsProcessor": _prefix_constrained,
     "RepetitionPenaltyLogitsProcessor": _repetition_penalty,
     "SequenceBiasLogitsProcessor": _bias,
     "SuppressTokensAtBeginLogitsProcessor": _suppress_at_begin,
-    "SuppressTokensLogitsProcessor": _suppress,
+    "SuppressTokensLogitsProcessor": lambda processor, _: forbid(processor.suppress_tokens, lambda p: p.counts > 0),
     "TemperatureLogitsWarper": _temperature,
-    "TopHLogitsWarper": _without_call(cut_by_entropy),
-    "TopKLogitsWarper": _top_k,
-    "TopPLogitsWarper": _top_p,
-    "TypicalLogitsWarper": _without_call(apply_to_scores),
+    "TemperaturePerRow": _temperature,
+    "TopHLogitsWarper": cut_by_entropy,
+    "TopKLogitsWarper": _cut(_top_k),
+    "TopPLogitsWarper": _cut(lambda processor, call: RowTopP(call.per_row(processor.top_p, torch.float64))),
+    "TypicalLogitsWarper": apply_to_scores,
 }
 
 # What to take out of the call, or of the model's generation_config.
@@ -375,8 +304,8 @@ REFUSED = {
 
 
 def _known(processor: object) -> str:
-    """Return the exact class's name if it is Hugging Face's own, else ""; a subclass may do anything."""
-    return type(processor).__name__ if type(processor).__module__ == _HUGGING_FACE else ""
+    """Return the exact class's name if it is Hugging Face's own or ours, else ""; a subclass may do anything."""
+    return type(processor).__name__ if type(processor).__module__ in (_HUGGING_FACE, __name__) else ""
 
 
 def _refuse(processor: object) -> None:

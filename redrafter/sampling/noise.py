@@ -42,15 +42,9 @@ def branch(seeds: Tensor, stream: int) -> Tensor:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """Return standard Gumbel noise.
+    """Return standard Gumbel noise, finite, `[B, P, V]` float32.
 
-    Args:
-        seeds: One per row, `[B]` int64.
-        positions: Positions of the tokens to be drawn, `[B, P]` int64.
-        ids: Token ids, `[V]` int64.
-
-    Returns:
-        Finite noise, `[B, P, V]` float32.
+    It is that of tokens to be drawn at `positions` `[B, P]` int64 with seeds `[B]` and token ids `[V]`, both int64.
     """
     bits = mix(streams(seeds, positions)[:, :, None] + (ids + 1) * GAMMA)  # [B, P, V]
     # `v` keeps its relative precision near 0, where -log(-log(1 - v)) is large and decides who wins.

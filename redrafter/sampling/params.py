@@ -61,9 +61,11 @@ class SamplingParams:
     @cached_property
     def asked(self) -> tuple[type[RowProcessor], ...]:
         """Which of `EDITS` and `CUTS` change scores; sampling alone takes a cut, which needs a sort."""
-        kinds = EDITS if self.greedy else (*EDITS, *CUTS)
-        own = vars(self)
-        return tuple(kind for kind in kinds if any(own[name] != value for name, value in _NEUTRAL[kind]))
+
+        def changes(name: str) -> bool:
+            return name != "stop_token_ids" and getattr(self, name) != getattr(NEUTRAL, name)
+
+        return tuple(kind for kind in (EDITS if self.greedy else (*EDITS, *CUTS)) if any(map(changes, kind.reads)))
 
     @cached_property
     def edits(self) -> bool:
@@ -79,9 +81,8 @@ class SamplingParams:
     def has_tables(self) -> bool:
         """Whether there are settings as large as the vocabulary."""
         own = (each for each in (*self.extra, *self.extra_last) if isinstance(each, RowProcessor))
-        return (
-            bool(self.logit_bias) or self.min_new_tokens > 0 or any(x.dim() > 1 for each in own for x in each.settings)
-        )
+        wide = any(setting.dim() > 1 for each in own for setting in each.settings)
+        return wide or bool(self.logit_bias) or self.min_new_tokens > 0
 
     @cached_property
     def asks_host(self) -> bool:
@@ -93,8 +94,3 @@ class SamplingParams:
 NEUTRAL = SamplingParams()
 # Names of the numbers that ask for a processor, as calls, requests and commands spell them.
 NUMBERS = [name for kind in (*EDITS, *CUTS) for name in kind.reads if isinstance(getattr(NEUTRAL, name), int | float)]
-# The parameters by which a row asks for a processor, with the values that ask for nothing.
-_NEUTRAL = {
-    kind: [(name, getattr(NEUTRAL, name)) for name in kind.reads if name != "stop_token_ids"]
-    for kind in (*EDITS, *CUTS)
-}

@@ -17,23 +17,15 @@ from redrafter.tree.token_tree import Tree
 class Prefixes:
     """The tokens before each node's draw.
 
-    Attributes:
-        tokens: Each row's own tokens by position, without padding, `[B, T]` int64; valid at positions 0..length, where
-            position `length` holds the pending token (node 0); anything after.
-        length: Committed tokens n of each row, `[B]` int64. Node i stands at position `n + depth[i]`, what is drawn at
-            it one further.
-        prompt: Length of each row's own prompt, `[B]` int64.
-        limit: Length at which each row ends, `[B]` int64: Hugging Face's `max_length` without the row's padding.
-        tree: The candidates. The last M nodes are asked about, all N of a whole tree.
-        window: Bound known to the host, `length + 1 <= window <= T`.
+    Node i stands at position `length + depth[i]` of its row, and what is drawn at it one further.
     """
 
-    tokens: Tensor
-    length: Tensor
-    prompt: Tensor
-    limit: Tensor
-    tree: Tree
-    window: int
+    tokens: Tensor  # by position, without padding, `[B, T]` int64; the pending token at `length`, then anything
+    length: Tensor  # committed tokens of each row, `[B]` int64
+    prompt: Tensor  # length of each row's own prompt, `[B]` int64
+    limit: Tensor  # length at which each row ends, `[B]` int64: Hugging Face's `max_length` without the row's padding
+    tree: Tree  # the candidates; the last M nodes are asked about, all N of a whole tree
+    window: int  # known to the host, `length + 1 <= window <= T`
 
     def of_rows(self, rows: Tensor) -> "Prefixes":
         """Return the texts of rows `rows` `[S]` int64 alone, of trees that no forward can be made of."""
@@ -71,12 +63,9 @@ class Prefixes:
         return self.at(self.counts[..., None] + torch.arange(-count, 0, device=self.tokens.device))
 
     def occurrences(self, vocabulary: int, first: Tensor) -> Tensor:
-        """Count how often each id stands before each node's draw, from position `first` `[B]` of its row on.
+        """Count how often each id is in the text before each node's draw, from position `first` `[B]` of its row on.
 
-        An embedding may have more ids than the `vocabulary` counted, which are passed over.
-
-        Returns:
-            Counts, `[B, M, V]` float32.
+        Returns `[B, M, V]` float32. Ids past the `vocabulary`, which an embedding may have, are passed over.
         """
         committed, drafted = self._counted(first)
         index = self.tokens[:, : self.window].clamp(0, vocabulary)
@@ -86,13 +75,13 @@ class Prefixes:
         return whole.scatter_add(2, index, drafted.float())[..., :vocabulary]
 
     def seen(self, vocabulary: int, first: Tensor) -> Tensor:
-        """Tell which ids stand before each node's draw, `[B, M, V]` bool; see `occurrences`."""
+        """Tell which ids are in the text before each node's draw, `[B, M, V]` bool; see `occurrences`."""
         committed, drafted = self._counted(first)
         texts = marks(self.tokens[:, : self.window], committed, vocabulary)  # [B, V]
         return texts[:, None] | marks(self.tree.tokens[:, None].expand_as(drafted), drafted, vocabulary)
 
     def _counted(self, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Which committed positions `[B, S]` and which nodes on the way `[B, M, N]` stand at `first` or behind it."""
+        """Which committed positions `[B, S]` and which nodes on the way `[B, M, N]` are at `first` or after it."""
         first, length = first[:, None], self.length[:, None]
         position = torch.arange(self.window, device=self.tokens.device)
         committed = (position >= first) & (position < length)
@@ -101,9 +90,7 @@ class Prefixes:
     def sequences(self) -> Tensor:
         """Return the text that each node's draw continues: the row's committed tokens, then the path to the node.
 
-        Returns:
-            Token ids by position for each of the M nodes that are asked about, the node's own token last, -1 after
-            it, `[B, M, window + N - 1]` int64. That is wide enough for any text: N is the number of all nodes.
+        Ids are by position, -1 after the node's own token, `[B, M, window + N - 1]` int64, wide enough for any text.
         """
         rows, new, nodes = self.tree.ancestors.shape
         positions = torch.arange(self.window + nodes - 1, device=self.tokens.device)

@@ -10,6 +10,7 @@ holds one object per row instead, which is exchanged before a step.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -66,29 +67,24 @@ class RowProcessor:
     Attributes:
         reads: Names of the parameters in `SamplingParams` that its first fields are made of, in their order. A row asks
             for the processor where one of them is not neutral.
-        neutral: The value of the first of them that changes no score.
+        neutral: Values of the first fields that change no score.
     """
 
     reads: ClassVar[tuple[str, ...]] = ()
-    neutral: ClassVar[float] = 0
+    neutral: ClassVar[tuple[float, ...]] = (0,)
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return processed scores `[B, N, V]`; the ones given are not written to."""
         if scores.device.type != "cpu":  # the shapes of a captured step do not depend on settings
             return self.process(scores, prefixes)
-        rows = self.asking.nonzero()[:, 0]
+        changes = (setting != value for setting, value in zip(self.settings, self.neutral, strict=False))
+        rows = reduce(torch.logical_or, (each.view(len(scores), -1).any(dim=1) for each in changes)).nonzero()[:, 0]
         if len(rows) == len(scores):
             return self.process(scores, prefixes)
         return OfSomeRows(rows, (self,))(scores, prefixes) if len(rows) else scores
 
-    @property
-    def asking(self) -> Tensor:
-        """Whether the setting of a row changes any score, `[B]` bool."""
-        changes = self.settings[0] != self.neutral
-        return changes if changes.dim() == 1 else changes.any(dim=1)
-
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return the processed scores of all rows, as `__call__` does; on a CPU all of them are asking."""
+        """Return the processed scores of all rows, as `__call__` does, which passes over rows that ask for nothing."""
         raise NotImplementedError
 
     @property
@@ -103,8 +99,12 @@ class RowProcessor:
 
     def map(self: Kind, change: Callable[[Tensor], Tensor]) -> Kind:
         """Return the processor with every tensor replaced by what `change` gives for it."""
-        tensors = {name: value for name, value in self._values().items() if isinstance(value, Tensor)}
-        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
+        values = self._values().items()
+        return replace(self, **{name: change(value) for name, value in values if isinstance(value, Tensor)})
+
+    def at(self: Kind, rows: Sequence[int] | Tensor) -> Kind:
+        """Return the processor of some of the rows, in that order."""
+        return self.map(lambda setting: setting[rows])
 
     def _values(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
@@ -112,14 +112,9 @@ class RowProcessor:
 
 @dataclass(frozen=True)
 class Constant(RowProcessor):
-    """A processor that does the same in every row.
+    """A processor that does the same in every row."""
 
-    Attributes:
-        constants: What `function` was made of: equal where two of them do the same.
-        function: Processes scores.
-    """
-
-    constants: tuple[object, ...]
+    constants: tuple[object, ...]  # what `function` was made of: equal where two of them do the same
     function: Processor = field(compare=False)
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
@@ -153,21 +148,16 @@ class HostProcessor(Generic[OfRow]):
 
 @dataclass(frozen=True)
 class OfSomeRows:
-    """Row processors that are applied to some rows alone, so that the others cost nothing.
+    """Row processors that are applied to some rows alone, so that the others cost nothing."""
 
-    Attributes:
-        rows: The rows, `[S]` int64; the same one may stand there several times.
-        processors: Processors of all rows, in their order.
-    """
-
-    rows: Tensor
-    processors: tuple[RowProcessor, ...]
+    rows: Tensor  # `[S]` int64; the same row may be named several times
+    processors: tuple[RowProcessor, ...]  # of all rows, in their order
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return processed scores `[B, N, V]`; the ones given are not written to."""
         part, prefixes = scores[self.rows], prefixes.of_rows(self.rows)
         for processor in self.processors:
-            part = processor.map(lambda tensor: tensor[self.rows])(part, prefixes)
+            part = processor.at(self.rows)(part, prefixes)
         return scores.index_copy(0, self.rows, part)
 
 
@@ -177,15 +167,10 @@ ProcessorOfRows = OwnProcessor | OfSomeRows
 
 @dataclass(frozen=True)
 class RowTemperature(RowProcessor):
-    """Divide by a temperature.
+    """Divide by a temperature."""
 
-    Attributes:
-        temperature: Divisor of each row, `[B]` float32, positive.
-    """
-
-    reads, neutral = ("temperature",), 1
-
-    temperature: Tensor
+    temperature: Tensor  # `[B]` float32, positive
+    reads, neutral = ("temperature",), (1,)
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` divided by the temperatures."""
@@ -194,15 +179,10 @@ class RowTemperature(RowProcessor):
 
 @dataclass(frozen=True)
 class RowBias(RowProcessor):
-    """Add a bias to the scores of single tokens.
+    """Add a bias to the scores of single tokens."""
 
-    Attributes:
-        bias: What is added to each token's score, `[B, V]` float32.
-    """
-
+    bias: Tensor  # `[B, V]` float32
     reads = ("logit_bias",)
-
-    bias: Tensor
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` plus the biases."""
@@ -211,17 +191,11 @@ class RowBias(RowProcessor):
 
 @dataclass(frozen=True)
 class RowRepetition(RowProcessor):
-    """Penalise tokens that the text before a node holds, the prompt included.
+    """Penalise tokens that the text before a node holds, the prompt included."""
 
-    Attributes:
-        penalty: Divisor of positive scores and factor of negative ones, `[B]` float32; 1 for none.
-        first: First position of the text that counts, `[B]` int64; None for all.
-    """
-
-    reads, neutral = ("repetition_penalty",), 1
-
-    penalty: Tensor
-    first: Tensor | None = None
+    penalty: Tensor  # divisor of positive scores and factor of negative ones, `[B]` float32; 1 for none
+    first: Tensor | None = None  # first position of the text that counts, `[B]` int64; None for all
+    reads, neutral = ("repetition_penalty",), (1,)
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with the tokens that were seen penalised."""
@@ -238,21 +212,11 @@ class RowPenalties(RowProcessor):
     """Take OpenAI's frequency and presence penalty from the scores of tokens that were written after the prompt.
 
     https://platform.openai.com/docs/api-reference/chat/create
-
-    Attributes:
-        frequency: Taken from a token's score for each time that it was written, `[B]` float32; 0 for none.
-        presence: Taken from a token's score once it was written, `[B]` float32; 0 for none.
     """
 
-    reads = "frequency_penalty", "presence_penalty"
-
-    frequency: Tensor
-    presence: Tensor
-
-    @property
-    def asking(self) -> Tensor:
-        """Rows whose setting changes scores; see `RowProcessor`."""
-        return (self.frequency != 0) | (self.presence != 0)
+    frequency: Tensor  # taken for each time that a token was written, `[B]` float32
+    presence: Tensor  # taken once a token was written, `[B]` float32
+    reads, neutral = ("frequency_penalty", "presence_penalty"), (0, 0)
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` less the penalties."""
@@ -263,17 +227,11 @@ class RowPenalties(RowProcessor):
 
 @dataclass(frozen=True)
 class RowMinimum(RowProcessor):
-    """Forbid end tokens before a number of tokens was written after the prompt.
+    """Forbid end tokens before a number of tokens was written after the prompt."""
 
-    Attributes:
-        tokens: Least number of tokens of each row, `[B]` int64; 0 or less for none.
-        ends: End tokens of each row, `[B, V]` bool.
-    """
-
+    tokens: Tensor  # least number of tokens, `[B]` int64; 0 or less for none
+    ends: Tensor  # whether an id ends a text, `[B, V]` bool
     reads = "min_new_tokens", "stop_token_ids"
-
-    tokens: Tensor
-    ends: Tensor
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with -inf at end tokens of texts that are too short."""
@@ -283,21 +241,16 @@ class RowMinimum(RowProcessor):
 
 @dataclass(frozen=True)
 class RowTopK(RowProcessor):
-    """Keep the k likeliest tokens.
+    """Keep the k likeliest tokens, and those that tie with the last of them."""
 
-    Attributes:
-        k: Tokens that each row keeps, `[B]` int64; 0 for all.
-        largest_k: Bound on every `k`, none of which is 0 then, known to the host; None sorts the whole vocabulary where
-            the host may not wait for the device to tell.
-    """
-
+    k: Tensor  # `[B]` int64; 0 for all
+    # Bound on every `k`, none of which is 0 then, known to the host. None sorts the whole vocabulary where the host may
+    # not wait for the device to tell.
+    largest_k: int | None = None
     reads = ("top_k",)
 
-    k: Tensor
-    largest_k: int | None = None
-
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return `scores` with -inf at all but the k likeliest tokens, and at none that ties with the last of them."""
+        """Return `scores` with -inf at all but the k likeliest tokens."""
         vocabulary, largest = scores.shape[-1], self.largest_k
         kept = torch.where(self.k > 0, self.k, vocabulary)  # [B]
         if largest is None and scores.device.type == "cpu":
@@ -313,23 +266,11 @@ class RowTopK(RowProcessor):
 
 @dataclass(frozen=True)
 class RowTopP(RowProcessor):
-    """Keep the likeliest tokens that together hold probability p, of the k likeliest ones.
+    """Keep the likeliest tokens that together hold probability p, of the k likeliest ones."""
 
-    Attributes:
-        p: Probability that each row keeps, `[B]` float64, as 1 - p is rounded only once then; 1 for all.
-        k: Tokens that each row keeps before, as by `RowTopK`, from the same sort, `[B]` int64; 0 for all. None where no
-            row does.
-    """
-
-    reads = ("top_p",)
-
-    p: Tensor
-    k: Tensor | None = None
-
-    @property
-    def asking(self) -> Tensor:
-        """Rows whose setting changes scores; see `RowProcessor`."""
-        return self.p < 1 if self.k is None else (self.p < 1) | (self.k > 0)
+    p: Tensor  # `[B]` float64, as 1 - p is rounded only once then; 1 for all
+    k: Tensor | None = None  # as of `RowTopK`, from the same sort, `[B]` int64; None where no row has one
+    reads, neutral = ("top_p",), (1, 0)
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with -inf at the unlikeliest tokens, which together hold 1 - p at most."""
@@ -351,15 +292,10 @@ class RowTopP(RowProcessor):
 
 @dataclass(frozen=True)
 class RowMinP(RowProcessor):
-    """Keep tokens that are at least p times as likely as the likeliest one.
+    """Keep tokens that are at least p times as likely as the likeliest one."""
 
-    Attributes:
-        p: Least probability relative to the likeliest token's, `[B]` float32; 0 for all tokens.
-    """
-
+    p: Tensor  # `[B]` float32; 0 for all tokens
     reads = ("min_p",)
-
-    p: Tensor
 
     def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with -inf at tokens that are too unlikely."""

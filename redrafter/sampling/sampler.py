@@ -25,8 +25,7 @@ def draw_residual(tree: Tree, scores: Tensor, noise: Tensor, chance: Tensor) -> 
         tree: A chain with `sampled_from`.
         scores: The target's scores, `[B, N, V]`.
         noise: Standard Gumbel noise for what is drawn in place of drafts, `[B, N, V]`.
-        chance: Standard exponential noise for whether to keep, `[B, N]`. A draft is kept, with probability p / q, where
-            log q - log p is below it.
+        chance: Standard exponential noise, `[B, N]`; a draft is kept where log q - log p is below it.
 
     Returns:
         `[B, N]` int64.
@@ -49,38 +48,24 @@ def draw_residual(tree: Tree, scores: Tensor, noise: Tensor, chance: Tensor) -> 
 class Sampler:
     """How `B` rows draw. Greedy and sampling are the same code: an argmax, of scores or of scores plus noise.
 
-    Attributes:
-        seeds: Seed of each row, `[B]` int64; None for greedy.
-        processors: Applied in order to float32 scores.
-        temperature: What `processors` divides by, `[B]` float32. The drafter, which sees no other processor, guesses
-            better with it.
-        prompt: Each row's own prompt length, `[B]` int64.
-        limit: The most tokens that each row may come to, `[B]` int64.
-        ids: `arange(V)`, `[V]` int64.
-        keep_scores: Whether the processed scores are wanted too.
-        greedy: Rows that draw without noise where others sample, `[B]` bool; None for none.
-        plain: Rows that keep no drafts where others do, `[B]` bool; None for none.
+    The drafter, which sees no processor, guesses better with the temperature that `processors` divides by.
     """
 
-    seeds: Tensor | None
-    processors: tuple[ProcessorOfRows, ...]
-    temperature: Tensor
-    prompt: Tensor
-    limit: Tensor
-    ids: Tensor
-    keep_scores: bool = False
-    greedy: Tensor | None = None
-    plain: Tensor | None = None
-
-    @property
-    def simple(self) -> bool:
-        """Whether one temperature at most is all that stands between logits and draw."""
-        return len(self.processors) <= 1 and all(isinstance(processor, RowTemperature) for processor in self.processors)
+    seeds: Tensor | None  # of each row, `[B]` int64; None for greedy
+    processors: tuple[ProcessorOfRows, ...]  # applied in order to float32 scores
+    temperature: Tensor  # `[B]` float32
+    prompt: Tensor  # each row's own prompt length, `[B]` int64
+    limit: Tensor  # the most tokens that each row may come to, `[B]` int64
+    ids: Tensor  # `arange(V)`, `[V]` int64
+    keep_scores: bool = False  # whether the processed scores are wanted too
+    greedy: Tensor | None = None  # rows that draw without noise where others sample, `[B]` bool; None for none
+    plain: Tensor | None = None  # rows that keep no drafts where others do, `[B]` bool; None for none
 
     @property
     def fused(self) -> bool:
-        """Whether draws are made on a GPU by a kernel that keeps no scores."""
-        return kernels.TRITON and self.temperature.is_cuda and self.simple and not self.keep_scores
+        """Whether draws are made on a GPU by a kernel that keeps no scores and knows of one temperature at most."""
+        simple = len(self.processors) <= 1 and all(isinstance(each, RowTemperature) for each in self.processors)
+        return kernels.TRITON and self.temperature.is_cuda and simple and not self.keep_scores
 
     @property
     def capturable(self) -> bool:
@@ -93,17 +78,12 @@ class Sampler:
 
     def to(self, device: torch.device) -> "Sampler":
         """Return the sampler on another device."""
-        names = ("seeds", "temperature", "prompt", "limit", "ids", "greedy", "plain")
-        tensors: dict[str, Any] = {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}
+        tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         processors = (p.map(lambda x: x.to(device)) if isinstance(p, RowProcessor) else p for p in self.processors)
         return replace(self, processors=tuple(processors), **tensors)
 
     def noise(self, position: Tensor, count: int) -> Tensor | None:
-        """Return the noise of tokens at positions `position[b] ... position[b] + count - 1`.
-
-        Returns:
-            `[B, count, V]` float32; None if greedy.
-        """
+        """Return the noise of `count` tokens from `position` `[B]` on, `[B, count, V]` float32; None if greedy."""
         if self.seeds is None:
             return None
         positions = position[:, None] + torch.arange(count, device=position.device)
@@ -135,19 +115,12 @@ class Sampler:
         return (scores + noise.gather(1, depth[:, :, None].expand_as(scores))).argmax(dim=-1)
 
     def draw_residual(self, scores: Tensor, noise: Tensor | None, tree: Tree, position: Tensor) -> Tensor:
-        """Draw what follows each node of a sampled chain by rejection sampling.
+        """Draw what follows each node of a sampled chain by rejection sampling, `[B, N]` int64.
 
-        Args:
-            scores: The target's scores, `[B, N, V]`.
-            noise: Gumbel noise by position, `[B, K+1, V]`.
-            tree: A chain with `sampled_from`.
-            position: Position of each row's first draft, `[B]` int64.
-
-        Returns:
-            Tokens, `[B, N]` int64.
+        `noise` is by position, `[B, K+1, V]`; `position` is that of each row's first draft, `[B]` int64.
         """
         assert noise is not None, "greedy drafts are chosen, not sampled"
-        assert self.seeds is not None, "greedy drafts are chosen, not sampled"
+        assert self.seeds is not None
         positions = position[:, None] + tree.depth
         # Noise of id 0 alone; a Gumbel variable is minus the logarithm of an exponential one.
         chance = gumbel(branch(self.seeds, ACCEPT), positions, self.ids[:1]).squeeze(2).neg().exp()
@@ -161,13 +134,9 @@ class Sampler:
     def draft_scores(self, logits: Tensor, noise: Tensor | None, step: int, ids: Tensor | None) -> Tensor:
         """Return a drafter's scores as the target will draw: at its temperature, under its noise.
 
-        Choosing by shared noise changes how often a guess hits and nothing else (Daliri et al. 2024).
-
-        Args:
-            logits: The drafter's logits, `[B, w, V']`.
-            noise: The target's noise, `[B, K+1, V]`; None if greedy.
-            step: Index of the search step.
-            ids: The target's ids of the drafter's vocabulary, `[V']`; None where they are the same.
+        Choosing by shared noise changes how often a guess hits and nothing else (Daliri et al. 2024). The drafter's
+        logits are `[B, w, V']` in search step `step`, the target's noise `[B, K+1, V]`, or None if greedy; `ids` are
+        the target's ids of the drafter's vocabulary, `[V']`, or None where they are the same.
         """
         if noise is None:
             return logits

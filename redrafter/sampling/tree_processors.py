@@ -1,66 +1,39 @@
-"""Logits processors with constants of their own, as functions over the nodes of a token tree, and a user's own code.
+"""Logits processors with constants of their own, as functions over the nodes of a token tree.
 
 transformers' objects take `input_ids [B, L]` and `scores [B, V]`: one text per row, padded to one length. A tree has a
 text per node, and its rows have no padding. Each builder here makes a function of `scores [B, N, V]` and `Prefixes`
-that gives at every node what the object gives for that node's text alone. Lengths that the object counts over a padded
-prompt of `width` tokens are counted from the row's own prompt.
+that gives at every node what the object gives for that node's text alone.
 
 No such function reads a tensor on the host or has a shape that depends on data, so a step can be captured in a CUDA
-graph; constants go to the device in the first call. `PerNode`, which calls code that may do anything, runs on the host.
+graph; constants go to the device in the first call.
 """
 
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from redrafter.sampling.prefixes import Prefixes, marks
-from redrafter.sampling.processors import HostProcessor, Processor
+from redrafter.sampling.processors import Processor
 
 
-class PerNode(HostProcessor[Callable[[Tensor, Tensor], Tensor]]):
-    """Each row's processor of one text at a time, called once for every node before the row's end.
+class Call(NamedTuple):
+    """What the objects of a call were made for; lengths that they count over the padded prompt include its padding."""
 
-    It is a function of ids `[1, L]` and scores `[1, V]`.
+    width: int  # length of the padded prompt
+    prompt: Tensor  # each row's own prompt length, `[B]` int64, on the target's device
+    vocabulary: int  # ids that the target gives scores for, V
 
-    A tree may hold texts that the processor itself has forbidden, and a user's grammar need not know how to go on from
-    those: an error at a node whose path holds a token of score -inf is not raised, since that node cannot be drawn.
-    """
-
-    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return `scores` `[B, N, V]` processed node by node."""
-        tree, sequences, limits = prefixes.tree, prefixes.sequences(), prefixes.limit.tolist()
-        whole = tree.tokens.shape[1] == tree.new
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        processed = scores.clone()
-        for row, (processor, counts) in enumerate(zip(self.of_rows, prefixes.counts.tolist(), strict=False)):
-            for node, count in enumerate(counts):
-                if count >= limits[row]:
-                    continue
-                of_node = scores[row, node, None].clone()  # a user's processor may write into it
-                try:
-                    processed[row, node] = processor(sequences[row, node, None, :count], of_node)
-                except Exception:
-                    # While a tree is drafted not all of it is here, and what is wrong with a draft is nobody's error.
-                    if whole and not _forbidden(processed[row], tokens[row], parents[row], node):
-                        raise
-        return processed
+    def per_row(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return `value` for each row, `[B]`."""
+        return torch.full(self.prompt.shape, value, dtype=dtype, device=self.prompt.device)
 
 
-def _forbidden(scores: Tensor, tokens: list[int], parents: list[int], node: int) -> bool:
-    """Tell whether a token on the way to `node` has score -inf (`[N, V]`) where it would be drawn."""
-    while node:
-        if scores[parents[node], tokens[node]] == -math.inf:
-            return True
-        node = parents[node]
-    return False
-
-
-def apply_to_scores(processor: Any) -> Processor:
+def apply_to_scores(processor: Any, call: Call) -> Processor:
     """Apply Hugging Face's own object, which must look at scores alone and never wait for the device."""
 
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
@@ -78,29 +51,22 @@ def forbid(ids: Any, when: Callable[[Prefixes], Tensor]) -> Processor:
 def force(ids: Any, when: Callable[[Prefixes], Tensor]) -> Processor:
     """Give 0 to `ids` and -inf to all others, at the nodes where `when` `[B, N]` is true."""
     ids = torch.as_tensor(ids).cpu().flatten()
-
-    @cache
-    def forced(vocab: int, device: torch.device) -> Tensor:
-        return torch.full((vocab,), -math.inf).index_fill_(0, ids, 0.0).to(device)
-
-    def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
-        return torch.where(when(prefixes)[..., None], forced(scores.shape[-1], scores.device), scores)
-
-    return apply
+    forced = _constant(lambda vocab: torch.full((vocab,), -math.inf).index_fill_(0, ids, 0.0))
+    return lambda scores, prefixes: torch.where(when(prefixes)[..., None], forced(scores), scores)
 
 
 def _mask(ids: Any) -> Callable[[Tensor], Tensor]:
-    """Mark `ids` in a mask `[V]`, made once on the host: `isin` of many ids waits for the device."""
     ids = torch.as_tensor(ids).cpu()
-
-    @cache
-    def mask(vocab: int, device: torch.device) -> Tensor:
-        return torch.isin(torch.arange(vocab), ids).to(device)
-
-    return lambda scores: mask(scores.shape[-1], scores.device)
+    return _constant(lambda vocab: torch.isin(torch.arange(vocab), ids))
 
 
-def ban_repeated_ngrams(processor: Any) -> Processor:
+def _constant(make: Callable[[int], Tensor]) -> Callable[[Tensor], Tensor]:
+    # Made once on the host, since `isin` of many ids waits for the device.
+    made = cache(lambda vocab, device: make(vocab).to(device))
+    return lambda scores: made(scores.shape[-1], scores.device)
+
+
+def ban_repeated_ngrams(processor: Any, call: Call) -> Processor:
     """Ban the last token of every n-gram whose beginning is what the text now ends with."""
     size = processor.ngram_size
 
@@ -116,7 +82,7 @@ def ban_repeated_ngrams(processor: Any) -> Processor:
     return apply
 
 
-def bias_sequences(processor: Any) -> Processor:
+def bias_sequences(processor: Any, call: Call) -> Processor:
     """Add a bias to the token that would complete a sequence; a bad word is one with bias -inf."""
     by_length: dict[int, list[tuple[tuple[int, ...], float]]] = {1: []}  # single tokens first, to sum in the same order
     for sequence, bias in processor.sequence_bias.items():
@@ -126,8 +92,7 @@ def bias_sequences(processor: Any) -> Processor:
     def groups(device: torch.device) -> list[tuple[Tensor, Tensor]]:
         pairs = [zip(*group, strict=True) for group in by_length.values() if group]
         return [
-            (torch.tensor(words, device=device), torch.tensor(bias, dtype=torch.float, device=device))
-            for words, bias in pairs
+            (torch.tensor(words, device=device), torch.tensor(bias, device=device).float()) for words, bias in pairs
         ]
 
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
@@ -140,9 +105,9 @@ def bias_sequences(processor: Any) -> Processor:
     return apply
 
 
-def decay_length(processor: Any, width: int) -> Processor:
+def decay_length(processor: Any, call: Call) -> Processor:
     """Raise the end tokens' scores by `|score| * (factor^k - 1)`, k tokens after the start of the regulation."""
-    mask, start = _mask(processor.eos_token_id), processor.regulation_start - width
+    mask, start = _mask(processor.eos_token_id), processor.regulation_start - call.width
 
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
         late = (prefixes.counts - prefixes.prompt[:, None] - start)[..., None]  # [B, N, 1]
@@ -160,7 +125,7 @@ def _entropy(scores: Tensor) -> tuple[Tensor, Tensor]:
     return probs, -(log_probs.clamp(min=torch.finfo(scores.dtype).min) * probs).sum(-1, keepdim=True)
 
 
-def cut_by_eta(processor: Any) -> Processor:
+def cut_by_eta(processor: Any, call: Call) -> Processor:
     """Remove tokens whose probability is below a bound that falls with the entropy (eta sampling)."""
     cutoff, filler = processor.epsilon.cpu(), processor.filter_value
     on_device = cache(cutoff.to)
@@ -174,7 +139,7 @@ def cut_by_eta(processor: Any) -> Processor:
     return apply
 
 
-def cut_by_entropy(processor: Any) -> Processor:
+def cut_by_entropy(processor: Any, call: Call) -> Processor:
     """Keep the likeliest tokens whose entropies sum to a share of the whole (top-H sampling)."""
 
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:

@@ -14,15 +14,14 @@ from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.paged import KVCache, stack_block_tables
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.draft_model import clamp_to_vocab
+from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.model.forward_batch import Prompts
 from redrafter.model.target import Target
 from redrafter.scheduler.limits import Limits
-from redrafter.scheduler.logprobs import score_prompt
 from redrafter.scheduler.paged_memory import tables_of
 from redrafter.scheduler.row_caches import CachePair, RowCaches
-from redrafter.scheduler.sequence import TokenSequence
+from redrafter.scheduler.sequence import TokenSequence, score_prompt
 
 TARGET_SECONDS = 0.25  # duration of a prefill forward; running and new sequences wait as long for it
 # Tokens of the first forward, before any was measured, by type of device.
@@ -217,18 +216,15 @@ class Prefiller:
         `step_tokens` of the budget of one forward are those of the round's step. Returns the chunks of each forward.
         """
         seeing = [sequence for sequence in sequences if sequence.images is not None]
-        whole = [[(sequence, sequence.prefill_length)] for sequence in seeing[: 1 if self._limits.paced else None]]
+        forwards = [[(sequence, sequence.prefill_length)] for sequence in seeing[: 1 if self._limits.paced else None]]
+        most, chunked = self._limits.max_num_tokens - step_tokens, self._limits.chunked
+        budget = max(min(most, self.pace.tokens) if chunked and self._limits.paced else most, BLOCK_SIZE)
         texts = [sequence for sequence in sequences if sequence.images is None]
-        return whole + self._choose_texts(texts, step_tokens)
-
-    def _choose_texts(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[list[Chunk]]:
-        """Choose chunks of prompts without images, as `choose` does."""
-        most = self._limits.max_num_tokens - step_tokens
-        budget = max(min(most, self.pace.tokens) if self._limits.chunked and self._limits.paced else most, BLOCK_SIZE)
-        kinds = [[sequence for sequence in sequences if sequence.needs_scores is scored] for scored in (False, True)]
-        kinds = [kind for kind in kinds if kind]
-        share = max(budget // max(len(kinds), 1), BLOCK_SIZE)
-        return [forward for kind in kinds for forward in choose_chunks(kind, share, self.padded, self._limits.chunked)]
+        kinds = [[sequence for sequence in texts if sequence.needs_scores is scored] for scored in (False, True)]
+        share = max(budget // max(sum(map(bool, kinds)), 1), BLOCK_SIZE)
+        for kind in filter(None, kinds):
+            forwards += choose_chunks(kind, share, self.padded, chunked)
+        return forwards
 
     def forward(self, chunks: Sequence[Chunk], row_caches: RowCaches) -> PrefilledRows:
         """Launch one forward that reads a chunk of each of some prompts.
@@ -273,24 +269,24 @@ class Prefiller:
             return
         assert cache is not None, "a draft model has a cache"
         texts = [sequence.draft_text for sequence in sequences if sequence.draft_text is not None]
-        if not texts:
+        if texts:  # in a vocabulary of its own, where the same text has another length
+            starts = [sequence.draft_prefilled for sequence in sequences]
+            lengths = [sequence.draft_length(end) for sequence, end in zip(sequences, ends, strict=True)]
+            for sequence, length in zip(sequences, lengths, strict=True):
+                sequence.draft_prefilled = length
+            counts = [end - start for start, end in zip(starts, lengths, strict=True)]
+            tokens = _stack([text.ids for text in texts], lengths)
+            tokens, start, upto = (to_device(x, model.device) for x in (tokens, starts, lengths))
+            model.prefill(Prompts(tokens, upto, cache, start, counts))
+        else:
             read_drafts(prompts, model, cache)
-            return
-        lengths = [sequence.draft_length(end) for sequence, end in zip(sequences, ends, strict=True)]
-        starts = [sequence.draft_prefilled for sequence in sequences]
-        for sequence, length in zip(sequences, lengths, strict=True):
-            sequence.draft_prefilled = length
-        counts = [end - start for start, end in zip(starts, lengths, strict=True)]
-        tokens = _stack([text.ids for text in texts], lengths)
-        tokens, start, upto = (to_device(x, model.device) for x in (tokens, starts, lengths))
-        model.prefill(Prompts(tokens, upto, cache, start, counts))
 
     def _read_with_images(self, sequence: TokenSequence, row_caches: RowCaches) -> PrefilledRows:
         """Launch a forward that reads a prompt with images, and what was written behind it before it was preempted."""
         assert sequence.images is not None
         device, count = self._target.device, sequence.prefill_length
         caches = row_caches.of_prompts([sequence])
-        tokens, upto = to_device(_stack_tokens([sequence], [count]), device), to_device([count], device, torch.long)
+        tokens, upto = to_device(_stack([sequence.tokens], [count]), device), to_device([count], device, torch.long)
         adapters = None
         if sequence.adapter is not None:
             sequence.adapter.check_images()
@@ -326,7 +322,10 @@ class Prefiller:
         complete = [chunks[row][0] for row in done]
         caches = row_caches.of_prompts(complete)
         lengths = [sequence.prefilled for sequence in complete]
-        tokens, upto = to_device(_stack_tokens(complete, lengths), device), to_device(lengths, device, torch.long)
+        tokens, upto = (
+            to_device(_stack([sequence.tokens for sequence in complete], lengths), device),
+            to_device(lengths, device, torch.long),
+        )
         logits, hidden = (x.index_select(0, to_device(done, device, torch.long)) for x in (ends.logits, ends.hidden))
         return PrefilledRows(complete, tokens, upto, logits, hidden, caches, range(len(complete)))
 
@@ -351,11 +350,6 @@ def _take_note(chunks: Sequence[Chunk]) -> list[int]:
     for sequence, count in chunks:
         sequence.prefilled += count
     return [row for row, (sequence, _) in enumerate(chunks) if sequence.prefilled == sequence.prefill_length]
-
-
-def _stack_tokens(sequences: Sequence[TokenSequence], counts: Sequence[int]) -> Tensor:
-    """Return the first `counts` tokens of sequences, padded with one 0 at least, `[B, T]` int64 on the host."""
-    return _stack([sequence.tokens for sequence in sequences], counts)
 
 
 def _stack(texts: Sequence[Sequence[int]], counts: Sequence[int], first: Sequence[int] | None = None) -> Tensor:

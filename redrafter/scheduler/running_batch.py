@@ -8,23 +8,23 @@ positions: as many as the sequences have reached, rounded up to a power of two. 
 there costs, within a factor of two, and is captured once for each window.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.to_device import to_device
-from redrafter.drafting.draft_length import AdaptiveDraftLength, DraftGain
+from redrafter.drafting.draft_length import AdaptiveDraftLength, DraftPauses
 from redrafter.drafting.proposer import Proposer, State
+from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.forward_batch import Prompts
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, PendingReport, bucket, new_state
-from redrafter.scheduler.models import Models
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows
 from redrafter.scheduler.row_caches import CachePair, PagedRows, RowCaches
@@ -33,31 +33,37 @@ from redrafter.scheduler.sequence import TokenSequence
 from redrafter.step import StepOutput, draw_first_tokens
 
 
-class DraftPauses:
-    """Decides by what earlier steps of the same cost have gained whether the next one drafts."""
+class Models(Protocol):
+    """A target and what drafts for it; an engine is one."""
 
-    def __init__(self, cost_of: Callable[[int], float | None]):
-        """Begin with drafts.
+    @property
+    def target(self) -> Target:
+        """The model that verifies."""
 
-        `cost_of` returns the time of a step of so many rows with drafts, in steps without; None where every step
-        drafts.
+    @property
+    def draft_model(self) -> Target | None:
+        """The model that drafts, or None."""
+
+    @property
+    def draft_vocabulary(self) -> VocabularyMap | None:
+        """What that model has for each of the target's tokens; None where its ids are the target's."""
+
+    @property
+    def plain(self) -> Proposer:
+        """The proposer that drafts nothing."""
+
+    def proposer_for(self, rows: int) -> Proposer:
+        """Return the proposer for a batch of `rows` rows."""
+
+    @property
+    def rejection_sampling(self) -> bool:
+        """Whether sampled drafts are kept by rejection sampling."""
+
+    def draft_step_cost(self, rows: int) -> float | None:
+        """Return the time of a step of `rows` rows with drafts, in steps without; None for no pauses.
+
+        Drafting pauses if it gains less.
         """
-        self._cost_of = cost_of
-        self._gains: dict[float, DraftGain] = {}  # by cost: batches of many sizes may share one
-
-    def _gain(self, rows: int) -> DraftGain | None:
-        cost = self._cost_of(rows)
-        return None if cost is None else self._gains.setdefault(cost, DraftGain(cost))
-
-    def should_draft(self, rows: int) -> bool:
-        """Decide whether the next step drafts. To be called once for each step. rows: how many it has."""
-        gain = self._gain(rows)
-        return gain is None or gain.should_draft()
-
-    def observe(self, rows: int, drafted_rows: int, tokens: int) -> None:
-        """Take note of a step with drafts, of whose rows `drafted_rows` took drafts, which gained `tokens`."""
-        if (gain := self._gain(rows)) is not None:
-            gain.observe(drafted_rows, tokens)
 
 
 # Positions that the buffers of each row and the window of a step have at least, by type of device.
@@ -306,10 +312,8 @@ class RunningBatch:
         if self.draft_lengths is not None:
             return self.draft_lengths.choose([sequence.index for sequence in self.rows])
         proposer = self._proposers[self._size(len(self.rows))]
-        pauses = self.draft_pauses
-        if proposer.depth and pauses is not None and not pauses.should_draft(len(self.rows)):
-            return self._plain
-        return proposer
+        gain = self.draft_pauses.gain(len(self.rows)) if proposer.depth and self.draft_pauses else None
+        return proposer if gain is None or gain.should_draft() else self._plain
 
     def _capture(
         self, key: StepKey, state: State, proposer: Proposer, caches: CachePair, chunks: PromptChunks | None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from redrafter.cache.to_device import to_device
-from redrafter.sampling.grammar_masks import RowGrammars
+from redrafter.sampling.host_processors import RowGrammars
 from redrafter.sampling.params import NEUTRAL, SamplingParams
 from redrafter.sampling.processors import (
     CUTS,

@@ -31,11 +31,10 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.captured_step import LaunchedPrefill, LaunchedStep, Timer, bucket
 from redrafter.scheduler.limits import Limits, check_sequences
-from redrafter.scheduler.models import Models, check_paged
 from redrafter.scheduler.paged_memory import PagedMemory, SequenceBlocks
 from redrafter.scheduler.prefill import Chunk, PrefilledRows, Prefiller, padded_tokens
 from redrafter.scheduler.row_caches import PagedRows
-from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.scheduler.running_batch import Models, RunningBatch
 from redrafter.scheduler.running_set import RunningSet
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence, not_finite
@@ -347,5 +346,18 @@ class Scheduler:
                 sequence.sink(sequence, delta)
             else:
                 self._running.end(sequence, delta, keep=delta.error is None)
-        if rows and self.batch.draft_pauses is not None:
-            self.batch.draft_pauses.observe(len(step.sequences), rows, tokens)
+        if rows and self.batch.draft_pauses and (gain := self.batch.draft_pauses.gain(len(step.sequences))):
+            gain.observe(rows, tokens)
+
+
+def check_paged(models: Models) -> None:
+    """Raise `UnsupportedError` if the models cannot run on a paged cache of one device."""
+    target, draft_model = models.target, models.draft_model
+    if draft_model is not None and draft_model.device != target.device:
+        raise UnsupportedError(
+            f"the draft model is on {draft_model.device} and the target on {target.device}; a server needs both on one "
+            "device"
+        )
+    reason = target.paged.reason or (draft_model and draft_model.paged.reason)
+    if reason:
+        raise UnsupportedError(f"{target.name} cannot be served on a paged cache: {reason}")

@@ -13,7 +13,7 @@ from helpers.steps import read_prompts, verify
 from helpers.targets import CHUNKED
 from redrafter.attention.prompt_attention import Piece, cut_prompts
 from redrafter.cache.paged import KVCachePool, PagedCache
-from redrafter.kernels.token_counts import TOKEN_MULTIPLE
+from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE
 from redrafter.model.target import Target
 from redrafter.tree.token_tree import chain
 

@@ -223,7 +223,9 @@ def test_a_padded_drafter_reads_the_same_of_the_text(changes, dtype):
         remembered = each.context.remember(hidden, embedding, torch.arange(7))
         window = ContextWindow.read(torch.full((3,), 7), 6, lambda at, kept=remembered: kept)
         for k in range(4):
-            out, state = each.step(ahead[k], state, each.begin(hidden[:, -1:]), partial(each.read_context, k, window))
+            out, state = each.step(
+                ahead[k], state, each.begin(hidden[:, -1:]), partial(each.context, step=k, window=window)
+            )
             logits.append(out)
     torch.testing.assert_close(torch.stack(logits[4:]), torch.stack(logits[:4]))
 

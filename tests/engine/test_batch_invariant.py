@@ -10,7 +10,7 @@ from redrafter import ArgumentError, DraftTarget, Engine, PromptLookup, ReDrafte
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.cache.paged import KVCachePool
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.modes import check_processors, make_batch_invariant
 from redrafter.engine.options import EngineOptions

@@ -60,14 +60,14 @@ def test_what_is_read_changes_the_drafts():
 @pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
 def test_a_window_longer_than_any_text_takes_no_more_memory_than_the_texts(on, monkeypatch):
     engine, ids, pairs = on(engine_of(context_window=100_000)), torch.arange(3, 33)[None], []
-    read_window = RecurrentProposer.read_window
+    read = ContextWindow.read
 
-    def read_counted(self: RecurrentProposer, *arguments: object) -> ContextWindow:
-        window = read_window(self, *arguments)
+    def read_counted(*arguments: object) -> ContextWindow:
+        window = read(*arguments)
         pairs.append(window.bias.shape[-1] - 1)
         return window
 
-    monkeypatch.setattr(RecurrentProposer, "read_window", read_counted)
+    monkeypatch.setattr(ContextWindow, "read", read_counted)
     text = engine.generate(ids, max_new_tokens=10, do_sample=False)
     assert torch.equal(text, engine.generate(ids, max_new_tokens=10, do_sample=False, speculate=False))
     assert pairs

@@ -13,7 +13,7 @@ from helpers.generation import Collect, Steps
 from helpers.models import HIDDEN, VOCAB, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, DraftTarget, Engine, MismatchError, ReDrafter, UnsupportedError
 from redrafter.engine import call
-from redrafter.engine.streaming import ColumnStream
+from redrafter.engine.call import ColumnStream
 
 IDS, MASK = uneven_batch()
 GREEDY = {"max_new_tokens": 12, "do_sample": False}

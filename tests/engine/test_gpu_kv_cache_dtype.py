@@ -5,7 +5,7 @@ import torch
 
 from helpers.models import tiny_drafter, tiny_model, uneven_batch
 from redrafter import DraftTarget, ReDrafter
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
 

@@ -23,7 +23,7 @@ from redrafter.app.options import LoadOptions
 from redrafter.cache import paged as paged_cache
 from redrafter.cache.dense import stored_as
 from redrafter.cache.paged import KVCachePool, PagedCache
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.modes import use_kv_cache_dtype
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.block_size import BLOCK_SIZE

@@ -6,7 +6,7 @@ import torch
 from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch
 from helpers.scheduling import launch_ahead
 from redrafter import ArgumentError, DraftTarget, Engine, ReDrafter
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
 from redrafter.scheduler.prefill import Chunk, PrefilledRows, Prefiller

@@ -9,8 +9,8 @@ from helpers.models import CONTEXT, VOCAB, tiny_drafter, tiny_model, uneven_batc
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
-from redrafter.checkpoints.quantization import quantize_drafter, quantize_model
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
+from redrafter.checkpoints.models import quantize_drafter, quantize_model
 from redrafter.drafting.draft_length import STEP_COSTS
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.tuning import (

@@ -20,7 +20,7 @@ from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.errors import MissingDependencyError
 from redrafter.grammar.grammar import Grammar, GuidedText
 from redrafter.grammar.source import GrammarSource
-from redrafter.sampling.grammar_masks import RowGrammars
+from redrafter.sampling.host_processors import RowGrammars
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.tree.token_tree import Tree, chain, tree_of
 

@@ -9,6 +9,7 @@ from einops import rearrange
 from torch import Tensor
 
 from helpers.models import tiny_drafter
+from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.drafting.proposer import State
 from redrafter.sampling.sampler import Sampler
@@ -35,7 +36,8 @@ def checked_windows() -> Iterator[None]:
     def propose_checked(
         self: RecurrentProposer, state: State, sampler: Sampler, noise: Tensor | None, *caches: object
     ) -> Tree:
-        window = self.read_window(state.length, caches[0])
+        size = min(WINDOW, caches[0].window)
+        window = ContextWindow.read(state.length, size, caches[0].read_drafter_layer)
         for row in state.active.nonzero().flatten().tolist():
             text = state.tokens[row : row + 1, : state.length[row]]
             keys, values = remembered(self.drafter, self.target.model, text)

@@ -27,7 +27,7 @@ from helpers.seeing_models import UNEVEN, prompts_with_images, tiny_seeing_model
 from helpers.targets import CHUNKED
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.options import EngineOptions

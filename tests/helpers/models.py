@@ -12,7 +12,7 @@ from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
 from redrafter.cache.dense import stored_as
 from redrafter.cache.host_blocks import HostBlocks
 from redrafter.cache.paged import KVCachePool
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import State
 from redrafter.engine.modes import kv_dtype_of

@@ -48,6 +48,25 @@ def batches_of(*masks: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randint(3, VOCAB, mask.shape, generator=generator), mask) for mask in masks]
 
 
+def learn_circle(model: PreTrainedModel, size: int) -> Tensor:
+    """Train a base to go round a circle of ids. Returns them in their order, `[size]`."""
+    circle = 4 + torch.randperm(model.config.vocab_size - 4, generator=torch.Generator().manual_seed(0))[:size]
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
+    for step in range(60):
+        ids = round_circle(circle, 16, step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    return circle
+
+
+def round_circle(circle: Tensor, rows: int, seed: int) -> Tensor:
+    """Return texts that go round a circle from anywhere, `[rows, 24]`."""
+    start = torch.randint(len(circle), (rows, 1), generator=torch.Generator().manual_seed(seed))
+    return circle[(start + torch.arange(24)) % len(circle)]
+
+
 def base_dir(path: Path, **changes: object) -> str:
     """Save a tiny base with its tokenizer. Returns the path."""
     tiny_model(**({"eos_token_id": None} | changes)).save_pretrained(path)  # a random base would write the end at once

@@ -15,7 +15,7 @@ from helpers.seeing_models import prompts_with_images, tiny_seeing_model
 from helpers.targets import CHUNKED
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target

@@ -14,7 +14,7 @@ from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_t
 from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, UnsupportedError, boxed_pair
 from redrafter.attention.mask import visible_slots
 from redrafter.checkpoints.drafters import embedding_norms
-from redrafter.checkpoints.quantization import quantize_drafter, quantize_model
+from redrafter.checkpoints.models import quantize_drafter, quantize_model
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.float8_inputs import round_inputs
 from redrafter.model.batch_invariance import support_of

@@ -11,7 +11,7 @@ from helpers.steps import read_prompts, verify
 from redrafter import DraftTarget, Engine, ReDrafter, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.states import StatesOfRows
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.model import traits

@@ -22,6 +22,7 @@ from redrafter.sampling.hf_processors import (
     index_of_warpers,
     read_processors,
 )
+from redrafter.sampling.host_processors import PerNode
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.processors import (
     Constant,
@@ -36,7 +37,6 @@ from redrafter.sampling.processors import (
     RowTopK,
     RowTopP,
 )
-from redrafter.sampling.tree_processors import PerNode
 from redrafter.tree.token_tree import chain, tree_of
 
 VOCAB, WIDTH = 40, 15

@@ -10,8 +10,7 @@ from helpers.models import VOCAB, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, random_sequences, run, scheduler
 from redrafter import DraftTarget, Engine
 from redrafter.model.target import Target
-from redrafter.scheduler.logprobs import score_prompt
-from redrafter.scheduler.sequence import TokenSequence
+from redrafter.scheduler.sequence import TokenSequence, score_prompt
 
 GREEDY = KINDS["greedy"]
 
@@ -75,7 +74,7 @@ def test_chunks_and_neighbours_change_nothing(limits, apart, engine):
 def test_forwards_are_cut_where_their_logits_would_be_too_many(engine, monkeypatch):
     served = scheduler(engine)
     monkeypatch.setattr("redrafter.model.prompt_reader.MAX_SHOWN_LOGITS", 7 * VOCAB)
-    monkeypatch.setattr("redrafter.scheduler.logprobs.MAX_LOGITS_AT_ONCE", 3 * VOCAB)
+    monkeypatch.setattr("redrafter.scheduler.sequence.MAX_LOGITS_AT_ONCE", 3 * VOCAB)
     seen: list[int] = []
     hook = engine.model.lm_head.register_forward_hook(lambda *args: seen.append(args[2].shape[1]))
     mine = [scored_sequence(40), scored_sequence(31, seed=2)]

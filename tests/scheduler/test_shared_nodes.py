@@ -7,7 +7,7 @@ import pytest
 from helpers.models import tiny_drafter, tiny_model
 from helpers.scheduling import alone, make_sequence, random_sequences, run, scheduler
 from redrafter import ReDrafter
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.tuning import Tuning
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams

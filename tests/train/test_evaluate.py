@@ -3,31 +3,36 @@
 import io
 import json
 from contextlib import redirect_stderr, redirect_stdout
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.functional import one_hot
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from helpers.chats import write
 from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
+from helpers.training import learn_circle, round_circle
 from redrafter import RecurrentDrafter, ReDrafter, boxed_pair
 from redrafter.app.loading import Pair
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
-from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import main
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import State
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
+from redrafter.train.config import TrainConfig
 from redrafter.train.evaluate import replay as replay_module
 from redrafter.train.evaluate import texts as texts_module
 from redrafter.train.evaluate.command import evaluate
 from redrafter.train.evaluate.options import EvaluateOptions, Search
-from redrafter.train.evaluate.replay import ReplayStats, Shape, ValidationTexts, count_accepted, replay
-from redrafter.train.evaluate.texts import Texts, prompts_by_category, repeated_share, write_texts
+from redrafter.train.evaluate.replay import Positions, ReplayStats, Shape, ValidationTexts, count_accepted, replay
+from redrafter.train.evaluate.texts import PromptSource, Texts, repeated_share, write_texts
+from redrafter.train.loop import train
 from redrafter.train.teacher import Teacher
 
 SHAPES = [
@@ -45,37 +50,16 @@ def random_prompts(lengths: tuple[int, ...] = (1, 9, 4, 17, 6)) -> list[list[int
 @pytest.fixture(scope="module")
 def patterned() -> tuple[PreTrainedModel, RecurrentDrafter]:
     """Train a base to go round a circle of ids, one of which ends its texts, and its drafter."""
-    model = tiny_model("llama", initializer_range=0.05).train()
-    circle = 4 + torch.randperm(VOCAB - 4, generator=torch.Generator().manual_seed(0))[:60]
-
-    def batch(seed: int) -> Tensor:
-        start = torch.randint(60, (16, 1), generator=torch.Generator().manual_seed(seed))
-        return circle[(start + torch.arange(24)) % 60]
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(60):
-        model(input_ids=batch(step), labels=batch(step)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    drafter = tiny_drafter().train()
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
-    for step in range(25):
-        ids, state = batch(step), None
-        with torch.no_grad():
-            embedding, hidden = model.model.embed_tokens(ids), model.model(ids).last_hidden_state[:, :-4]
-        loss = torch.zeros(())
-        for k in range(1, 4):  # from the token that hidden drew, to the one after it
-            logits, state = drafter.step(embedding[:, k : k - 4], state, drafter.begin(drafter.fuse_hidden(hidden)))
-            loss = loss + cross_entropy(logits.flatten(0, 1), ids[:, k + 1 : k + 21].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model, drafter = tiny_model("llama", initializer_range=0.05), tiny_drafter()
+    circle, mask = learn_circle(model, 60), torch.ones(16, 24, dtype=torch.bool)
+    config = TrainConfig(draft_len=3, lr=1e-2, warmup=0, cpu=True)
+    train(model, drafter, [(round_circle(circle, 16, step), mask) for step in range(25)], config, log=lambda _: None)
     model.generation_config.eos_token_id = [2, int(circle[7])]
-    return model.eval(), drafter.eval()
+    return model, drafter
 
 
 def random_pair(draft_vocab: int | None = None, **changes: object) -> tuple[PreTrainedModel, RecurrentDrafter]:
-    """Return ids that end texts, so many that some texts do end."""
+    """Make a pair with so many ids that end texts that some texts do end."""
     model, drafter = tiny_model("llama"), tiny_drafter(draft_vocab_size=draft_vocab, **changes)
     model.generation_config.eos_token_id = [2, 11, 12, 13, 14]
     if drafter.draft_ids is not None:
@@ -88,8 +72,10 @@ def random_pair(draft_vocab: int | None = None, **changes: object) -> tuple[PreT
 # The walk
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.6])
-@pytest.mark.parametrize("pair", ["patterned", "random", "reduced", "layered", "context"])
+@pytest.mark.parametrize(
+    "pair, temperature",
+    [("patterned", 0.6), *product(("patterned", "random", "reduced", "layered", "context"), (0.0, 1.0))],
+)
 def test_a_replay_counts_what_generate_reports(request, pair, temperature, monkeypatch):
     """Compare text by text, on unequal prompts decoded as one batch, some of which end early."""
     monkeypatch.setattr(replay_module, "MAX_BATCH_TEXTS", 2)
@@ -146,32 +132,32 @@ def test_a_replay_ends_with_the_text(monkeypatch):
     assert ReplayStats.sum(Shape(1, 3, 4)).acceptance == [None] * 3
 
 
+def positions(pending: Tensor, hidden: Tensor, length: int) -> Positions:
+    """Make positions whose text is `length` times the pending token `[A, 1]`."""
+    zero = torch.zeros(len(pending), dtype=torch.long)
+    sampler = Sampler(None, (), torch.ones(len(zero)), zero, zero, torch.arange(VOCAB))
+    return Positions(State(pending.repeat(1, length), zero, hidden, zero == 0), sampler, None, None)
+
+
 def test_final_beams_keep_the_prefixes_of_the_beams_that_survive():
     """Compare with paths written out one by one, for the deepest search and a shallower one."""
     model, drafter = random_pair()
-    target = Target(model)
-    rows = 200
-    generator = torch.Generator().manual_seed(3)
-    zero, pending = torch.zeros(rows, dtype=torch.long), torch.randint(3, VOCAB, (rows, 1), generator=generator)
-    hidden = torch.randn(rows, HIDDEN, generator=generator)
-    sampler = Sampler(None, (), torch.ones(rows), zero, zero, torch.arange(VOCAB))
-    state = State(torch.cat([pending, pending.expand(-1, 6)], dim=1), zero, hidden, zero == 0)
-    deepest = RecurrentProposer(drafter, target, 4, 5, 21).propose(state, sampler, None, None, None)
+    target, rows, generator = Target(model), 200, torch.Generator().manual_seed(3)
+    pending = torch.randint(3, VOCAB, (rows, 1), generator=generator)
+    at = positions(pending, torch.randn(rows, HIDDEN, generator=generator), 7)
+    deepest = RecurrentProposer(drafter, target, 4, 5, 21).propose(at.state, at.sampler, None, None, None)
     # The text follows some node of the whole lattice, so that all depths are reached, and then goes on otherwise.
     for row in range(rows):
-        node = int(torch.randint(1, 21, (), generator=generator))
-        path = _path(deepest, row, node)
-        state.tokens[row, 1:] = torch.tensor(path + [-1] * (6 - len(path)))
-    shapes = [Shape(4, 5, None), Shape(4, 3, None), Shape(4, 5, 21)]
-    accepted, drafted = count_accepted(drafter, target, state, sampler, None, shapes)
+        path = _path(deepest, row, int(torch.randint(1, 21, (), generator=generator)))
+        at.state.tokens[row, 1:] = torch.tensor(path + [-1] * (6 - len(path)))
+    accepted, drafted = count_accepted(drafter, target, at, [Shape(4, 5, None), Shape(4, 3, None), Shape(4, 5, 21)])
     for column, depth in ((0, 5), (1, 3)):
         for row in range(rows):
-            text = state.tokens[row, 1:].tolist()
+            text = at.state.tokens[row, 1:].tolist()
             beams = [_path(deepest, row, 1 + 4 * (depth - 1) + beam) for beam in range(4)]
-            common = [next((n for n, pair in enumerate(zip(beam, text, strict=False)) if pair[0] != pair[1]), depth)
-                      for beam in beams]  # fmt: skip
             prefixes = {tuple(beam[:length]) for beam in beams for length in range(1, depth + 1)}
-            assert (accepted[row, column], drafted[row, column]) == (max(common), len(prefixes))
+            longest = max((len(one) for one in prefixes if text[: len(one)] == list(one)), default=0)
+            assert (accepted[row, column], drafted[row, column]) == (longest, len(prefixes))
     assert (accepted[:, 0] < accepted[:, 2]).any()
     assert (drafted[:, 0] < 20).any()
     assert accepted[:, 0].max() == 5
@@ -187,51 +173,33 @@ def _path(tree, row: int, node: int) -> list[int]:
 
 def test_one_forward_of_the_base_and_one_search_of_a_width_serve_all_shapes(patterned, monkeypatch):
     model, drafter = patterned
-    target = Target(model)
+    target, calls = Target(model), []
     texts = write_texts(target, random_prompts(), 12)
-    calls = {"read": 0, "step": 0}
-
-    def counted(name, of):
-        def call(*args):
-            calls[name] += 1
-            return of(*args)
-
-        return call
-
-    monkeypatch.setattr(Teacher, "read", counted("read", Teacher.read))
-    monkeypatch.setattr(drafter, "step", counted("step", drafter.step))
+    for owner, name in ((Teacher, "read"), (drafter, "step")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, n=name, of=real: calls.append(n) or of(*args))
     replay(drafter, target, texts, [Shape(3, 4, nodes) for nodes in (13, 7, 2)] + [Shape(3, 2, 5), Shape(3, 4, None)])
-    assert calls == {"read": 1, "step": 4}
+    assert calls == ["read"] + ["step"] * 4
 
 
 def test_memory_bounds_what_is_done_at_once_and_not_the_result(monkeypatch):
     model, drafter = random_pair()
-    target, sizes = Target(model), []
+    target, sizes, seen, read = Target(model), [], [], Teacher.read
     texts = write_texts(target, random_prompts(), 20, 1.0)
-    whole = replay(drafter, target, texts, SHAPES)
+    given = Texts(random_prompts((6, 26, 7, 20, 19)), [2] * 5, [False] * 5)
+    whole, other = replay(drafter, target, texts, SHAPES), replay(drafter, target, given, SHAPES[-1:])
 
-    def sized(drafter, target, state, *rest):
-        sizes.append(len(state.length))
-        return count_accepted(drafter, target, state, *rest)
+    def sized(drafter, target, at, shapes):
+        sizes.append(len(at.state.length))
+        return count_accepted(drafter, target, at, shapes)
 
     monkeypatch.setattr(replay_module, "count_accepted", sized)
-    monkeypatch.setattr(replay_module, "MAX_BATCH_BYTES", VOCAB * (16 * 5 + 32 * 4) * 3)
+    monkeypatch.setattr(replay_module, "MAX_BATCH_BYTES", VOCAB * (16 * 5 + 32 * 4) * 3)  # positions of the drafter
     assert replay(drafter, target, texts, SHAPES) == whole
     assert max(sizes) == 3
-
-
-def test_memory_bounds_how_many_texts_the_base_reads_at_once(monkeypatch):
-    model, drafter = random_pair()
-    texts, seen, original = Texts(random_prompts((6, 26, 7, 20, 19)), [2] * 5, [False] * 5), [], Teacher.read
-    whole = replay(drafter, Target(model), texts, SHAPES[-1:])
-
-    def read(teacher, tokens):
-        seen.append(tuple(tokens.shape))
-        return original(teacher, tokens)
-
-    monkeypatch.setattr(Teacher, "read", read)
-    monkeypatch.setattr(replay_module, "MAX_BATCH_BYTES", VOCAB * 4 * 50)
-    assert replay(drafter, Target(model), texts, SHAPES[-1:]) == whole
+    monkeypatch.setattr(replay_module, "MAX_BATCH_BYTES", VOCAB * 4 * 50)  # texts of the base
+    monkeypatch.setattr(Teacher, "read", lambda self, tokens: seen.append(tuple(tokens.shape)) or read(self, tokens))
+    assert replay(drafter, target, given, SHAPES[-1:]) == other
     assert seen == [(2, 7), (2, 20), (1, 26)]
 
 
@@ -247,10 +215,9 @@ def test_a_chain_is_cut_at_its_end_even_where_rounding_scores_a_child_above_its_
         return sure if state is None else sure * 9, embedding
 
     monkeypatch.setattr(drafter, "step", step)
-    zero = torch.zeros(rows, dtype=torch.long)
-    state = State(torch.tensor([[5, 7, 9, 9]]).expand(rows, -1), zero, torch.zeros(rows, HIDDEN), zero == 0)
-    sampler = Sampler(None, (), torch.ones(rows), zero, zero, torch.arange(VOCAB))
-    accepted, drafted = count_accepted(drafter, Target(model), state, sampler, None, [Shape(1, 2, 2)])
+    at = positions(torch.full((rows, 1), 5), torch.zeros(rows, HIDDEN), 4)
+    at.state.tokens[:, 1:] = torch.tensor([7, 9, 9])
+    accepted, drafted = count_accepted(drafter, Target(model), at, [Shape(1, 2, 2)])
     assert accepted.flatten().tolist() == drafted.flatten().tolist() == [1] * rows
 
 
@@ -318,11 +285,6 @@ def test_a_tokenizer_may_know_another_end_than_its_model():
 # Prompts
 
 
-def write_rows(path: Path, rows: list[object]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 QUESTION, ANSWER = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}
 
 
@@ -338,7 +300,8 @@ def test_prompts_come_by_category_from_rows_of_every_kind(tmp_path):
     ]
     lines = tmp_path / "lines.txt"
     lines.write_text("a line\n\nanother line\n" + "long " * 200 + "\n")
-    found = prompts_by_category([write_rows(tmp_path / "rows.jsonl", rows), str(lines)], tokenizer, None, 100, 0)
+    both = [write(tmp_path / "rows.jsonl", rows), str(lines)]
+    found = PromptSource(both, tokenizer).by_category(100)
     chat = tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True)
     assert {name: sorted(map(tokenizer.decode, some)) for name, some in found.items() if name != "plays"} == {
         "chat": [chat, chat],
@@ -349,22 +312,27 @@ def test_prompts_come_by_category_from_rows_of_every_kind(tmp_path):
     whole = tokenizer(rows[0]["text"]).input_ids
     assert play == whole
     for share, most, count in ((0.5, None, len(whole) // 2), (1.0, 3, 3), (0.5, 64, len(whole) // 2)):
-        cut = prompts_by_category([str(tmp_path / "rows.jsonl")], tokenizer, None, 100, 0, share=share, most=most)
+        cut = PromptSource(both[:1], tokenizer, share=share, most=most).by_category(100)
         assert cut["plays"] == [whole[:count]]
         assert {name: some for name, some in cut.items() if name != "plays"} == {
             name: some for name, some in found.items() if name in ("chat", "rows")
         }
-    few = prompts_by_category([str(tmp_path / "rows.jsonl"), str(lines)], tokenizer, 1, 100, 0)
+    few = PromptSource(both, tokenizer, 1).by_category(100)
     assert {name: len(some) for name, some in few.items()} == dict.fromkeys(("plays", "chat", "rows", "lines"), 1)
-    shipped = prompts_by_category([], tokenizer, None, 500, 0)
+    shipped = PromptSource([], tokenizer).by_category(500)
     assert set(shipped) == {"classic_books", "peps", "eips"}
     assert sum(map(len, shipped.values())) == 16
-    picked = [prompts_by_category([], tokenizer, 2, 500, seed) for seed in range(4)]
-    assert picked[0] == prompts_by_category([], tokenizer, 2, 500, 0)
-    assert any(one != picked[0] for one in picked)
+    first, again, *others = (PromptSource([], tokenizer, 2, seed).by_category(500) for seed in (0, 0, 1, 2, 3))
+    assert first == again
+    assert any(one != first for one in others)
 
 
 # The command
+
+
+@pytest.fixture(scope="module")
+def boxed() -> tuple[ReDrafter, PreTrainedTokenizerBase]:
+    return ReDrafter.from_pretrained(boxed_pair(), tuning=None), load_tokenizer(boxed_pair())
 
 
 @pytest.fixture(scope="module")
@@ -372,7 +340,7 @@ def measured(tmp_path_factory) -> tuple[Path, str]:
     """Run the command. Returns the folder that it wrote to and what it printed."""
     folder = tmp_path_factory.mktemp("evaluate")
     rows = [{"text": f"{n} men went to mow, went to mow a meadow", "source": f"kind {n % 2}"} for n in range(3)]
-    write_rows(folder / "rows.jsonl", rows)
+    write(folder / "rows.jsonl", rows)
     words = "--prompts rows.jsonl --new-tokens 24 --shapes 3x2,1x2 --node_budgets 5,2,99 --seed 4 --batch-size 2"
     more = "--json out.json --plot out.png --device cpu"
     out, err = io.StringIO(), io.StringIO()
@@ -431,11 +399,10 @@ def test_categories_add_up(measured):
             assert total["acceptance"][0] == total["accepted_by_depth"][0] / total["tried_by_depth"][0]
 
 
-def test_the_document_is_what_decoding_reports(measured):
+def test_the_document_is_what_decoding_reports(measured, boxed):
     """Decode with the boxed pair under the seeds that the document names."""
-    document = json.loads((measured[0] / "out.json").read_text())
-    engine, tokenizer = ReDrafter.from_pretrained(boxed_pair(), tuning=None), load_tokenizer(boxed_pair())
-    read = prompts_by_category([str(measured[0] / "rows.jsonl")], tokenizer, None, 99, 4)
+    document, (engine, tokenizer) = json.loads((measured[0] / "out.json").read_text()), boxed
+    read = PromptSource([str(measured[0] / "rows.jsonl")], tokenizer, seed=4).by_category(99)
     prompts = [torch.tensor(prompt) for some in read.values() for prompt in some]
     ids = pad_sequence(prompts, batch_first=True, padding_side="left")
     for one in document["temperatures"]:
@@ -449,16 +416,16 @@ def test_the_document_is_what_decoding_reports(measured):
 
 
 @pytest.mark.filterwarnings("ignore:draft_len_per_beam")
-def test_one_run_counts_trees_deeper_than_the_drafter_was_trained_for():
+def test_one_run_counts_trees_deeper_than_the_drafter_was_trained_for(boxed):
     """The boxed drafter was trained for five drafts; where its base repeats itself, ten are right."""
-    engine, tokenizer = ReDrafter.from_pretrained(boxed_pair(), tuning=None), load_tokenizer(boxed_pair())
+    engine, tokenizer = boxed
     assert engine.drafter.config.trained_draft_len == 5
     searches = tuple(Search(*sizes) for sizes in ((5, 5), (5, 7), (4, 8), (3, 10), (5, 10)))
     options = EvaluateOptions(shapes=searches, node_budgets=(26,), num_prompts=1, new_tokens=32, temperatures=(0,))
     [result] = evaluate(Pair("base", "drafter", "its drafter", tokenizer, engine), options)["temperatures"]
     trees = [tree for tree in result["trees"] if tree["nodes"] == 26]
     assert [(tree["beams"], tree["depth"]) for tree in trees] == list(searches)
-    ids = torch.tensor(prompts_by_category([], tokenizer, 1, 900, 0)["eips"])
+    ids = torch.tensor(PromptSource([], tokenizer, 1).by_category(900)["eips"])
     for tree in trees:
         own = ReDrafter(engine.target, engine.drafter, TreeShape(tree["beams"], tree["depth"], 26))
         stats = own.generate(ids, do_sample=False, max_new_tokens=32, return_dict_in_generate=True).stats
@@ -475,7 +442,7 @@ def test_what_was_not_asked_for_is_the_pair_s_own():
     [one] = evaluate(pair, options)["temperatures"]
     assert [tree["tree"] for tree in one["trees"]] == ["3x2, 7 nodes", "3x2, final beams"]
     assert (one["all_texts"]["texts"], one["all_texts"]["tokens"], one["all_texts"]["ended"]) == (3, 18, 0)
-    [first, *_] = prompts_by_category([], tokenizer, 1, 500, 0).values()
+    [first, *_] = PromptSource([], tokenizer, 1).by_category(500).values()
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(write_texts(engine.target, first, 6).continuations[0][2])
     assert evaluate(pair, options)["temperatures"][0]["texts"]["classic_books"]["ended"] == 1
 
@@ -510,12 +477,15 @@ def test_the_table_shows_every_number(measured):
         ("--shapes 5000x2", "num_beams=5000 is more than the drafter's vocabulary"),
         ("--new-tokens 5000", "leaves no room for a prompt in the model's context"),
         ("--prompt-lengths 8,1", "--prompt-lengths must be 2 or more, got 8,1"),
-        (
-            "--prompt-lengths 8,900",
-            "--prompt-lengths 900 and --new-tokens 128 are more than the model's context of 1024",
-        ),
+        ("--prompt-lengths 8,900", "900 and --new-tokens 128 are more than the model's context of 1024"),
         ("--prompt-lengths 896,800", "--prompt-lengths 800: no prompt of the prompts that ship has as many tokens"),
         ("--prompt-lengths 8 --explain", "leave out --prompt-lengths, or --explain"),
+        ("--data rows.jsonl", "--data is compared by --explain only: give --explain too, or leave --data out"),
+        ("--explain --shapes 5x5,1x4", "--explain explains one tree: give one of --shapes, got 5x5,1x4"),
+        ("--explain --node-budgets 5,6", "--explain explains one tree: give one of --node-budgets, got 5,6"),
+        ("--explain --data gone.jsonl", "gone.jsonl cannot be read"),
+        ("--explain --data val.jsonl", "--data val.jsonl: no row to train on; rows of split val and test are not"),
+        ("--explain --data prompts.jsonl", "prompts.jsonl:1: a prompt without an answer"),
         ("--plot out.jpg", "--plot draws a .png"),
         ("--json nowhere/out.json", "cannot write nowhere/out.json (--json)"),
         ("--model ./gone", "./gone is not a directory"),
@@ -529,7 +499,9 @@ def test_the_table_shows_every_number(measured):
 def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
     Path("bad.jsonl").write_text('{"text": "fine enough"}\n{\n')
-    write_rows(Path("train.jsonl"), [{"text": "for training alone", "split": "train"}])
+    for split in ("train", "val"):
+        write(Path(f"{split}.jsonl"), [{"text": "one row alone", "split": split}])
+    write(Path("prompts.jsonl"), ['"why?"'])
     Path("long.txt").write_text("so long " * 50)
     there = sorted(tmp_path.iterdir())
     more = [] if "--json" in words else ["--json", "out.json"]
@@ -542,12 +514,18 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys, monkey
     assert sorted(tmp_path.iterdir()) == there
 
 
-@pytest.mark.parametrize("shapes", ["5x", "5x5x5", "5,5", ""])
-def test_shapes_that_cannot_be_read_are_told_how_to_be_written(capsys, shapes):
+UNREADABLE = {f"--shapes={shapes}": f"--shapes: write beams x depth, such as 5x5,1x4, not {shapes!r}"
+              for shapes in ("5x", "5x5x5", "5,5", "5", "")}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", [*UNREADABLE, "--node-budgets=many", "--tree=5x5"])
+def test_what_cannot_be_read_is_refused_by_name(capsys, word):
     with pytest.raises(SystemExit) as end:
-        main(["evaluate", "--shapes", shapes])
+        main(["evaluate", word])
+    err = capsys.readouterr().err
     assert end.value.code == 2
-    assert f"--shapes: write beams x depth, such as 5x5,1x4, not {shapes!r}" in capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert UNREADABLE.get(word, word.partition("=")[0]) in err
 
 
 def test_help_says_what_is_done_without_options(capsys):
@@ -556,17 +534,5 @@ def test_help_says_what_is_done_without_options(capsys):
     out = capsys.readouterr().out
     assert end.value.code == 0
     assert out.startswith("usage: redrafter evaluate ")
-    assert "examples:" in out
-    assert "(default: 0,1)" in out
+    assert all(word in out for word in ("examples:", "(default: 0,1)", "--dtype"))
     assert "--num-beams" not in out
-    assert "--dtype" in out
-
-
-@pytest.mark.parametrize("words", ["--shapes 5", "--shapes 5x5x5", "--node-budgets many", "--tree 5x5"])
-def test_what_cannot_be_read_is_refused_by_name(capsys, words):
-    with pytest.raises(SystemExit) as end:
-        main(["evaluate", *words.split()])
-    err = capsys.readouterr().err
-    assert end.value.code == 2
-    assert err.count("\n") == 1
-    assert words.split()[0] in err

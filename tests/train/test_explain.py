@@ -1,33 +1,215 @@
-"""The explanation of an acceptance adds up to the steps of the replay, and says what to type."""
+"""The explanation of an acceptance: why each step ended, sums that are those of the replay, and what to type."""
 
 import io
 import json
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict, replace
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 
 from helpers.chats import CHAT, tiny_tokenizer, write
-from helpers.models import tiny_drafter, tiny_model
+from helpers.models import VOCAB, tiny_drafter, tiny_model
 from redrafter.cli import main
+from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError, MismatchError
 from redrafter.model.target import Target
 from redrafter.train.evaluate import texts as texts_module
 from redrafter.train.evaluate.explain import (
-    Bucket,
-    Explanation,
-    Form,
-    StepCounts,
-    TemperatureExplanation,
+    Outcome,
+    Steps,
+    base_probabilities,
+    best_guess_share,
+    bucket_drafts,
+    classify,
+    count_misses,
+    describe_drafts,
     explain_temperature,
+    rank_of,
+    trace_steps,
+    tried_drafts,
 )
-from redrafter.train.evaluate.misses import MISSES
 from redrafter.train.evaluate.options import EvaluateOptions, Search
-from redrafter.train.evaluate.replay import Shape
-from redrafter.train.evaluate.report import advise, describe_explanation, format_explanation
-from redrafter.train.evaluate.texts import Texts, prompts_in_both_forms, read_training_texts
+from redrafter.train.evaluate.replay import Shape, replay
+from redrafter.train.evaluate.report import MISS_NAMES, advise, format_explanation
+from redrafter.train.evaluate.texts import PromptSource, Texts, read_training_texts, write_texts
+
+# Counts of tensors
+
+
+def steps_of(*rows: tuple[int, int, int, int]) -> Steps:
+    """Make steps of rows of left, accepted, searched and rank; step i is at position 10 * i of text i."""
+    index = torch.arange(len(rows))
+    return Steps(index, 10 * index, *torch.tensor(rows).unbind(1))
+
+
+@pytest.mark.parametrize(
+    "left, accepted, searched, rank, outcome",
+    [
+        (9, 1, 1, -1, Outcome.OUTSIDE_HEAD),
+        (9, 1, 1, 3, Outcome.NEAR_MISS),
+        (9, 1, 1, 4, Outcome.WRONG_GUESS),
+        (9, 1, 2, 0, Outcome.NODE_BUDGET),
+        (9, 0, 3, 7, Outcome.NODE_BUDGET),
+        (9, 3, 3, 9, Outcome.ALL_ACCEPTED),
+        (3, 3, 3, -1, Outcome.ALL_ACCEPTED),
+        (2, 2, 2, -1, Outcome.TEXT_ENDED),
+    ],
+)
+def test_a_step_has_the_outcome_of_the_first_test_that_it_meets(left, accepted, searched, rank, outcome):
+    assert classify(steps_of((left, accepted, searched, rank)), beams=2, depth=3).tolist() == [outcome]
+
+
+def test_a_rank_counts_the_scores_above_and_knows_no_unknown_token():
+    scores = torch.tensor([[0.5, 2.0, 1.0], [0.5, 2.0, 1.0], [3.0, 3.0, 1.0], [9.0, 0.0, 0.0]])
+    assert rank_of(scores, torch.tensor([0, 1, 1, -1])).tolist() == [2, 0, 0, -1]
+
+
+def test_misses_are_counted_by_depth_and_class_and_other_outcomes_are_not():
+    outcome = torch.tensor([Outcome.WRONG_GUESS, Outcome.NODE_BUDGET, Outcome.NODE_BUDGET, Outcome.ALL_ACCEPTED, 5])
+    found = count_misses(outcome, torch.tensor([0, 1, 1, 2, 1]), depth=2)
+    assert found.tolist() == [[0, 0, 1, 0], [0, 0, 0, 2]]
+
+
+def test_drafts_are_tried_up_to_the_first_miss_the_depth_or_the_end_of_the_text():
+    step, draft = tried_drafts(steps_of((9, 0, 0, 0), (9, 2, 2, 0), (9, 3, 3, 0), (2, 2, 2, 0)), depth=3)
+    assert step.tolist() == [0, 1, 1, 1, 2, 2, 2, 3, 3]
+    assert draft.tolist() == [0, 0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_a_draft_is_described_by_the_token_at_its_place():
+    """Two steps of the second text: one draft accepted and one missed, then one missed."""
+    steps = Steps(*torch.tensor([[1, 1], [2, 4], [3, 1], [1, 0], [1, 0], [0, 0]]))
+    probabilities = [torch.tensor([1.0, 0.9]), torch.tensor([1.0, 0.1, 0.2, 0.3, 0.4, 0.5])]
+    probability, context, accepted = describe_drafts(steps, probabilities, depth=3)
+    assert probability.tolist() == pytest.approx([0.3, 0.4, 0.5])
+    assert context.tolist() == [3, 4, 5]
+    assert accepted.tolist() == [True, False, False]
+
+
+def test_buckets_count_drafts_and_accepted_ones():
+    value, accepted = torch.tensor([0.4, 0.5, 0.6, 1.0]), torch.tensor([False, False, True, True])
+    assert bucket_drafts("abc", value, accepted, torch.tensor((0.5, 0.9))) == buckets(a=(1, 0), b=(2, 1), c=(1, 1))
+
+
+# Steps of constructed drafters
+
+
+def fond_drafter(monkeypatch, head: int | None = None) -> RecurrentDrafter:
+    """Make a drafter that likes small ids best, whose search of 2x2 finds the drafts 0, 1, then 0 0 and 1 0.
+
+    Args:
+        monkeypatch: Pytest's fixture.
+        head: Tokens that it knows, the smallest ids; None for all.
+    """
+    drafter = tiny_drafter(draft_vocab_size=head)
+    falling = -torch.arange(head or VOCAB, dtype=torch.float)
+
+    def step(embedding, state, hidden, read):
+        logits = falling if state is None else 2 * falling
+        return logits.expand(*embedding.shape[:-1], -1), embedding
+
+    monkeypatch.setattr(drafter, "step", step)
+    return drafter
+
+
+@pytest.mark.parametrize(
+    "continuation, nodes, head, outcome, accepted",
+    [
+        ([5, 50], 5, 8, Outcome.OUTSIDE_HEAD, 0),
+        ([5, 0, 8], 5, 8, Outcome.OUTSIDE_HEAD, 1),
+        ([5, 0, 7], 5, 8, Outcome.WRONG_GUESS, 1),
+        ([5, 3], 5, None, Outcome.NEAR_MISS, 0),
+        ([5, 4], 5, None, Outcome.WRONG_GUESS, 0),
+        ([5, 0, 1], 5, None, Outcome.NEAR_MISS, 1),
+        ([5, 1], 5, None, Outcome.TEXT_ENDED, 1),
+        ([5, 1], 2, None, Outcome.NODE_BUDGET, 0),
+        ([5, 1, 0], 5, None, Outcome.ALL_ACCEPTED, 2),
+        ([5, 0, 0], 5, None, Outcome.ALL_ACCEPTED, 2),
+        ([5, 0, 0], 2, None, Outcome.NODE_BUDGET, 1),
+    ],
+)
+def test_each_class_of_misses_comes_from_its_cause(monkeypatch, continuation, nodes, head, outcome, accepted):
+    """One step, from a prompt of one token."""
+    texts = Texts([[9, *continuation]], [1], [False])
+    steps = trace_steps(fond_drafter(monkeypatch, head), Target(tiny_model("llama")), texts, Shape(2, 2, nodes))
+    assert classify(steps, 2, 2).tolist() == [outcome]
+    assert steps.accepted.tolist() == [accepted]
+    assert (steps.text.tolist(), steps.pending.tolist(), steps.left.tolist()) == ([0], [1], [len(continuation) - 1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [Shape(3, 4, 13), Shape(3, 4, 6), Shape(1, 3, 4)])
+@pytest.mark.parametrize("head", [None, 40])
+def test_traced_steps_are_those_of_the_replay(head, shape, temperature):
+    target, drafter = Target(tiny_model("llama")), tiny_drafter(draft_vocab_size=head)
+    texts = write_texts(target, [[5], [6, 7, 8], [9, 10]], 30, temperature, seed=3, end_ids=[2, 11, 12])
+    steps = trace_steps(drafter, target, texts, shape)
+    for index, stats in enumerate(replay(drafter, target, texts, [shape])[0]):
+        own = steps.accepted[steps.text == index]
+        assert len(own) == stats.steps
+        assert [int((own > depth).sum()) for depth in range(shape.depth)] == stats.accepted_by_depth
+    outcome = classify(steps, shape.beams, shape.depth)
+    assert ((outcome == Outcome.OUTSIDE_HEAD).any()) == (head is not None)
+    if shape.nodes == shape.lattice:
+        assert not (outcome == Outcome.NODE_BUDGET).any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("form", [{}, {"context_window": 9, "context_head_dim": 8}], ids=["published", "context"])
+def test_a_rank_is_that_of_the_search(form, temperature):
+    """The search of one beam drafts the token of rank 0 at every depth, and no other."""
+    target, drafter = Target(tiny_model("llama")), tiny_drafter(**form)
+    torch.manual_seed(0)
+    for weight in drafter.parameters():  # so large that the recurrence matters, so small that guesses are often right
+        torch.nn.init.normal_(weight, std=0.15)
+    if drafter.context is not None:
+        torch.nn.init.normal_(drafter.context.out.weight, std=0.5)  # or nothing that is read would show
+    texts = write_texts(target, [[token] for token in range(5, 25)], 60, temperature, seed=3)
+    steps = trace_steps(drafter, target, texts, Shape(1, 3, 3))
+    missed = steps.accepted < steps.left.clamp(max=3)
+    assert ((steps.rank == 0) == (steps.searched > steps.accepted))[missed].all()
+    if temperature:
+        assert (missed & (steps.rank == 0) & (steps.accepted == 2)).any()
+        assert (missed & (steps.rank > 0) & (steps.accepted > 0)).any()
+
+
+def test_texts_that_ended_at_once_have_no_steps():
+    target, texts = Target(tiny_model("llama")), Texts([[5, 6], [7, 8, 9]], [1, 2], [True, True])
+    steps = trace_steps(tiny_drafter(), target, texts, Shape(2, 2, 5))
+    assert [len(found) for found in describe_drafts(steps, base_probabilities(target, texts), 2)] == [0, 0, 0]
+    assert count_misses(classify(steps, 2, 2), steps.accepted, 2).tolist() == [[0] * 4] * 2
+
+
+def test_best_guesses_are_counted_at_every_position_without_noise(monkeypatch):
+    """Count right guesses of a drafter that always guesses 0 best, along texts that claim to be sampled."""
+    target, sampled = Target(tiny_model("llama")), {"temperature": 1.0, "seeds": [1, 2]}
+    shares = partial(best_guess_share, fond_drafter(monkeypatch), target)
+    texts = Texts([[9, 5, 0, 0, 7, 0], [9, 5, 5, 0]], [1, 2], [False, False], **sampled)
+    # Behind the pending tokens 5, 0, 0, 7: 0 0 7, 0 7 0, 7 0, 0. Behind the second text's 5: 0.
+    assert shares(texts, 5) == [4 / 5, 2 / 3, 1 / 2, 1, None]
+    assert shares(Texts([[9] + [0] * 40], [1], [False], **sampled), 2) == [1, 1]
+
+
+@pytest.mark.parametrize("temperature, divisor", [(0.0, 1.0), (1.0, 1.0), (0.5, 0.5)])
+def test_the_base_s_probabilities_are_those_of_its_logits(temperature, divisor):
+    model = tiny_model("llama")
+    texts = Texts([[5, 6, 7, 8], [9, 10]], [1, 1], [False, False], temperature)
+    for ids, found in zip(texts.tokens, base_probabilities(Target(model), texts), strict=True):
+        logits = model(torch.tensor([ids])).logits[0, :-1] / divisor
+        expected = logits.softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
+        torch.testing.assert_close(found, torch.cat([torch.ones(1), expected]), atol=1e-5, rtol=1e-4)
+
+
+def test_a_context_counts_the_tokens_before_a_draft():
+    """Drafts of a head that lacks the text's tokens, behind 256 tokens and more."""
+    model = tiny_model("llama", max_position_embeddings=600)
+    texts = Texts([[5] * 255 + [60] * 5], [255], [False])
+    found = explain_temperature(tiny_drafter(draft_vocab_size=8), Target(model), texts, Shape(2, 2, 5), {"all": 1})
+    assert found["by_context"][:2] == buckets(**{"up to 256": (1, 0), "up to 512": (3, 0)})
+    assert not any(bucket["drafts"] for bucket in found["by_context"][2:])
+    assert sum(depth["outside_head"] for depth in found["all_steps"]["misses"]) == found["all_steps"]["steps"] == 4
+
 
 # Texts to compare with
 
@@ -40,6 +222,8 @@ def test_training_texts_are_the_learnt_parts_with_all_before_them(tmp_path):
     assert learnt == ["<t>hm</t>yes</s>\n", "no</s>\n"]
     prompts = [tokenizer.decode(text[:begin]) for text, begin in zip(texts.tokens, texts.prompt_lengths, strict=True)]
     assert all(prompt.endswith("<|assistant|>\n") for prompt in prompts)
+    with pytest.raises(ArgumentError, match="no row to train on"):
+        read_training_texts([write(tmp_path / "val.jsonl", rows[1:])], tokenizer, 300, None, 0)
 
 
 def test_training_texts_fit_the_context_and_are_chosen_by_the_seed(tmp_path, monkeypatch):
@@ -53,106 +237,97 @@ def test_training_texts_fit_the_context_and_are_chosen_by_the_seed(tmp_path, mon
         read_training_texts(data, tiny_tokenizer(), 10, None, 0)
 
 
-def test_data_without_a_row_to_train_on_is_refused(tmp_path):
-    data = write(tmp_path / "rows.jsonl", [{"text": "held out", "split": "val"}])
-    with pytest.raises(ArgumentError, match="no row to train on"):
-        read_training_texts([data], tiny_tokenizer(), 300, None, 0)
-
-
 @pytest.mark.parametrize(
     "row, text",
-    [
-        ("why?", "why?"),
-        ({"text": "why is it so?"}, "why is"),
-        ({"messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]}, "why?"),
-    ],
+    [("why?", "why?"), ({"text": "why is it so?"}, "why is"), ({"messages": CHAT["conversations"][:2]}, "hi")],
 )
 def test_a_prompt_of_either_kind_is_made_in_both_forms(tmp_path, row, text):
     tokenizer = tiny_tokenizer()
     files = [write(tmp_path / "rows.jsonl", [json.dumps(row)])]
-    [plain], [templated] = prompts_in_both_forms(files, tokenizer, 99, 0, share=0.5)
+    [plain], [templated] = PromptSource(files, tokenizer, share=0.5).in_both_forms(99)
     assert plain == tokenizer(text).input_ids
     assert tokenizer.decode(templated) == f"<s><|user|>\n{text}\n<|assistant|>\n"
 
 
 def test_both_forms_are_made_of_few_prompts_that_fit_and_need_a_template(tmp_path):
-    rows = [{"prompt": "x" * n} for n in range(1, 40)]
-    files = [write(tmp_path / "rows.jsonl", rows)]
-    plain, templated = prompts_in_both_forms(files, tiny_tokenizer(), 30, 0)
+    files = [write(tmp_path / "rows.jsonl", [{"prompt": "x" * n} for n in range(1, 40)])]
+    plain, templated = PromptSource(files, tiny_tokenizer()).in_both_forms(30)
     assert len(plain) == len(templated) == texts_module.FORM_PROMPTS
     assert max(map(len, templated)) <= 30
-    assert prompts_in_both_forms(files, tiny_tokenizer(None), 30, 0) == ([], [])
+    assert PromptSource(files, tiny_tokenizer(None)).in_both_forms(30) == ([], [])
 
 
 # Advice
 
 
-def explanation(**changes: object) -> Explanation:
-    """Make an explanation that finds no cause, but for `changes`."""
-    misses = {miss.name.lower(): 0 for miss in MISSES}
-    counts = StepCounts(100, 0, 0, [misses | {"wrong_guess": 100}], [100], [0])
-    flat = [Bucket(name, 200, 100) for name in ("below 0.5", "0.5 to 0.9", "0.9 or more")]
-    contexts = [Bucket("up to 256", 200, 100), Bucket("up to 512", 200, 100), Bucket("above 8192", 9, 0)]
-    measured = [TemperatureExplanation(t, 2.0, counts, {}, flat, contexts, [0.5]) for t in (0.0, 0.8)]
-    form = Form(50, 2.0, [0.5])
-    facts = {
-        "tree": "2x1, 2 nodes", "beams": 2, "depth": 1, "nodes": 2, "lattice": 3, "head": 40, "vocabulary": 97,
-        "temperatures": measured, "data": ["a.jsonl"], "best_guess_on_data": [0.5], "form_prompts": 8, "plain": form,
-        "template": form,
-    }  # fmt: skip
-    return Explanation(**(facts | changes))
+def buckets(**drafts: tuple[int, int]) -> list[dict]:
+    """Return buckets of drafts and accepted ones by name."""
+    return [{"name": name, "drafts": count, "accepted": hit} for name, (count, hit) in drafts.items()]
 
 
-def at_temperature(**changes: object) -> list[TemperatureExplanation]:
-    """Return what was measured greedily and at 0.8, of which `changes` are at 0.8."""
-    greedy, sampled = explanation().temperatures
-    return [greedy, replace(sampled, **changes)]
-
-
-def missed(**counts: int) -> StepCounts:
+def missed(**counts: int) -> dict:
     """Return steps of which some missed, by class, and the others of 100 accepted all drafts."""
-    misses = {miss.name.lower(): 0 for miss in MISSES} | counts
-    total = sum(counts.values())
-    return StepCounts(100, 100 - total, 0, [misses], [100], [100 - total])
+    misses, accepted = dict.fromkeys(MISS_NAMES, 0) | counts, 100 - sum(counts.values())
+    ends = {"all_accepted": accepted, "text_ended": 0, "misses": [misses]}
+    return {"steps": 100, "tried": [100], "accepted": [accepted]} | ends
+
+
+def form(per_step: float | None) -> dict:
+    return {"steps": 50, "tokens_per_step": per_step, "acceptance": [0.5]}
+
+
+def explanation(sampled: dict | None = None, **changes: object) -> dict:
+    """Make an explanation that finds no cause, but for `sampled` at temperature 0.8, and `changes` of it all."""
+    measured = {
+        "tokens_per_step": 2.0, "all_steps": missed(wrong_guess=100), "categories": {}, "best_guess": [0.5],
+        "by_probability": buckets(a=(200, 100), b=(200, 100), c=(200, 100)),
+        "by_context": buckets(**{"up to 256": (200, 100), "up to 512": (200, 100), "above 8192": (9, 0)}),
+    }  # fmt: skip
+    return {
+        "tree": "2x1, 2 nodes", "beams": 2, "depth": 1, "nodes": 2, "lattice": 3, "head": 40, "vocabulary": 97,
+        "temperatures": [measured | {"temperature": 0.0}, measured | {"temperature": 0.8} | (sampled or {})],
+        "data": ["a.jsonl"], "best_guess_on_data": [0.5], "form_prompts": 8, "plain": form(2.0),
+        "template": form(2.0),
+    } | changes  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"temperatures": at_temperature(all_steps=missed(outside_head=80, near_miss=20))},
+        ({"sampled": {"all_steps": missed(outside_head=80, near_miss=20)}},
          "80% of the misses at temperature 0.8 are tokens that the drafter's head lacks: it has 40 of 97: redrafter "
          "train --draft-vocab-size 80 "),
-        ({"temperatures": at_temperature(all_steps=missed(near_miss=100))}, "redrafter evaluate --shapes 4x1"),
-        ({"temperatures": at_temperature(all_steps=missed(near_miss=100))}, "--num-beams 4"),
-        ({"temperatures": at_temperature(all_steps=missed(wrong_guess=100))}, "redrafter regenerate --data"),
-        ({"temperatures": at_temperature(all_steps=missed(node_budget=100))}, "redrafter tune, or --node-budget 3"),
-        ({"temperatures": at_temperature(all_steps=missed(wrong_guess=60))},
+        ({"sampled": {"all_steps": missed(near_miss=100)}},
+         "redrafter evaluate --shapes 4x1, and if that pays --num-beams 4"),
+        ({"sampled": {"all_steps": missed(wrong_guess=100)}}, "redrafter regenerate --data prompts.jsonl"),
+        ({"sampled": {"all_steps": missed(node_budget=100)}}, "redrafter tune, or --node-budget 3"),
+        ({"sampled": {"all_steps": missed(wrong_guess=60)}},
          "40% of the steps accepted all 1 drafts: redrafter evaluate --shapes 2x4, and if that pays "
          "--draft-len-per-beam 4"),
-        ({"temperatures": at_temperature(tokens_per_step=1.7)},
+        ({"sampled": {"tokens_per_step": 1.7}},
          "temperature: greedy 2.00 tokens per step, at 0.8 1.70; what is drawn is harder to guess: --temperature 0.4"),
         ({}, "temperature: greedy 2.00 tokens per step, at 0.8 2.00; it is not the cause"),
-        ({"temperatures": at_temperature()[:1]}, "redrafter evaluate --temperatures 0,1"),
-        ({"temperatures": at_temperature(by_probability=[Bucket("", 100, 20), Bucket("", 100, 80)])},
+        ({"temperatures": explanation()["temperatures"][:1]}, "redrafter evaluate --temperatures 0,1"),
+        ({"sampled": {"by_probability": buckets(a=(100, 20), b=(100, 80))}},
          "certainty: the base gave its own token less than 0.5 at 50% of the drafts, where 80% of the misses are; no "
          "drafter guesses such tokens well, a lower --temperature "),
         ({}, "at 33% of the drafts, where 33% of the misses are; it is not the cause"),
-        ({"temperatures": at_temperature(by_probability=[Bucket("", 9, 9)])}, "certainty: no draft was missed"),
+        ({"sampled": {"by_probability": buckets(a=(9, 9))}}, "certainty: no draft was missed"),
         ({"best_guess_on_data": [0.56]},
          "training data: first guesses are right for 56% of the data and 50% of the base's own text: redrafter "
          "regenerate --data a.jsonl --output own.jsonl ..., redrafter train --data own.jsonl ..."),
         ({}, "50% of the data and 50% of the base's own text; it is not the cause"),
         ({"best_guess_on_data": None}, "redrafter evaluate --explain --data FILE"),
         ({"best_guess_on_data": [None]}, "training data: no text is long enough"),
-        ({"template": Form(9, 3.0, [0.9])}, "3.00 after the same as a user's turn: send chats"),
-        ({"plain": Form(9, 3.0, [0.9])}, "the drafter does not know chats: redrafter train --data chats.jsonl"),
+        ({"template": form(3.0)}, "3.00 after the same as a user's turn: send chats"),
+        ({"plain": form(3.0)}, "the drafter does not know chats: redrafter train --data chats.jsonl"),
         ({}, "2.00 tokens per step after plain prompts, 2.00 after the same as a user's turn; it is not"),
         ({"plain": None, "template": None}, "chat template: not compared: the base has none"),
-        ({"plain": Form(0, None, [None])}, "chat template: not compared: the base ended all texts at once"),
-        ({"temperatures": at_temperature(by_context=[Bucket("up to 256", 200, 100), Bucket("up to 512", 100, 30)])},
+        ({"plain": form(None)}, "chat template: not compared: the base ended all texts at once"),
+        ({"sampled": {"by_context": buckets(**{"up to 256": (200, 100), "up to 512": (100, 30)})}},
          "context: acceptance is 0.500 behind up to 256 tokens, 0.300 behind up to 512: redrafter train --length"),
         ({}, "context: acceptance is 0.500 behind up to 256 tokens, 0.500 behind up to 512; it is not the cause"),
-        ({"temperatures": at_temperature(by_context=[])},
+        ({"sampled": {"by_context": []}},
          "drafts are behind about as many tokens; to compare: redrafter evaluate --prompt-lengths 256,1024"),
     ],
 )  # fmt: skip
@@ -161,27 +336,27 @@ def test_each_cause_has_a_line_that_says_what_to_type(changes, said):
 
 
 def test_what_is_rare_gets_no_line():
-    changed = explanation(temperatures=at_temperature(all_steps=missed(wrong_guess=91, node_budget=9)))
-    assert not any("redrafter tune" in line for line in advise(changed))
-    assert not any("accepted all" in line for line in advise(changed))
+    lines = list(advise(explanation({"all_steps": missed(wrong_guess=91, node_budget=9)})))
+    assert not any("redrafter tune" in line or "accepted all" in line for line in lines)
 
 
 def test_texts_without_a_step_are_explained():
-    none = TemperatureExplanation(0.0, None, StepCounts(0, 0, 0, [{}], [0], [0]), {}, [Bucket("", 0, 0)], [], [None])
-    lines = list(advise(explanation(temperatures=[none], plain=None, template=None, form_prompts=0)))
-    assert len(lines) == 5
+    counts = {"steps": 0, "all_accepted": 0, "text_ended": 0, "misses": [{}], "tried": [0], "accepted": [0]}
+    none = {"temperature": 0.0, "tokens_per_step": None, "all_steps": counts, "by_context": [], "best_guess": [None]}
+    none["by_probability"] = buckets(a=(0, 0))
+    assert len(list(advise(explanation(temperatures=[none], plain=None, template=None, form_prompts=0)))) == 5
+
+
+def test_tables_have_a_column_for_each_class():
+    misses = {"outside_head": 11, "near_miss": 12, "wrong_guess": 13, "node_budget": 9}
+    counts = {"steps": 50, "all_accepted": 3, "text_ended": 2, "misses": [misses], "tried": [48], "accepted": [3]}
+    shown = explanation({"all_steps": counts, "categories": {"chat": counts}}) | {"advice": []}
+    lines = [line.split() for line in format_explanation(shown)]
+    assert ["1", "48", "3", "11", "12", "13", "9"] in lines
+    assert ["chat", "50", "11", "12", "13", "9", "3", "2"] in lines
 
 
 # The command
-
-
-def test_a_context_counts_the_tokens_before_a_draft():
-    """Drafts of a head that lacks the text's tokens, behind 256 tokens and more."""
-    model = tiny_model("llama", max_position_embeddings=600)
-    texts = Texts([[5] * 255 + [60] * 5], [255], [False])
-    found = explain_temperature(tiny_drafter(draft_vocab_size=8), Target(model), texts, Shape(2, 2, 5), {"all": 1})
-    assert [one for one in found.by_context if one.drafts] == [Bucket("up to 256", 1, 0), Bucket("up to 512", 3, 0)]
-    assert found.all_steps.missed["outside_head"] == found.all_steps.steps == 4
 
 
 @pytest.fixture(scope="module")
@@ -206,19 +381,17 @@ def test_the_explanation_adds_up_to_the_steps_of_the_replay(explained):
     for one, measured in zip(found["temperatures"], document["temperatures"], strict=True):
         [tree] = [tree for tree in measured["trees"] if tree["tree"] == found["tree"]]
         assert one["tokens_per_step"] == tree["all_steps"]["tokens_per_step"]
-        for counts, steps in [
-            (one["all_steps"], tree["all_steps"]),
-            *((counts, tree["categories"][name]) for name, counts in one["categories"].items()),
-        ]:
+        by_category = [(counts, tree["categories"][name]) for name, counts in one["categories"].items()]
+        for counts, steps in [(one["all_steps"], tree["all_steps"]), *by_category]:
             assert counts["steps"] == steps["steps"] > 0
-            assert (counts["tried"], counts["accepted"]) == (steps["tried_by_depth"], steps["accepted_by_depth"])
+            tried, accepted = steps["tried_by_depth"], steps["accepted_by_depth"]
+            assert (counts["tried"], counts["accepted"]) == (tried, accepted)
             misses = [sum(depth.values()) for depth in counts["misses"]]
             assert sum(misses) + counts["all_accepted"] + counts["text_ended"] == steps["steps"]
-            tried, accepted = steps["tried_by_depth"], steps["accepted_by_depth"]
             assert misses == [a - b for a, b in zip(tried, accepted, strict=True)]
-        for buckets in (one["by_probability"], one["by_context"]):
-            assert sum(bucket["drafts"] for bucket in buckets) == sum(tree["all_steps"]["tried_by_depth"])
-            assert sum(bucket["accepted"] for bucket in buckets) == sum(tree["all_steps"]["accepted_by_depth"])
+        for some in (one["by_probability"], one["by_context"]):
+            assert sum(bucket["drafts"] for bucket in some) == sum(tree["all_steps"]["tried_by_depth"])
+            assert sum(bucket["accepted"] for bucket in some) == sum(tree["all_steps"]["accepted_by_depth"])
 
 
 @pytest.mark.parametrize(
@@ -240,43 +413,7 @@ def test_the_output_shows_the_causes_and_what_to_type(explained):
     assert out.count("why drafts were missed: 5x3, 12 nodes, temperature 0") == 2
     assert out.endswith("".join(f"  {line}\n" for line in found["advice"]))
     assert "  rows.jsonl  " in out
-    assert found["data"] == ["rows.jsonl"]
-    assert found["form_prompts"] == 3
-    for name in ("plain", "template"):
-        assert f"{found[name]['tokens_per_step']:.3f}" in out
+    assert (found["data"], found["form_prompts"]) == (["rows.jsonl"], 3)
+    assert all(f"{found[name]['tokens_per_step']:.3f}" in out for name in ("plain", "template"))
     names = ("temperature", "certainty", "training data", "chat template", "context")
     assert all(any(line.startswith(name) for line in found["advice"]) for name in names)
-
-
-def test_tables_have_a_column_for_each_class():
-    counts = StepCounts(
-        50, 3, 2, [{"outside_head": 11, "near_miss": 12, "wrong_guess": 13, "node_budget": 9}], [48], [3]
-    )
-    one = replace(explanation().temperatures[0], all_steps=counts, categories={"chat": counts})
-    document = json.loads(json.dumps(describe_explanation(explanation(temperatures=[one]))))
-    lines = [line.split() for line in format_explanation(document)]
-    assert ["1", "48", "3", "11", "12", "13", "9"] in lines
-    assert ["chat", "50", "11", "12", "13", "9", "3", "2"] in lines
-    assert asdict(one)["by_context"][0] == {"name": "up to 256", "drafts": 200, "accepted": 100}
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("--data rows.jsonl", "--data is compared by --explain only: give --explain too, or leave --data out"),
-        ("--explain --shapes 5x5,1x4", "--explain explains one tree: give one of --shapes, got 5x5,1x4"),
-        ("--explain --node-budgets 5,6", "--explain explains one tree: give one of --node-budgets, got 5,6"),
-        ("--explain --data gone.jsonl", "gone.jsonl cannot be read"),
-        ("--explain --data val.jsonl", "--data val.jsonl: no row to train on; rows of split val and test are not"),
-        ("--explain --data prompts.jsonl", "prompts.jsonl:1: a prompt without an answer"),
-    ],
-)
-def test_what_cannot_be_explained_exits_with_2_and_one_line(tmp_path, capsys, monkeypatch, words, said):
-    monkeypatch.chdir(tmp_path)
-    write(Path("val.jsonl"), [{"text": "held out", "split": "val"}])
-    write(Path("prompts.jsonl"), ['"why?"'])
-    assert main(["evaluate", *words.split()]) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.count("\n") == 1
-    assert said in err

@@ -13,7 +13,7 @@ from redrafter.errors import ArgumentError
 from redrafter.train.evaluate.command import evaluate
 from redrafter.train.evaluate.options import EvaluateOptions, Search
 from redrafter.train.evaluate.replay import ReplayStats, Shape, replay
-from redrafter.train.evaluate.texts import PromptChoice, cut_prompt, prompts_of_lengths, write_texts
+from redrafter.train.evaluate.texts import PromptChoice, PromptSource, cut_prompt, write_texts
 
 TEXTS = ["abcdefghijklmnop", "0123456789", "short", "ABCDEFGHIJKL"]
 WORDS = ["the moon is far away and the sun is farther " * 3, "it was a night without any stars at all " * 3]
@@ -21,7 +21,7 @@ WORDS = ["the moon is far away and the sun is farther " * 3, "it was a night wit
 
 def choose(path, rows: list[object], *lengths: int, count: int | None = None, **changes: object) -> PromptChoice:
     """Choose prompts of a file of rows, with a token for each byte."""
-    return prompts_of_lengths([write(path / "rows.jsonl", rows)], tiny_tokenizer(), lengths, count, 0, **changes)
+    return PromptSource([write(path / "rows.jsonl", rows)], tiny_tokenizer(), count, **changes).of_lengths(lengths)
 
 
 def decoded(choice: PromptChoice) -> dict[int | None, list[str]]:
@@ -120,7 +120,7 @@ def test_each_length_counts_what_a_replay_of_its_prompts_counts(pair, tmp_path):
     assert document["prompts"]["lengths_left_out"] == [500]
     measured = [(result["temperature"], result["prompt_length"]) for result in document["temperatures"]]
     assert measured == [(0, 3), (0, 12), (1, 3), (1, 12)]
-    choice = prompts_of_lengths([path], pair.tokenizer, (3, 12), None, 5)
+    choice = PromptSource([path], pair.tokenizer, seed=5).of_lengths((3, 12))
     for result in document["temperatures"]:
         prompts = choice.by_length[result["prompt_length"]]
         texts = write_texts(pair.engine.target, prompts, 12, result["temperature"], 5)

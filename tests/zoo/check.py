@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from helpers.models import Scripted, paged, row_texts, tiny_drafter
 from redrafter import Engine, ReDrafter, ReDrafterError
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.checkpoints.merged import TreeShape
 from redrafter.model.target import Target
 
 from .configs import VOCAB, tiny_config

@@ -6,8 +6,7 @@ from typing import Any
 
 from redrafter.grammar.source import GrammarSource
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.logprobs import PromptScore
-from redrafter.scheduler.sequence import SequenceDelta
+from redrafter.scheduler.sequence import PromptScore, SequenceDelta
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.app.config_file import ConfigParser
-from redrafter.app.flags import add_options, read_options
+from redrafter.app.flags import add_options, read_options, short_name
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.app.program import run_command
@@ -34,15 +34,8 @@ from redrafter.measure.report import check_picture
 from redrafter.train.evaluate.explain import OtherTexts, explain
 from redrafter.train.evaluate.options import EvaluateOptions, Search
 from redrafter.train.evaluate.replay import replay
-from redrafter.train.evaluate.report import (
-    TextsResult,
-    describe_explanation,
-    format_explanation,
-    format_report,
-    make_report,
-    plot,
-)
-from redrafter.train.evaluate.texts import PromptChoice, prompts_by_category, prompts_of_lengths, write_texts
+from redrafter.train.evaluate.report import TextsResult, advise, format_explanation, format_report, make_report, plot
+from redrafter.train.evaluate.texts import PromptChoice, PromptSource, write_texts
 
 UNUSED_LOAD_OPTIONS = ("num_beams", "draft_len_per_beam", "node_budget", "tuning", "max_input_len", "max_seq_len")
 MAX_NODES = 4096  # of a search, where each node is compared with all others
@@ -51,14 +44,12 @@ MAX_NODES = 4096  # of a search, where each node is compared with all others
 def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
     """Measure a loaded pair.
 
-    The pair's engine must be a `ReDrafter`.
-
-    Returns:
-        The report, as `make_report` makes it.
+    The pair's engine must be a `ReDrafter`. Returns the report, as `make_report` makes it.
 
     Raises:
         ArgumentError: The options do not suit the pair, or leave no prompt.
         CheckpointError: A row of the prompts cannot be read.
+
     """
     engine, proposer = pair.engine, pair.engine.proposer
     assert isinstance(engine, ReDrafter)
@@ -80,11 +71,11 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
             )
     target = engine.target
     max_tokens = _max_prompt_tokens(options, target.fixed_rope_context)
-    files, count, seed = options.prompts, options.num_prompts, options.seed
+    source = PromptSource(options.prompts, pair.tokenizer, options.num_prompts, options.seed, **options.cut)
     if options.prompt_lengths:
-        prompts = prompts_of_lengths(files, pair.tokenizer, options.prompt_lengths, count, seed, **options.cut)
+        prompts = source.of_lengths(options.prompt_lengths)
     else:
-        prompts = PromptChoice.whole(prompts_by_category(files, pair.tokenizer, count, max_tokens, seed, **options.cut))
+        prompts = PromptChoice.whole(source.by_category(max_tokens))
     others = OtherTexts.read(pair, options, max_tokens) if options.explain else None
     results = []
     for temperature, length in product(options.written_temperatures, prompts.by_length):
@@ -106,7 +97,8 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
     if others is not None:
         written = [result.texts for result in results]
         explanation = explain(pair, engine.drafter, options, trees[0], prompts.categories, written, others)
-        document["explanation"] = describe_explanation(explanation)
+        names = [short_name(file) for file in explanation["data"]]
+        document["explanation"] = explanation | {"data": names, "advice": list(advise(explanation))}
     return document
 
 

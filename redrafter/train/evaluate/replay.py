@@ -10,7 +10,7 @@ drew through the whole lattice, it keeps the first part.
 """
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -55,30 +55,24 @@ class Shape:
         return 1 + self.beams * self.depth
 
 
-def count_accepted(
-    drafter: RecurrentDrafter,
-    target: Target,
-    state: State,
-    sampler: Sampler,
-    noise: Tensor | None,
-    shapes: Sequence[Shape],
-    window: ContextWindow | None = None,
-) -> Tensor:
-    """Count the drafts that are accepted and those that are verified at A positions.
+@dataclass(frozen=True)
+class Positions:
+    """Positions of texts, as a proposer is given the rows of a batch."""
 
-    Args:
-        drafter: Drafter, in eval mode.
-        target: The base.
-        state: State at the positions. Its `tokens` are `[A, K+2]`, each position's pending token and the tokens that
-            the base drew after it, for K the depth of the deepest shape.
-        sampler: How the base samples.
-        noise: Noise of the tokens after the pending one, `[A, K, V]`; None when greedy.
-        shapes: Shapes of the tree.
-        window: What the drafter reads of the texts at the positions; None where it reads nothing.
+    # State at A positions. Its `tokens` are `[A, K+2]`, each position's pending token and the tokens that the text goes
+    # on with; -1 past its end.
+    state: State
+    sampler: Sampler  # how the base sampled the texts
+    noise: Tensor | None  # noise of the tokens after the pending one, `[A, K, V]`; None when greedy
+    window: ContextWindow | None  # what the drafter reads of the texts there; None where it reads nothing
 
-    Returns:
-        Drafts accepted and drafts verified, `[2, A, shapes]` int64.
+
+def count_accepted(drafter: RecurrentDrafter, target: Target, at: Positions, shapes: Sequence[Shape]) -> Tensor:
+    """Count the drafts that are accepted and those that are verified at A positions, `[2, A, shapes]` int64.
+
+    The drafter must be in eval mode. The depth K of the positions is that of the deepest shape.
     """
+    state = at.state
     counts = torch.zeros(2, len(state.length), len(shapes), dtype=torch.long, device=state.tokens.device)
     for beams in {shape.beams for shape in shapes}:
         columns = [column for column, shape in enumerate(shapes) if shape.beams == beams]
@@ -86,7 +80,7 @@ def count_accepted(
         # The search ranks each node by the sum of the drafter's log-probabilities, noise included, from the root to it.
         scores = [torch.zeros_like(state.length[:, None], dtype=torch.float32)]
         proposer = RecurrentProposer(drafter, target, beams, depth, 1 + beams * depth)
-        lattice = proposer.search(state, sampler, noise, should_stop=partial(_record, scores), window=window)
+        lattice = proposer.search(state, at.sampler, at.noise, should_stop=partial(_record, scores), window=at.window)
         score = torch.cat(scores, dim=1)  # [A, N]
         path = accept(lattice, state.tokens.gather(1, lattice.depth + 1), depth)  # [A, K+1]
         drawn = torch.arange(depth, device=score.device) < path.accepted[:, None]  # [A, K]
@@ -99,9 +93,8 @@ def count_accepted(
 
 
 def _record(scores: list[Tensor], score: Tensor) -> bool:
-    """Keep the scores of a step of the search, which goes on."""
     scores.append(score)
-    return False
+    return False  # the search goes on
 
 
 def _kept(lattice: Tree, score: Tensor, shape: Shape) -> Tensor:
@@ -114,18 +107,6 @@ def _kept(lattice: Tree, score: Tensor, shape: Shape) -> Tensor:
     tokens, parents, depth, score = (x[:, :count] for x in (lattice.tokens, lattice.parents, lattice.depth, score))
     *_, best = keep_best(tokens, parents, depth, score, min(shape.nodes, count))
     return torch.zeros_like(score, dtype=torch.bool).scatter(1, best, True)
-
-
-@dataclass(frozen=True)
-class Positions:
-    """Positions of texts, as a proposer is given the rows of a batch."""
-
-    # State at A positions. Its `tokens` are `[A, K+2]`, each position's pending token and the tokens that the text goes
-    # on with; -1 past its end.
-    state: State
-    sampler: Sampler  # how the base sampled the texts
-    noise: Tensor | None  # noise of the tokens after the pending one, `[A, K, V]`; None when greedy
-    window: ContextWindow | None  # what the drafter reads of the texts there; None where it reads nothing
 
 
 def pending_positions(texts: Texts, index: int) -> range:
@@ -204,6 +185,23 @@ def _pairs(keys: Tensor, values: Tensor, row: Tensor, at: Tensor) -> tuple[Tenso
     return keys[row, at], values[row, at]
 
 
+def measure_positions(
+    drafter: RecurrentDrafter,
+    target: Target,
+    texts: Texts,
+    shapes: Sequence[Shape],
+    measure: Callable[[Positions], Tensor],
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the index of each text, and what `measure` gives for its P pending positions, `[P, ...]`, on the CPU.
+
+    The arguments are those of `read_positions`; the drafter must be in eval mode, on the target's device and in its
+    dtype.
+    """
+    for group in group_texts(texts, target.vocab_size):
+        found = torch.cat([measure(at).cpu() for at in read_positions(drafter, target, texts, group, shapes)])
+        yield from zip(group, found.split([len(pending_positions(texts, index)) for index in group]), strict=True)
+
+
 @dataclass
 class ReplayStats(Stats):
     """The steps along a text, counted as `generate` counts them."""
@@ -233,13 +231,7 @@ class ReplayStats(Stats):
         return [accepted / tried if tried else None for accepted, tried in pairs]
 
     def add_step(self, drafted: int, accepted: int, left: int) -> None:
-        """Add one step.
-
-        Args:
-            drafted: Drafts that were verified.
-            accepted: Drafts that were accepted.
-            left: Tokens of the text behind the pending one.
-        """
+        """Add a step that verified `drafted` drafts and accepted `accepted`, `left` tokens before the text's end."""
         self.count(drafted, accepted, min(accepted + 1, left))
         for depth in range(min(accepted + 1, left, len(self.tried))):
             self.tried[depth] += 1
@@ -248,19 +240,12 @@ class ReplayStats(Stats):
 class ValidationTexts:
     """Texts that a base wrote once, greedily, to measure any number of drafters on.
 
-    Args:
-        target: The base.
-        prompts: Token ids of each prompt.
-        new_tokens: Tokens that the base writes after each prompt, at most.
-        end_ids: Ids that end a text; those of the generation config when None.
+    They continue `prompts`, token ids, by at most `new_tokens` tokens each. `end_ids` end a text; those of the
+    generation config when None.
     """
 
     def __init__(
-        self,
-        target: Target,
-        prompts: Sequence[list[int]],
-        new_tokens: int,
-        end_ids: Collection[int] | None = None,
+        self, target: Target, prompts: Sequence[list[int]], new_tokens: int, end_ids: Collection[int] | None = None
     ):
         self.target, self.texts = target, write_texts(target, prompts, new_tokens, end_ids=end_ids)
 
@@ -280,25 +265,18 @@ class ValidationTexts:
 def replay(drafter: RecurrentDrafter, target: Target, texts: Texts, shapes: Sequence[Shape]) -> list[list[ReplayStats]]:
     """Compute what `generate` would report on texts that the base wrote.
 
-    The drafter must be in eval mode, on the target's device and in its dtype.
-
-    Returns:
-        Statistics for each shape, for each text.
+    The drafter must be in eval mode, on the target's device and in its dtype. Returns statistics for each shape, for
+    each text.
     """
     stats = [[ReplayStats.sum(shape) for _ in texts.tokens] for shape in shapes]
-    for group in group_texts(texts, target.vocab_size):
-        counts = [torch.zeros(2, 0, len(shapes), dtype=torch.long)]
-        for part in read_positions(drafter, target, texts, group, shapes):
-            counted = count_accepted(drafter, target, part.state, part.sampler, part.noise, shapes, part.window)
-            counts.append(counted.cpu())
-        accepted, drafted = (iter(x.tolist()) for x in torch.cat(counts, dim=1))
-        for index in group:
-            pending = pending_positions(texts, index)
-            text_accepted, text_drafted = ([next(rows) for _ in pending] for rows in (accepted, drafted))
-            for column, by_text in enumerate(stats):
-                for position in steps_taken([row[column] for row in text_accepted]):
-                    count, left = text_accepted[position][column], len(pending) - position
-                    by_text[index].add_step(text_drafted[position][column], count, left)
+
+    def count(at: Positions) -> Tensor:
+        return count_accepted(drafter, target, at, shapes).movedim(1, 0)  # [A, 2, shapes]
+
+    for index, counts in measure_positions(drafter, target, texts, shapes, count):
+        for by_text, (accepted, drafted) in zip(stats, counts.permute(2, 1, 0).tolist(), strict=True):
+            for position in steps_taken(accepted):
+                by_text[index].add_step(drafted[position], accepted[position], len(accepted) - position)
     return stats
 
 

@@ -1,14 +1,13 @@
 """Report of an evaluation, as a JSON document, as tables and as a picture."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
 from redrafter.measure.report import conditions, describe_pair, drawing, format_table
-from redrafter.train.evaluate.explain import Bucket, Explanation, StepCounts, TemperatureExplanation
 from redrafter.train.evaluate.options import EvaluateOptions
 from redrafter.train.evaluate.replay import ReplayStats, Shape
 from redrafter.train.evaluate.texts import PromptChoice, Texts, repeated_share
@@ -18,7 +17,8 @@ DEEPER_SHARE = 0.25  # of all steps, which accepted all drafts: deeper drafts wo
 BETTER = 1.1  # times as good; what is closer than that counts as equal
 BETTER_GUESSES = 0.05  # of all guesses; the same for shares of right guesses
 MIN_DRAFTS = 100  # of a bucket whose acceptance is compared
-TRAIN = "redrafter regenerate --data prompts.jsonl --output own.jsonl ..., redrafter train --data own.jsonl ..."
+TRAIN = "redrafter regenerate --data {} --output own.jsonl ..., redrafter train --data own.jsonl ..."
+NOT_THE_CAUSE = "it is not the cause"
 
 REPEATED_TOKENS = 4  # tokens of a run that counts as repeated if it occurred before
 MISS_NAMES = {
@@ -73,14 +73,31 @@ def _describe_result(result: TextsResult, categories: dict[str, int]) -> dict[st
     for category, count in categories.items():
         spans[category] = slice(first, first + count)
         first += count
+    trees = []
+    for shape, stats in zip(result.shapes, result.stats, strict=True):
+        by_category = {name: _describe_stats(shape, stats[span]) for name, span in spans.items()}
+        entries = list(by_category.values())
+        mean: dict[str, Any] = {
+            name: _mean([entry[name] for entry in entries]) for name in ("drafts_per_step", "tokens_per_step")
+        }
+        rates = zip(*(entry["acceptance"] for entry in entries), strict=True)
+        trees.append(
+            {
+                "tree": str(shape),
+                "beams": shape.beams,
+                "depth": shape.depth,
+                "nodes": shape.nodes,
+                "categories": by_category,
+                "mean_of_categories": mean | {"acceptance": [_mean(list(by_depth)) for by_depth in rates]},
+                "all_steps": _describe_stats(shape, stats),
+            }
+        )
     return {
         "temperature": result.texts.temperature,
         "prompt_length": result.prompt_length,
         "texts": {name: _describe_texts(result.texts, span) for name, span in spans.items()},
         "all_texts": _describe_texts(result.texts, slice(None)),
-        "trees": [
-            _describe_tree(shape, stats, spans) for shape, stats in zip(result.shapes, result.stats, strict=True)
-        ],
+        "trees": trees,
     }
 
 
@@ -91,26 +108,6 @@ def _describe_texts(texts: Texts, span: slice) -> dict[str, Any]:
         "tokens": sum(map(len, continuations)),
         f"repeated_{REPEATED_TOKENS}_grams": repeated_share(continuations, REPEATED_TOKENS),
         "ended": sum(ended) / len(ended),
-    }
-
-
-def _describe_tree(shape: Shape, stats: list[ReplayStats], spans: dict[str, slice]) -> dict[str, Any]:
-    by_category = {name: _describe_stats(shape, stats[span]) for name, span in spans.items()}
-    entries = list(by_category.values())
-    return {
-        "tree": str(shape),
-        "beams": shape.beams,
-        "depth": shape.depth,
-        "nodes": shape.nodes,
-        "categories": by_category,
-        "mean_of_categories": {
-            "drafts_per_step": _mean([entry["drafts_per_step"] for entry in entries]),
-            "tokens_per_step": _mean([entry["tokens_per_step"] for entry in entries]),
-            "acceptance": [
-                _mean(list(rates)) for rates in zip(*(entry["acceptance"] for entry in entries), strict=True)
-            ],
-        },
-        "all_steps": _describe_stats(shape, stats),
     }
 
 
@@ -150,35 +147,24 @@ def format_report(document: dict[str, Any]) -> Iterator[str]:
     at_once = len(prompts["lengths"]) or 1
     for results in (measured[first : first + at_once] for first in range(0, len(measured), at_once)):
         yield from ("", f"temperature {results[0]['temperature']:g}")
-        yield from _format_lengths(results) if prompts["lengths"] else _format_categories(results[0])
-
-
-def _format_categories(result: dict[str, Any]) -> Iterator[str]:
-    """Format one result: in each table, a line for each category and one for all."""
-    yield from _format_texts({**result["texts"], "all texts": result["all_texts"]})
-    for tree in result["trees"]:
-        several = len(tree["categories"]) > 1
-        rows = {**tree["categories"], "mean of categories": tree["mean_of_categories"]} if several else {}
-        yield from _format_tree(tree, {**rows, "all steps": tree["all_steps"]})
-
-
-def _format_lengths(results: list[dict[str, Any]]) -> Iterator[str]:
-    """Format the results of one temperature: in each table, a line for each length of prompts."""
-    names = [f"prompts of {result['prompt_length']} tokens" for result in results]
-    yield from _format_texts(dict(zip(names, (result["all_texts"] for result in results), strict=True)))
-    for trees in zip(*(result["trees"] for result in results), strict=True):
-        yield from _format_tree(trees[0], dict(zip(names, (tree["all_steps"] for tree in trees), strict=True)))
+        if prompts["lengths"]:  # in each table, a line for each length of prompts
+            names = [f"prompts of {result['prompt_length']} tokens" for result in results]
+            yield from _format_texts(dict(zip(names, (result["all_texts"] for result in results), strict=True)))
+            for trees in zip(*(result["trees"] for result in results), strict=True):
+                yield from _format_tree(trees[0], dict(zip(names, (tree["all_steps"] for tree in trees), strict=True)))
+            continue
+        [result] = results  # in each table, a line for each category and one for all
+        yield from _format_texts({**result["texts"], "all texts": result["all_texts"]})
+        for tree in result["trees"]:
+            several = len(tree["categories"]) > 1
+            rows = {**tree["categories"], "mean of categories": tree["mean_of_categories"]} if several else {}
+            yield from _format_tree(tree, {**rows, "all steps": tree["all_steps"]})
 
 
 def _format_texts(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
-    columns = {
-        "texts": "texts",
-        "tokens": "tokens",
-        f"repeated {REPEATED_TOKENS}-grams": f"repeated_{REPEATED_TOKENS}_grams",
-    }
-    columns["ended by itself"] = "ended"
-    cells = ((name, *map(row.get, columns.values())) for name, row in rows.items())
-    return format_table(["written by the model", *columns], cells)
+    repeated, keys = f"repeated {REPEATED_TOKENS}-grams", f"repeated_{REPEATED_TOKENS}_grams"
+    cells = ((name, *map(row.get, ("texts", "tokens", keys, "ended"))) for name, row in rows.items())
+    return format_table(["written by the model", "texts", "tokens", repeated, "ended by itself"], cells)
 
 
 def _format_tree(tree: dict[str, Any], rows: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -191,14 +177,8 @@ def _depths(depth: int) -> list[str]:
     return ["depth 1", *map(str, range(2, depth + 1))]
 
 
-def describe_explanation(explanation: Explanation) -> dict[str, Any]:
-    """Return the part of the JSON document that explains the acceptance, with lines of advice."""
-    files = [short_name(file) for file in explanation.data]
-    return asdict(explanation) | {"data": files, "advice": list(advise(explanation))}
-
-
 def format_explanation(document: dict[str, Any]) -> Iterator[str]:
-    """Format what `describe_explanation` returned as lines of text and tables."""
+    """Format what `explain` returned, with the lines of `advise` as its `advice`, as lines of text and tables."""
     names = MISS_NAMES.values()
     for result in document["temperatures"]:
         counts = result["all_steps"]
@@ -210,13 +190,7 @@ def format_explanation(document: dict[str, Any]) -> Iterator[str]:
         yield from format_table(["depth", "tried", "accepted", *names], by_depth)
         yield ""
         endings = (
-            (
-                name,
-                ends["steps"],
-                *(sum(depth[miss] for depth in ends["misses"]) for miss in MISS_NAMES),
-                ends["all_accepted"],
-                ends["text_ended"],
-            )
+            (name, ends["steps"], *_misses(ends).values(), ends["all_accepted"], ends["text_ended"])
             for name, ends in {**result["categories"], "all": counts}.items()
         )
         yield from format_table(["how steps ended", "steps", *names, "all accepted", "text ended"], endings)
@@ -278,106 +252,101 @@ def plot(document: dict[str, Any], path: Path) -> None:
             axes.set_ylabel("share accepted, of those whose parent was")
 
 
-def advise(explanation: Explanation) -> Iterator[str]:
+def _misses(counts: dict[str, Any]) -> dict[str, int]:
+    """Add up the misses of all depths, by class."""
+    return {miss: sum(depth[miss] for depth in counts["misses"]) for miss in MISS_NAMES}
+
+
+def advise(explanation: dict[str, Any]) -> Iterator[str]:
     """Yield lines of what was found and what to type, for the highest temperature."""
-    last = max(explanation.temperatures, key=lambda one: one.temperature)
-    if last.all_steps.steps:
-        yield from _misses(explanation, last.all_steps, last.temperature)
-    yield _temperature(explanation.temperatures)
-    yield _certainty(last)
-    yield _data(explanation, last)
-    yield _template(explanation)
-    yield _context(last.by_context)
+    measured = explanation["temperatures"]
+    last = max(measured, key=lambda one: one["temperature"])
+    if last["all_steps"]["steps"]:
+        yield from _advise_on_misses(explanation, last["all_steps"], last["temperature"])
+    yield _temperature(measured)
+    # Are the misses where the base itself was unsure?
+    unsure, drafts = last["by_probability"][0], sum(one["drafts"] for one in last["by_probability"])
+    missed = drafts - sum(one["accepted"] for one in last["by_probability"])
+    if missed:
+        share = (unsure["drafts"] - unsure["accepted"]) / missed
+        found = f"the base gave its own token less than 0.5 at {unsure['drafts'] / drafts:.0%} of the drafts"
+        known = share * drafts > BETTER * unsure["drafts"]
+        mend = "no drafter guesses such tokens well, a lower --temperature draws fewer" if known else NOT_THE_CAUSE
+        yield f"certainty: {found}, where {share:.0%} of the misses are; {mend}"
+    else:
+        yield "certainty: no draft was missed"
+    yield _data(explanation, last["best_guess"][0])
+    yield _template(explanation["plain"], explanation["template"])
+    yield _context(last["by_context"])
 
 
-def _misses(explanation: Explanation, counts: StepCounts, temperature: float) -> Iterator[str]:
+def _advise_on_misses(explanation: dict[str, Any], counts: dict[str, Any], temperature: float) -> Iterator[str]:
     """Yield a line for each class that has many of the misses, and one where drafts end too soon."""
-    beams, depth = explanation.beams, explanation.depth
-    wider = f"{2 * beams}x{depth}"
+    beams, depth, lattice = explanation["beams"], explanation["depth"], explanation["lattice"]
+    head, vocabulary = explanation["head"], explanation["vocabulary"]
     causes = {
-        "outside_head": f"tokens that the drafter's head lacks: it has {explanation.head} of {explanation.vocabulary}: "
-        f"redrafter train --draft-vocab-size {min(2 * explanation.head, explanation.vocabulary)} ...",
-        "near_miss": f"just behind the beams: redrafter evaluate --shapes {wider}, and if that pays --num-beams "
-        f"{2 * beams}",
-        "wrong_guess": f"far from the beams, which only training mends: {TRAIN}",
-        "node_budget": f"drafted and not verified, for {explanation.nodes} of {explanation.lattice} nodes are: "
-        f"redrafter tune, or --node-budget {explanation.lattice}",
+        "outside_head": f"tokens that the drafter's head lacks: it has {head} of {vocabulary}: redrafter train "
+        f"--draft-vocab-size {min(2 * head, vocabulary)} ...",
+        "near_miss": f"just behind the beams: redrafter evaluate --shapes {2 * beams}x{depth}, and if that pays "
+        f"--num-beams {2 * beams}",
+        "wrong_guess": "far from the beams, which only training mends: " + TRAIN.format("prompts.jsonl"),
+        "node_budget": f"drafted and not verified, for {explanation['nodes']} of {lattice} nodes are: redrafter tune, "
+        f"or --node-budget {lattice}",
     }
-    total = sum(counts.missed.values())
-    for name, count in sorted(counts.missed.items(), key=lambda item: -item[1]):
+    misses = _misses(counts)
+    total = sum(misses.values())
+    for name, count in sorted(misses.items(), key=lambda item: -item[1]):
         if count >= NAMED_SHARE * total and count:
             yield f"{count / total:.0%} of the misses at temperature {temperature:g} are {causes[name]}"
-    if counts.all_accepted >= DEEPER_SHARE * counts.steps:
+    if counts["all_accepted"] >= DEEPER_SHARE * counts["steps"]:
         yield (
-            f"{counts.all_accepted / counts.steps:.0%} of the steps accepted all {depth} drafts: redrafter evaluate "
-            f"--shapes {beams}x{depth + 3}, and if that pays --draft-len-per-beam {depth + 3}"
+            f"{counts['all_accepted'] / counts['steps']:.0%} of the steps accepted all {depth} drafts: redrafter "
+            f"evaluate --shapes {beams}x{depth + 3}, and if that pays --draft-len-per-beam {depth + 3}"
         )
 
 
-def _temperature(measured: list[TemperatureExplanation]) -> str:
-    known = [one for one in measured if one.tokens_per_step is not None]
-    greedy = [one.tokens_per_step for one in known if one.temperature == 0]
-    others = [one for one in known if one.temperature > 0]
+def _temperature(measured: list[dict[str, Any]]) -> str:
+    known = [one for one in measured if one["tokens_per_step"] is not None]
+    greedy = [one["tokens_per_step"] for one in known if one["temperature"] == 0]
+    others = [(one["temperature"], one["tokens_per_step"]) for one in known if one["temperature"] > 0]
     if not greedy or not others:
         return "temperature: only greedy texts were measured; to compare: redrafter evaluate --temperatures 0,1"
-    hottest = max(others, key=lambda one: one.temperature)
-    found = f"greedy {greedy[0]:.2f} tokens per step, at {hottest.temperature:g} {hottest.tokens_per_step:.2f}"
-    if (greedy[0] or 0) < BETTER * (hottest.tokens_per_step or 0):
-        return f"temperature: {found}; it is not the cause"
-    return f"temperature: {found}; what is drawn is harder to guess: --temperature {hottest.temperature / 2:g}"
+    hottest, per_step = max(others)
+    found = f"greedy {greedy[0]:.2f} tokens per step, at {hottest:g} {per_step:.2f}"
+    mend = f"what is drawn is harder to guess: --temperature {hottest / 2:g}"
+    return f"temperature: {found}; {NOT_THE_CAUSE if greedy[0] < BETTER * per_step else mend}"
 
 
-def _certainty(result: TemperatureExplanation) -> str:
-    """Say whether the misses are where the base itself was unsure."""
-    unsure, drafts = result.by_probability[0], sum(one.drafts for one in result.by_probability)
-    missed = sum(one.drafts - one.accepted for one in result.by_probability)
-    if not missed:
-        return "certainty: no draft was missed"
-    share = (unsure.drafts - unsure.accepted) / missed
-    found = f"the base gave its own token less than 0.5 at {unsure.drafts / drafts:.0%} of the drafts"
-    if share * drafts > BETTER * unsure.drafts:
-        return (
-            f"certainty: {found}, where {share:.0%} of the misses are; no drafter guesses such tokens well, a lower "
-            "--temperature draws fewer"
-        )
-    return f"certainty: {found}, where {share:.0%} of the misses are; it is not the cause"
-
-
-def _data(explanation: Explanation, result: TemperatureExplanation) -> str:
+def _data(explanation: dict[str, Any], own: float | None) -> str:
     """Say whether the drafter guesses the text that it was trained on better than the base's own."""
-    if explanation.best_guess_on_data is None:
+    if explanation["best_guess_on_data"] is None:
         return "training data: not compared; to do so: redrafter evaluate --explain --data FILE"
-    trained, own = explanation.best_guess_on_data[0], result.best_guess[0]
+    trained = explanation["best_guess_on_data"][0]
     if trained is None or own is None:
         return "training data: no text is long enough to compare; give another file: --data FILE"
     found = f"first guesses are right for {trained:.0%} of the data and {own:.0%} of the base's own text"
     if trained < own + BETTER_GUESSES:
-        return f"training data: {found}; it is not the cause"
-    files = " ".join(explanation.data)
-    return (
-        f"training data: {found}: redrafter regenerate --data {files} --output own.jsonl ..., "
-        "redrafter train --data own.jsonl ..."
-    )
+        return f"training data: {found}; {NOT_THE_CAUSE}"
+    return f"training data: {found}: {TRAIN.format(' '.join(explanation['data']))}"
 
 
-def _template(explanation: Explanation) -> str:
-    plain, template = explanation.plain, explanation.template
+def _template(plain: dict[str, Any] | None, template: dict[str, Any] | None) -> str:
     if plain is None or template is None:
         return "chat template: not compared: the base has none, or no prompt fits with it"
-    per_step = plain.tokens_per_step, template.tokens_per_step
-    if per_step[0] is None or per_step[1] is None:
+    without, within = plain["tokens_per_step"], template["tokens_per_step"]
+    if without is None or within is None:
         return "chat template: not compared: the base ended all texts at once; to measure others: --prompts FILE"
-    found = f"{per_step[0]:.2f} tokens per step after plain prompts, {per_step[1]:.2f} after the same as a user's turn"
-    if per_step[1] > BETTER * per_step[0]:
+    found = f"{without:.2f} tokens per step after plain prompts, {within:.2f} after the same as a user's turn"
+    if within > BETTER * without:
         return f"chat template: {found}: send chats, such as rows of messages or redrafter generate --chat-template"
-    if per_step[0] > BETTER * per_step[1]:
+    if without > BETTER * within:
         return f"chat template: {found}; the drafter does not know chats: redrafter train --data chats.jsonl ..."
-    return f"chat template: {found}; it is not the cause"
+    return f"chat template: {found}; {NOT_THE_CAUSE}"
 
 
-def _context(buckets: list[Bucket]) -> str:
-    """Compare the acceptance behind the shortest contexts with that behind the longest ones."""
-    rates = [(one.name, one.acceptance) for one in buckets if one.drafts >= MIN_DRAFTS and one.acceptance is not None]
+def _context(buckets: list[dict[str, Any]]) -> str:
+    """Compare the acceptance after the shortest contexts with that after the longest ones."""
+    rates = [(one["name"], one["accepted"] / one["drafts"]) for one in buckets if one["drafts"] >= MIN_DRAFTS]
     if len(rates) < 2:
         return (
             "context: all drafts are behind about as many tokens; to compare: redrafter evaluate "
@@ -386,5 +355,5 @@ def _context(buckets: list[Bucket]) -> str:
     (short, first), (long, last) = rates[0], rates[-1]
     found = f"acceptance is {first:.3f} behind {short} tokens, {last:.3f} behind {long}"
     if first < BETTER * last:
-        return f"context: {found}; it is not the cause"
+        return f"context: {found}; {NOT_THE_CAUSE}"
     return f"context: {found}: redrafter train --length N ..., with N as long as what is served"

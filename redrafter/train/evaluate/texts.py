@@ -19,12 +19,11 @@ from redrafter.data.prompts import encode_prompt, sample_prompts
 from redrafter.data.rows import Row, read_rows
 from redrafter.data.windows import Windows
 from redrafter.drafting.proposer import PlainProposer
-from redrafter.engine.call import GenerateOutput
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError
 from redrafter.measure.prompts import read_prompts
-from redrafter.measure.run import padded
+from redrafter.measure.run import timed_run
 from redrafter.model.target import Target
 from redrafter.train.config import DEFAULT_LENGTH
 
@@ -86,16 +85,11 @@ def write_texts(
         settings |= _NEUTRAL_SAMPLING | {"temperature": temperature}
     for first in range(0, len(order), batch_size):
         indices = order[first : first + batch_size]
-        ids, mask = padded([prompts[index] for index in indices], pad_token=0)  # [B, P]
         seeds = [seed + index for index in indices] if temperature > 0 else None
-        out = engine.generate(
-            ids, mask, max_new_tokens=new_tokens, seed=seeds, return_dict_in_generate=True, **settings
-        )
-        assert isinstance(out, GenerateOutput)
-        assert out.stats is not None
-        new = out.sequences[:, ids.shape[1] :].tolist()
-        for index, text, row in zip(indices, new, out.stats.rows, strict=True):
-            tokens[index] += text[: 1 + row.emitted]  # the prefill's token is not counted as a step's
+        batch = [prompts[index] for index in indices]
+        run = timed_run(engine, batch, 0, max_new_tokens=new_tokens, seed=seeds, **settings)
+        for index, text in zip(indices, run.tokens, strict=True):
+            tokens[index] += text
         report(first + len(indices))
     all_seeds = list(range(seed, seed + len(prompts))) if temperature > 0 else None
     return Texts(tokens, list(map(len, prompts)), [text[-1] in ends for text in tokens], temperature, all_seeds)
@@ -104,73 +98,12 @@ def write_texts(
 def repeated_share(texts: Sequence[list[int]], size: int) -> float | None:
     """Return the share of n-grams that repeat an earlier n-gram of the same text.
 
-    `texts` holds token ids, and `size` is the length n in tokens. N-grams overlap: one begins at every token.
-
-    Returns:
-        Repeats in all texts, divided by n-grams in all texts, from 0 to 1; None if every text is shorter than `size`.
+    `texts` holds token ids, and `size` is the length n in tokens. N-grams overlap: one begins at every token. Returns
+    repeats in all texts, divided by n-grams in all texts, from 0 to 1; None if every text is shorter than `size`.
     """
     runs = [list(zip(*(text[offset:] for offset in range(size)), strict=False)) for text in texts]
     count = sum(map(len, runs))
     return (count - sum(len(set(text_runs)) for text_runs in runs)) / count if count else None
-
-
-def prompts_by_category(
-    files: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    count: int | None,
-    max_tokens: int,
-    seed: int,
-    *,
-    share: float = 1.0,
-    most: int | None = None,
-) -> dict[str, list[list[int]]]:
-    """Choose prompts of each category: the `source` of a row or else the name of its file.
-
-    Args:
-        files: Files of prompts; the prompts that ship with the package if there are none.
-        tokenizer: Tokenizer of the model.
-        count: Prompts of each category, chosen by the seed; None for all.
-        max_tokens: Tokens of a prompt; longer prompts are left out.
-        seed: Seed of the choice.
-        share: Share of the tokens of a row of text that is its prompt.
-        most: Tokens of a row of text that are its prompt, at most.
-
-    Returns:
-        Token ids of the prompts, by category.
-
-    Raises:
-        ArgumentError: No prompt is left.
-        CheckpointError: A row cannot be read; the message names it.
-    """
-    chosen: dict[str, list[list[int]]] = {}
-    for category, members in _by_category(files):
-        limit = count or len(members)
-        encoded = sample_prompts(members, tokenizer, limit, max_tokens, seed, text_share=share, max_text_tokens=most)
-        chosen.setdefault(category, []).extend(encoded)
-    chosen = {category: encoded[:count] for category, encoded in chosen.items() if encoded}
-    if not chosen:
-        raise ArgumentError(f"{_name_files(files)}: no prompt of 1 to {max_tokens} tokens")
-    return chosen
-
-
-def _read(files: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
-    """Read the rows of each file of prompts; of those that ship with the package if there is none."""
-    sources: Sequence[str | None] = files or [None]
-    for file in sources:
-        yield Path(file or "prompts").name.split(".")[0], read_prompts(file)
-
-
-def _by_category(files: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
-    """Yield the rows of each category of each file."""
-    for name, found in _read(files):
-        rows: dict[str, list[Row]] = {}
-        for row in found:
-            rows.setdefault(row.source or name, []).append(row)
-        yield from rows.items()
-
-
-def _name_files(files: Sequence[str]) -> str:
-    return ", ".join(files) or "the prompts that ship"
 
 
 @dataclass(frozen=True)
@@ -190,65 +123,116 @@ class PromptChoice:
         return cls(counts, {None: [ids for members in prompts.values() for ids in members]})
 
 
-def prompts_of_lengths(
-    files: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    lengths: Sequence[int],
-    count: int | None,
-    seed: int,
-    *,
-    share: float = 1.0,
-    most: int | None = None,
-) -> PromptChoice:
-    """Choose prompts that have the longest of some lengths, and cut each of them to all of the lengths.
+@dataclass(frozen=True)
+class PromptSource:
+    """Files of prompts, and how prompts are chosen and cut from them.
 
-    Lengths that no prompt has are left out. A row of text is first cut at its end to the longest length that is left,
-    unless `most` says where: its longest prompt is then its beginning.
-
-    Args:
-        files: Files of prompts; the prompts that ship with the package if there are none.
-        tokenizer: Tokenizer of the model.
-        lengths: Tokens of a prompt, 2 or more.
-        count: Prompts of each category, chosen by the seed; None for all.
-        seed: Seed of the choice.
-        share: Share of the tokens of a row of text that is its prompt.
-        most: Tokens of a row of text that are its prompt, at most.
-
-    Raises:
-        ArgumentError: No prompt has the shortest length.
-        CheckpointError: A row cannot be read; the message names it.
+    Its methods raise `CheckpointError` for a row that cannot be read; the message names it.
     """
-    found: dict[str, list[tuple[Row, int]]] = {}
-    for category, rows in _by_category(files):
-        random.Random(seed).shuffle(rows)
-        remaining = len(rows) if count is None else count
-        for row in rows:
-            if not remaining:
-                break
-            tokens = len(encode_prompt(row, tokenizer, text_share=share, max_text_tokens=most))
-            found.setdefault(category, []).append((row, tokens))
-            remaining -= tokens >= max(lengths)
-    longest = max(tokens for members in found.values() for _, tokens in members)
-    kept = sorted({length for length in lengths if length <= longest})
-    if not kept:
-        raise ArgumentError(
-            f"--prompt-lengths {min(lengths)}: no prompt of {_name_files(files)} has as many tokens, the longest has "
-            f"{longest}"
+
+    files: Sequence[str]  # the prompts that ship with the package if there are none
+    tokenizer: PreTrainedTokenizerBase  # of the base
+    count: int | None = None  # prompts of each category, chosen by the seed; None for all
+    seed: int = 0  # of the choice
+    share: float = 1.0  # share of the tokens of a row of text that is its prompt
+    most: int | None = None  # tokens of a row of text that are its prompt, at most
+
+    def by_category(self, max_tokens: int) -> dict[str, list[list[int]]]:
+        """Choose prompts of at most `max_tokens` tokens of each category.
+
+        A category is the `source` of a row or else the name of its file. Returns the token ids of its prompts. Raises
+        `ArgumentError` where no prompt is left.
+        """
+        chosen: dict[str, list[list[int]]] = {}
+        cut: dict[str, Any] = {"text_share": self.share, "max_text_tokens": self.most}
+        for category, members in self._rows_by_category():
+            limit = self.count or len(members)
+            encoded = sample_prompts(members, self.tokenizer, limit, max_tokens, self.seed, **cut)
+            chosen.setdefault(category, []).extend(encoded)
+        chosen = {category: encoded[: self.count] for category, encoded in chosen.items() if encoded}
+        if not chosen:
+            raise ArgumentError(f"{self._names()}: no prompt of 1 to {max_tokens} tokens")
+        return chosen
+
+    def of_lengths(self, lengths: Sequence[int]) -> PromptChoice:
+        """Choose prompts that have the longest of some lengths, 2 or more tokens, and cut each to all of the lengths.
+
+        Lengths that no prompt has are left out. A row of text is first cut at its end to the longest length that is
+        left, unless `most` says where: its longest prompt is then its beginning. Raises `ArgumentError` where no prompt
+        has the shortest length.
+        """
+        found: dict[str, list[tuple[Row, int]]] = {}
+        for category, rows in self._rows_by_category():
+            random.Random(self.seed).shuffle(rows)
+            remaining = len(rows) if self.count is None else self.count
+            for row in rows:
+                if not remaining:
+                    break
+                tokens = len(self._encode(row, self.most))
+                found.setdefault(category, []).append((row, tokens))
+                remaining -= tokens >= max(lengths)
+        longest = max(tokens for members in found.values() for _, tokens in members)
+        kept = sorted({length for length in lengths if length <= longest})
+        if not kept:
+            raise ArgumentError(
+                f"--prompt-lengths {min(lengths)}: no prompt of {self._names()} has as many tokens, the longest has "
+                f"{longest}"
+            )
+        end = kept[-1] if self.most is None else self.most
+        long_enough = {name: [row for row, tokens in some if tokens >= kept[-1]] for name, some in found.items()}
+        whole = PromptChoice.whole(
+            {name: [self._encode(row, end) for row in rows[: self.count]] for name, rows in long_enough.items() if rows}
         )
-    end = kept[-1] if most is None else most
-    long_enough = {name: [row for row, tokens in members if tokens >= kept[-1]] for name, members in found.items()}
-    whole = PromptChoice.whole(
-        {
-            category: [encode_prompt(row, tokenizer, text_share=share, max_text_tokens=end) for row in rows[:count]]
-            for category, rows in long_enough.items()
-            if rows
+        bos = self.tokenizer.bos_token_id
+        by_length: dict[int | None, list[list[int]]] = {
+            length: [cut_prompt(ids, length, bos) for ids in whole.by_length[None]] for length in kept
         }
-    )
-    by_length: dict[int | None, list[list[int]]] = {
-        length: [cut_prompt(ids, length, tokenizer.bos_token_id) for ids in whole.by_length[None]] for length in kept
-    }
-    left_out = tuple(sorted({length for length in lengths if length > longest}))
-    return PromptChoice(whole.categories, by_length, left_out, longest if left_out else None)
+        left_out = tuple(sorted(set(lengths) - set(kept)))
+        return PromptChoice(whole.categories, by_length, left_out, longest if left_out else None)
+
+    def in_both_forms(self, max_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Encode some prompts as plain text and as a user's turn of the chat template, `max_tokens` tokens at most.
+
+        Returns token ids of the plain prompts, and of the same prompts in the template; none without a chat template.
+        """
+        plain, templated = list[list[int]](), list[list[int]]()
+        if not getattr(self.tokenizer, "chat_template", None):
+            return plain, templated
+        rows = [row for _, found in self._rows() for row in found]
+        random.Random(self.seed).shuffle(rows)
+        for row in rows:
+            if len(plain) == FORM_PROMPTS:
+                break
+            if row.messages is not None:  # of a conversation, the first user's turn
+                text = next((turn["content"] for turn in row.messages if turn["role"] == "user"), "")
+            else:
+                text = str(self.tokenizer.decode(self._encode(row, self.most), skip_special_tokens=True))
+            turn = Row(row.where, messages=[{"role": "user", "content": text}])
+            forms = [encode_prompt(form, self.tokenizer) for form in (Row(row.where, text=text), turn)]
+            if all(0 < len(ids) <= max_tokens for ids in forms):
+                plain.append(forms[0])
+                templated.append(forms[1])
+        return plain, templated
+
+    def _encode(self, row: Row, most: int | None) -> list[int]:
+        return encode_prompt(row, self.tokenizer, text_share=self.share, max_text_tokens=most)
+
+    def _rows(self) -> Iterator[tuple[str, list[Row]]]:
+        """Read the rows of each file, after its name."""
+        sources: Sequence[str | None] = self.files or [None]
+        for file in sources:
+            yield Path(file or "prompts").name.split(".")[0], read_prompts(file)
+
+    def _rows_by_category(self) -> Iterator[tuple[str, list[Row]]]:
+        """Yield the rows of each category of each file."""
+        for name, found in self._rows():
+            rows: dict[str, list[Row]] = {}
+            for row in found:
+                rows.setdefault(row.source or name, []).append(row)
+            yield from rows.items()
+
+    def _names(self) -> str:
+        return ", ".join(self.files) or "the prompts that ship"
 
 
 def cut_prompt(ids: list[int], length: int, bos: int | None) -> list[int]:
@@ -268,15 +252,14 @@ def read_training_texts(
 ) -> Texts:
     """Read some texts of a drafter's training data, as training reads them.
 
-    `context` is the number of tokens of the base's context; None for no limit.
-
-    Returns:
-        Each part of a text that is learnt, with all before it as its prompt.
+    `context` is the number of tokens of the base's context; None for no limit. Returns each part of a text that is
+    learnt, with all before it as its prompt.
 
     Raises:
         ArgumentError: There is no row to train on.
         CheckpointError: A row cannot be read or teaches nothing.
         MismatchError: A row has ids of another tokenizer.
+
     """
     rows = [row for row in read_rows(files) if row.split in (None, "train")]
     if not rows:
@@ -296,49 +279,3 @@ def read_training_texts(
                 tokens.append(ids[:end])
                 prompt_lengths.append(begin)
     return Texts(tokens, prompt_lengths, [False] * len(tokens))
-
-
-def prompts_in_both_forms(
-    files: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int,
-    seed: int,
-    *,
-    share: float = 1.0,
-    most: int | None = None,
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Encode some prompts as plain text and as a user's turn of the chat template.
-
-    Args:
-        files: Files of prompts; the prompts that ship with the package if there are none.
-        tokenizer: The base's tokenizer.
-        max_tokens: Tokens of a prompt in either form; longer prompts are left out.
-        seed: Seed of the choice.
-        share: Share of the tokens of a row of text that is its prompt.
-        most: Tokens of a row of text that are its prompt, at most.
-
-    Returns:
-        Token ids of the plain prompts, and of the same prompts in the template; none without a chat template.
-
-    Raises:
-        CheckpointError: A row cannot be read, or the template fails.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        return [], []
-    rows = [row for _, found in _read(files) for row in found]
-    random.Random(seed).shuffle(rows)
-    plain, templated = list[list[int]](), list[list[int]]()
-    for row in rows:
-        if len(plain) == FORM_PROMPTS:
-            break
-        if row.messages is not None:  # of a conversation, the first user's turn
-            text = next((turn["content"] for turn in row.messages if turn["role"] == "user"), "")
-        else:
-            ids = encode_prompt(row, tokenizer, text_share=share, max_text_tokens=most)
-            text = str(tokenizer.decode(ids, skip_special_tokens=True))
-        turn = Row(row.where, messages=[{"role": "user", "content": text}])
-        forms = [encode_prompt(form, tokenizer) for form in (Row(row.where, text=text), turn)]
-        if all(0 < len(ids) <= max_tokens for ids in forms):
-            plain.append(forms[0])
-            templated.append(forms[1])
-    return plain, templated

@@ -1,11 +1,7 @@
-"""Grammars as logits processors: masks over the vocabulary at every node of a token tree.
-
-A grammar is asked at each node, for the text that leads there, before the target draws: so what is drawn follows the
-grammar, whatever was drafted, and is what is drawn without drafts.
-"""
+"""Logits processors that run on the host: a user's own code, and grammars."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,10 +11,48 @@ from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.processors import HostProcessor
 
 
+class PerNode(HostProcessor[Callable[[Tensor, Tensor], Tensor]]):
+    """Each row's function of ids `[1, L]` and scores `[1, V]`, called once for every node before the row's end.
+
+    A tree may hold texts that the processor itself has forbidden, and a user's grammar need not know how to go on from
+    those: an error at a node whose path holds a token of score -inf is not raised, since that node cannot be drawn.
+    """
+
+    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return `scores` `[B, N, V]` processed node by node."""
+        tree, sequences, limits = prefixes.tree, prefixes.sequences(), prefixes.limit.tolist()
+        whole = tree.tokens.shape[1] == tree.new
+        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        processed = scores.clone()
+        for row, (processor, counts) in enumerate(zip(self.of_rows, prefixes.counts.tolist(), strict=False)):
+            for node, count in enumerate(counts):
+                if count >= limits[row]:
+                    continue
+                of_node = scores[row, node, None].clone()  # a user's processor may write into it
+                try:
+                    processed[row, node] = processor(sequences[row, node, None, :count], of_node)
+                except Exception:
+                    # While a tree is drafted not all of it is here, and what is wrong with a draft is nobody's error.
+                    if whole and not _forbidden(processed[row], tokens[row], parents[row], node):
+                        raise
+        return processed
+
+
+def _forbidden(scores: Tensor, tokens: list[int], parents: list[int], node: int) -> bool:
+    """Tell whether a token on the way to `node` has score -inf (`[N, V]`) where it would be drawn."""
+    while node:
+        if scores[parents[node], tokens[node]] == -math.inf:
+            return True
+        node = parents[node]
+    return False
+
+
 class RowGrammars(HostProcessor[GuidedText | None]):
     """Forbids what the rows' grammars forbid; each row has its text's state in its grammar, or None for no grammar.
 
-    Where something else forbids all that a grammar allows, the grammar wins.
+    A grammar is asked at each node, for the text that leads there, before the target draws: so what is drawn follows
+    the grammar, whatever was drafted, and is what is drawn without drafts. Where something else forbids all that a
+    grammar allows, the grammar wins.
     """
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
