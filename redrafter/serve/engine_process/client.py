@@ -50,29 +50,20 @@ class ServedSequence:
     """A prompt, and how far the text after it is: the engine's own `TokenSequence` is in another process.
 
     All but what a subclass adds is written by the thread that receives deltas.
-
-    Attributes:
-        stats: Counts of its steps; the draw of its first token is none.
-        find_stop: Called with the tokens of each delta; returns the index of the one that ends the text, or None.
-        adapter: Name of its LoRA adapter; None for the model alone.
-        reused: Leading tokens of the prompt that were in the cache already.
-        prompt_scores: Scores of the prompt's tokens but the first, once it is read, if they were asked for.
-        written: Number of tokens that were written.
-        ended: Whether the last delta has come.
-        arrived_at, first_token_at: When it was made and when its first token came, by `time.perf_counter`.
     """
 
     prompt: Sequence[int]
     stop_token_ids: frozenset[int]
-    stats: Stats
+    stats: Stats  # counts of its steps; the draw of its first token is none
+    # Called with the tokens of each delta; returns the index of the one that ends the text, or None.
     find_stop: Callable[[Sequence[int]], int | None] | None = None
-    adapter: str | None = None
-    reused: int = 0
-    prompt_scores: Sequence[PromptScore] = ()
-    written: int = 0
-    ended: bool = False
+    adapter: str | None = None  # name of its LoRA adapter; None for the model alone
+    reused: int = 0  # leading tokens of the prompt that were in the cache already
+    prompt_scores: Sequence[PromptScore] = ()  # of its tokens but the first, once it is read, if they were asked for
+    written: int = 0  # number of tokens that were written
+    ended: bool = False  # whether the last delta has come
     arrived_at: float = field(default_factory=time.perf_counter)
-    first_token_at: float | None = None
+    first_token_at: float | None = None  # by `time.perf_counter`
 
     def take(self, delta: SequenceDelta) -> SequenceDelta:
         """Count a delta of the engine, and return as much of it as there is before the text ends.
@@ -96,20 +87,15 @@ class DeltaStream:
     """Deltas of one request on their way from the thread that receives them to an event loop.
 
     Each side counts tokens for itself, so that neither waits for the other.
-
-    Attributes:
-        error: What the receiver gets instead of more deltas; None while all is well.
-        woken: Whether the loop was told to look, and has not looked since.
-        ready: Set, within the loop, for the receiver to look.
     """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, numbers: Sequence[int], sequences: Sequence[ServedSequence]
     ) -> None:
         self.loop, self.numbers, self.sequences = loop, tuple(numbers), sequences
-        self.error: Exception | None = None
-        self.woken = False
-        self.ready = asyncio.Event()
+        self.error: Exception | None = None  # what the receiver gets instead of more deltas
+        self.woken = False  # whether the loop was told to look, and has not looked since
+        self.ready = asyncio.Event()  # set, within the loop, for the receiver to look
         self._items: deque[tuple[ServedSequence, SequenceDelta]] = deque()
         self._written = self._received = 0
         self._oldest_at = 0.0  # when the oldest delta came that was not received yet
@@ -160,17 +146,12 @@ class DeltaStream:
 
 
 class EngineClient:
-    """Asks an engine in another process for texts, and hands out what it writes.
+    """Asks an engine in another process for texts, and hands out what it writes."""
 
-    Attributes:
-        facts: What the engine has said of itself.
-        load: How busy it said that it is.
-        on_delta: Called with every delta, in the thread that receives them.
-    """
-
-    def __init__(self, channel: Channel, facts: EngineFacts, handle: EngineProcess):
-        self._channel, self.facts, self._handle = channel, facts, handle
-        self.load = EngineLoad()
+    def __init__(self, channel: Channel, facts: EngineFacts, process: EngineProcess):
+        self._channel, self.facts, self._process = channel, facts, process
+        self.load = EngineLoad()  # as it was told last
+        # Called with every delta, in the thread that receives them.
         self.on_delta: Callable[[ServedSequence, SequenceDelta], object] = lambda sequence, delta: None
         self._on_failure: Callable[[str], object] = lambda reason: None
         self._numbers = count()
@@ -209,7 +190,7 @@ class EngineClient:
         """End the engine, whether or not anybody still receives."""
         self._draining = self._stopping = True
         self._channel.close()
-        self._handle.end()
+        self._process.end()
         if self._thread.is_alive():
             self._thread.join()  # the connection is closed
         self._fail_all(Stopped())
@@ -279,19 +260,19 @@ class EngineClient:
     def _run(self) -> None:
         try:
             while True:
-                self._handle_message(self._channel.receive())
+                self._handle(self._channel.receive())
         except EOFError:
             pass
         except Exception:
             _LOG.exception("the connection to the engine failed: nothing is served any more")
         self._draining = True
         if not self._stopping:
-            ended = self._handle.describe_end()
+            ended = self._process.describe_end()
             reason = f"{self._failure or ended}: nothing is served any more"
             self._fail_all(Stopped(reason))
             self._on_failure(reason)
 
-    def _handle_message(self, message: Written | Answered | EngineFailed) -> None:
+    def _handle(self, message: Written | Answered | EngineFailed) -> None:
         if isinstance(message, EngineFailed):
             self._failure = message.reason
         elif isinstance(message, Answered):

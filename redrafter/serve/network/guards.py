@@ -50,20 +50,12 @@ Headers = dict[bytes, bytes]
 
 @dataclass(frozen=True)
 class AccessPolicy:
-    """Which requests a server accepts.
+    """Which requests a server accepts."""
 
-    Attributes:
-        keys: API keys; without any, everybody may send requests.
-        hosts: Names in the `Host` header that are accepted, `*.example.org` for all below one; empty for any.
-        origins: Origins of other servers' pages that may send requests, such as `https://chat.example.org`; `*` for
-            all.
-        open_metrics: Whether `/metrics` needs no key.
-    """
-
-    keys: ApiKeys = field(default_factory=ApiKeys)
-    hosts: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    open_metrics: bool = False
+    keys: ApiKeys = field(default_factory=ApiKeys)  # without any, everybody may send requests
+    hosts: tuple[str, ...] = ()  # names in the `Host` header, `*.example.org` for all below one; empty for any
+    origins: tuple[str, ...] = ()  # of other servers' pages, such as `https://chat.example.org`; `*` for all
+    open_metrics: bool = False  # whether `/metrics` needs no key
 
     @classmethod
     def of(cls, keys: ApiKeys, options: ServeOptions) -> "AccessPolicy":
@@ -93,7 +85,7 @@ def add_guards(app: Starlette, policy: AccessPolicy, max_body_bytes: int) -> Non
     """Add the middleware that every request passes to an application. Bodies may have so many bytes."""
     # The last one runs first.
     app.add_middleware(BodyLimits, max_bytes=max_body_bytes)
-    app.add_middleware(AccessControl, policy=policy)
+    app.add_middleware(access_control, policy=policy)
     if policy.origins:
         headers = ["Authorization", "Content-Type", "X-Request-Id"]
         app.add_middleware(
@@ -107,71 +99,52 @@ def add_guards(app: Starlette, policy: AccessPolicy, max_body_bytes: int) -> Non
     app.add_middleware(log_requests)
 
 
-class AccessControl:
-    """ASGI middleware that refuses what an `AccessPolicy` does not accept.
+def access_control(app: ASGIApp, policy: AccessPolicy) -> ASGIApp:
+    """Return an application that refuses what a policy does not accept."""
 
-    It sets `scope["facts"]["client"]` to the name of the key that was sent, and `scope["admitted"]` to whether the
-    client may see everything.
-    """
-
-    def __init__(self, app: ASGIApp, policy: AccessPolicy):
-        self.app, self.policy = app, policy
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check a request, and serve it or answer with the refusal."""
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        headers = dict(scope["headers"])
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._check_host(scope, headers)
-            self._check_origin(scope, headers)
-            self._check_key(scope, headers)
-            self._check_type(scope, headers)
+            if scope["type"] == "http":
+                check_access(scope, policy)
         except ApiError as error:
             return await error_answer(error)(scope, receive, send)
-        await self.app(scope, receive, send)
+        await app(scope, receive, send)
 
-    def _check_host(self, scope: Scope, headers: Headers) -> None:
-        if b"host" not in headers or scope["path"] in HEALTH_PATHS:
-            return
+    return answer
+
+
+def check_access(scope: Scope, policy: AccessPolicy) -> None:
+    """Raise `ApiError` for a request that a policy does not accept.
+
+    Sets `scope["facts"]["client"]` to the name of the key that was sent, and `scope["admitted"]` to whether the client
+    may see everything.
+    """
+    headers, path = dict(scope["headers"]), scope["path"]
+    if b"host" in headers and path not in HEALTH_PATHS:
         host = host_of(headers[b"host"].decode("latin-1"))
-        if not self.policy.knows_host(host):
+        if not policy.knows_host(host):
             raise ApiError(403, f"this server is not called {host!r}; --allowed-hosts says what it is called")
-
-    def _check_origin(self, scope: Scope, headers: Headers) -> None:
-        """Refuse requests of other servers' pages, which a browser sends for any page."""
-        if scope["method"] in READING_METHODS or not _is_foreign(headers):
-            return
+    if scope["method"] not in READING_METHODS and _is_foreign(headers):  # a browser sends them for any page
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if origin not in self.policy.origins and "*" not in self.policy.origins:
-            raise ApiError(
-                403, f"pages of {origin or 'another site'} may not ask here; --allowed-origins says which may"
-            )
-
-    def _check_key(self, scope: Scope, headers: Headers) -> None:
-        policy, path = self.policy, scope["path"]
-        scope["admitted"] = not policy.keys
-        if scope["admitted"]:
-            return
+        if origin not in policy.origins and "*" not in policy.origins:
+            what = f"pages of {origin or 'another site'} may not ask here; --allowed-origins says which may"
+            raise ApiError(403, what)
+    scope["admitted"] = not policy.keys
+    if policy.keys:
         name = policy.keys.client(headers.get(b"authorization", b""))
         if name is not None:
             scope["facts"]["client"], scope["admitted"] = name, True
         elif path not in KEYLESS_PATHS and not (policy.open_metrics and path == "/metrics"):
             challenge = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, "the API key is missing or wrong", None, "invalid_api_key", challenge)
-
-    def _check_type(self, scope: Scope, headers: Headers) -> None:
-        """Refuse bodies of another type than JSON, but accept what `curl -d` sends, which calls everything a form."""
-        if scope["method"] != "POST":
-            return
-        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json")):
-            return
+    kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    is_json = kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
+    if scope["method"] == "POST" and not is_json:
         by_browser = b"origin" in headers or b"sec-fetch-site" in headers
-        if by_browser or kind not in (b"", b"application/x-www-form-urlencoded"):
+        if by_browser or kind not in (b"", b"application/x-www-form-urlencoded"):  # `curl -d` calls everything a form
             raise ApiError(415, "the body must be JSON, sent with the header Content-Type: application/json")
-        headers_kept = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
-        scope["headers"] = [*headers_kept, (b"content-type", b"application/json")]
+        others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        scope["headers"] = [*others, (b"content-type", b"application/json")]
 
 
 def head_as_get(app: ASGIApp) -> ASGIApp:
