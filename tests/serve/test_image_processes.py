@@ -18,6 +18,7 @@ pytest.importorskip("PIL")
 pytest.importorskip("fastapi")
 
 import httpx
+import psutil
 import torch
 from PIL import Image
 
@@ -74,9 +75,7 @@ def test_the_kernel_knows_the_limit_of_memory(reader):
     bound = (64 << 20) + 32 * reader.options.max_image_pixels
 
     def limit() -> int:
-        lines = Path(f"/proc/{child}/limits").read_text().splitlines()
-        soft = next(line.split()[3] for line in lines if line.startswith("Max address space"))
-        return 0 if soft == "unlimited" else int(soft)
+        return psutil.Process(child).rlimit(psutil.RLIMIT_AS)[0]  # -1 while there is none
 
     assert soon(lambda: bound < limit() < bound + (1 << 30))
     process.end()
@@ -216,11 +215,12 @@ def test_images_that_the_engine_has_not_read_make_more_of_their_client_wait_and_
     monkeypatch.setattr(images, "MAX_HELD_BYTES", 2 * inputs["pixel_values"].nbytes)
 
     async def ask() -> list[str]:
-        read = [asyncio.Event(), asyncio.Event()]
+        read, goes_on = [asyncio.Event(), asyncio.Event()], asyncio.Event()
 
         async def write(number: int) -> AsyncGenerator[int, None]:
             await read[number].wait()
             yield 1
+            await goes_on.wait()
             yield 2
 
         async def listen(number: int) -> list[int]:
@@ -233,7 +233,9 @@ def test_images_that_the_engine_has_not_read_make_more_of_their_client_wait_and_
         await asyncio.sleep(3 * images.POLL_SECONDS)
         assert not waits.done()
         read[0].set()  # the engine has read one of them
-        texts = [other, await asyncio.wait_for(waits, 300)]
+        texts = [other, await asyncio.wait_for(waits, 300)]  # while that text is still written
+        goes_on.set()
+        await listening[0]
         listening[1].cancel()
         await asyncio.gather(*listening, return_exceptions=True)
         assert listening[0].result() == [1, 2]
