@@ -8,7 +8,7 @@ other, but for its positions: where an image counts as fewer positions than toke
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,10 @@ from transformers.utils.generic import ModelOutput
 from redrafter.cache.dense import states_of
 from redrafter.cache.paged import KVCache, PagedCache, RoundingCache, fill_first_slots
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
-from redrafter.model.cache_support import CacheSupport
-from redrafter.model.drafter_inputs import DrafterLayer
-from redrafter.model.rope import DynamicRope, RopeByLength
+from redrafter.model.positions import DynamicRope
+from redrafter.model.self_test import CacheSupport
 from redrafter.model.supported import Support
-from redrafter.parallel.ranks import Ranks
+from redrafter.model.tree_forward import BoundModel
 
 ENCODED = "mm_encoder_outputs"  # the forward's argument for what was encoded of images, by kind
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -221,21 +220,10 @@ def to_model(value: Any, device: torch.device) -> Any:
     return [to_model(each, device) for each in value] if isinstance(value, list | tuple) else value
 
 
-class SeeingTarget(Protocol):
-    """The attributes of a target that decide how its images are read."""
-
-    image_arguments: frozenset[str]
-    batch_invariant: bool
-    ranks: Ranks
-    rope: RopeByLength | None
-    varlen: Support
-    drafter_layer: DrafterLayer | None
-
-
 class ImageReader:
     """Reads prompts with images by the model's own forward, all of each at once, where the model allows it."""
 
-    def __init__(self, target: SeeingTarget, caches: CacheSupport, read_whole: Callable[..., tuple[Tensor, Tensor]]):
+    def __init__(self, target: BoundModel, caches: CacheSupport, read_whole: Callable[..., tuple[Tensor, Tensor]]):
         """Read for a target. read_whole: see `PaddedForward.read_whole`."""
         self._target, self._caches, self._read_whole = target, caches, read_whole
 

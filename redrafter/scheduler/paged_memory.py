@@ -225,7 +225,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
         )
         return
     if target.batch_invariant:
-        check_rows(target, store)
+        check_rows(target.varlen_forward, store)
 
 
 LONGEST_WAIT = 0.05  # seconds, after which a call that waits for blocks looks at its deadline and cancellations again

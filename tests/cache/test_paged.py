@@ -28,7 +28,7 @@ from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.attention_inputs import AttentionInputs
-from redrafter.model.fused_linear import linear_calls, same_inputs
+from redrafter.model.linear_layers import linear_calls, same_inputs
 from redrafter.model.target import Target
 from redrafter.tree.token_tree import tree_of
 

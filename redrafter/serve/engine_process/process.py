@@ -1,4 +1,7 @@
-"""The main program of the engine's process: load, then serve what comes over the connection until that ends."""
+"""The main program of the engine's process: load, then serve what comes over the connection until that ends.
+
+Grammars are compiled once for all clients, kept for later requests, and bounded in number.
+"""
 
 import asyncio
 import gc
@@ -36,6 +39,16 @@ _LOG = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5.0  # for which a last message may take to be sent
 ORPHAN_SECONDS = 2.0  # after which the process is ended by force once its server is gone
+MAX_KEPT_GRAMMARS = 32  # grammars kept for later requests
+MAX_KEPT_BYTES = 1 << 30  # bytes that they may hold together
+MAX_LIVING_GRAMMARS = 256  # grammars in use by a sequence or kept
+MAX_LIVING_BYTES = 8 << 30  # bytes that they may hold together
+MAX_COMPILATIONS = 16  # grammars that are compiled at once
+MAX_COMPILATIONS_PER_CLIENT = 10  # fewer, so that those of others go on beside one client's slow ones
+MAX_REMEMBERED_REFUSALS = 64  # grammars whose refusal is remembered
+REFUSAL_SECONDS = 60.0  # for which it is
+
+Result = TypeVar("Result")
 _NO_GRAMMARS = (
     "this server's model is shared by several processes, which follow no grammars yet (response_format, "
     "structured_outputs, a tool_choice that forces a call): leave them out, or start the server without torchrun"
@@ -192,18 +205,6 @@ def _sendable(error: Exception, what: str) -> Exception:
         return error
     _LOG.error(what, exc_info=error)
     return RuntimeError(str(error))  # another library's may not be picklable
-
-
-MAX_KEPT_GRAMMARS = 32  # grammars kept for later requests
-MAX_KEPT_BYTES = 1 << 30  # bytes that they may hold together
-MAX_LIVING_GRAMMARS = 256  # grammars in use by a sequence or kept
-MAX_LIVING_BYTES = 8 << 30  # bytes that they may hold together
-MAX_COMPILATIONS = 16  # grammars that are compiled at once
-MAX_COMPILATIONS_PER_CLIENT = 10  # fewer, so that those of others go on beside one client's slow ones
-MAX_REMEMBERED_REFUSALS = 64  # grammars whose refusal is remembered
-REFUSAL_SECONDS = 60.0  # for which it is
-
-Result = TypeVar("Result")
 
 
 @dataclass

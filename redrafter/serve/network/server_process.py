@@ -6,8 +6,10 @@ Its connections: how many may be open, and how long each may keep the server wai
 import asyncio
 import functools
 import gc
+import json
 import logging
 import os
+import re
 import signal
 import socket
 import ssl
@@ -20,24 +22,18 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.start import EngineEndedError
 from redrafter.serve.network.guards import error_answer
-from redrafter.serve.protocol.requests import ApiError
+from redrafter.serve.protocol.requests import ApiError, error_body
 from redrafter.serve.routes.page import page
 
 if TYPE_CHECKING:  # it imports torch
     from redrafter.serve.engine_process.client import EngineClient
     from redrafter.serve.server import Server
-
-import json
-import re
-
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from redrafter.serve.protocol.requests import error_body
 
 _LOG = logging.getLogger(__name__)
 ACCEPTED_AT_ONCE = 32  # connections in one turn of the event loop, before others are closed to make room
@@ -45,6 +41,16 @@ BACKLOG_CONNECTIONS = 2048  # that the system keeps until they are accepted
 LOADING_LOG_SECONDS = 15.0  # between log lines while the model is being loaded
 ACCEPT_ERROR_LOG_SECONDS = 5.0  # between log lines about connections that cannot be accepted
 FORCED_END_SECONDS = 5.0  # after which a process that was told to end is ended by force
+MAX_CONNECTIONS = 1024  # if enough files may be opened
+SPARE_FILES = 64  # kept for files that are opened later, and for connections that are being closed
+HEADERS_SECONDS = 10.0  # in which the first line and the headers of a request must arrive
+IDLE_SECONDS = 30.0  # for which a connection may stay open without a request
+STALLED_SECONDS = 60.0  # in which a client must receive some of its answer
+PARTING_SECONDS = 1.0  # in which a refused client can receive the refusal
+WRITE_BUFFER_BYTES = 1 << 16  # of an answer that wait for a client, beside those in the system's buffers
+READ_BUFFER_BYTES = 1 << 13  # each of which may be a chunk of a body
+MIN_CHUNK_BYTES = 64  # a body in chunks that are smaller on average is refused, as each chunk costs about 10 us
+_SMALL_CHUNK = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}(?:;[^\r\n]*)?\r\n")  # the size of a chunk below 256 bytes
 
 
 class ServerProcess:
@@ -203,19 +209,6 @@ def _end_by_force_after(seconds: float, code: int) -> None:
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
-
-
-_LOG = logging.getLogger(__name__)
-MAX_CONNECTIONS = 1024  # if enough files may be opened
-SPARE_FILES = 64  # kept for files that are opened later, and for connections that are being closed
-HEADERS_SECONDS = 10.0  # in which the first line and the headers of a request must arrive
-IDLE_SECONDS = 30.0  # for which a connection may stay open without a request
-STALLED_SECONDS = 60.0  # in which a client must receive some of its answer
-PARTING_SECONDS = 1.0  # in which a refused client can receive the refusal
-WRITE_BUFFER_BYTES = 1 << 16  # of an answer that wait for a client, beside those in the system's buffers
-READ_BUFFER_BYTES = 1 << 13  # each of which may be a chunk of a body
-MIN_CHUNK_BYTES = 64  # a body in chunks that are smaller on average is refused, as each chunk costs about 10 us
-_SMALL_CHUNK = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}(?:;[^\r\n]*)?\r\n")  # the size of a chunk below 256 bytes
 
 
 class OpenConnections:

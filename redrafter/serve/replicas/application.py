@@ -1,5 +1,9 @@
-"""`redrafter serve --ray`: the application of Ray Serve, and the life of a command that starts it."""
+"""`redrafter serve --ray`: the application of Ray Serve, its actors, and the life of a command that starts it.
 
+A router imports no torch; a replica, which is a server without a socket, imports it while its engine's process does.
+"""
+
+import gc
 import json
 import logging
 import os
@@ -7,34 +11,29 @@ import signal
 import socket
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
-
-from redrafter.app.config_file import convert_value, options_by_name, unknown_key
-from redrafter.app.flags import read_options
-from redrafter.app.options import DraftOptions, LoadOptions
-from redrafter.errors import ArgumentError, MissingDependencyError, ReDrafterError, how_to_install
-from redrafter.serve.config import ReplicaOptions, ServeOptions, check_replicated
-from redrafter.serve.network.api_keys import ApiKeys, collect_keys
-
-if TYPE_CHECKING:
-    from ray.serve import Application
-
-import gc
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import aclosing
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from redrafter.app.config_file import convert_value, options_by_name
+from redrafter.app.flags import read_options
+from redrafter.app.options import DraftOptions, LoadOptions
+from redrafter.errors import ArgumentError, MissingDependencyError, ReDrafterError, how_to_install
+from redrafter.serve.config import ReplicaOptions, ServeOptions, check_replicated
 from redrafter.serve.engine_process.start import EngineProcess, LoadEngine
 from redrafter.serve.log import start_logging
+from redrafter.serve.network.api_keys import ApiKeys, collect_keys
 from redrafter.serve.network.guards import AccessPolicy
 from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.replicas.exchange import AnswerPart, HttpCall, ReplicaLostError, answer_parts
 from redrafter.serve.replicas.router import create_router
+
+if TYPE_CHECKING:
+    from ray.serve import Application
 
 HEALTH_PERIOD_SECONDS = 2.0  # after which a replica that was killed is missed, at the latest
 HEALTH_TIMEOUT_SECONDS = 30.0
@@ -51,6 +50,8 @@ APPLICATION = "redrafter"  # its name in Ray Serve
 POLL_SECONDS = 0.2  # between looks at the state of the application
 CONNECT_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 30  # that a connection may be idle for
+REPLICA_HEADER = b"x-replica"  # of an answer: the name of the replica
+METRICS_SECONDS = 5.0  # in which replicas must tell their metrics
 
 
 def import_ray() -> Any:
@@ -73,15 +74,13 @@ def app(args: Mapping[str, Any]) -> "Application":
         raise ArgumentError(
             f"{elsewhere[0]} is no option of the application: it belongs to http_options of Serve's config"
         )
-    if unknown := sorted(set(args) - set(known)):
-        raise unknown_key("the application's args", unknown[0], known)
     values = {}
     for name, value in args.items():
         # What was typed after `serve run` is a text, whatever the option holds.
-        if isinstance(value, str) and known[name].hint not in (str, str | None):
+        if isinstance(value, str) and name in known and known[name].hint not in (str, str | None):
             with suppress(ValueError):  # told below, where it is of another type
                 value = json.loads(value.lower() if value in ("True", "False") else value)
-        values[name] = convert_value("the application's args", name, value, known[name])
+        values[name] = convert_value("the application's args", name, value, known)
     given = Namespace(**values | {"ray": True})
     options = read_options(ServeOptions, given)
     keys = collect_keys(options.api_key, options.api_key_file)
@@ -205,12 +204,6 @@ def _check_address(options: ServeOptions) -> None:
             f"Ray Serve does not listen on {options.host}:{options.port}: it runs on this cluster since before, or the "
             "cluster's head is another machine; there, type: serve run redrafter.serve.replicas.application:app"
         ) from error
-
-
-_LOG = logging.getLogger(__name__)
-
-REPLICA_HEADER = b"x-replica"  # of an answer: the name of the replica
-METRICS_SECONDS = 5.0  # in which replicas must tell their metrics
 
 
 class EngineReplica:
