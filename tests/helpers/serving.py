@@ -1,5 +1,6 @@
 """The server in a process of its own, and requests that tests send to it."""
 
+import json
 import re
 import signal
 import subprocess
@@ -43,6 +44,12 @@ class Address:
     def post(self, path: str, body: Any = None, **how: Any) -> httpx.Response:
         """Send a body as JSON."""
         return httpx.post(f"{self.url}{path}", json=body, timeout=300, **how)
+
+    def parts(self, path: str, body: Any) -> list[dict[str, Any]]:
+        """The parts of a stream, which ends with [DONE]."""
+        *events, last = self.post(path, body).raise_for_status().text.strip().split("\n\n")
+        assert last == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events]
 
     def metrics(self) -> dict[str, float]:
         """Return what `/metrics` reports, by name and labels without that of the model."""

@@ -1,7 +1,6 @@
 """What load generators ask of the server, and read: usage in every part, counters that add up, no waiting packets."""
 
 import asyncio
-import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,19 +16,10 @@ from redrafter.serve.answers.choice import speculation_metrics
 from redrafter.serve.command import listen
 from redrafter.serve.config import ServeOptions
 
-
-def parts(url: str, path: str, body: dict) -> list[dict]:
-    with httpx.stream("POST", f"{url}/v1/{path}", json=body, timeout=300) as answer:
-        assert answer.status_code == 200, answer.read()
-        lines = [line for line in answer.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
 BOTH = {"include_usage": True, "continuous_usage_stats": True}
 ASKED = {
-    "completions": {"prompt": PROMPTS[0], "max_tokens": 40, "logprobs": 0},
-    "chat/completions": {
+    "/v1/completions": {"prompt": PROMPTS[0], "max_tokens": 40, "logprobs": 0},
+    "/v1/chat/completions": {
         "messages": [{"role": "user", "content": [{"type": "text", "text": PROMPTS[0]}]}],
         "max_completion_tokens": 40,
         "logprobs": True,
@@ -40,12 +30,12 @@ ASKED = {
 @pytest.mark.parametrize("path", ASKED)
 def test_every_part_tells_what_its_choice_has_come_to(path, program):
     body = {"model": "boxed", "stream": True, "ignore_eos": True, "seed": 2, "n": 2, **ASKED[path]}
-    *texts, last = parts(program.url, path, body | {"stream_options": BOTH})
+    *texts, last = program.parts(path, body | {"stream_options": BOTH})
     written = [0, 0]
     for part in texts:
         [choice] = part["choices"]
         told, usage = choice["logprobs"], part["usage"]
-        written[choice["index"]] += len(told["tokens"] if path == "completions" else told["content"])
+        written[choice["index"]] += len(told["tokens"] if path == "/v1/completions" else told["content"])
         assert usage["completion_tokens"] == written[choice["index"]]
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
         assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
@@ -55,10 +45,10 @@ def test_every_part_tells_what_its_choice_has_come_to(path, program):
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 80
     assert "metrics" in last
-    once = parts(program.url, path, body | {"stream_options": {"include_usage": True}})
+    once = program.parts(path, body | {"stream_options": {"include_usage": True}})
     assert all(part["usage"] is None for part in once[:-1])
     assert once[-1]["usage"] == last["usage"]
-    alone = parts(program.url, path, body | {"stream_options": {"continuous_usage_stats": True}})
+    alone = program.parts(path, body | {"stream_options": {"continuous_usage_stats": True}})
     assert not any("usage" in part for part in alone)  # as vLLM has it
 
 

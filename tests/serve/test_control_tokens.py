@@ -9,6 +9,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from helpers import tokenizers
+
 pytest.importorskip("fastapi")
 
 from redrafter import boxed_pair
@@ -37,10 +39,10 @@ def wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 def byte_level(ignore_merges: bool = False) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer, as GPT-2, Llama 3 and Qwen have."""
-    backend = Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet))
+    backend = tokenizers.byte_level(CORPUS, 320).backend_tokenizer
+    model = backend.model
+    model.ignore_merges = ignore_merges
+    backend.model = model
     return wrapped(backend)
 
 
@@ -55,15 +57,6 @@ def metaspace() -> PreTrainedTokenizerFast:
         CORPUS,
         trainers.UnigramTrainer(vocab_size=90, special_tokens=special, unk_token="<unk>", initial_alphabet=letters),
     )
-    return wrapped(backend)
-
-
-def llama_2() -> PreTrainedTokenizerFast:
-    """Return a BPE tokenizer as Llama 2 has: a normalizer instead of a pre-tokenizer, and byte fallback."""
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    vocab = {name: index for index, name in enumerate(["<unk>", "<s>", "</s>", *bytes_, "▁", *"abcdefghi<>|/s"])}
-    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return wrapped(backend)
 
 
@@ -84,7 +77,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "bytes": byte_level,
     "bytes, whole words first": lambda: byte_level(True),
     "metaspace": metaspace,
-    "Llama 2": llama_2,
+    "Llama 2": lambda: wrapped(tokenizers.sentencepiece_like(CORPUS, 400).backend_tokenizer),
     "words": lower_case,
     "boxed": boxed,
 }

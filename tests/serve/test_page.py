@@ -124,11 +124,13 @@ def whole(choices: list[dict[str, Any]]) -> dict[int, list[Any]]:
     return joined
 
 
-def test_an_answer_that_is_a_call_has_no_runs(url):
+def test_an_answer_that_is_a_call_has_no_runs_and_drafts_are_for_streams_only(url):
     settings = {"messages": TALK, "tools": [TOOL], "tool_choice": "required", "max_tokens": 60, "seed": 2}
     parts = choices_of(streamed(url, "chat/completions", **settings))
     assert parts[-1]["finish_reason"] == "tool_calls"
     assert not any(choice.get("drafts") for choice in parts)
+    body = {"prompt": "a", "stream_options": {"include_drafts": True}}
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=300).status_code == 422
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -153,11 +155,6 @@ def test_runs_hold_as_many_drafts_as_the_usage_counts(url, stopped):
     assert (hidden > 0) == stopped
     assert count > 5
     assert 0 <= spec["num_accepted_draft_tokens"] - count <= hidden
-
-
-def test_drafts_are_for_streams_only(url):
-    body = {"prompt": "a", "stream_options": {"include_drafts": True}}
-    assert httpx.post(f"{url}/v1/completions", json=body, timeout=300).status_code == 422
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
