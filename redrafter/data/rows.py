@@ -51,30 +51,18 @@ class Row:
     """A checked row of data. Exactly one of `text`, `messages`, `prompt` and `ids` is set.
 
     A row that is usable for prompts only has messages without an assistant's turn, or a prompt without an answer.
-
-    Attributes:
-        where: File and line of the row, for errors.
-        split: `train`, `val` or `test`; None where the row does not say.
-        text: A text to learn.
-        messages: Turns of a conversation, each with `role` and `content`.
-        prompt: A prompt in plain text.
-        answer: What the base is to write after `prompt`.
-        ids: Token ids.
-        loss_mask: Of each of `ids`, whether the base is to write it.
-        source: Kind of text, for reports by kind.
-        tokenizer: `fingerprint` of the tokenizer that made `ids`.
     """
 
-    where: str
-    split: str | None = None
-    text: str | None = None
-    messages: list[dict[str, str]] | None = None
-    prompt: str | None = None
-    answer: str | None = None
-    ids: list[int] | None = None
-    loss_mask: list[bool] | None = None
-    source: str | None = None
-    tokenizer: str | None = None
+    where: str  # file and line of the row, for errors
+    split: str | None = None  # `train`, `val` or `test`; None where the row does not say
+    text: str | None = None  # a text to learn
+    messages: list[dict[str, str]] | None = None  # turns of a conversation, each with `role` and `content`
+    prompt: str | None = None  # a prompt in plain text
+    answer: str | None = None  # what the base is to write after `prompt`
+    ids: list[int] | None = None  # token ids
+    loss_mask: list[bool] | None = None  # of each of `ids`, whether the base is to write it
+    source: str | None = None  # kind of text, for reports by kind
+    tokenizer: str | None = None  # `fingerprint` of the tokenizer that made `ids`
 
 
 def read_rows(sources: Iterable[str | Path]) -> Iterator[Row]:
@@ -85,8 +73,7 @@ def read_rows(sources: Iterable[str | Path]) -> Iterator[Row]:
             .parquet files, directories that `datasets.save_to_disk` wrote, and datasets on the hub ("org/name",
             "org/name:split", "org/name:config:split").
 
-    Raises:
-        CheckpointError: If a source cannot be read or a row is malformed. The message names file and line.
+    Raises `CheckpointError` where a source cannot be read or a row is malformed. The message names file and line.
     """
     for source in map(str, sources):
         entries = _read_dataset(source) if _is_dataset(source) else _read_entries(Path(source))
@@ -177,7 +164,7 @@ def _parse_row(value: Any, where: str) -> Row:
     if split is not None and split not in SPLITS:
         raise CheckpointError(f'{where}: "split" is one of {", ".join(SPLITS)}; found {split!r}')
     source = next((name for name in names if isinstance(name, str)), None)
-    common: dict[str, Any] = {"split": split, "source": source, "tokenizer": None}
+    common: dict[str, Any] = {"split": split, "source": source}
     if entry.get("tokenizer") is not None:
         common["tokenizer"] = _string(entry["tokenizer"], where, '"tokenizer"')
     if kind == "prompt":

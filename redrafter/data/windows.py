@@ -24,17 +24,11 @@ SEED_STRIDE = 1_000_003  # between the generators of two seeds; more than the ep
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids with a loss mask.
-
-    Attributes:
-        ids: Token ids.
-        mask: Of each token, whether the base itself is to write it.
-        where: File and line of the row that the document was made from; not compared.
-    """
+    """Token ids with a loss mask."""
 
     ids: list[int]
-    mask: list[bool]
-    where: str = field(default="", compare=False)
+    mask: list[bool]  # of each token, whether the base itself is to write it
+    where: str = field(default="", compare=False)  # file and line of the row that the document was made from
 
     @property
     def learnable(self) -> bool:
@@ -43,17 +37,12 @@ class Document:
 
 
 class Batch(NamedTuple):
-    """Rows of windows.
+    """Rows of windows."""
 
-    Attributes:
-        tokens: Token ids, `[B, T]` int64.
-        mask: Tokens that the base itself is to write, `[B, T]` bool.
-        segment: Number of each token's window within its row, `[B, T]` int64; padding at the end of a row has the
-            number after the last.
-    """
-
-    tokens: Tensor
-    mask: Tensor
+    tokens: Tensor  # token ids, `[B, T]` int64
+    mask: Tensor  # tokens that the base itself is to write, `[B, T]` bool
+    # Number of each token's window within its row, `[B, T]` int64; padding at the end of a row has the number after the
+    # last.
     segment: Tensor
 
 
@@ -66,19 +55,11 @@ class Windows:
         bos: Id that begins a text. Where a document opens with it, so does each of its windows, as prompts do.
         pack: Whether a row holds as many windows as fit into `length` tokens; else one window, right-padded to the
             longest of the batch.
-
-    Attributes:
-        tokens: Token ids of all windows, one after another, `[M]` int32.
-        mask: Tokens to learn, `[M]` bool.
-        offsets: Where each window begins in `tokens`, and last where all end, `[windows + 1]` int64.
-        lengths: Tokens of each window, `[windows]` int64.
-        row_widths: Tokens of each row of an epoch with its padding, `[rows]` int64.
-        origins: File and line of each window's document.
     """
 
     def __init__(self, documents: Iterable[Document], length: int, bos: int | None = None, pack: bool = True):
         tokens, masks, offsets = array("i"), bytearray(), array("q", [0])
-        self.origins: list[str] = []
+        self.origins: list[str] = []  # file and line of each window's document
         for document in documents:
             opening = [bos] if bos is not None and document.ids[:1] == [bos] else []
             room = length - len(opening)
@@ -90,11 +71,10 @@ class Windows:
                     masks.extend([False, *mask[1:]])  # no token before the first one could predict it
                     offsets.append(len(tokens))
                     self.origins.append(document.where)
-        self.tokens = (
-            torch.frombuffer(tokens, dtype=torch.int32) if tokens else torch.empty(0, dtype=torch.int32)
-        )  # [M]
-        self.mask = torch.frombuffer(masks, dtype=torch.bool) if masks else torch.empty(0, dtype=torch.bool)  # [M]
-        self.offsets = torch.frombuffer(offsets, dtype=torch.int64)  # [windows + 1]
+        # [M], token ids of all windows, one after another; [M], which of them are to be learnt
+        self.tokens = torch.frombuffer(tokens, dtype=torch.int32) if tokens else torch.empty(0, dtype=torch.int32)
+        self.mask = torch.frombuffer(masks, dtype=torch.bool) if masks else torch.empty(0, dtype=torch.bool)
+        self.offsets = torch.frombuffer(offsets, dtype=torch.int64)  # [windows + 1], where each begins, and all end
         self.lengths = self.offsets.diff()  # [windows]
         # How windows share rows depends on their lengths alone, so it is the same in each epoch. An epoch shuffles
         # which of the windows of one length takes which place, and the order of the rows.
@@ -102,7 +82,7 @@ class Windows:
         row = torch.tensor(assign_rows(sizes.tolist(), length), dtype=torch.int64) if pack else torch.arange(len(self))
         self._slots = row.argsort(stable=True)  # [windows], indices into windows sorted by length, row after row
         self._row_starts = pad(row.bincount().cumsum(0), (1, 0))  # [rows + 1], of each row's part of _slots
-        self.row_widths = torch.full_like(self._row_starts[1:], length) if pack else sizes  # [rows]
+        self.row_widths = torch.full_like(self._row_starts[1:], length) if pack else sizes  # [rows], with padding
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -153,15 +133,12 @@ class Windows:
             built = [self._build_row(windows, width) for windows in rows]
             yield Batch(*(torch.stack(parts) for parts in zip(*built, strict=True)))
 
-    def window_indices(
-        self, size: int, seed: int, process: int = 0, processes: int = 1, start: int = 0, multiple: int | None = None
-    ) -> Iterator[list[int]]:
+    def window_indices(self, *order: int, **named: int) -> Iterator[list[int]]:
         """Yield the indices of the windows in each batch that `batches` yields for the same arguments."""
-        batches = self._batch_rows(size, seed, process, processes, start, multiple)
-        return (torch.cat(rows).tolist() for _, rows in batches)
+        return (torch.cat(rows).tolist() for _, rows in self._batch_rows(*order, **named))
 
     def _batch_rows(
-        self, size: int, seed: int, process: int, processes: int, start: int, multiple: int | None
+        self, size: int, seed: int, process: int = 0, processes: int = 1, start: int = 0, multiple: int | None = None
     ) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield the width of each batch, and the indices of the windows in each of its rows."""
         multiple = multiple or processes

@@ -32,23 +32,8 @@ from redrafter.train.progress import TrainingState
 # checkpoint's drafter holds what they stand for.
 CHANGEABLE_OPTIONS = {
     *SIZED_OPTIONS,
-    "output",
-    "overwrite",
-    "resume",
-    "dry_run",
-    "show_sample",
-    "save_every",
-    "keep",
-    "log_every",
-    "report_to",
-    "minutes",
-    "save_dtype",
-    "trust_remote_code",
-    "validate_every",
-    "model",
-    "data",
-    "drafter",
-    "cpu",
+    *("output", "overwrite", "resume", "dry_run", "show_sample", "save_every", "keep", "log_every", "report_to"),
+    *("minutes", "save_dtype", "trust_remote_code", "validate_every", "model", "data", "drafter", "cpu"),
     "shard_drafter",
 }
 
@@ -69,9 +54,7 @@ class TrainingIdentity:
         return cls(base, data, processes, json.loads(json.dumps(options)))
 
     def check(self, saved: dict[str, Any], path: Path) -> None:
-        """Check that a checkpoint was written by a run with this identity.
-
-        `saved` is the identity that the checkpoint in the folder `path` holds, as a dict.
+        """Check that `saved`, the identity that a checkpoint in the folder `path` holds, is that of this run.
 
         Raises:
             MismatchError: It was made for another base.
@@ -102,6 +85,12 @@ def _other_option(path: Path, name: str, old: object, new: object) -> ArgumentEr
     )
 
 
+def load_drafter(folder: str | Path) -> RecurrentDrafter:
+    """Load a drafter in float32, to be trained."""
+    drafter: RecurrentDrafter = RecurrentDrafter.from_pretrained(folder, dtype=torch.float32)
+    return drafter
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint on disk. Its methods raise `CheckpointError` for files that are missing or damaged."""
@@ -123,17 +112,12 @@ class Checkpoint:
 
     def keep_form(self, config: TrainConfig) -> TrainConfig:
         """Return options with the form of this checkpoint's drafter. Raises `ArgumentError` where another was asked."""
-        form = form_of(self.drafter().config)
+        form = form_of(load_drafter(self.path).config)
         for name, old in form.items():
             new = getattr(config, name)
             if new not in (None, old):
                 raise _other_option(self.path, name, old, new)
         return replace(config, **form)
-
-    def drafter(self) -> RecurrentDrafter:
-        """Load the drafter in float32."""
-        drafter: RecurrentDrafter = RecurrentDrafter.from_pretrained(self.path, dtype=torch.float32)
-        return drafter
 
     def load_optimizer(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Load the states of the optimizer and of every process's random generators, as given to `Checkpoints.save`."""
@@ -146,13 +130,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The folder of checkpoints of one run, `OUTPUT.checkpoints`.
-
-    Args:
-        output: Folder that the drafter is to be written to.
-        keep: How many of the newest checkpoints stay.
-        identity: Identity of this run.
-    """
+    """The folder of checkpoints of one run, `OUTPUT.checkpoints` for its `output`, of which the `keep` newest stay."""
 
     def __init__(self, output: Path, keep: int, identity: TrainingIdentity):
         self.folder, self.keep, self.identity = output.with_name(output.name + ".checkpoints"), keep, identity
@@ -199,11 +177,7 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint and remove those that are too old. Raises as `write_folder` does.
 
-        Args:
-            drafter: Drafter to save.
-            state: Progress of the run.
-            optimizer: State of the optimizer, which `Checkpoint.load_optimizer` gives back.
-            random_states: States of every process's random generators, given back too.
+        `Checkpoint.load_optimizer` gives back the states of the optimizer and of all processes' random generators.
         """
 
         def fill(folder: Path) -> None:
@@ -240,10 +214,8 @@ def _remove(folder: Path) -> None:
 def check_same_start(accelerator: Accelerator, checkpoints: Checkpoints, resumed: Checkpoint | None) -> None:
     """Check that all processes read the same data and go on from one checkpoint. Collective: call it on every rank.
 
-    `resumed` is the checkpoint that this process found; None where it found none.
-
-    Raises:
-        ArgumentError: They found different ones, because their machines have file systems of their own.
+    `resumed` is the checkpoint that this process found; None where it found none. Raises `ArgumentError` where they
+    found different ones, because their machines have file systems of their own.
     """
     all_data = gather_object([checkpoints.identity.data])
     for process, data in enumerate(all_data):

@@ -39,10 +39,7 @@ class TrainConfig:
     """Options of a training, from which the command line is made. The fields' help texts describe them.
 
     `redrafter.train.loop.train` reads only the fields from `steps` on; a caller with a model and batches of its own
-    leaves the others alone.
-
-    Raises:
-        ArgumentError: A value is out of range.
+    leaves the others alone. Raises `ArgumentError` where a value is out of range.
     """
 
     model: str | None = option(None, "base model: a hub id or a directory", required=True)

@@ -76,44 +76,14 @@ def chunk_loss(
     )
 
 
-def head_loss(
-    x: Tensor,
-    head: Tensor,
-    teacher: Tensor,
-    position: Tensor,
-    label: Tensor,
-    weight: Tensor,
-    objective: Objective,
-    chunk: int,
-    compute: Callable[..., ChunkLoss] = chunk_loss,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the weighted loss of A anchors, differentiable in `x` and `head`.
-
-    Args:
-        x: Input of the head, `[A, K, R]`.
-        head: Weight of the head, `[V', R]`.
-        teacher: Base's logits by flat position, `[P, V']`.
-        position: Flat position whose logits teach each step, `[A, K]`.
-        label: The text's own tokens, `[A, K]`; -1 where the drafter does not know one.
-        weight: Weight of each step, `[A, K]`.
-        objective: What is minimised.
-        chunk: Anchors whose logits are in memory at once.
-        compute: `chunk_loss`, compiled or not.
-
-    Returns:
-        The loss `[]`, and the counts `attempted` and `correct` of `ChunkLoss`, `[K]` each.
-    """
-    return _HeadLoss.apply(x, head, teacher, position, label, weight, objective, chunk, compute)
-
-
 def chunk_anchors(vocabulary: int, draft_len: int, device: torch.device) -> int:
     """Return how many anchors a chunk holds: `CHUNK_BYTES` of logits, or on a CPU `CHUNK_PREDICTIONS_ON_CPU`."""
     predictions = CHUNK_PREDICTIONS_ON_CPU if device.type == "cpu" else CHUNK_BYTES // (4 * vocabulary)
     return max(predictions // draft_len, 1)
 
 
-class _HeadLoss(torch.autograd.Function):
-    """`head_loss` with its gradient computed during the forward."""
+class HeadLoss(torch.autograd.Function):
+    """The weighted loss of A anchors, differentiable in `x` and `head`; its gradient is computed in the forward."""
 
     @staticmethod
     def forward(
@@ -128,6 +98,22 @@ class _HeadLoss(torch.autograd.Function):
         chunk: int,
         compute: Callable[..., ChunkLoss],
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the loss.
+
+        Args:
+            ctx: Keeps the gradients.
+            x: Input of the head, `[A, K, R]`.
+            head: Weight of the head, `[V', R]`.
+            teacher: As for `chunk_loss`, as are the next ones, here of all A anchors.
+            position: `[A, K]`.
+            label: `[A, K]`.
+            weight: `[A, K]`.
+            objective: What is minimised.
+            chunk: Anchors whose logits are in memory at once.
+            compute: `chunk_loss`, compiled or not.
+
+        Returns the loss `[]`, and the counts `attempted` and `correct` of `ChunkLoss`, `[K]` each.
+        """
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.dtype
         x_low, head_low = x.to(dtype), head.to(dtype)
@@ -150,6 +136,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the gradients that the forward computed."""
         x_gradient, head_gradient = ctx.gradients
         ctx.gradients = None
         # In place: a second copy of the head's would be as large as the head.

@@ -62,8 +62,7 @@ def train(
         log: Prints a line of progress every `config.log_every` steps.
         progress: Called with the progress in place of `log`.
 
-    Raises:
-        NotFiniteError: The loss of a step was not finite. Nothing is written after that step.
+    Raises `NotFiniteError` where the loss of a step was not finite. Nothing is written after that step.
     """
     accelerator = accelerator or new_accelerator(config)
     trainer = Trainer(model, drafter, config, accelerator, resumed)
@@ -125,22 +124,10 @@ def make_optimizer(drafter: RecurrentDrafter, config: TrainConfig, device: torch
 
 
 class Trainer:
-    """Base, drafter, optimizer and clock of a training.
+    """Base, drafter, optimizer and clock of a training, made of arguments of `train`.
 
-    Args:
-        model: The base, which is moved to the accelerator's device.
-        drafter: Float32 drafter to train. Where it is spread over the processes, it is up to date in a validation, in
-            a checkpoint and after `gather_drafter`.
-        config: Options of the training.
-        accelerator: Processes that train together.
-        resumed: Checkpoint that `drafter` was loaded from; None for a new training.
-
-    Attributes:
-        validate: Measures the drafter's tokens per step; None for no validation.
-        checkpoints: Where checkpoints are written; None for none.
-        teacher: The base.
-        meter: Loss and accuracy since the last line of progress.
-        clock: Steps and time.
+    Where the drafter is spread over the processes, it is up to date in a validation, in a checkpoint and after
+    `gather_drafter`.
     """
 
     def __init__(
@@ -208,23 +195,20 @@ class Trainer:
 
     def read_meter(self) -> None:
         """Wait for the device and bring the state up to date. Collective: call it on every rank."""
-        self.meter.read()
+        self.meter.read(self.clock.state)
         self._note_time()
-        state = self.clock.state
-        state.accuracy = self.meter.accuracy
-        state.loss = self.meter.loss
 
     def progress(self) -> Progress:
         """Return the progress as of the last `read_meter`."""
-        clock, meter = self.clock, self.meter
+        clock, state = self.clock, self.clock.state
         return Progress(
-            step=clock.step,
+            step=state.step,
             steps=clock.steps,
             fraction_done=clock.fraction_done,
             seconds=clock.seconds,
-            speed=clock.state.tokens / max(clock.seconds, 1e-9),
-            loss=meter.loss,
-            accuracy=meter.accuracy,
+            speed=state.tokens / max(clock.seconds, 1e-9),
+            loss=state.loss,
+            accuracy=state.accuracy,
             learning_rate=self.optimizer.param_groups[0]["lr"],
         )
 
@@ -287,8 +271,6 @@ class Trainer:
             restore_random_state(self.accelerator, random_states)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"{resumed.path} is of another training: {first_line(error)}; delete it") from error
-        state = resumed.state
-        self.meter.loss, self.meter.accuracy = state.loss, list(state.accuracy)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         """Copy a tensor to the device without the host waiting for it."""

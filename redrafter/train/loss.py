@@ -3,7 +3,7 @@
 An anchor is a position i of the text: its hidden state h_i predicted the pending token x_{i+1}. Step k = 1..K reads the
 embedding of x_{i+k} with (h_i, state) and predicts x_{i+k+1}. Its teacher is the base's own distribution there: its
 logits at position i+k. The states of all K steps are computed first, for they do not depend on what is predicted; then
-the loss over the vocabulary, in chunks (see `head_loss`).
+the loss over the vocabulary, in chunks (see `HeadLoss`).
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from redrafter.drafting.context_attention import packed_mask, with_empty_entry
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.train.config import TrainConfig
-from redrafter.train.head_loss import Objective, chunk_anchors, chunk_loss, head_loss
+from redrafter.train.head_loss import HeadLoss, Objective, chunk_anchors, chunk_loss
 from redrafter.train.teacher import TeacherOutput
 
 
@@ -27,10 +27,7 @@ def target_mask(mask: Tensor, draft_len: int) -> Tensor:
     that the base wrote and never reaches past what it writes. So a 0 in the mask (a user's turn, padding, the start of
     another document) also ends the rollouts that come from before it.
 
-    `mask` is true on the tokens that the base itself is to write, `[B, T]` bool.
-
-    Returns:
-        `[B, T, K]` bool.
+    `mask` is true on the tokens that the base itself is to write, `[B, T]` bool. Returns `[B, T, K]` bool.
     """
     ahead = pad(mask.long(), (0, draft_len + 1)).unfold(1, draft_len + 1, 1)[:, 1:]  # [B, T, K+1]: i+1 .. i+K+1
     return ahead.cumprod(dim=-1)[:, :, 1:].bool()
@@ -48,8 +45,7 @@ def find_anchors(mask: Tensor, draft_len: int, decay: float, multiple: int = 1) 
         decay: Weight of each draft step relative to the one before.
         multiple: Pad the anchors with weight 0 to a multiple of this number.
 
-    Returns:
-        Flat positions of the A anchors in `[B * T]`, `[A]` int64, and the weight of each of their steps, `[A, K]`.
+    Returns flat positions of the A anchors in `[B * T]`, `[A]` int64, and the weight of each of their steps, `[A, K]`.
     """
     count = target_mask(mask, draft_len).flatten(0, 1)  # [B * T, K]
     positions = torch.arange(len(count), device=count.device)
@@ -99,7 +95,10 @@ class Unroll(nn.Module):
             segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
         """
         config, drafter, device = self.config, self.drafter, tokens.device
-        chunk = self._chunk(device)
+        if config.chunk is not None:
+            chunk = max(config.chunk // config.draft_len, 1)
+        else:
+            chunk = chunk_anchors(drafter.lm_head.out_features, config.draft_len, device)
         # Compiled, all chunks have one size.
         anchors, weight = find_anchors(mask, config.draft_len, config.decay, chunk if config.compile else 1)
         anchors, weight = anchors.to(device, non_blocking=True), weight.to(device, non_blocking=True)  # [A], [A, K]
@@ -111,9 +110,8 @@ class Unroll(nn.Module):
         if isinstance(drafter.draft_ids, Tensor):
             teacher = teacher.index_select(-1, drafter.draft_ids)
 
-        head_inputs = self.head_inputs(teacher_output, segment, anchors, position)
-        loss, attempted, correct = head_loss(
-            head_inputs,
+        loss, attempted, correct = HeadLoss.apply(
+            self.head_inputs(teacher_output, segment, anchors, position),
             drafter.lm_head.weight,
             teacher.flatten(0, 1),
             position,
@@ -136,8 +134,7 @@ class Unroll(nn.Module):
             anchors: Flat positions of the anchors, `[A]` int64.
             position: Flat position of the token that each step reads, `[A, K]` int64.
 
-        Returns:
-            The input of the head at each step, `[A, K, R]`.
+        Returns the input of the head at each step, `[A, K, R]`.
         """
         drafter, features, context = self.drafter, teacher_output.hidden, None
         embedding = teacher_output.embedding.to(drafter.dtype)  # [B, T, D]
@@ -153,12 +150,6 @@ class Unroll(nn.Module):
             x, state = drafter.advance(tokens[position[:, k]], state, start, read)
             head_inputs.append(x)
         return torch.stack(head_inputs, dim=1)
-
-    def _chunk(self, device: torch.device) -> int:
-        """Return how many anchors a chunk holds."""
-        if self.config.chunk is not None:
-            return max(self.config.chunk // self.config.draft_len, 1)
-        return chunk_anchors(self.drafter.lm_head.out_features, self.config.draft_len, device)
 
 
 class PackedContext:
@@ -177,12 +168,7 @@ class PackedContext:
     """
 
     def __init__(
-        self,
-        drafter: RecurrentDrafter,
-        hidden: Tensor,
-        embedding: Tensor,
-        segment: Tensor | None,
-        anchors: Tensor,
+        self, drafter: RecurrentDrafter, hidden: Tensor, embedding: Tensor, segment: Tensor | None, anchors: Tensor
     ):
         attention, window = drafter.context, drafter.config.context_window
         assert attention is not None, "the drafter has a context_window"
@@ -200,7 +186,6 @@ class PackedContext:
         """
         rows, length = self._shape
         grid = state.new_zeros(rows * length, state.shape[-1]).index_copy(0, self._anchors, state)
-        attended = self._attention.read_packed(
-            grid.unflatten(0, (rows, length)), step, self._keys, self._values, self._mask
-        )
+        grid = grid.unflatten(0, (rows, length))  # [B, T, D]
+        attended = self._attention.read_packed(grid, step, self._keys, self._values, self._mask)
         return attended.flatten(0, 1).index_select(0, self._anchors)

@@ -7,6 +7,7 @@ import math
 import subprocess
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,6 @@ from redrafter.train.config import TrainConfig, shown_command
 from redrafter.train.evaluate.replay import Shape
 from redrafter.train.progress import TrainingState
 
-READ_BYTES = 1 << 20  # read at once to hash a file
-
 RECORD_FILE = "training.json"
 FILES_BESIDE_WEIGHTS = {"README.md", "config.json", RECORD_FILE}  # what `save_drafter` writes beside the weights
 
@@ -48,15 +47,10 @@ def save_drafter(
     dtype: torch.dtype,
     overwrite: bool = False,
 ) -> None:
-    """Write a drafter with its model card and its record. Raises as `write_folder` and `check_output` do.
+    """Write a drafter in a dtype, with its model card and its record; the drafter itself stays as it is.
 
-    Args:
-        drafter: Trained drafter; it is copied before its dtype is changed.
-        output: Folder to write.
-        card: Text of README.md.
-        facts: Content of training.json, as `provenance` makes it.
-        dtype: Dtype of the saved weights.
-        overwrite: Replace a drafter that is there already.
+    `facts` are as `make_provenance` makes them; with `overwrite`, a drafter that is there already is replaced. Raises
+    as `write_folder` and `check_output` do.
     """
     check_output(output, overwrite)
     saved: Any = copy.deepcopy(drafter).cpu()
@@ -107,22 +101,12 @@ def make_model_card(
     prompts: int,
     facts: dict[str, Any],
 ) -> str:
-    """Compose the model card of a trained drafter; the caller writes it to README.md.
+    """Compose the model card of a trained drafter: Markdown under a header in YAML, for README.md.
 
-    Args:
-        model: The base.
-        drafter: Trained drafter.
-        config: Options of the training.
-        result: What the training did.
-        validation: Result of the last validation; None when there was none.
-        prompts: Prompts of the validation.
-        facts: Content of training.json, as `provenance` makes it.
-
-    Returns:
-        The card: Markdown under a header in YAML.
+    `validation` is the result of the last validation, on `prompts` prompts; None when there was none. `facts` are as
+    `make_provenance` makes them.
     """
-    base = drafter.config.base_model or type(model).__name__
-    tree = served_shape(drafter)
+    base, tree = drafter.config.base_model or type(model).__name__, served_shape(drafter)
     measured = "not measured: there was nothing to validate on"
     if validation is not None:
         share_by_depth = ", ".join(f"{count / max(validation.steps, 1):.2f}" for count in validation.accepted_by_depth)
@@ -139,7 +123,10 @@ def make_model_card(
     used = ", ".join(f"{name} {version}" for name, version in versions.items() if version) + (
         f"; revision {revision[:12]}" if revision else ""
     )
-    speed = result.tokens / max(result.seconds, 1e-9)
+    speed, validations = result.tokens / max(result.seconds, 1e-9), len(result.tokens_per_step)
+    choice = "These are its last weights."
+    if validations > 1:
+        choice = f"These are the weights of step {result.best_step}, the best of {validations} validations."
     header = ModelCardData(library_name="redrafter", base_model=base, tags=["redrafter", "speculative-decoding"])
     return f"""---
 {header.to_yaml()}
@@ -157,7 +144,7 @@ engine = ReDrafter.from_pretrained("{base}", "path/to/this/directory")
 
 - Size: {describe_size(model, drafter)} (which was frozen).
 - Trained for {drafter.config.trained_draft_len} draft steps: {result.step} optimizer steps, {result.tokens:,} tokens \
-in {result.seconds:.0f} s, {speed:,.0f} tokens/s on {facts["processes"]} x {facts["device"]}. {_describe_choice(result)}
+in {result.seconds:.0f} s, {speed:,.0f} tokens/s on {facts["processes"]} x {facts["device"]}. {choice}
 - Measured: {measured}.
 - Loss: {config.distill:g} x KL(base || drafter) + {1 - config.distill:g} x cross-entropy, each draft step weighing \
 {config.decay:g} of the one before; {result.loss:.4f} at the end.
@@ -168,13 +155,6 @@ in {result.seconds:.0f} s, {speed:,.0f} tokens/s on {facts["processes"]} x {fact
 {facts["command"]}
 ```
 """
-
-
-def _describe_choice(result: TrainingState) -> str:
-    """Say at which step the saved weights were taken."""
-    if len(result.tokens_per_step) < 2:
-        return "These are its last weights."
-    return f"These are the weights of step {result.best_step}, the best of {len(result.tokens_per_step)} validations."
 
 
 def make_provenance(
@@ -231,7 +211,11 @@ def describe_files(sources: Sequence[str]) -> list[dict[str, Any]]:
         path = Path(source)
         description: dict[str, Any] = {"name": short_name(source), "bytes": None, "sha256": None}
         if path.is_file():
-            description |= {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            digest = hashlib.sha256()
+            with open(path, "rb") as file:
+                for block in iter(partial(file.read, 1 << 20), b""):
+                    digest.update(block)
+            description |= {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
         descriptions.append(description)
     return descriptions
 
@@ -241,14 +225,6 @@ def hash_windows(windows: Windows) -> str:
     digest = hashlib.sha256()
     for part in (windows.tokens, windows.mask, windows.offsets):
         digest.update(part.contiguous().numpy().data)
-    return digest.hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
     return digest.hexdigest()
 
 

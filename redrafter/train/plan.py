@@ -67,17 +67,24 @@ def last_step(config: TrainConfig, windows: Windows, processes: int) -> int | No
 def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, RecurrentDrafter]:
     """Build the base and the drafter on the meta device, without memory for weights."""
     base_config = _base_config(config)
+    saved: Any = base_config.get_text_config(decoder=True).dtype or base_config.dtype or torch.float32
+    dtype = saved if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
         with torch.device("meta"):
             base: Any = AutoModelForCausalLM.from_config(
-                base_config,
-                trust_remote_code=config.trust_remote_code,
-                dtype=_dtype(config, base_config),
+                base_config, trust_remote_code=config.trust_remote_code, dtype=dtype
             )
     except Exception as error:  # as many kinds as there are models
         raise CheckpointError(f"cannot load a model from {config.model}: {first_line(error)}") from error
+    if config.drafter is None:
+        form = new_config(base_config, config, config.draft_vocab_size)
+    else:
+        try:
+            form = DrafterConfig.from_pretrained(config.drafter)
+        except Exception as error:
+            raise load_error("drafter", config.drafter, error) from error
     with torch.device("meta"):
-        return base, RecurrentDrafter(_drafter_config(config, base_config)).float()
+        return base, RecurrentDrafter(form).float()
 
 
 def row_length(config: TrainConfig) -> int:
@@ -96,21 +103,6 @@ def _base_config(config: TrainConfig) -> PretrainedConfig:
         return base
     except Exception as error:  # as many kinds as there are models
         raise load_error("model", str(config.model), error) from error
-
-
-def _drafter_config(config: TrainConfig, base: PretrainedConfig) -> DrafterConfig:
-    if config.drafter is None:
-        return new_config(base, config, config.draft_vocab_size)
-    try:
-        return DrafterConfig.from_pretrained(config.drafter)
-    except Exception as error:
-        raise load_error("drafter", config.drafter, error) from error
-
-
-def _dtype(config: TrainConfig, base: PretrainedConfig) -> torch.dtype:
-    saved: Any = base.get_text_config(decoder=True).dtype or base.dtype or torch.float32
-    dtype: torch.dtype = saved if config.dtype == "auto" else getattr(torch, config.dtype)
-    return dtype
 
 
 def _memory(
@@ -138,23 +130,14 @@ def _memory(
     if config.shard_drafter:
         parts["the drafter's weights and gradients gathered"] = 8 * drafter_size
     if drafter_config.context_window is not None:
-        parts["its attention to the texts"] = _context_memory(drafter_config, positions, row, config.draft_len)
+        steps, heads, kv_heads = config.draft_len, drafter_config.context_heads, drafter_config.context_kv_heads
+        width, head_dim = drafter_config.hidden_size, drafter_config.context_head_dim
+        by_step = 3 * width + 4 * heads * head_dim  # states and queries
+        keys = 5 * width + 4 * kv_heads * head_dim  # and what they are made of
+        masks = (1 + steps) * row  # a mask, and its copy at each step
+        parts["its attention to the texts"] = positions * (4 * (steps * by_step + keys) + masks)
     shown = ", ".join(f"{name} {_format_bytes(count)}" for name, count in parts.items())
     return [f"memory on each device, about: {_format_bytes(sum(parts.values()))} ({shown})"]
-
-
-def _context_memory(config: DrafterConfig, positions: int, row: int, steps: int) -> int:
-    """Estimate the memory of a drafter's attention to the texts of a batch.
-
-    Args:
-        config: A drafter that attends to committed tokens.
-        positions: Tokens of the batch.
-        row: Tokens of a row.
-        steps: Draft steps.
-    """
-    by_step = 3 * config.hidden_size + 4 * config.context_heads * config.context_head_dim  # states and queries
-    keys = 5 * config.hidden_size + 4 * config.context_kv_heads * config.context_head_dim  # and what they are made of
-    return positions * (4 * (steps * by_step + keys) + (1 + steps) * row)  # a mask, and its copy at each step
 
 
 def _format_bytes(count: float) -> str:

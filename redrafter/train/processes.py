@@ -139,8 +139,7 @@ def start_trackers(config: TrainConfig, accelerator: Accelerator) -> None:
 def watch_processes(accelerator: Accelerator) -> Iterator[None]:
     """End this process while the block runs if another one ends before its own block has. Collective.
 
-    Raises:
-        ArgumentError: They cannot connect to the first one.
+    Raises `ArgumentError` where they cannot connect to the first one.
     """
     if accelerator.num_processes == 1:
         yield
@@ -168,13 +167,9 @@ def watch_processes(accelerator: Accelerator) -> Iterator[None]:
 
 
 class _Watch:
-    """A thread that reads the connections of this process.
+    """A thread that reads the connections of this process; `lost` is set once a process was lost.
 
     `connections` are by rank: of the first process those to all others, of others that to the first one.
-
-    Attributes:
-        lost: Set once a process was lost.
-        thread: The thread.
     """
 
     def __init__(self, rank: int, count: int, connections: dict[int, socket.socket]):
@@ -197,7 +192,9 @@ class _Watch:
                 selector.register(connection, selectors.EVENT_READ, rank)
             while selector.get_map():
                 for key, _ in selector.select():
-                    rank, word = key.data, _receive(self.connections[key.data])
+                    rank, word = key.data, b""  # nothing where the process has ended
+                    with suppress(OSError):
+                        word = self.connections[rank].recv(1)
                     said[rank] = word or said[rank]
                     if word == DONE:
                         selector.unregister(self.connections[rank])
@@ -205,10 +202,7 @@ class _Watch:
                         self._end(rank, said[rank])
 
     def _end(self, lost_rank: int, word: bytes) -> None:
-        """End this process because another one has ended.
-
-        `word` is the last thing that the process said; nothing where it was killed.
-        """
+        """End this process because another one has ended, whose last word was `word`; nothing where it was killed."""
         self.lost.set()
         says_so = self.rank == 0 or (self.rank == 1 and lost_rank == 0)
         if says_so and not word:
@@ -224,30 +218,21 @@ class _Watch:
         os._exit(2)  # the main thread may wait for the process that was lost
 
 
-def _receive(connection: socket.socket) -> bytes:
-    """Return the next word of another process; nothing where it has ended."""
-    try:
-        return connection.recv(1)
-    except OSError:
-        return b""
-
-
 def _connect(accelerator: Accelerator) -> dict[int, socket.socket]:
-    """Connect every process with the first one. Collective: call it on every rank.
+    """Connect every process with the first one, and return the connections by the rank at their other end.
 
-    Returns:
-        Connections by the rank of the process at their other end.
+    Collective: call it on every rank.
     """
     host = os.environ["MASTER_ADDR"]  # where launchers run the first process
     family = socket.getaddrinfo(host, None)[0][0]
     if not accelerator.is_main_process:
-        port, token = _broadcast([None, None])
+        port, token = broadcast_object_list([None, None])
         connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
         connection.sendall(token + accelerator.process_index.to_bytes(4, "big"))
         return {0: _keep_alive(connection)}
     connections: dict[int, socket.socket] = {}
     with socket.create_server(("", 0), family=family, backlog=accelerator.num_processes) as server:
-        _, token = _broadcast([server.getsockname()[1], secrets.token_bytes(TOKEN_BYTES)])
+        _, token = broadcast_object_list([server.getsockname()[1], secrets.token_bytes(TOKEN_BYTES)])
         server.settimeout(CONNECT_SECONDS)
         while len(connections) < accelerator.num_processes - 1:
             connection, _ = server.accept()
@@ -260,12 +245,6 @@ def _connect(accelerator: Accelerator) -> dict[int, socket.socket]:
             else:  # a stranger
                 connection.close()
     return connections
-
-
-def _broadcast(values: list[Any]) -> list[Any]:
-    """Broadcast some objects from rank 0. Collective: call it on every rank."""
-    received: list[Any] = broadcast_object_list(values)
-    return received
 
 
 def _keep_alive(connection: socket.socket) -> socket.socket:

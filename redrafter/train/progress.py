@@ -119,9 +119,6 @@ class Clock:
     """Counts the steps and the time of a training, without its validations and checkpoints.
 
     `state` is the one to continue from; a new one when None.
-
-    Attributes:
-        state: State of the training.
     """
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, state: TrainingState | None = None):
@@ -170,20 +167,14 @@ class Clock:
 
 
 class LossMeter:
-    """Loss and accuracy since they were last read, over all processes, summed on the device.
-
-    Attributes:
-        loss: Mean loss per prediction, as of the last `read`.
-        accuracy: Accuracy by draft step among rollouts whose earlier steps were all right, as of the last `read`.
-        tokens: Tokens read since the beginning, padding included, as of the last `check_finite`.
-    """
+    """Loss and accuracy since they were last read, over all processes, summed on the device."""
 
     def __init__(self, draft_len: int, accelerator: Accelerator):
         self.accelerator = accelerator
         self._sums = torch.zeros(2 + 2 * draft_len, device=accelerator.device)  # loss, weight, then counts [2, K]
         self._bad_step = torch.tensor(-1, device=accelerator.device)  # the first step whose loss was not finite
         self._process_tokens = 0  # tokens that this process read
-        self.loss, self.accuracy, self.tokens = float("nan"), [float("nan")] * draft_len, 0
+        self.tokens = 0  # read since the beginning, padding included, as of the last `check_finite`
 
     def add(self, step: int, batch_loss: BatchLoss) -> None:
         """Add the loss of a batch of optimizer step `step`, counted from 0."""
@@ -209,15 +200,18 @@ class LossMeter:
             step, process = min((step, process) for process, step in enumerate(bad_steps) if step >= 0)
             raise NotFiniteError(step, process)
 
-    def read(self) -> None:
-        """Set `loss` and `accuracy` to the means since the last call, after `check_finite`. Collective as well."""
+    def read(self, state: TrainingState) -> None:
+        """Bring loss and accuracy of a state up to date; where nothing was added since the last call, they stay.
+
+        It waits as `check_finite` does, and is collective as well.
+        """
         self.check_finite()
         loss, weight, *counts = self.accelerator.gather(self._sums[None]).sum(dim=0).tolist()
         if weight == 0:
             return
         attempted, correct = counts[: len(counts) // 2], counts[len(counts) // 2 :]
-        self.loss = loss / weight
-        self.accuracy = [right / max(tried, 1) for right, tried in zip(correct, attempted, strict=True)]
+        state.loss = loss / weight
+        state.accuracy = [right / max(tried, 1) for right, tried in zip(correct, attempted, strict=True)]
         self._sums.zero_()
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import UnsupportedError
-from redrafter.model.drafter_inputs import decoder_stack
+from redrafter.model.forward_batch import decoder_stack
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import BatchLoss, Unroll
 from redrafter.train.processes import broadcast_weights
@@ -27,10 +27,7 @@ class ShardedDrafter:
     Every method but `spread_optimizer` is collective: call it on every rank.
 
     `whole` is the drafter, which stays in the host's memory. The first process's weights are trained. There must be
-    several processes.
-
-    Attributes:
-        drafter: The copy; each of its weights is a `DTensor`.
+    several processes. Each weight of `drafter`, the copy, is a `DTensor`.
     """
 
     def __init__(self, whole: RecurrentDrafter, config: TrainConfig, accelerator: Accelerator):
@@ -107,42 +104,31 @@ def _spread_like(weight: Tensor, value: Tensor) -> Tensor:
 
 
 def load_sharded(load: Callable[[], PreTrainedModel], accelerator: Accelerator) -> PreTrainedModel:
-    """Load a base and spread it over the processes' devices. Collective: call it in every process.
+    """Load a base and spread it over the devices of several processes. Collective: call it in every process.
 
-    The processes load in turn, so that the host holds one whole copy at a time.
-
-    There must be several processes.
-
-    Raises:
-        UnsupportedError: The model's layers cannot be found.
-    """
-    model: PreTrainedModel | None = None
-    for process in range(accelerator.num_processes):
-        if process == accelerator.process_index:
-            model = load()
-            _shard(model, accelerator)
-        accelerator.wait_for_everyone()
-    assert model is not None
-    with torch.no_grad():  # allocates the buffers that layers are gathered in, which must not be inference tensors
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=accelerator.device))
-    return model
-
-
-def _shard(model: PreTrainedModel, accelerator: Accelerator) -> None:
-    """Spread each decoder layer over all processes; it is gathered for its forward, which all must run together.
-
-    The weights outside of the layers (embedding, last norm, head) are whole on every device, because they are also used
+    Each decoder layer is spread over all processes, and gathered for its forward, which all must run together. The
+    weights outside of the layers (embedding, last norm, head) are whole on every device, because they are also used
     apart from the model's own forward. Raises `UnsupportedError` where a model's layers cannot be found.
     """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    stack = decoder_stack(model, count)
-    if stack is None:
-        raise UnsupportedError(f"{type(model).__name__} does not hold its {count} layers in a list; no --shard-base")
+    model: Any = None
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    for layer in stack:
-        fully_shard(layer, mesh=mesh)
-    layers = {id(weight) for weight in stack.parameters()}
-    whole = {weight for weight in model.parameters() if id(weight) not in layers}
-    fully_shard(model, mesh=mesh, ignored_params=whole)  # so that layers fetch each other's weights ahead
-    base: Any = model
-    base.to(accelerator.device)
+    for process in range(accelerator.num_processes):  # in turn, so that the host holds one whole copy at a time
+        if process == accelerator.process_index:
+            model = load()
+            count = model.config.get_text_config(decoder=True).num_hidden_layers
+            stack = decoder_stack(model, count)
+            if stack is None:
+                raise UnsupportedError(
+                    f"{type(model).__name__} does not hold its {count} layers in a list; no --shard-base"
+                )
+            for layer in stack:
+                fully_shard(layer, mesh=mesh)
+            layers = {id(weight) for weight in stack.parameters()}
+            whole = {weight for weight in model.parameters() if id(weight) not in layers}
+            fully_shard(model, mesh=mesh, ignored_params=whole)  # so that layers fetch each other's weights ahead
+            model.to(accelerator.device)
+        accelerator.wait_for_everyone()
+    with torch.no_grad():  # allocates the buffers that layers are gathered in, which must not be inference tensors
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=accelerator.device))
+    loaded: PreTrainedModel = model
+    return loaded

@@ -1,20 +1,20 @@
 """The frozen base as the teacher: one forward over whole texts gives its logits and the drafter's input."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from redrafter.attention.mask import AttentionKind, additive_mask
+from redrafter.attention.mask import additive_mask
 from redrafter.attention.prompt_attention import Piece
-from redrafter.model.drafter_inputs import decoder_layers, join_hidden
+from redrafter.model.forward_batch import decoder_layers, join_hidden
 from redrafter.model.patch import ModelPatch
-from redrafter.model.recurrent_layers import PromptStates, replaced_mixers
+from redrafter.model.recurrent_layers import PromptStates, replace_mixers
 from redrafter.model.traits import learn_traits
 
 
@@ -25,15 +25,6 @@ class TeacherOutput:
     hidden: Tensor  # hidden states that a drafter reads, `[B, T, F]`: the last one, then those of the fused layers
     embedding: Tensor  # embeddings of the tokens, `[B, T, D]`
     logits: Tensor  # the base's logits, `[B, T, V]`
-
-
-@dataclass
-class _Captured:
-    """Tensors that the hooks captured in one forward."""
-
-    last: Tensor | None = None
-    embedding: Tensor | None = None
-    outputs: list[Tensor] = field(default_factory=list)
 
 
 class _NoCache(DynamicCache):
@@ -62,29 +53,21 @@ class Teacher:
             traits = learn_traits(model, config, ids, type(model).__name__)
         self._mixers, self._kinds = traits.mixers, traits.kinds.by_name
         self._layers = decoder_layers(model, config.num_hidden_layers, layers)
-        self._captured: _Captured | None = None  # set during `read` only; the model may run between reads
+        self._captured: dict[str, list[Tensor]] | None = None  # set during `read` only; the model may run between reads
 
     def __enter__(self) -> "Teacher":
         self._hooks = ModelPatch(threads_apart=False)
-        self._hooks.hook(self.model.get_output_embeddings(), self._capture_head_input, before=True)
-        self._hooks.watch([self.model.get_input_embeddings()], self._capture_embedding)
-        self._hooks.watch(self._layers, self._capture_layer)
+        self._hooks.hook(self.model.get_output_embeddings(), lambda _, args: self._note("last", args[0]), before=True)
+        self._hooks.watch([self.model.get_input_embeddings()], lambda output: self._note("embedding", output))
+        self._hooks.watch(self._layers, lambda output: self._note("layers", output))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hooks.__exit__()
 
-    def _capture_head_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def _note(self, what: str, tensor: Tensor) -> None:
         if self._captured is not None:
-            self._captured.last = args[0]
-
-    def _capture_embedding(self, output: Tensor) -> None:
-        if self._captured is not None:
-            self._captured.embedding = output
-
-    def _capture_layer(self, output: Tensor) -> None:
-        if self._captured is not None:
-            self._captured.outputs.append(output)
+            self._captured[what].append(tensor)
 
     @torch.no_grad()
     def read(self, tokens: Tensor, segment: Tensor | None = None) -> TeacherOutput:
@@ -97,15 +80,16 @@ class Teacher:
         arguments = {} if segment is None else self._packed(segment)
         # Recurrent layers would keep their states in a cache.
         arguments |= {"use_cache": False} if self._mixers else {"past_key_values": _NoCache(), "use_cache": True}
-        self._captured = captured = _Captured()
+        captured: dict[str, list[Tensor]] = {"last": [], "embedding": [], "layers": []}
+        self._captured = captured
         try:
             with nullcontext() if segment is None else self._apart(segment):
                 logits = self.model(input_ids=tokens, **arguments).logits
         finally:
             self._captured = None
-        assert captured.last is not None, "the model did not call its head"
-        assert captured.embedding is not None, "the model did not call its embedding"
-        return TeacherOutput(join_hidden(captured.last, captured.outputs), captured.embedding, logits)
+        assert captured["last"], "the model did not call its head"
+        assert captured["embedding"], "the model did not call its embedding"
+        return TeacherOutput(join_hidden(captured["last"][-1], captured["layers"]), captured["embedding"][-1], logits)
 
     def _packed(self, segment: Tensor) -> dict[str, Any]:
         """Make the model's arguments for rows of several texts: positions from 0 in each, and masks between them."""
@@ -114,36 +98,25 @@ class Teacher:
         begins[:, 1:] = segment[:, 1:] != segment[:, :-1]
         position = index - torch.where(begins, index, 0).cummax(dim=1).values  # [B, T]
         same = (segment[:, :, None] == segment[:, None, :]) & (index[:, None] >= index)  # [B, T, T]
-        masks = {
-            name: additive_mask(same & _in_reach(position, kind), self.model.dtype)
-            for name, kind in self._kinds.items()
-        }
+        query, key = position[:, :, None], position[:, None, :]
+        masks: dict[str, Tensor] = {}
+        for name, kind in self._kinds.items():
+            seen = same
+            if kind.window is not None:
+                seen = same & (query - key < kind.window)
+            elif kind.chunk is not None:
+                seen = same & (query // kind.chunk == key // kind.chunk)
+            masks[name] = additive_mask(seen, self.model.dtype)
         if not masks:  # no layer attends
             return {}
-        return {
-            "position_ids": position,
-            "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-        }
+        return {"position_ids": position, "attention_mask": masks if len(masks) > 1 else next(iter(masks.values()))}
 
-    def _apart(self, segment: Tensor) -> AbstractContextManager[None]:
+    @contextmanager
+    def _apart(self, segment: Tensor) -> Iterator[None]:
         """Have recurrent layers read each text of a row of several from no state."""
-        starts, lengths = list[int](), list[int]()
-        for row in segment.tolist():
-            for _, run in groupby(row):
-                starts.append(sum(lengths))
-                lengths.append(len(list(run)))
+        lengths = [len(list(run)) for row in segment.tolist() for _, run in groupby(row)]
+        starts = list(accumulate(lengths, initial=0))[:-1]
         pieces = [Piece(text, 0, length) for text, length in enumerate(lengths)]
-        return replaced_mixers(self._mixers, PromptStates(pieces, starts, states=None))
-
-
-def _in_reach(position: Tensor, kind: AttentionKind) -> Tensor:
-    """Return which keys each query of a layer of this kind attends to, `[B, T, T]` bool or broadcastable.
-
-    `position` is that of each token in its text, `[B, T]`; `kind` is full attention, or within a window or a chunk.
-    """
-    query, key = position[:, :, None], position[:, None, :]
-    if kind.window is not None:
-        return query - key < kind.window
-    if kind.chunk is not None:
-        return query // kind.chunk == key // kind.chunk
-    return torch.ones((), dtype=torch.bool, device=position.device)
+        with ModelPatch() as patch:
+            replace_mixers(patch, self._mixers, PromptStates(pieces, starts, states=None))
+            yield

@@ -29,7 +29,7 @@ from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
-from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start
+from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start, load_drafter
 from redrafter.train.config import TrainConfig, parse
 from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts
 from redrafter.train.init_drafter import new_drafter, size_form
@@ -87,16 +87,7 @@ def run(config: TrainConfig, log: Callable[[str], object]) -> None:
 
 
 class TrainingSession:
-    """One run of `redrafter train`: it loads base, data and drafter, trains, validates and saves.
-
-    Attributes:
-        checkpoints: Where checkpoints are written.
-        resumed: Checkpoint to go on from; None for a new training.
-        processes: Processes that began the training, which may be others than there are now.
-        accumulate: Batches of an optimizer step, on each process that there is now.
-        validation_texts: What drafters are validated on; None in a process that does not validate.
-        validation: Result of the last validation.
-    """
+    """One run of `redrafter train`: it loads base, data and drafter, trains, validates and saves."""
 
     def __init__(
         self, config: TrainConfig, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, console: Console
@@ -107,8 +98,8 @@ class TrainingSession:
         self.windows.check(self.target.vocab_size, self.target.fixed_rope_context)
         self.base = short_name(self.target.model.config.name_or_path)
         self.checkpoints, self.resumed = self._open_checkpoints()
-        self.processes: int = self.checkpoints.identity.processes
-        self.accumulate = config.accumulate * self.processes // accelerator.num_processes
+        self.processes: int = self.checkpoints.identity.processes  # which began the training; there may be others now
+        self.accumulate = config.accumulate * self.processes // accelerator.num_processes  # batches of a step on each
         self.drafter = self._load_drafter()
         console.print_line(
             f"base {self.target.name}, frozen; drafter of {describe_size(self.target.model, self.drafter)}, trained; "
@@ -117,8 +108,12 @@ class TrainingSession:
         if self.resumed is not None:
             console.print_line(f"going on from step {self.resumed.state.step}")
         validates = accelerator.is_main_process or config.shard_base
-        self.validation_texts = self._write_validation_texts() if validates else None
-        self.validation: ReplayStats | None = None
+        self.validation_texts: ValidationTexts | None = None  # None in a process that does not validate
+        if validates:  # let the base continue the held-out prompts greedily
+            prompts = validation_prompts(config, tokenizer, self.target.fixed_rope_context)
+            ends = end_tokens(self.target.model, tokenizer)
+            self.validation_texts = ValidationTexts(self.target, prompts, config.validate_tokens, ends)
+        self.validation: ReplayStats | None = None  # result of the last validation
 
     def train(self) -> TrainingState:
         """Run the training loop. Raises `NotFiniteError` naming the rows of a batch whose loss was not finite."""
@@ -163,7 +158,7 @@ class TrainingSession:
                 best = Checkpoint.read(self.checkpoints.best)
                 # A run that was killed and resumed, on a device whose results vary, may have kept another step's.
                 result = replace(result, best_step=best.state.best_step)
-                drafter.load_state_dict(best.drafter().state_dict())
+                drafter.load_state_dict(load_drafter(best.path).state_dict())
             if config.shard_base:  # then all processes validate
                 broadcast_weights(drafter, self.accelerator)
             self.console.print_line(
@@ -211,8 +206,7 @@ class TrainingSession:
         """Make a new drafter or load the one to train further, and set in its config what it is trained for."""
         config, target = self.config, self.target
         if self.resumed is not None or config.drafter is not None:
-            folder = self.resumed.path if self.resumed is not None else config.drafter
-            drafter: RecurrentDrafter = RecurrentDrafter.from_pretrained(folder, dtype=torch.float32)
+            drafter = load_drafter(self.resumed.path if self.resumed is not None else str(config.drafter))
             check_fits_target(drafter, target)
             if config.drafter is None and self.resumed is not None:
                 self.config = self.resumed.keep_form(config)
@@ -232,12 +226,6 @@ class TrainingSession:
         if size > self.target.vocab_size:
             raise ArgumentError(f"--draft-vocab-size {size} is more than the base's {self.target.vocab_size} ids")
         return self.windows.count_ids(self.target.vocab_size).topk(size).indices.sort().values
-
-    def _write_validation_texts(self) -> ValidationTexts:
-        """Let the base continue the held-out prompts greedily."""
-        prompts = validation_prompts(self.config, self.tokenizer, self.target.fixed_rope_context)
-        end_ids = end_tokens(self.target.model, self.tokenizer)
-        return ValidationTexts(self.target, prompts, self.config.validate_tokens, end_ids)
 
 
 def _target(config: TrainConfig, accelerator: Accelerator) -> Target:

@@ -44,13 +44,8 @@ def show_first_document(config: TrainConfig, tokenizer: PreTrainedTokenizerBase)
 def validation_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context: int | None) -> list[list[int]]:
     """Choose the held-out prompts that the base continues for validation.
 
-    `context` is the number of tokens of the base's context; None for no limit.
-
-    Returns:
-        Token ids of each prompt.
-
-    Raises:
-        ArgumentError: A validation was asked for and no prompt is left.
+    `context` is the number of tokens of the base's context; None for no limit. Returns token ids of each prompt. Raises
+    `ArgumentError` where a validation was asked for and no prompt is left.
     """
     rows = read_rows([config.validate] if config.validate else config.data)
     held_out = (row for row in rows if row.split == "val" or (config.validate and row.split != "train"))

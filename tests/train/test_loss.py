@@ -17,7 +17,14 @@ from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
-from redrafter.train.head_loss import CHUNK_BYTES, CHUNK_PREDICTIONS_ON_CPU, Objective, chunk_anchors, head_loss
+from redrafter.train.head_loss import (
+    CHUNK_BYTES,
+    CHUNK_PREDICTIONS_ON_CPU,
+    HeadLoss,
+    Objective,
+    chunk_anchors,
+    chunk_loss,
+)
 from redrafter.train.init_drafter import form_of, new_config, new_drafter
 from redrafter.train.loss import Unroll, find_anchors, target_mask, total_weight
 from redrafter.train.teacher import Teacher, TeacherOutput
@@ -105,7 +112,7 @@ def test_loss_and_gradient_are_those_of_the_plain_definition(objective, chunk):
     label[1, 1] = label[4, 0] = -1
     weights = 0.8 ** torch.arange(steps).expand(anchor_count, -1).clone()
     weights[2, 2:] = weights[5] = 0
-    loss, seen, right = head_loss(x, head, teacher, place, label, weights, objective, chunk)
+    loss, seen, right = HeadLoss.apply(x, head, teacher, place, label, weights, objective, chunk, chunk_loss)
     (loss * 0.37).backward()
     exact_x, exact_head = (tensor.detach().double().requires_grad_() for tensor in (x, head))
     logits, told = exact_x @ exact_head.T, teacher.double()[place]
@@ -286,9 +293,9 @@ def test_in_bfloat16_the_gradient_of_the_head_is_summed_in_float32():
     zeros = torch.zeros(600, 1, dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16):
         ones = torch.ones(600, 1)
-        loss, _, _ = head_loss(
-            ones[..., None].expand(600, 1, 4), head, torch.zeros(1, 8), zeros, zeros, ones, Objective(0, 0, 1), 1
-        )
+        x = ones[..., None].expand(600, 1, 4)
+        at = torch.zeros(1, 8), zeros, zeros, ones
+        loss, _, _ = HeadLoss.apply(x, head, *at, Objective(0, 0, 1), 1, chunk_loss)
     loss.backward()
     torch.testing.assert_close(head.grad[0], torch.full((4,), 600 * (1 / 8 - 1)))  # bfloat16 would stop at 256
 

@@ -16,6 +16,7 @@ from helpers.apart import start
 from helpers.chats import BYTES, tiny_tokenizer
 from helpers.models import with_tree
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
+from redrafter.app.loading import Pair
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.data.documents import encode_documents
@@ -59,8 +60,8 @@ ROWS = [
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    """Make a base that often ends its turn."""
+def pair() -> Pair:
+    """Make a base that often ends its turn, with its tokenizer."""
     torch.manual_seed(3)
     config = AutoConfig.for_model(
         "llama",
@@ -78,12 +79,7 @@ def engine() -> Engine:
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     model.lm_head.weight.data[EOS] *= 1.8
-    return Engine(Target(model), PlainProposer())
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return tiny_tokenizer(TEMPLATE)
+    return Pair("base", "", None, tiny_tokenizer(TEMPLATE), Engine(Target(model), PlainProposer()))
 
 
 def drafter() -> RecurrentDrafter:
@@ -106,8 +102,8 @@ def lines(path: str | Path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def written(engine, tokenizer, rows, config) -> list[dict]:
-    regenerate(engine, tokenizer, rows, config, log=quiet)
+def written(pair, rows, config) -> list[dict]:
+    regenerate(pair, rows, config, log=quiet)
     return lines(config.output)
 
 
@@ -122,8 +118,8 @@ def answers(row: dict) -> list[tuple[int, int]]:
 # What is written
 
 
-def test_every_answer_is_what_generate_gives_alone_behind_what_stands_before_it(engine, tokenizer, config):
-    found = written(engine, tokenizer, ROWS, config)
+def test_every_answer_is_what_generate_gives_alone_behind_what_stands_before_it(pair, config):
+    found = written(pair, ROWS, config)
     assert [row["prompt"] for row in found] == [row.where for row in ROWS]
     assert {row["temperature"] for row in found} == {0.0, 0.7, 1.3}
     assert len({row["seed"] for row in found}) == len(found)
@@ -132,18 +128,18 @@ def test_every_answer_is_what_generate_gives_alone_behind_what_stands_before_it(
         how = sampling if row["temperature"] else {"do_sample": False}
         for begin, end in answers(row):
             ids = torch.tensor([row["input_ids"][:begin]])
-            assert engine.generate(ids, max_new_tokens=NEW, **how)[0].tolist() == row["input_ids"][:end]
+            assert pair.engine.generate(ids, max_new_tokens=NEW, **how)[0].tolist() == row["input_ids"][:end]
     assert any(row["input_ids"][end - 1] == EOS for row in found for _, end in answers(row))
     assert any(row["input_ids"][end - 1] != EOS for row in found for _, end in answers(row))
 
 
-def test_a_conversation_goes_on_from_the_bases_own_answers(engine, tokenizer, config):
+def test_a_conversation_goes_on_from_the_bases_own_answers(pair, config):
     """The ids around the answers are the template's, also the end of a turn that the base did not write itself."""
     talks = [ROWS[3], *(talk("system:short", f"{letter}?", "a", "and you?", "b", "bye", "c") for letter in "abcdefgh")]
     ended = set()
-    for talked, row in zip(talks, written(engine, tokenizer, talks, replace(config, max_new_tokens=9)), strict=True):
+    for talked, row in zip(talks, written(pair, talks, replace(config, max_new_tokens=9)), strict=True):
         own = [row["input_ids"][begin:end] for begin, end in answers(row)]
-        expected, spoken = tokenizer("<s>")["input_ids"], iter(own)
+        expected, spoken = pair.tokenizer("<s>")["input_ids"], iter(own)
         for turn, following in zip(talked.messages, [*talked.messages[1:], None], strict=True):
             text = f"<|{turn['role']}|>{turn['content']}\n"
             if turn["role"] == "assistant":
@@ -152,62 +148,62 @@ def test_a_conversation_goes_on_from_the_bases_own_answers(engine, tokenizer, co
                 ended.add(text)
             elif following["role"] == "assistant":
                 text += "<|assistant|>"
-            expected += tokenizer(text)["input_ids"]
+            expected += pair.tokenizer(text)["input_ids"]
         assert row["input_ids"] == expected
         assert row["finish"] == ("eos" if all(answer[-1] == EOS for answer in own) else "length")
     assert ended == {"", "\n", "</s>\n"}, "answers end in one way only: the test shows half"
 
 
-def test_prompts_without_answers_are_answered_turn_by_turn(engine, tokenizer, config):
-    (row,) = written(engine, tokenizer, [ROWS[5]], config)
+def test_prompts_without_answers_are_answered_turn_by_turn(pair, config):
+    (row,) = written(pair, [ROWS[5]], config)
     assert len(answers(row)) == 2
     assert row["shown"].index("one") < row["shown"].index("two")
 
 
-def test_a_prompt_is_answered_and_its_own_answer_left_out(engine, tokenizer, config):
+def test_a_prompt_is_answered_and_its_own_answer_left_out(pair, config):
     rows = [Row("p:1", prompt="so ", answer="it is not"), Row("p:2", prompt="so ")]
-    for row in written(engine, tokenizer, rows, config):
-        start = len(tokenizer("so ").input_ids)
-        assert row["input_ids"][:start] == tokenizer("so ").input_ids
+    for row in written(pair, rows, config):
+        start = len(pair.tokenizer("so ").input_ids)
+        assert row["input_ids"][:start] == pair.tokenizer("so ").input_ids
         assert row["loss_mask"] == [0] * start + [1] * (len(row["input_ids"]) - start)
         assert answers(row)[0][0] == start
 
 
-def test_texts_begin_with_a_drawn_number_of_tokens_and_ids_with_what_was_not_trained_on(engine, tokenizer, config):
+def test_texts_begin_with_a_drawn_number_of_tokens_and_ids_with_what_was_not_trained_on(pair, config):
     texts = [Row(f"t:{n}", text="abcdefgh" * 40) for n in range(40)]
-    starts = [answers(row)[0][0] for row in written(engine, tokenizer, [*texts, ROWS[2], ROWS[4]], config)]
+    starts = [answers(row)[0][0] for row in written(pair, [*texts, ROWS[2], ROWS[4]], config)]
     assert min(starts[:40]) >= 16
     assert max(starts[:40]) <= 64
     assert len(set(starts[:40])) > 10
     assert starts[40:] == [2, 3]
 
 
-def test_rows_say_what_made_them_and_can_be_trained_on(engine, tokenizer, config):
+def test_rows_say_what_made_them_and_can_be_trained_on(pair, config):
     rows = [*ROWS[:2], replace(ROWS[2], split="train")]
-    found = written(engine, tokenizer, rows, config)
+    found = written(pair, rows, config)
     assert [row["source"] for row in found] == ["novel", None, None]
     assert [row.get("split") for row in found] == [None, None, "train"]
-    assert {row["tokenizer"] for row in found} == {fingerprint(tokenizer)}
+    assert {row["tokenizer"] for row in found} == {fingerprint(pair.tokenizer)}
     assert {row["base"] for row in found} == {"LlamaForCausalLM"}
-    for document, record in zip(encode_documents(read_rows([config.output]), tokenizer), found, strict=True):
+    for document, record in zip(encode_documents(read_rows([config.output]), pair.tokenizer), found, strict=True):
         assert document.ids == record["input_ids"]
         assert document.mask == [bool(own) for own in record["loss_mask"]]
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
-def test_rows_depend_on_no_batch_and_no_drafter(engine, tokenizer, config, batch_size, tmp_path):
-    plain = written(engine, tokenizer, ROWS, config)
-    drafted = with_tree(engine.model, drafter(), 3, 3)
+def test_rows_depend_on_no_batch_and_no_drafter(pair, config, batch_size, tmp_path):
+    plain = written(pair, ROWS, config)
+    drafted = replace(pair, engine=with_tree(pair.engine.model, drafter(), 3, 3))
     other = replace(config, output=str(tmp_path / "other.jsonl"), batch_size=batch_size)
-    assert written(drafted, tokenizer, ROWS, other) == plain
-    assert written(drafted, tokenizer, ROWS, replace(other, seed=6, overwrite=True)) != plain
+    assert written(drafted, ROWS, other) == plain
+    assert written(drafted, ROWS, replace(other, seed=6, overwrite=True)) != plain
 
 
-def test_shards_make_up_the_whole(engine, tokenizer, config, tmp_path):
-    whole = written(engine, tokenizer, ROWS, replace(config, limit=7))
+def test_shards_make_up_the_whole(pair, config, tmp_path):
+    whole = written(pair, ROWS, replace(config, limit=7))
     parts = [replace(config, limit=7, shard=f"{n}/3", output=str(tmp_path / f"{n}.jsonl")) for n in range(3)]
     for part in parts:
-        regenerate(engine, tokenizer, ROWS, part, log=quiet)
+        regenerate(pair, ROWS, part, log=quiet)
     merge(tmp_path / "merged.jsonl", [Path(part.output) for part in parts])
     assert (tmp_path / "merged.jsonl").read_bytes() == Path(config.output).read_bytes()
     assert len(whole) == 7
@@ -223,7 +219,7 @@ def test_what_follows_an_answer_is_tokenised_as_it_stands_there():
     assert made("and", add_special_tokens=False)["input_ids"] == [vocab["▁and"]]
 
 
-def test_batches_hold_the_first_row_and_those_of_its_length(engine):
+def test_batches_hold_the_first_row_and_those_of_its_length(pair):
     def task(number: int, length: int, temperature: float = 0.0) -> Task:
         return Task(number, ROWS[0], 0, temperature, [], ids=[1] * length)
 
@@ -236,7 +232,7 @@ def test_batches_hold_the_first_row_and_those_of_its_length(engine):
 # Rows that fail, and the count of all
 
 
-def test_rows_that_fail_are_counted_and_stop_nothing(engine, tokenizer, config):
+def test_rows_that_fail_are_counted_and_stop_nothing(pair, config):
     rows = [
         talk("BAD", "x"),
         ROWS[1],
@@ -250,7 +246,7 @@ def test_rows_that_fail_are_counted_and_stop_nothing(engine, tokenizer, config):
         replace(ROWS[2], split="val"),
         ROWS[3],
     ]
-    summary = regenerate(engine, tokenizer, rows, config, log=quiet)
+    summary = regenerate(pair, rows, config, log=quiet)
     assert [row["row"] for row in lines(config.output)] == [1, 10]
     errors = {row["row"]: row["error"] for row in lines(config.output + ".errors.jsonl")}
     reasons = {
@@ -271,9 +267,9 @@ def test_rows_that_fail_are_counted_and_stop_nothing(engine, tokenizer, config):
     assert not Path(config.output + ".partial").exists()
 
 
-def test_longest_prompt_ends_a_conversation_and_keeps_its_first_turns(engine, tokenizer, config):
+def test_longest_prompt_ends_a_conversation_and_keeps_its_first_turns(pair, config):
     config = replace(config, max_input_len=20)
-    (row,) = written(engine, tokenizer, [ROWS[1]], config)
+    (row,) = written(pair, [ROWS[1]], config)
     assert len(answers(row)) == 1
     assert answers(row)[0][0] <= 20
     assert row["finish"] == "length"
@@ -289,23 +285,23 @@ def test_a_turn_that_finds_no_room_is_told_from_an_answer_that_ended():
         assert task.finish == finish
 
 
-def test_a_base_that_ends_at_once_leaves_nothing_to_learn(engine, tokenizer, config):
+def test_a_base_that_ends_at_once_leaves_nothing_to_learn(pair, config):
     config = replace(config, max_new_tokens=1)
     with pytest.raises(CheckpointError, match=r"none of 1 rows could be answered; t:1: the base ended at once"):
-        regenerate(engine, tokenizer, ROWS[:1], config, log=quiet)
+        regenerate(pair, ROWS[:1], config, log=quiet)
     assert not list(Path(config.output).parent.iterdir())
 
 
-def test_val_rows_are_answered_when_asked_for(engine, tokenizer, config):
+def test_val_rows_are_answered_when_asked_for(pair, config):
     rows = [ROWS[0], replace(ROWS[2], split="val")]
-    assert [row["split"] for row in written(engine, tokenizer, rows, replace(config, split="val"))] == ["val"]
+    assert [row["split"] for row in written(pair, rows, replace(config, split="val"))] == ["val"]
 
 
 # Interruptions
 
 
-def test_short_memory_halves_the_batch_and_a_row_that_never_fits_fails(engine, tokenizer, config, monkeypatch):
-    plain = written(engine, tokenizer, ROWS, config)
+def test_short_memory_halves_the_batch_and_a_row_that_never_fits_fails(pair, config, monkeypatch):
+    plain = written(pair, ROWS, config)
     said, decode = [], answer_writer.AnswerWriter.decode
 
     def short(self, batch):
@@ -315,7 +311,7 @@ def test_short_memory_halves_the_batch_and_a_row_that_never_fits_fails(engine, t
 
     monkeypatch.setattr(answer_writer.AnswerWriter, "decode", short)
     config = replace(config, batch_size=8, overwrite=True)
-    summary = regenerate(engine, tokenizer, ROWS, config, log=said.append)
+    summary = regenerate(pair, ROWS, config, log=said.append)
     assert lines(config.output) == [row for row in plain if row["row"] != 6]
     assert "out of memory with" in said[0]
     assert "--batch-size" in said[0]
@@ -327,7 +323,7 @@ class Stop(Exception):
     pass
 
 
-def stopped(engine, tokenizer, config, monkeypatch, batches: int) -> Path:
+def stopped(pair, config, monkeypatch, batches: int) -> Path:
     """Return the journal of a run that was stopped after some batches."""
     settle = answer_writer.AnswerWriter.settle
 
@@ -340,26 +336,26 @@ def stopped(engine, tokenizer, config, monkeypatch, batches: int) -> Path:
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(answer_writer.AnswerWriter, "settle", settle_or_stop)
-        regenerate(engine, tokenizer, ROWS, config, log=quiet)
+        regenerate(pair, ROWS, config, log=quiet)
     return Path(config.output + ".partial")
 
 
-def test_a_torn_last_line_is_dropped_and_its_row_answered_again(engine, tokenizer, config, monkeypatch, tmp_path):
+def test_a_torn_last_line_is_dropped_and_its_row_answered_again(pair, config, monkeypatch, tmp_path):
     whole = replace(config, output=str(tmp_path / "whole.jsonl"))
-    regenerate(engine, tokenizer, ROWS, whole, log=quiet)
-    partial = stopped(engine, tokenizer, config, monkeypatch, 3)
+    regenerate(pair, ROWS, whole, log=quiet)
+    partial = stopped(pair, config, monkeypatch, 3)
     rows = [line for line in partial.read_bytes().splitlines(keepends=True) if b'"row"' in line]
     assert 0 < len(rows) < len(ROWS)
     for cut in (1, 30, len(rows[-1]) - 1):
         partial.write_bytes(partial.read_bytes()[:-cut])
         if cut == 1:
             assert not partial.read_bytes().endswith(b"\n")
-    regenerate(engine, tokenizer, ROWS, config, log=quiet)
+    regenerate(pair, ROWS, config, log=quiet)
     assert Path(config.output).read_bytes() == Path(whole.output).read_bytes()
 
 
-def test_what_was_answered_is_not_answered_again(engine, tokenizer, config, monkeypatch):
-    partial = stopped(engine, tokenizer, config, monkeypatch, 3)
+def test_what_was_answered_is_not_answered_again(pair, config, monkeypatch):
+    partial = stopped(pair, config, monkeypatch, 3)
     settled = {json.loads(line)["row"] for line in partial.read_text().splitlines() if '"row"' in line}
     seen, decode = set[int](), answer_writer.AnswerWriter.decode
 
@@ -368,7 +364,7 @@ def test_what_was_answered_is_not_answered_again(engine, tokenizer, config, monk
         return decode(self, batch)
 
     monkeypatch.setattr(answer_writer.AnswerWriter, "decode", watched)
-    summary = regenerate(engine, tokenizer, ROWS, config, log=quiet)
+    summary = regenerate(pair, ROWS, config, log=quiet)
     assert settled
     assert seen == set(range(len(ROWS))) - settled
     assert summary["success"] == len(ROWS)
@@ -377,14 +373,14 @@ def test_what_was_answered_is_not_answered_again(engine, tokenizer, config, monk
 @pytest.mark.parametrize(
     "change", [{"seed": 6}, {"temperatures": (0.0,)}, {"max_new_tokens": 7}, {"shard": "0/2"}, {"top_p": 0.9}]
 )
-def test_other_settings_are_refused_by_name(engine, tokenizer, config, monkeypatch, change):
-    partial = stopped(engine, tokenizer, config, monkeypatch, 1)
+def test_other_settings_are_refused_by_name(pair, config, monkeypatch, change):
+    partial = stopped(pair, config, monkeypatch, 1)
     before = partial.read_bytes()
     name = next(iter(change)).replace("_", "-")
     with pytest.raises(ArgumentError, match=rf"own\.jsonl\.partial was begun with {name} .* delete that file"):
-        regenerate(engine, tokenizer, ROWS, replace(config, **change), log=quiet)
+        regenerate(pair, ROWS, replace(config, **change), log=quiet)
     assert partial.read_bytes() == before
-    regenerate(engine, tokenizer, ROWS, replace(config, batch_size=1), log=quiet)  # which changes nothing
+    regenerate(pair, ROWS, replace(config, batch_size=1), log=quiet)  # which changes nothing
 
 
 def test_a_file_of_somebody_elses_is_not_gone_on_with(tmp_path):
@@ -402,23 +398,23 @@ def test_rows_stand_in_their_order_whatever_order_they_were_done_in(tmp_path):
     assert [row["row"] for row in lines(tmp_path / "own.jsonl")] == [3, 8, 16]
 
 
-def test_an_output_that_is_there_is_kept_unless_asked(engine, tokenizer, config):
+def test_an_output_that_is_there_is_kept_unless_asked(pair, config):
     Path(config.output).write_text("mine")
     with pytest.raises(ArgumentError, match="--overwrite"):
-        regenerate(engine, tokenizer, ROWS[:1], config, log=quiet)
+        regenerate(pair, ROWS[:1], config, log=quiet)
     assert Path(config.output).read_text() == "mine"
-    assert len(written(engine, tokenizer, ROWS[:1], replace(config, overwrite=True))) == 1
+    assert len(written(pair, ROWS[:1], replace(config, overwrite=True))) == 1
 
 
 # The command
 
 
 @pytest.fixture(scope="module")
-def saved(engine, tmp_path_factory) -> Path:
+def saved(pair, tmp_path_factory) -> Path:
     """Save the base, its tokenizer, a drafter beside it, and a data set."""
     folder = tmp_path_factory.mktemp("regenerate")
-    engine.model.save_pretrained(folder / "base")
-    tiny_tokenizer(TEMPLATE).save_pretrained(folder / "base")
+    pair.engine.model.save_pretrained(folder / "base")
+    pair.tokenizer.save_pretrained(folder / "base")
     drafter().save_pretrained(folder / "drafter")
     rows = [{"messages": talk("hi", "hello", f"number {n}?", "yes").messages} for n in range(120)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -465,9 +461,9 @@ def test_command_says_in_one_line_what_is_wrong(saved, tmp_path, capsys, more, r
 
 def test_a_drafter_drafts_where_there_is_one(saved):
     plain = parse(command(saved, Path("own.jsonl"))[1:])
-    assert type(load(plain)[0].proposer) is PlainProposer
-    assert type(load(replace(plain, drafter=str(saved / "drafter")))[0]) is ReDrafter
-    assert type(load(replace(plain, model=str(boxed_pair())))[0]) is ReDrafter
+    assert type(load(plain).engine.proposer) is PlainProposer
+    assert type(load(replace(plain, drafter=str(saved / "drafter"))).engine) is ReDrafter
+    assert type(load(replace(plain, model=str(boxed_pair()))).engine) is ReDrafter
 
 
 def test_defaults_are_those_of_the_dataclass():

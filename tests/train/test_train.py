@@ -209,13 +209,14 @@ def test_progress_is_of_the_steps_since_the_last_line():
     for loss in (6.0, 2.0):
         meter.add(0, BatchLoss(torch.tensor(loss), *counts))
     meter.add_weight(torch.tensor(4.0), 7)
-    meter.read()
-    assert (meter.loss, meter.accuracy, meter.tokens) == (2.0, [0.5, 0.5], 7)
+    state = TrainingState()
+    meter.read(state)
+    assert (state.loss, state.accuracy, meter.tokens) == (2.0, [0.5, 0.5], 7)
     meter.add(1, BatchLoss(torch.tensor(3.0), *torch.tensor([[4, 0], [0, 0]])))
     meter.add_weight(torch.tensor(1.0), 5)
-    meter.read()
-    meter.read()  # nothing new: what was read stands
-    assert (meter.loss, meter.accuracy, meter.tokens) == (3.0, [0.0, 0.0], 12)
+    meter.read(state)
+    meter.read(state)  # nothing new: what was read stands
+    assert (state.loss, state.accuracy, meter.tokens) == (3.0, [0.0, 0.0], 12)
 
 
 def test_time_counts_on_without_what_is_beside_the_training(monkeypatch):

@@ -201,9 +201,7 @@ def count_misses(outcome: Tensor, accepted: Tensor, depth: int) -> Tensor:
     """Count the misses by depth and class.
 
     `outcome` holds the `Outcome` of each step, `[S]` int64, and `accepted` the drafts that it accepted, `[S]` int64.
-
-    Returns:
-        `[K, len(MISSES)]` int64; entry d is of draft d + 1.
+    Returns `[K, len(MISSES)]` int64; entry d is of draft d + 1.
     """
     missed = outcome < len(MISSES)
     cell = accepted[missed] * len(MISSES) + outcome[missed]
@@ -213,10 +211,8 @@ def count_misses(outcome: Tensor, accepted: Tensor, depth: int) -> Tensor:
 def tried_drafts(steps: Steps, depth: int) -> tuple[Tensor, Tensor]:
     """Return the drafts that the steps tried: those that are accepted and the first that is not.
 
-    What is behind the end of a text is not tried.
-
-    Returns:
-        The step of each of the D drafts, and its index in the draft from 0, `[D]` int64 each.
+    What is behind the end of a text is not tried. Returns the step of each of the D drafts, and its index in the draft
+    from 0, `[D]` int64 each.
     """
     tried = (steps.accepted + 1).minimum(steps.left).clamp(max=depth)  # [S]
     step = torch.arange(len(tried)).repeat_interleave(tried)  # [D]
@@ -226,11 +222,9 @@ def tried_drafts(steps: Steps, depth: int) -> tuple[Tensor, Tensor]:
 def describe_drafts(steps: Steps, probabilities: Sequence[Tensor], depth: int) -> tuple[Tensor, Tensor, Tensor]:
     """Describe the drafts that the steps tried.
 
-    `probabilities` holds what the base gave each token, `[T]` float32 for each text of T tokens.
-
-    Returns:
-        For each of D drafts: the probability of the text's token at its place, `[D]` float32; the tokens before it,
-        `[D]` int64; whether it was accepted, `[D]` bool.
+    `probabilities` holds what the base gave each token, `[T]` float32 for each text of T tokens. Returns, of each of D
+    drafts: the probability of the text's token at its place, `[D]` float32; the tokens before it, `[D]` int64; whether
+    it was accepted, `[D]` bool.
     """
     step, draft = tried_drafts(steps, depth)
     position = steps.pending[step] + 1 + draft  # also the tokens before it
@@ -288,8 +282,7 @@ def best_guess_share(drafter: RecurrentDrafter, target: Target, texts: Texts, de
         texts: Texts, whoever wrote them.
         depth: Drafts K from a position.
 
-    Returns:
-        The share at each depth, from 0 to 1; None where no text is long enough.
+    Returns the share at each depth, from 0 to 1; None where no text is long enough.
     """
     plain = replace(texts, temperature=0.0, seeds=None)
     right, count = torch.zeros(depth, dtype=torch.long), torch.zeros(depth, dtype=torch.long)
@@ -304,8 +297,7 @@ def best_guess_share(drafter: RecurrentDrafter, target: Target, texts: Texts, de
 def base_probabilities(target: Target, texts: Texts) -> list[Tensor]:
     """Compute how likely the base held each token of each text, at the texts' temperature; at 1 for greedy texts.
 
-    Returns:
-        For each text of T tokens, `[T]` float32; 1 for its first token.
+    Returns `[T]` float32 for each text of T tokens; 1 for its first token.
     """
     found: dict[int, Tensor] = {}
     with Teacher(target.model) as teacher:

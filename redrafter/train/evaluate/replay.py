@@ -265,10 +265,8 @@ class ValidationTexts:
 def replay(drafter: RecurrentDrafter, target: Target, texts: Texts, shapes: Sequence[Shape]) -> list[list[ReplayStats]]:
     """Compute what `generate` would report on texts that the base wrote.
 
-    The drafter must be in eval mode, on the target's device and in its dtype.
-
-    Returns:
-        Statistics for each shape, for each text.
+    The drafter must be in eval mode, on the target's device and in its dtype. Returns statistics for each shape, for
+    each text.
     """
     stats = [[ReplayStats.sum(shape) for _ in texts.tokens] for shape in shapes]
 

@@ -98,10 +98,8 @@ def write_texts(
 def repeated_share(texts: Sequence[list[int]], size: int) -> float | None:
     """Return the share of n-grams that repeat an earlier n-gram of the same text.
 
-    `texts` holds token ids, and `size` is the length n in tokens. N-grams overlap: one begins at every token.
-
-    Returns:
-        Repeats in all texts, divided by n-grams in all texts, from 0 to 1; None if every text is shorter than `size`.
+    `texts` holds token ids, and `size` is the length n in tokens. N-grams overlap: one begins at every token. Returns
+    repeats in all texts, divided by n-grams in all texts, from 0 to 1; None if every text is shorter than `size`.
     """
     runs = [list(zip(*(text[offset:] for offset in range(size)), strict=False)) for text in texts]
     count = sum(map(len, runs))
@@ -142,10 +140,8 @@ class PromptSource:
     def by_category(self, max_tokens: int) -> dict[str, list[list[int]]]:
         """Choose prompts of at most `max_tokens` tokens of each category.
 
-        A category is the `source` of a row or else the name of its file. Returns the token ids of its prompts.
-
-        Raises:
-            ArgumentError: No prompt is left.
+        A category is the `source` of a row or else the name of its file. Returns the token ids of its prompts. Raises
+        `ArgumentError` where no prompt is left.
         """
         chosen: dict[str, list[list[int]]] = {}
         cut: dict[str, Any] = {"text_share": self.share, "max_text_tokens": self.most}
@@ -162,10 +158,8 @@ class PromptSource:
         """Choose prompts that have the longest of some lengths, 2 or more tokens, and cut each to all of the lengths.
 
         Lengths that no prompt has are left out. A row of text is first cut at its end to the longest length that is
-        left, unless `most` says where: its longest prompt is then its beginning.
-
-        Raises:
-            ArgumentError: No prompt has the shortest length.
+        left, unless `most` says where: its longest prompt is then its beginning. Raises `ArgumentError` where no prompt
+        has the shortest length.
         """
         found: dict[str, list[tuple[Row, int]]] = {}
         for category, rows in self._rows_by_category():
@@ -199,8 +193,7 @@ class PromptSource:
     def in_both_forms(self, max_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
         """Encode some prompts as plain text and as a user's turn of the chat template, `max_tokens` tokens at most.
 
-        Returns:
-            Token ids of the plain prompts, and of the same prompts in the template; none without a chat template.
+        Returns token ids of the plain prompts, and of the same prompts in the template; none without a chat template.
         """
         plain, templated = list[list[int]](), list[list[int]]()
         if not getattr(self.tokenizer, "chat_template", None):
@@ -259,15 +252,14 @@ def read_training_texts(
 ) -> Texts:
     """Read some texts of a drafter's training data, as training reads them.
 
-    `context` is the number of tokens of the base's context; None for no limit.
-
-    Returns:
-        Each part of a text that is learnt, with all before it as its prompt.
+    `context` is the number of tokens of the base's context; None for no limit. Returns each part of a text that is
+    learnt, with all before it as its prompt.
 
     Raises:
         ArgumentError: There is no row to train on.
         CheckpointError: A row cannot be read or teaches nothing.
         MismatchError: A row has ids of another tokenizer.
+
     """
     rows = [row for row in read_rows(files) if row.split in (None, "train")]
     if not rows:

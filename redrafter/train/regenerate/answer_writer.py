@@ -9,8 +9,8 @@ the template: the next answer is decoded after exactly the ids that the base saw
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,9 @@ from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
 from redrafter.app.options import GenerationOptions
 from redrafter.checkpoints.tokenizers import end_tokens
-from redrafter.data.prompts import encode_prompt
+from redrafter.data.prompts import apply_template, check_tokenizer, encode_prompt
 from redrafter.data.rows import Row, fingerprint
 from redrafter.data.windows import Document
-from redrafter.engine.engine import Engine
 from redrafter.errors import CacheFullError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.measure.run import Run
 from redrafter.train.regenerate.config import RegenerateConfig, shard_numbers
@@ -46,6 +45,15 @@ class BaseLimits:
     eos: frozenset[int]  # ids that end an answer
     vocab_size: int  # ids that the base knows
     max_tokens: int | None  # tokens of a prompt, at most; None for no limit
+
+    @classmethod
+    def of(cls, pair: Pair, config: RegenerateConfig) -> "BaseLimits":
+        """Find the limits of a pair's base, and of `config`."""
+        target = pair.engine.target
+        context = target.fixed_rope_context
+        limits = [config.max_input_len, None if context is None else context - 1]
+        max_tokens = min((tokens for tokens in limits if tokens is not None), default=None)
+        return cls(frozenset(end_tokens(target.model, pair.tokenizer)), target.vocab_size, max_tokens)
 
     def fits(self, length: int) -> bool:
         """Return whether a prompt of `length` tokens leaves room for an answer."""
@@ -89,25 +97,18 @@ class Task:
 
 
 def make_task(
-    number: int,
-    row: Row,
-    tokenizer: PreTrainedTokenizerBase,
-    limits: BaseLimits,
-    *,
-    seed: int,
-    temperatures: Sequence[float],
+    number: int, row: Row, tokenizer: PreTrainedTokenizerBase, limits: BaseLimits, config: RegenerateConfig
 ) -> Task:
     """Make the task of a row, with its first prompt.
 
-    The task's seed and temperature, and how much of a text is its prompt, depend on `seed` and `number` alone.
-
-    One of `temperatures` is drawn.
+    Its seed, its temperature (one of those of `config`), and how much of a text is its prompt depend on the seed of
+    `config` and `number` alone.
 
     Raises:
         CheckpointError: The row holds nothing to answer, or its prompt is too long.
         MismatchError: The row's ids are not this base's.
     """
-    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=24).digest()
+    digest = hashlib.blake2b(f"{config.seed}/{number}".encode(), digest_size=24).digest()
     task_seed, which, share = (int.from_bytes(digest[start : start + 8], "big") for start in (0, 8, 16))
     beginning = MIN_BEGINNING_TOKENS + share % (MAX_BEGINNING_TOKENS - MIN_BEGINNING_TOKENS + 1)
     parts = _parts(row, tokenizer, beginning)
@@ -116,7 +117,7 @@ def make_task(
     highest = max(max(part, default=0) for part in parts)
     if highest >= limits.vocab_size:
         raise MismatchError(f"token id {highest}, but the base knows {limits.vocab_size} ids")
-    task = Task(number, row, task_seed % SEED_RANGE, temperatures[which % len(temperatures)], parts)
+    task = Task(number, row, task_seed % SEED_RANGE, config.temperatures[which % len(config.temperatures)], parts)
     task.add_prompt(limits)
     if task.done:
         raise CheckpointError(f"a prompt of {len(parts[0])} tokens; at most {limits.max_tokens} leave room to write")
@@ -126,10 +127,8 @@ def make_task(
 def select_rows(rows: Iterable[Row], config: RegenerateConfig) -> Iterator[tuple[int, Row, bool]]:
     """Yield the rows of this shard, up to the limit.
 
-    `config` has the shard, the split and the limit.
-
-    Yields:
-        The row's number in the data set, the row, and whether it is to be answered: not if it is of another split.
+    `config` has the shard, the split and the limit. Yields the row's number in the data set, the row, and whether it is
+    to be answered: not if it is of another split.
     """
     index, count = shard_numbers(config.shard)
     wanted = 0
@@ -146,29 +145,22 @@ class AnswerWriter:
     """Takes rows, answers them in batches and adds their records to the journal.
 
     `total` is the number of rows to answer, for progress; None if unknown.
-
-    Attributes:
-        open: Tasks that have begun and are not done.
-        size: Rows in a batch, which is halved when memory is short.
-        input: Rows that were taken.
-        skipped: Rows that were taken and are of another split.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
+        pair: Pair,
         config: RegenerateConfig,
         journal: Journal,
         log: Callable[[str], object],
         total: int | None,
     ):
-        self.config, self.journal, self.log, self.total = config, journal, log, total
-        self.pair = Pair("", "", None, tokenizer, engine)
-        self.tokenizer, self.limits, self.base = fingerprint(tokenizer), _limits(self.pair, config), base_name(engine)
-        self.open: list[Task] = []
-        self.size = config.batch_size
-        self.input = self.skipped = 0
+        self.pair, self.config, self.journal, self.log, self.total = pair, config, journal, log, total
+        self.tokenizer, self.limits = fingerprint(pair.tokenizer), BaseLimits.of(pair, config)
+        self.base = short_name(str(pair.engine.model.config.name_or_path or pair.engine.target.name))
+        self.open: list[Task] = []  # that have begun and are not done
+        self.size = config.batch_size  # rows in a batch, halved when memory is short
+        self.input = self.skipped = 0  # rows that were taken, and those of them that are of another split
         self.started = self.last_log = self.last_batch = time.perf_counter()
         self.done_before, self.tokens_before = len(journal.done), journal.tokens  # by an earlier run
 
@@ -190,15 +182,10 @@ class AnswerWriter:
             self.skipped += not chosen
             if not chosen or number in self.journal.done:
                 continue
-            config, tokenizer = self.config, self.pair.tokenizer
             try:
-                task = make_task(
-                    number, row, tokenizer, self.limits, seed=config.seed, temperatures=config.temperatures
-                )
+                self.open.append(make_task(number, row, self.pair.tokenizer, self.limits, self.config))
             except ReDrafterError as error:
                 self.journal.add([_error(number, row, first_line(error))])
-            else:
-                self.open.append(task)
 
     def _answer_batch(self) -> None:
         """Decode one answer for each task of a batch that is chosen from `open`, and add finished tasks to the journal.
@@ -225,15 +212,11 @@ class AnswerWriter:
 
     def decode(self, batch: Sequence[Task]) -> Run:
         """Decode the next answer of each task."""
+        config = self.config
         arguments: dict[str, Any] = {"eos_token_id": sorted(self.limits.eos)} if self.limits.eos else {}
-        options = GenerationOptions(max_new_tokens=self.config.max_new_tokens, temperature=0.0)
+        options = GenerationOptions(max_new_tokens=config.max_new_tokens, temperature=0.0)
         if batch[0].temperature > 0:
-            options = GenerationOptions(
-                max_new_tokens=self.config.max_new_tokens,
-                temperature=1.0,
-                top_k=self.config.top_k,
-                top_p=self.config.top_p,
-            )
+            options = replace(options, temperature=1.0, top_k=config.top_k, top_p=config.top_p)
             arguments["temperature"] = [task.temperature for task in batch]
             arguments["seed"] = [task.seed for task in batch]
         return self.pair.run([task.ids for task in batch], options, streamer=None, **arguments)
@@ -305,33 +288,19 @@ def choose_batch(tasks: Sequence[Task], size: int) -> list[Task]:
 
 
 def _error(number: int, row: Row, reason: str) -> dict[str, Any]:
-    return {"row": number, "prompt": row.where, "error": reason}
-
-
-def _limits(pair: Pair, config: RegenerateConfig) -> BaseLimits:
-    target = pair.engine.target
-    context = target.fixed_rope_context
-    limits = [config.max_input_len, None if context is None else context - 1]
-    max_tokens = min((tokens for tokens in limits if tokens is not None), default=None)
-    return BaseLimits(frozenset(end_tokens(target.model, pair.tokenizer)), target.vocab_size, max_tokens)
-
-
-def base_name(engine: Engine) -> str:
-    """Return the name of a base: its hub id, or the last part of its path."""
-    return short_name(str(engine.model.config.name_or_path or engine.target.name))
+    return {"row": number, "prompt": row.where, "error": reason.removeprefix(f"{row.where}: ")}
 
 
 def _parts(row: Row, tokenizer: PreTrainedTokenizerBase, beginning: int) -> list[list[int]]:
     """Return the ids before each answer; of a plain text, at most `beginning` tokens."""
     if row.messages is not None:
-        return _turns(row.messages, tokenizer)
+        return _turns(row, row.messages, tokenizer)
     if row.prompt is not None:
         return [encode_prompt(row, tokenizer)]
     if row.text is not None:
         return [_beginning(tokenizer(row.text[:BEGINNING_CHARS])["input_ids"], beginning)]
     assert row.ids is not None
-    if row.tokenizer is not None and row.tokenizer != fingerprint(tokenizer):
-        raise MismatchError("the ids were made with another tokenizer than this base's")
+    check_tokenizer(row, tokenizer)
     mask = row.loss_mask or [True] * len(row.ids)
     if True not in mask:
         raise CheckpointError('nothing in "loss_mask" is true, so there is nothing to answer')
@@ -343,7 +312,7 @@ def _beginning(ids: list[int], max_tokens: int) -> list[int]:
     return ids[: min(max_tokens, (len(ids) + 1) // 2)]
 
 
-def _turns(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _turns(row: Row, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return the ids before each assistant turn of a conversation; without such turns, after each user turn."""
     asked = [turn for turn in messages if turn["role"] != "assistant"]
     if not any(turn["role"] == "user" for turn in asked):
@@ -353,30 +322,25 @@ def _turns(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -
         marker += "Z"
     answer, chat, parts = {"role": "assistant", "content": marker}, list[dict[str, str]](), list[list[int]]()
     for turn in messages:
-        if turn["role"] == "assistant":
-            parts.append(_render(chat, marker, tokenizer))
-            chat.append(answer)
-            continue
-        chat.append(turn)
-        if len(asked) == len(messages) and turn["role"] == "user":
-            parts.append(_render(chat, marker, tokenizer))
-            chat.append(answer)
+        if turn["role"] != "assistant":
+            chat.append(turn)
+            if len(asked) < len(messages) or turn["role"] != "user":
+                continue
+        parts.append(_render(row, chat, marker, tokenizer))
+        chat.append(answer)
     return parts
 
 
-def _render(chat: list[dict[str, str]], marker: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _render(row: Row, chat: list[dict[str, str]], marker: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that the template puts after the last answer of a chat, up to where the next one begins.
 
     Without an answer yet, those are the ids of the whole chat.
     """
     if not any(turn["role"] == "user" for turn in chat):
         raise CheckpointError("the assistant speaks before any user turn")
-    try:
-        text: Any = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program of its own
-        raise CheckpointError(f"the chat template fails: {first_line(error)}") from error
+    text = apply_template(row, chat, tokenizer, add_generation_prompt=True)
     if not any(turn["role"] == "assistant" for turn in chat):
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if marker not in text:
         raise CheckpointError("the chat template leaves the assistant's last turn out")
     return ids_after(text[text.rindex(marker) :], len(marker), tokenizer)
@@ -388,6 +352,5 @@ def ids_after(text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> list
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         spans = encoded["offset_mapping"]
         if not any(first < start < end for first, end in spans):
-            ids: Collection[int] = encoded["input_ids"]
-            return [token for token, (_, end) in zip(ids, spans, strict=True) if end > start]
-    return tokenizer(text[start:], add_special_tokens=False)["input_ids"]
+            return [token for token, (_, end) in zip(encoded["input_ids"], spans, strict=True) if end > start]
+    return list(tokenizer(text[start:], add_special_tokens=False)["input_ids"])

@@ -15,10 +15,7 @@ class RegenerateConfig:
     """Options of a run, from which the command line is made. The fields' help texts describe them.
 
     `redrafter.train.regenerate.command.regenerate` reads only the fields from `output` on; a caller has its engine and
-    rows already.
-
-    Raises:
-        ArgumentError: A value is out of range.
+    rows already. Raises `ArgumentError` where a value is out of range.
     """
 
     model: str | None = option(None, "base model: a hub id or a directory", required=True)

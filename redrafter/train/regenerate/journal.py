@@ -9,8 +9,8 @@ stand in the order in which they were finished, and are put in the order of the 
 import heapq
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable, Iterator, Sequence, Set
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,14 @@ from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.train.regenerate.config import shard_numbers
 
-COUNTS = ("input", "success", "errors", "skipped", "tokens", "seconds", "steps", "emitted")  # added up over the shards
+# Of a summary, what is added up over the shards.
+COUNTS = ("input", "success", "errors", "skipped", "tokens", "seconds", "steps", "emitted")
 
 
 class Journal:
     """Journal of a run that writes `output`. Use it in `with`, which reads what an earlier run left.
 
     `settings` holds all that the answers depend on.
-
-    Attributes:
-        done: Offset of the line of each finished or failed row, by the row's number.
-        errors: Numbers of the rows that failed.
-        tokens: Tokens of all answers.
-        totals: Seconds, steps and emitted tokens of all batches.
 
     Raises:
         ArgumentError: The file cannot be written, or was begun with another setting, which the message names.
@@ -42,9 +37,9 @@ class Journal:
 
     def __init__(self, output: Path, settings: dict[str, Any]):
         self.output, self.path = output, output.with_name(output.name + ".partial")
-        self.done: dict[int, int] = {}
-        self.errors: set[int] = set()
-        self.tokens, self.totals = 0, {"seconds": 0.0, "steps": 0, "emitted": 0}
+        self.done: dict[int, int] = {}  # by the number of each finished or failed row, the offset of its line
+        self.errors: set[int] = set()  # numbers of the rows that failed
+        self.tokens, self.totals = 0, {"seconds": 0.0, "steps": 0, "emitted": 0}  # of all answers, and of all batches
         self._end = 0
         self._settings: dict[str, Any] = json.loads(json.dumps(settings))
         try:
@@ -100,7 +95,12 @@ class Journal:
             for line in lines:
                 if not line.endswith(b"\n"):
                     break
-                record = self._read(line)
+                try:
+                    record: dict[str, Any] = json.loads(line)
+                except ValueError as error:
+                    raise CheckpointError(
+                        f"{self.path}: not JSON, so no run left it there: {line[:60]!r}; delete it"
+                    ) from error
                 if self._end == 0:
                     self._check(record.get("settings", {}))
                 self._note(record, self._end)
@@ -108,15 +108,6 @@ class Journal:
         self._file.truncate(self._end)
         if self._end == 0:
             self.add([{"settings": self._settings}])
-
-    def _read(self, line: bytes) -> dict[str, Any]:
-        try:
-            record: dict[str, Any] = json.loads(line)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{self.path}: not JSON, so no run left it there: {line[:60]!r}; delete it"
-            ) from error
-        return record
 
     def _note(self, record: dict[str, Any], offset: int) -> None:
         """Bring the attributes up to date with a record at an offset of the file."""
@@ -134,18 +125,18 @@ class Journal:
         """Raise `ArgumentError` if the settings of the file are not those of this run."""
         for name, setting in self._settings.items():
             if saved.get(name) != setting:
-                option, old = name.replace("_", "-"), saved.get(name)
+                values = (tuple(value) if isinstance(value, list) else value for value in (saved.get(name), setting))
+                old, new = map(format_value, values)
                 raise ArgumentError(
-                    f"{self.path} was begun with {option} {_as_typed(old)}, now it is {_as_typed(setting)}: go on "
-                    "with the same, or delete that file to begin anew"
+                    f"{self.path} was begun with {name.replace('_', '-')} {old}, now it is {new}: go on with the same, "
+                    "or delete that file to begin anew"
                 )
 
 
 def write_output(output: Path, lines: Iterable[bytes], failed: Iterable[bytes], summary: dict[str, Any]) -> None:
     """Write lines such that `output` appears last and whole, and beside it the failed rows and the summary.
 
-    Raises:
-        ArgumentError: A file cannot be written.
+    Raises `ArgumentError` where a file cannot be written.
     """
     errors, failures = output.with_name(output.name + ".errors.jsonl"), b"".join(failed)
     if failures:
@@ -163,11 +154,6 @@ def write_output(output: Path, lines: Iterable[bytes], failed: Iterable[bytes], 
     except OSError as error:
         part.unlink(missing_ok=True)
         raise ArgumentError(f"cannot write {output}: {error.strerror}") from error
-
-
-def _as_typed(value: Any) -> str:
-    """Format a setting as one types it."""
-    return format_value(tuple(value) if isinstance(value, list) else value)
 
 
 @dataclass(frozen=True)
@@ -206,7 +192,7 @@ class _Shard:
         settings: dict[str, Any] = self.summary["settings"]
         return settings
 
-    def rows(self, suffix: str = "") -> Iterator[tuple[int, bytes]]:
+    def rows(self, suffix: str = "") -> Generator[tuple[int, bytes], None, None]:
         """Yield the number and the line of each row, in the order of the data set.
 
         `suffix` is the end of the file's name: nothing for the answers, `.errors.jsonl` for the rows that failed.
@@ -233,19 +219,20 @@ def merge(output: Path, paths: Sequence[Path], *, overwrite: bool = False) -> di
         paths: Outputs of the shards, in any order.
         overwrite: Replace a file that is there already.
 
-    Returns:
-        The summary.
+    Returns the summary.
 
     Raises:
         ArgumentError: The output cannot be written, or a shard is of another run, missing or given twice.
         CheckpointError: A shard has not finished or is not whole.
+
     """
     check_writable(output, "OUTPUT")
     if output.exists() and not overwrite:
         raise ArgumentError(f"{output} is there already; name another, or pass --overwrite")
     shards = [_Shard.read(path) for path in paths]
     _check_one_run(shards)
-    summary = _summarize(shards)
+    total = {name: sum(shard.summary[name] for shard in shards) for name in COUNTS}
+    summary = shards[0].summary | with_rates(total) | {"settings": shards[0].settings | {"shard": "0/1"}}
     write_output(output, _merge_rows(shards), _merge_rows(shards, ".errors.jsonl"), summary)
     return summary
 
@@ -253,10 +240,9 @@ def merge(output: Path, paths: Sequence[Path], *, overwrite: bool = False) -> di
 def _merge_rows(shards: Sequence[_Shard], suffix: str = "") -> Iterator[bytes]:
     """Yield the lines of all shards in the order of the data set."""
     with ExitStack() as stack:
-        rows = [shard.rows(suffix) for shard in shards]
-        for iterator in rows:
-            stack.callback(iterator.close)  # type: ignore[attr-defined]
-        yield from (line for _, line in heapq.merge(*rows))
+        yield from (
+            line for _, line in heapq.merge(*(stack.enter_context(closing(shard.rows(suffix))) for shard in shards))
+        )
 
 
 def _check_one_run(shards: Sequence[_Shard]) -> None:
@@ -280,15 +266,12 @@ def _check_one_run(shards: Sequence[_Shard]) -> None:
         raise ArgumentError(f"{len(missing)} of {count} shards missing: {', '.join(missing[:8])}; give all of them")
 
 
-def _summarize(shards: Sequence[_Shard]) -> dict[str, Any]:
-    """Return the summary of the whole run; its seconds are those of all shards, one after another."""
-    total = {name: sum(shard.summary[name] for shard in shards) for name in COUNTS}
-    return shards[0].summary | {
-        **total,
-        "seconds": round(total["seconds"], 3),
-        "tokens_per_second": round(total["tokens"] / max(total["seconds"], 1e-9), 3),
-        "tokens_per_step": round(total["emitted"] / max(total["steps"], 1), 3),
-        "settings": shards[0].settings | {"shard": "0/1"},
+def with_rates(counts: dict[str, Any]) -> dict[str, Any]:
+    """Return the `COUNTS` of a summary, with tokens per second of all shards, one after another, and per step."""
+    return counts | {
+        "seconds": round(counts["seconds"], 3),
+        "tokens_per_second": round(counts["tokens"] / max(counts["seconds"], 1e-9), 3),
+        "tokens_per_step": round(counts["emitted"] / max(counts["steps"], 1), 3),
     }
 
 
