@@ -23,7 +23,7 @@ def shared() -> Target:
 @pytest.mark.parametrize(
     ("use", "says"),
     [
-        (lambda target: target.load_adapter("poems", None, 1, 8), "poems is an adapter, .* tensor parallelism"),
+        (lambda target: target.adapters.load("poems", None, 1, 8), "poems is an adapter, .* tensor parallelism"),
         (lambda target: target.make_batch_invariant(), "tensor parallelism"),
         (
             lambda target: PromptLookup.from_pretrained(target, kv_host_cache_gib=1),
