@@ -1,6 +1,5 @@
 """Several processes train one drafter: the same as one process would, whether each holds the base or they share it."""
 
-import json
 import shutil
 import socket
 import subprocess
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from helpers.apart import start_together
-from helpers.training import command
+from helpers.training import command, record
 from redrafter import ArgumentError, RecurrentDrafter, UnsupportedError
 from redrafter.train.checkpoints import Checkpoint
 from redrafter.train.config import TrainConfig
@@ -59,14 +58,13 @@ def together(folder: Path, *more: str, processes: int = 2) -> str:
     return lines
 
 
-def found(folder: Path) -> tuple[dict[str, torch.Tensor], dict]:
-    drafter = RecurrentDrafter.from_pretrained(folder / "out")
-    return drafter.state_dict(), json.loads((folder / "out" / "training.json").read_text())
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return RecurrentDrafter.from_pretrained(folder).state_dict()
 
 
 def close(one: Path, other: Path) -> None:
-    (mine, said), (its, told) = found(one), found(other)
-    for name, weight in mine.items():
+    its, said, told = weights(other / "out"), record(one), record(other)
+    for name, weight in weights(one / "out").items():
         # As a whole: Adam makes a step as long as others of a gradient near 0, of which rounding may be all.
         weight = weight.double()  # ids that a drafter knows are integers
         assert (its[name] - weight).norm() < 1e-5 * weight.norm(), name
@@ -79,15 +77,13 @@ def close(one: Path, other: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [["--recurrence", "apple"], ["--context-window", "8"]], ids=["published", "context"])
 def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path, form):
-    places = {name: tmp_path / name for name in ("one", "two", "shared")}
-    for place in places.values():
-        place.mkdir()
-    assert main(command(places["one"], *STEPS, *form, "--accumulate", "2")) == 0
-    assert together(places["two"], *form).count("saved ") == 1
-    together(places["shared"], *form, "--shard-base")
-    assert found(places["two"])[1]["processes"] == 2
-    close(places["one"], places["two"])
-    close(places["two"], places["shared"])
+    one, two, shared = (tmp_path / name for name in ("one", "two", "shared"))
+    assert main(command(one, *STEPS, *form, "--accumulate", "2")) == 0
+    assert together(two, *form).count("saved ") == 1
+    together(shared, *form, "--shard-base")
+    assert record(two)["processes"] == 2
+    close(one, two)
+    close(two, shared)
 
 
 @pytest.mark.parametrize(
@@ -99,56 +95,27 @@ def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path,
         ["--recurrence", "apple", "--draft-len", "1"],  # with which a weight has no gradient
         ["--accumulate", "2", "--no-rnn"],
         ["--mixed-precision", "bf16"],
+        [],
     ],
-    ids=["published", "gated", "context", "one draft", "accumulated", "bf16"],
+    ids=["published", "gated", "context", "one draft", "accumulated", "bf16", "four processes that share a base"],
 )
 @pytest.mark.slow
-def test_a_sharded_drafter_is_the_same_drafter(tmp_path, form):
+def test_a_sharded_drafter_and_its_checkpoint_are_those_of_a_whole_drafter(tmp_path, form):
     whole, sharded = tmp_path / "whole", tmp_path / "sharded"
-    for place in (whole, sharded):
-        place.mkdir()
-    together(whole, *form)
-    together(sharded, *form, "--shard-drafter")
+    together(whole, *form, processes=2 if form else 4)
+    together(sharded, *form, "--shard-drafter", *([] if form else ["--shard-base"]), processes=2 if form else 4)
     close(whole, sharded)
-
-
-@pytest.mark.slow
-def test_four_processes_share_a_drafter_and_a_base(tmp_path):
-    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
-    for place in (whole, sharded):
-        place.mkdir()
-    together(whole, processes=4)
-    together(sharded, "--shard-drafter", "--shard-base", processes=4)
-    close(whole, sharded)
-
-
-def states(folder: Path) -> dict:
-    checkpoint = folder / "out.checkpoints" / "step-0000004"
-    return torch.load(checkpoint / "optimizer.pt", weights_only=True)["optimizer"]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_a_sharded_drafter_is_as_one_of_a_whole_drafter(tmp_path):
-    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
-    for place in (whole, sharded):
-        place.mkdir()
-    together(whole)
-    together(sharded, "--shard-drafter")
-    expected, found_states = states(whole), states(sharded)
-    assert found_states["param_groups"] == expected["param_groups"]
-    torch.testing.assert_close(found_states["state"], expected["state"])
-    expected, weights = (
-        RecurrentDrafter.from_pretrained(place / "out.checkpoints" / "step-0000004").state_dict()
-        for place in (whole, sharded)
-    )
-    torch.testing.assert_close(weights, expected)
+    checkpoints = [place / "out.checkpoints" / "step-0000004" for place in (whole, sharded)]
+    torch.testing.assert_close(*map(weights, checkpoints))
+    expected, states = (torch.load(place / "optimizer.pt", weights_only=True)["optimizer"] for place in checkpoints)
+    assert states["param_groups"] == expected["param_groups"]
+    torch.testing.assert_close(states["state"], expected["state"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_another_number_of_processes_goes_on_with_a_training(tmp_path, processes):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    whole.mkdir()
     form = ["--accumulate", "2", "--log-every", "4"]  # so that the last loss is of steps after the checkpoint
     together(whole, *form, "--shard-drafter")
     shutil.copytree(whole, resumed)
@@ -173,7 +140,7 @@ def test_processes_on_a_machine_without_a_gpu_train_together_though_nobody_said_
     codes, lines = launch(tmp_path, arguments, CUDA_VISIBLE_DEVICES="")
     assert codes == [0, 0], lines
     assert lines.count("saved ") == 1, lines
-    assert found(tmp_path)[1]["processes"] == 2
+    assert record(tmp_path)["processes"] == 2
 
 
 @pytest.mark.parametrize(
@@ -202,62 +169,46 @@ def test_what_would_spread_the_drafter_is_refused_by_name_once(tmp_path, monkeyp
 @pytest.mark.slow
 def test_two_machines_train_the_drafter_of_two_processes(tmp_path):
     """Each machine has a file system of its own; the first one's has the output."""
-    places = {name: tmp_path / name for name in ("together", "first", "second")}
-    for place in places.values():
-        place.mkdir()
-    together(places["together"])
+    whole, *places = (tmp_path / name for name in ("together", "first", "second"))
+    together(whole)
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--mixed_precision", "no"]
     launcher += ["--dynamo_backend", "no", "--num_machines", "2", "--num_processes", "2"]
     launcher += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
     program = Path(__file__).parents[2] / "train" / "train_drafter.py"
     started = [
         subprocess.Popen(
-            [*launcher, "--machine_rank", str(rank), str(program), *command(places[name], *STEPS)],
+            [*launcher, "--machine_rank", str(rank), str(program), *command(place, *STEPS)],
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank, name in enumerate(("first", "second"))
+        for rank, place in enumerate(places)
     ]
     first, second = (process.communicate(timeout=300)[0] for process in started)
     assert [process.returncode for process in started] == [0, 0]
-    weights, expected = (found(places[name])[0] for name in ("first", "together"))
-    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+    torch.testing.assert_close(weights(places[0] / "out"), weights(whole / "out"), rtol=0, atol=0)
     assert first.count("saved ") == 1
     assert second == ""
-    assert not list(places["second"].glob("out*"))
+    assert not list(places[1].glob("out*"))
 
 
 @pytest.mark.slow
-def test_machines_that_read_other_data_are_refused(tmp_path):
+@pytest.mark.parametrize("differ", ["data", "checkpoints"])
+def test_machines_that_see_other_files_are_refused(tmp_path, differ):
     first, second = tmp_path / "first", tmp_path / "second"
-    for place in (first, second):
-        place.mkdir()
-    other = [{"text": "another text than that of the first machine"}, {"text": "held out text", "split": "val"}]
-    commands = [command(first, *STEPS), command(second, *STEPS, rows=other)]
+    other, more = [{"text": "another text than that of the first machine"}, {"text": "held out", "split": "val"}], []
+    said = "process 1 reads other texts than process 0: give all the same --data"
+    if differ == "checkpoints":
+        together(first)
+        shutil.rmtree(first / "out")
+        other, more = None, ["--resume"]
+        said = f"{first / 'out.checkpoints'}: process 0 finds that of step 4 to go on from, and process 1 none"
+    commands = [command(first, *STEPS, *more), command(second, *STEPS, *more, rows=other)]
     processes = start_together([["train", *words] for words in commands], tmp_path)
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [2, 2]
-    said = (tmp_path / "said.0").read_text()
-    assert "process 1 reads other texts than process 0: give all the same --data" in said
-
-
-@pytest.mark.slow
-def test_machines_that_see_other_checkpoints_are_refused(tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
-    for place in (first, second):
-        place.mkdir()
-    together(first)
-    shutil.rmtree(first / "out")
-    commands = [["train", *command(place, *STEPS, "--resume")] for place in (first, second)]
-    processes = start_together(commands, tmp_path)
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [2, 2]
-    assert (
-        f"checkpoints in {first / 'out.checkpoints'}: process 0 finds that of step 4 to go on from, and process 1 none"
-    ) in (tmp_path / "said.0").read_text()
-    assert (first / "out.checkpoints" / "step-0000004").exists()
+    assert said in (tmp_path / "said.0").read_text()
+    assert differ == "data" or (first / "out.checkpoints" / "step-0000004").exists()
 
 
 @pytest.mark.slow
