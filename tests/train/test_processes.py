@@ -1,9 +1,11 @@
-"""Several processes train one drafter: the same as one process would, whether each holds the base or they share it."""
+"""Several processes train one drafter, whoever holds the base: the one of one process. They also end together."""
 
 import shutil
 import socket
 import subprocess
 import sys
+import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from helpers.training import command, record
 from redrafter import ArgumentError, RecurrentDrafter, UnsupportedError
 from redrafter.train.checkpoints import Checkpoint
 from redrafter.train.config import TrainConfig
-from redrafter.train.processes import new_accelerator
+from redrafter.train.processes import SPREADING_VARIABLES, new_accelerator
 from redrafter.train.train_drafter import main
 
 STEPS = ["--steps", "7", "--batch-size", "2", "--no-pack", "--validate-every", "3", "--save-every", "4", "--lr", "0.01"]
@@ -143,27 +145,22 @@ def test_processes_on_a_machine_without_a_gpu_train_together_though_nobody_said_
     assert record(tmp_path)["processes"] == 2
 
 
-@pytest.mark.parametrize(
-    ("variable", "name"),
-    [
-        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-        ("ACCELERATE_USE_FSDP", "FSDP"),
-        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism config"),
-    ],
-)
-def test_what_would_spread_the_drafter_is_refused_by_name_once(tmp_path, monkeypatch, variable, name):
-    codes, lines = launch(tmp_path, command(tmp_path), **{variable: "true"})
+@pytest.mark.parametrize(("variable", "name"), SPREADING_VARIABLES.items())
+def test_what_would_spread_the_drafter_is_refused_by_name(monkeypatch, variable, name):
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(UnsupportedError, match=f"accelerate is configured for {name}, .*--shard-base spreads the base"):
+        new_accelerator(TrainConfig(cpu=True))
+
+
+def test_what_would_spread_the_drafter_is_said_by_one_process(tmp_path):
+    codes, lines = launch(tmp_path, command(tmp_path), ACCELERATE_USE_DEEPSPEED="true")
     assert codes == [2, 2]
     assert [line for line in lines.splitlines() if line.startswith("redrafter")] == [
-        f"redrafter: error: accelerate is configured for {name}, which does not train drafters; start it with "
+        "redrafter: error: accelerate is configured for DeepSpeed, which does not train drafters; start it with "
         "torchrun --nproc-per-node N, or run accelerate config again without it; --shard-base spreads the base, and "
         "--shard-drafter the drafter"
     ]
     assert not (tmp_path / "out").exists()
-    monkeypatch.setenv(variable, "true")
-    with pytest.raises(UnsupportedError, match=f"configured for {name}"):
-        new_accelerator(TrainConfig(cpu=True))
 
 
 @pytest.mark.slow
@@ -235,3 +232,55 @@ def test_processes_that_would_each_train_alone_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ArgumentError, match="2 processes were started, which cannot work together on cpu"):
         new_accelerator(TrainConfig(cpu=True))
+
+
+# Processes that end
+
+
+ENDLESS = ["--steps", "100000", "--batch-size", "2", "--save-every", "5", "--keep", "1", "--validate-prompts", "0"]
+SECONDS = 300  # a machine may be busy; alone it takes less than one
+
+
+def codes_of(processes: list[BaseProcess]) -> list[int | None]:
+    """Wait for processes to end. Returns their exit codes, None for one that goes on."""
+    until = time.monotonic() + SECONDS
+    for process in processes:
+        process.join(max(until - time.monotonic(), 0))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def errors(folder: Path, count: int) -> list[str]:
+    said = "".join((folder / f"said.{rank}").read_text() for rank in range(count))
+    assert "Traceback" not in said, said
+    return [line for line in said.splitlines() if line.startswith("redrafter: error")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_process_that_is_killed_ends_the_others_and_leaves_a_whole_checkpoint(tmp_path, killed):
+    processes = start_together([["train", *command(tmp_path, *ENDLESS)]] * 3, tmp_path)
+    checkpoints = tmp_path / "out.checkpoints"
+    while not list(checkpoints.glob("step-*")) and all(process.is_alive() for process in processes):
+        time.sleep(0.05)
+    processes[killed].kill()
+    assert codes_of(processes) == [-9 if rank == killed else 2 for rank in range(3)]
+    assert errors(tmp_path, 3) == [
+        f"redrafter: error: process {killed} of 3 (from 0) has ended before the training was done; start all of them "
+        "again, with --resume where there are checkpoints"
+    ]
+    newest = max(checkpoints.glob("step-*"))
+    assert Checkpoint.read(newest).load_optimizer()
+    assert RecurrentDrafter.from_pretrained(newest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_process_that_fails_alone_says_why_and_the_others_say_nothing(tmp_path, failing):
+    commands = [["train", *command(tmp_path, *ENDLESS)] for _ in range(3)]
+    commands[failing][commands[failing].index("--data") + 1] = str(tmp_path / "nowhere.jsonl")
+    assert codes_of(start_together(commands, tmp_path)) == [2, 2, 2]
+    (error,) = errors(tmp_path, 3)
+    assert "nowhere.jsonl cannot be read" in error

@@ -95,29 +95,6 @@ def test_a_step_follows_the_gradient_of_the_mean():
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_accumulated_batches_are_one_large_batch():
-    model, trained = tiny_model(), []
-    whole = batches_of(*(torch.rand(8, 20) < 0.8 for _ in range(3)))
-    for accumulate in (1, 2):
-        config = TrainConfig(draft_len=3, cpu=True, accumulate=accumulate, lr=1e-3, warmup=0)
-        drafter = random_drafter(model)
-        halves = [
-            tuple(part[n : n + 8 // accumulate] for part in batch) for batch in whole for n in (0, 4)[:accumulate]
-        ]
-        result = train(model, drafter, halves, config, log=lambda _: None)
-        trained.append((drafter.state_dict(), result))
-    (one, result), (two, other) = trained
-    assert result.step == other.step == 3
-    assert result.tokens == other.tokens == 3 * 8 * 20
-    assert result.loss == pytest.approx(other.loss, rel=1e-5)
-    assert result.accuracy == other.accuracy
-    before = random_drafter(model).state_dict()
-    for name, found in one.items():
-        assert not torch.equal(found, before[name])
-        # As a whole: Adam makes a step as long as others of a gradient near 0, of which rounding may be all.
-        assert (two[name] - found).norm() < 1e-4 * (found - before[name]).norm(), name
-
-
 def test_only_matrices_decay():
     drafter = random_drafter(tiny_model())
     optimizer = make_optimizer(drafter, TrainConfig(weight_decay=0.1), torch.device("cpu"))
