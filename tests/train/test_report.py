@@ -21,10 +21,16 @@ from redrafter.train import output
 from redrafter.train.config import DEFAULT_LENGTH, TrainConfig, parse
 from redrafter.train.loop import train
 from redrafter.train.output import describe_files, hash_windows, source_revision
-from redrafter.train.plan import build_without_weights, describe_plan, last_step, row_length
+from redrafter.train.plan import (
+    build_without_weights,
+    describe_bad_rows,
+    describe_plan,
+    last_step,
+    load_windows,
+    row_length,
+)
 from redrafter.train.progress import Console, Progress
 from redrafter.train.train_drafter import main
-from redrafter.train.training_data import describe_bad_rows, load_windows
 
 PROGRESS = Progress(3, 10, 0.3, 12.0, 5000.0, 2.5, [0.5], 1e-3)
 

@@ -44,11 +44,11 @@ from redrafter.train.evaluate.replay import Shape, ValidationTexts
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import ADAM_BETAS, learning_rate_factor, make_optimizer, train
 from redrafter.train.loss import BatchLoss, Unroll, total_weight
+from redrafter.train.plan import describe_bad_rows
 from redrafter.train.processes import new_accelerator
 from redrafter.train.progress import Clock, LossMeter, Progress, TrainingState
 from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import main
-from redrafter.train.training_data import describe_bad_rows
 
 
 def loss_of(model: PreTrainedModel, drafter: RecurrentDrafter, config: TrainConfig, batches: list) -> Tensor:
