@@ -5,7 +5,6 @@ same numbers are added in the same order: its keys are visited by position, in t
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from einops import rearrange, repeat
@@ -13,68 +12,40 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from redrafter import kernels
+from redrafter.attention.tree_plan import attention_operator
+from redrafter.kernels.attention_inputs import FAR_SPLIT, NEAR, NEAR_SPLIT, TILE, AttentionInputs, TokenRows
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import read_slots, write_slots
 from redrafter.kernels.invariant_linear import in_full_vectors
-from redrafter.kernels.splits import FAR_SPLIT, NEAR, NEAR_SPLIT, TILE
 
 TOKENS = 8  # of every product: a batch of another number of matrices may be multiplied in another order
 
 
-# As in `tree_attention`, nothing is declared as mutated, though the pools are written.
-@torch.library.custom_op("redrafter::invariant_attention", mutates_args=())
-def invariant_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    key_layer: int,
-    values: Tensor,
-    value_layer: int,
-    length: Tensor,
-    starts: Tensor,
-    depth: Tensor,
-    ancestors: Tensor,
-    table: Tensor,
-    chunk_starts: Tensor,
-    chunk_lengths: Tensor,
-    chunk_table: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
+def invariant_attention_reference(inputs: AttentionInputs) -> Tensor:
     """Store the new keys and values in the cache, and attend from each token to the positions of its text, in order.
 
-    This is the slow reference, for any device; on a GPU, Triton kernels stand in its place. The key at position s of a
-    node behind n committed tokens is that of the token s if s < n, else that of the node's own ancestor at depth s - n.
+    This is the slow reference, for any device; on a GPU, Triton kernels are in its place. The key at position s of a
+    node after n committed tokens is that of the token s if s < n, else that of the node's own ancestor at depth s - n.
     Tiles of 64 positions begin at position 0. Positions below 4,096 are in splits of 128, later ones in splits of 512;
     each split begins with an empty state, takes its tiles in order, and the states are folded in the order of the
     splits. Sinks come last. Positions that a token does not see weigh exactly 0, so tiles and splits without any that
     it sees change nothing. All sums are in float32.
-
-    The arguments are those of `tree_attention`.
     """
-    places = _Places.of(len(query), length, starts, depth, ancestors, table, chunk_starts, chunk_lengths, chunk_table)
-    stores = keys[key_layer], values[value_layer]
+    assert not inputs.chunk_size, "models that attend within chunks are refused by `batch_invariance.support_of`"
+    places = _Places.of(inputs.rows)
     count = len(places.end)
-    for store, x in zip(stores, (key, value), strict=True):
+    for store, x in inputs.sides():
         write_slots(store, places.new_slots(), x[:count])
-    out = query.new_zeros(*query.shape[:2], value.shape[-1])
+    out = inputs.new_output().zero_()
     for first in range(0, count, TOKENS):
         block = slice(first, min(first + TOKENS, count))
-        attended = _attend(query[block], stores, places.at(block), scale, window, softcap, sinks)
-        out[block] = attended.to(out.dtype)
+        out[block] = _attend(inputs.query[block], inputs, places.at(block)).to(out.dtype)
     return out
 
 
-@invariant_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
-
-
-if kernels.TRITON:
-    invariant_attention.register_kernel("cuda")(kernels.ordered_attention)
+invariant_attention = attention_operator(
+    "invariant_attention", invariant_attention_reference, kernels.ordered_attention if kernels.TRITON else None
+)
 
 
 class _Places:
@@ -92,31 +63,17 @@ class _Places:
         self.table, self.own, self.end, self.committed, self.path = table, own, end, committed, path
 
     @classmethod
-    def of(
-        cls,
-        tokens: int,
-        length: Tensor,
-        starts: Tensor,
-        depth: Tensor,
-        ancestors: Tensor,
-        table: Tensor,
-        chunk_starts: Tensor,
-        chunk_lengths: Tensor,
-        chunk_table: Tensor,
-    ) -> "_Places":
-        """Find the places of the tokens that are no padding. tokens: all of the forward; the others as in `Plan`."""
-        rows, chunks = len(length) - 1, len(chunk_starts) - 2
-        nodes = (len(depth) - 1) // rows
-        new = (len(ancestors) - 1) // (rows * nodes)
-        length, depth = length[:-1], depth[:-1].view(rows, nodes)
-        seen = ancestors[:-1].view(rows, new, nodes)
+    def of(cls, rows: TokenRows) -> "_Places":
+        """Find the places of the tokens that are no padding."""
+        (count, nodes, new, chunks), starts, chunk_starts = rows.sizes, rows.starts, rows.chunk_starts
+        length, depth, seen, table = rows.by_row()
         # 1. The nodes of trees: an ancestor at depth k is at the offset of its number among the nodes.
         offsets = length[:, None] + torch.arange(nodes, device=length.device)  # [B, N]
         there = (offsets[:, None] * seen).long()
         path = torch.zeros_like(there).scatter_reduce_(2, depth[:, None].expand_as(there), there, "amax")
-        row, node = _owners(starts, rows)
+        row, node = _owners(starts, count)
         in_tree = cls(
-            table[:-1].view(rows, -1).long()[row],
+            table.long()[row],
             offsets[row, nodes - new + node],
             (length[:, None] + depth)[row, nodes - new + node] + 1,
             length[row],
@@ -124,10 +81,8 @@ class _Places:
         )
         # 2. The tokens of chunks: every position is at the offset of its own number.
         chunk, index = _owners(chunk_starts, chunks)
-        own = chunk_lengths[chunk] + index
-        blocks = chunk_table[:-1].view(chunks + 1, -1).long()[chunk]
-        in_chunk = cls(blocks, own, own + 1, own + 1, path.new_zeros(len(own), nodes))
-        assert len(row) + len(chunk) <= tokens
+        own = rows.chunk_lengths[chunk] + index
+        in_chunk = cls(rows.by_chunk().long()[chunk], own, own + 1, own + 1, path.new_zeros(len(own), nodes))
         return in_tree._and(in_chunk)
 
     def _and(self, other: "_Places") -> "_Places":
@@ -213,19 +168,12 @@ def _finite(top: Tensor) -> Tensor:
     return top.masked_fill(top == -torch.inf, 0)
 
 
-def _attend(
-    query: Tensor,
-    stores: tuple[Tensor, Tensor],
-    places: _Places,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attend from at most `TOKENS` tokens, all in the same order; see `invariant_attention`.
+def _attend(query: Tensor, inputs: AttentionInputs, places: _Places) -> Tensor:
+    """Attend from at most `TOKENS` tokens, all in the same order; see `invariant_attention_reference`.
 
     Returns `[M, Hq, dv]` in float32 for queries `[M, Hq, d]`, whose texts and those of padding are in `places`.
     """
+    stores, window, softcap, sinks = (inputs.keys, inputs.values), inputs.window, inputs.softcap, inputs.sinks
     count, heads = len(query), stores[0].shape[1]
     q = rearrange(_padded(query).float(), "m (h g) d -> m h g d", h=heads)
     begin = (places.end - window).clamp(min=0) if window else torch.zeros_like(places.end)
@@ -242,7 +190,7 @@ def _attend(
             k, v = (
                 rearrange(read_slots(store, slots, torch.float32).float(), "m s h d -> m h s d") for store in stores
             )
-            scores = (q @ k.mT) * scale
+            scores = (q @ k.mT) * inputs.scale
             if softcap:
                 scores = softcap * in_full_vectors(torch.tanh, scores / softcap)
             hidden = ~visible[:, None]

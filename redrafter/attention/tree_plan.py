@@ -1,18 +1,21 @@
 """What attention over a paged cache must know of a forward over token trees."""
 
 import itertools
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from redrafter.attention.mask import AttentionKind, additive_mask, visible_slots
+from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK, AttentionInputs, TokenRows
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
+
+Attend: TypeAlias = Callable[[AttentionInputs], Tensor]
+"""Attention in one layer: stores new keys and values, and returns what each token found, `[T, Hq, dv]`."""
 
 
 @dataclass(frozen=True)
@@ -94,26 +97,14 @@ class ChunkEnds:
 
 @dataclass(frozen=True)
 class Plan:
-    """Describes a forward to attention: the last M of a tree's N nodes, for B rows, and P chunks of prompts.
-
-    The forward's T tokens are the new nodes of each row, one row behind the other, then the chunks, then padding. A row
-    may have fewer nodes than N: of a ragged tree, only the first ones are tokens. All tensors are flat, each with one
-    spare entry at its end, since a compiler treats a dimension that is ever 1 as a case of its own.
+    """Describes a forward to attention over a paged cache.
 
     Attributes:
         pools: Per layer, the pool and index of the keys that it attends to, then of the values; a pool is `[G, slots,
             heads, dim]`. None for a layer that attends to nothing of the text.
         windows: Per layer, positions that a node looks back, 0 for all. They are learnt from the masks that the model
             makes, since not every model tells its attention function.
-        length: Committed tokens of each row, `[B + 1]` int64.
-        starts: Index of the first token of each row, and of what is behind the last one, `[B + 1]` int64.
-        depth: Depth of each node below the root, `[B*N + 1]` int64.
-        ancestors: Whether each new node descends from a node, or is it, `[B*M*N + 1]` bool.
-        table: Blocks of each row in order of position, `[B*blocks + 1]` int32.
-        chunk_starts: Index of the first token of each chunk, of the padding, and of the end, `[P + 2]` int64. Padding
-            is treated as one more chunk, which is in block 0.
-        chunk_lengths: Tokens of each chunk's prompt that are cached already, `[P + 2]` int64.
-        chunk_table: Blocks of each chunk's prompt, `[(P + 1)*blocks + 1]` int32.
+        tensors: The tokens of the forward.
         chunk_sizes: Per layer, positions of a chunk, of which a node sees its own alone, 0 for one chunk; empty
             where no layer attends within chunks.
         invariant: Whether the order of all sums must follow from positions alone; see `invariant_attention`.
@@ -121,51 +112,22 @@ class Plan:
 
     pools: tuple[tuple[Tensor, int, Tensor, int] | None, ...]
     windows: tuple[int, ...]
-    length: Tensor
-    starts: Tensor
-    depth: Tensor
-    ancestors: Tensor
-    table: Tensor
-    chunk_starts: Tensor
-    chunk_lengths: Tensor
-    chunk_table: Tensor
+    tensors: TokenRows
     chunk_sizes: tuple[int, ...] = ()
     invariant: bool = False
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors, as the operator takes them."""
-        return (
-            self.length,
-            self.starts,
-            self.depth,
-            self.ancestors,
-            self.table,
-            self.chunk_starts,
-            self.chunk_lengths,
-            self.chunk_table,
-        )
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """B, N and M: rows, nodes of a tree, and new nodes of a tree."""
-        rows = self.length.shape[0] - 1
-        nodes = (self.depth.shape[0] - 1) // rows
-        return rows, nodes, (self.ancestors.shape[0] - 1) // (rows * nodes)
 
     @cached_property
     def trees(self) -> "RowsPlan":
         """The rows of the trees, as attention on a CPU takes them."""
-        rows, nodes, new = self.sizes
-        length, starts = self.length[:-1], self.starts
+        (rows, nodes, new, _), starts = self.tensors.sizes, self.tensors.starts
+        length, depth, ancestors, table = self.tensors.by_row()
         offsets = torch.arange(int(length.max()) + nodes)
-        slots = _slots(self.table, rows, offsets)
+        slots = _slots(table, offsets)
         scratch = slots.gather(1, length[:, None] + torch.arange(nodes - new, nodes))  # [B, M]
         tokens, index, scratch = slice(int(starts[-1])), None, scratch.flatten()
         if int(starts[-1]) < rows * new:
             index = (torch.arange(new) < (starts[1:] - starts[:-1])[:, None]).flatten().nonzero()[:, 0]
             scratch = scratch[index]
-        depth, ancestors = self.depth[:-1].view(rows, nodes), self.ancestors[:-1].view(rows, new, nodes)
         # What nobody sees is masked, but not a NaN that another text has left there: in its place, the row's first slot
         # is read.
         held = length + nodes if index is None else length + nodes - new + starts.diff()
@@ -175,13 +137,12 @@ class Plan:
     @cached_property
     def chunks(self) -> list["RowsPlan"]:
         """The rows that chunks with tokens are, one of each, as attention on a CPU takes them."""
-        plans = []
-        tables = self.chunk_table[:-1].chunk(len(self.chunk_starts) - 1)
-        spans = itertools.pairwise(self.chunk_starts.tolist()[:-1])
-        for (first, end), length, table in zip(spans, self.chunk_lengths.tolist(), tables, strict=False):
+        plans, rows = [], self.tensors
+        spans = itertools.pairwise(rows.chunk_starts.tolist()[:-1])
+        for (first, end), length, table in zip(spans, rows.chunk_lengths.tolist(), rows.by_chunk(), strict=False):
             if end > first:
                 depth = torch.arange(end - first)
-                slots = _slots(pad(table, (0, 1)), 1, torch.arange(length + end - first))
+                slots = _slots(table[None], torch.arange(length + end - first))
                 n, seen = torch.tensor([length]), depth[:, None] >= depth
                 plans.append(RowsPlan(slice(first, end), None, slots[0, length:], slots, n, depth[None], seen[None]))
         return plans
@@ -236,11 +197,35 @@ class RowsPlan:
         return self.masks[key]
 
 
-def _slots(flat_table: Tensor, rows: int, offsets: Tensor) -> Tensor:
-    """Return the slots `[B, S]` of offsets `[S]` along each of B rows; in block 0 past a row's last block."""
-    table = flat_table[:-1].view(rows, -1).long()
-    blocks = table.gather(1, (offsets // BLOCK_SIZE).clamp(max=table.shape[1] - 1).expand(rows, -1))
-    return blocks.where(offsets // BLOCK_SIZE < table.shape[1], 0) * BLOCK_SIZE + offsets % BLOCK_SIZE
+def _slots(table: Tensor, offsets: Tensor) -> Tensor:
+    """Return the slots `[B, S]` of offsets `[S]` along rows with blocks `[B, M]`; in block 0 past a row's last one."""
+    index, width = offsets // BLOCK_SIZE, table.shape[1]
+    blocks = table.long().gather(1, index.clamp(max=width - 1).expand(len(table), -1))
+    return blocks.where(index < width, 0) * BLOCK_SIZE + offsets % BLOCK_SIZE
+
+
+# The schema of all operators of attention; `AttentionInputs.of` gathers what they are given.
+_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor keys, SymInt key_layer, Tensor values, SymInt value_layer, "
+    "Tensor length, Tensor starts, Tensor depth, Tensor ancestors, Tensor table, Tensor chunk_starts, "
+    "Tensor chunk_lengths, Tensor chunk_table, float scale, SymInt window, float softcap, Tensor? sinks, "
+    "SymInt chunk_size=0) -> Tensor"
+)
+
+
+def attention_operator(name: str, reference: Attend, kernel: Attend | None) -> Callable[..., Tensor]:
+    """Make an operator, which a compiler does not look into, of a reference for any device and a kernel for GPUs."""
+
+    def gathering(attend: Attend) -> Callable[..., Tensor]:
+        return lambda *args, **settings: attend(AttentionInputs.of(*args, **settings))
+
+    # Nothing is declared as mutated, though the pools are written: the only readers of a pool are these operators,
+    # which stand in order because each layer needs the one before. Declared, the compiler might copy a whole pool.
+    operator = torch.library.custom_op(f"redrafter::{name}", gathering(reference), mutates_args=(), schema=_SCHEMA)
+    operator.register_fake(gathering(AttentionInputs.new_output))
+    if kernel is not None:
+        operator.register_kernel("cuda")(gathering(kernel))
+    return operator
 
 
 # A plan of a tree or of prompts, for models that hand no keyword arguments on to their attention.

@@ -1,18 +1,29 @@
-"""Arguments of `generate`: which are known, which are refused by name, and what they are in transformers' terms."""
+"""What a caller gives to `generate`, checked: arguments, prompts, and inputs of a model beside them.
+
+Arguments are known, or refused by name, and said in transformers' terms. Models with an encoder beside their text are
+told about its inputs in every call, from transformers' `generate` or from a processor, and some get a position for each
+axis of an image. For text alone, all of it says what ids and mask say already. Images are taken by models that can be
+given what was encoded of them; anything more is refused by name.
+"""
 
 import copy
 import difflib
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
+from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.grammar.grammar import Grammar
+from redrafter.model.images import ImagePrompt, marks_tokens, split_rows, to_model
+from redrafter.model.target import Target
 from redrafter.sampling.hf_processors import TemperaturePerRow
 from redrafter.sampling.params import NUMBERS
 
@@ -26,23 +37,11 @@ _OWN = [name for name in NUMBERS if name not in GenerationConfig().to_dict()]
 
 # Decoding modes and outputs that are refused: argument, and the values that leave it off.
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "penalty_alpha": (None, 0, 0.0),
-    "dola_layers": (None,),
-    "guidance_scale": (None, 1, 1.0),
-    "watermarking_config": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "token_healing": (None, False),
-    "low_memory": (None, False),
-    "cache_implementation": (None,),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "encoder_repetition_penalty": (None, 1, 1.0),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty"), (None, 1)),
+    **dict.fromkeys(("penalty_alpha", "encoder_no_repeat_ngram_size"), (None, 0)),
+    **dict.fromkeys(("dola_layers", "watermarking_config", "constraints", "force_words_ids"), (None,)),
+    **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit", "cache_implementation"), (None,)),
+    **dict.fromkeys(("token_healing", "low_memory", "output_attentions", "output_hidden_states"), (None, False)),
 }
 
 # Settings of transformers' own speculation and reading of prompts, which change no token: argument, and the values that
@@ -61,6 +60,27 @@ _NOT_OURS: dict[str, tuple[Any, ...]] = {
     "prefill_chunk_size": (None,),
 }
 
+# Arguments of `model.generate` that have no meaning here: the values that wrappers pass on by habit and that ask for
+# nothing, and what to do instead where another value was given.
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "inputs_embeds": ((None,), "pass input_ids and attention_mask"),
+    "past_key_values": ((None,), "pass the whole text as input_ids"),
+    "position_ids": ((None,), "leave it out: positions follow from attention_mask"),
+    "cache_position": ((None,), "leave it out: positions follow from attention_mask"),
+    "token_type_ids": ((None,), "leave it out"),
+    "negative_prompt_ids": ((None,), "leave it out"),
+    "negative_prompt_attention_mask": ((None,), "leave it out"),
+    "assistant_model": ((None,), "make the engine with DraftTarget.from_pretrained(model, assistant_model)"),
+    "assistant_tokenizer": ((None,), "give it to DraftTarget.from_pretrained, as draft_tokenizer"),
+    "custom_generate": ((None,), "call engine.model.generate(custom_generate=...) for another way of decoding"),
+    "synced_gpus": ((None, False), "leave it out"),
+    "logits_to_keep": ((None, 0, 1), "leave it out, or ask for output_logits=True"),
+    "trust_remote_code": ((None, False, True), "give it to from_pretrained"),
+}
+
+# Inputs of the loop in transformers, which this library's loop does not need.
+_LOOP = frozenset({"past_key_values", "cache_params", "use_cache", "cache_position", "logits_to_keep"})
+
 
 def check_bound(engine: type, given: object, kind: Any) -> None:
     """Refuse a part that the constructor of an engine does not take and its `from_pretrained` may."""
@@ -72,20 +92,30 @@ def check_bound(engine: type, given: object, kind: Any) -> None:
         )
 
 
-def known_arguments() -> set[str]:
-    """Return the names that `generate` has a meaning for."""
-    return set(GenerationConfig().to_dict()) | _CALL_ARGUMENTS | {*_OWN, "logit_bias"}
+def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate` without those that ask for nothing.
 
-
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of `generate` that are unknown, and those that cannot be honoured."""
-    known = known_arguments()
+    Raises:
+        ArgumentError: Naming one that is unknown.
+        UnsupportedError: Naming one that asks for what `generate` does not do.
+    """
+    kept, known = {}, _known() | {"inputs"}
     for name, value in arguments.items():
+        if name not in _NEUTRAL:
+            kept[name] = value
+        elif isinstance(value, Tensor) or value not in _NEUTRAL[name][0]:
+            raise UnsupportedError(f"generate() does not take {name}; {_NEUTRAL[name][1]}")
+    for name, value in kept.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ArgumentError(f"generate() has no argument {name!r}{hint}")
         _refuse_mode(name, value)
+    return kept
+
+
+def _known() -> set[str]:
+    return set(GenerationConfig().to_dict()) | _CALL_ARGUMENTS | {*_OWN, "logit_bias"}
 
 
 def check_modes(config: GenerationConfig, own: GenerationConfig) -> None:
@@ -111,45 +141,6 @@ def _refuse_mode(name: str, value: Any) -> None:
             f"{name}={value!r} is for transformers' own way of reading prompts and drafting; leave it out: what drafts "
             "here, and how far, is an argument of from_pretrained"
         )
-
-
-# Arguments of `model.generate` that have no meaning here: the values that wrappers pass on by habit and that ask for
-# nothing, and what to do instead where another value was given.
-_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "inputs_embeds": ((None,), "pass input_ids and attention_mask"),
-    "past_key_values": ((None,), "pass the whole text as input_ids"),
-    "position_ids": ((None,), "leave it out: positions follow from attention_mask"),
-    "cache_position": ((None,), "leave it out: positions follow from attention_mask"),
-    "token_type_ids": ((None,), "leave it out"),
-    "negative_prompt_ids": ((None,), "leave it out"),
-    "negative_prompt_attention_mask": ((None,), "leave it out"),
-    "assistant_model": ((None,), "make the engine with DraftTarget.from_pretrained(model, assistant_model)"),
-    "assistant_tokenizer": ((None,), "give it to DraftTarget.from_pretrained, as draft_tokenizer"),
-    "custom_generate": ((None,), "call engine.model.generate(custom_generate=...) for another way of decoding"),
-    "synced_gpus": ((None, False), "leave it out"),
-    "logits_to_keep": ((None, 0, 1), "leave it out, or ask for output_logits=True"),
-    "trust_remote_code": ((None, False, True), "give it to from_pretrained"),
-}
-
-# Those of them that say nothing of a text, whatever a model's forward may take them for.
-NEUTRAL = _NEUTRAL.keys() - {"token_type_ids"}
-
-
-def without_neutral(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments without those that ask for nothing.
-
-    Raises:
-        UnsupportedError: Naming an argument that asks for what `generate` does not do.
-    """
-    kept = {}
-    for name, value in arguments.items():
-        if name not in _NEUTRAL:
-            kept[name] = value
-            continue
-        values, instead = _NEUTRAL[name]
-        if isinstance(value, Tensor) or value not in values:
-            raise UnsupportedError(f"generate() does not take {name}; {instead}")
-    return kept
 
 
 def prompt_of(input_ids: Any, inputs: Any) -> Any:
@@ -190,7 +181,7 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 def with_row_temperatures(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the call's arguments with a list of temperatures, one per output row, as a logits processor.
 
-    The processor comes last of the user's own, behind which transformers would put a temperature. It makes none for 1.
+    The processor comes last of the user's own, after which transformers would put a temperature. It makes none for 1.
     """
     temperature = arguments.get("temperature")
     if not isinstance(temperature, list | tuple | Tensor):
@@ -224,3 +215,134 @@ def with_stop_strings(
     criteria = StoppingCriteriaList(kept.pop("stopping_criteria", None) or [])
     criteria.append(StopStringCriteria(tokenizer, strings))
     return kept | {"stopping_criteria": criteria}, config
+
+
+def check_shapes(input_ids: Any, mask: Any) -> None:
+    """Raise `ArgumentError` unless the ids are integers `[B, P]`, at least one, and the mask has their shape."""
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(f"input_ids must be an integer tensor [batch, length], got {_shown(input_ids)}")
+    if input_ids.numel() == 0:
+        raise ArgumentError(f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != input_ids.shape):
+        raise ArgumentError(
+            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, got {_shown(mask)}"
+        )
+
+
+def _shown(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def check_ids(input_ids: Tensor, mask: Tensor | None, target: Target, options: EngineOptions) -> Tensor:
+    """Check prompts of the right shape, and return where tokens are in them, `[B, P]` bool.
+
+    Raises:
+        ArgumentError: An id is not in the target's vocabulary, a row is not left-padded or has no token, or the longest
+            one leaves no room to write.
+    """
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= target.vocab_size:
+        bad = low if low < 0 else high
+        raise ArgumentError(f"token id {bad} is out of range: the target's vocabulary has {target.vocab_size} ids")
+    seen = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
+    if not bool(seen.any(dim=1).all()):
+        raise ArgumentError(f"row {int((~seen.any(dim=1)).nonzero()[0])} of attention_mask has no token: empty prompt")
+    if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
+        raise ArgumentError("attention_mask is not left-padded; set tokenizer.padding_side = 'left'")
+    longest, context = int(seen.sum(dim=1).max()), target.context
+    if context is not None and longest >= context:
+        raise ArgumentError(
+            f"the prompt has {longest} tokens and the target's context is {context}: no room is left to write; "
+            "shorten the prompt"
+        )
+    if options.max_input_len is not None and longest > options.max_input_len:
+        raise ArgumentError(
+            f"the prompt has {longest} tokens and max_input_len is {options.max_input_len}: shorten it, or raise that"
+        )
+    if options.max_seq_len is not None and longest >= options.max_seq_len:
+        raise ArgumentError(
+            f"the prompt has {longest} tokens and max_seq_len is {options.max_seq_len}: no room is left to write; "
+            "shorten it, or raise that"
+        )
+    return seen
+
+
+def separate_inputs(arguments: Mapping[str, Any], target: Target) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Separate the inputs of the model, which its forward names, from the other arguments of a call.
+
+    Returns:
+        The other arguments; and the images with the types of tokens beside them, on the model's device. Empty inputs,
+        such as a processor makes of a text without images, are in neither.
+
+    Raises:
+        UnsupportedError: Naming an input that holds something else than images, or images that cannot be taken.
+    """
+    model = target.model
+    # Types of tokens say nothing of a text, but something of the images in it.
+    known = _known() | (_NEUTRAL.keys() - {"token_type_ids"})
+    inputs = (inspect.signature(model.forward).parameters.keys() | target.image_arguments) - known
+    given = {name: value for name, value in arguments.items() if name in inputs and not _is_empty(value)}
+    images = {name: value for name, value in given.items() if name in target.image_arguments}
+    if images and target.images.ok:
+        images |= {name: value for name, value in given.items() if marks_tokens(name, model)}
+    for name in sorted(given.keys() - images.keys()):
+        _check_empty(name, given[name], model)
+    _check_images(bool(images), target)
+    others = {name: value for name, value in arguments.items() if name not in inputs}
+    return others, {name: to_model(value, target.device) for name, value in images.items()}
+
+
+def read_prepared(
+    prepared: Mapping[str, Any], input_ids: Tensor, seen: Tensor, target: Target
+) -> list[ImagePrompt | None]:
+    """Return the images of each row, or None for a row without any, among what transformers has prepared.
+
+    `prepared` is what it would give to the model beside ids and mask; `seen` is False where a row is padded, `[B, P]`.
+
+    Raises:
+        ArgumentError: The images do not fit the prompts.
+        UnsupportedError: An input says more than the ids, their mask and images.
+    """
+    past, positions = prepared.get("past_key_values"), prepared.get("position_ids")
+    if past is not None and past.get_seq_length() > 0:
+        raise UnsupportedError("past_key_values cannot be continued from; pass the whole text as input_ids")
+    images = split_rows(prepared, input_ids, seen, target.model)
+    of_images = {"position_ids"}
+    _check_images(any(images), target)
+    of_images |= {name for row in images if row is not None for name in row.inputs}
+    text = torch.tensor([row is None for row in images], device=seen.device)
+    if positions is not None and not _count_tokens(positions, seen, text):
+        raise UnsupportedError("position_ids of your own cannot be honoured; leave them out")
+    for name in sorted(prepared.keys() - _LOOP - of_images):
+        _check_empty(name, prepared[name], target.model)
+    return images
+
+
+def _check_images(given: bool, target: Target) -> None:
+    if given and not target.images.ok:
+        raise UnsupportedError(f"{target.name} takes no images here: {target.images.reason}; pass text alone")
+
+
+def _check_empty(name: str, value: Any, model: Any) -> None:
+    if not (_is_empty(value) or (marks_tokens(name, model) and isinstance(value, Tensor) and not value.any())):
+        taken = "pass text, as input_ids and attention_mask, with images at most"
+        raise UnsupportedError(f"generate() does not take {name}; {taken}")
+
+
+def _count_tokens(positions: Tensor, seen: Tensor, rows_of_text: Tensor) -> bool:
+    """Tell whether tokens are counted from 0 in each row of text, padding aside.
+
+    Positions are `[B, P]`, or `[A, B, P]` with one position per axis, which are equal for text; B may be 1 for all.
+    """
+    rows, width = seen.shape
+    if positions.dim() not in (2, 3) or positions.shape[-1] != width or positions.shape[-2] not in (1, rows):
+        return False
+    counted = seen.cumsum(dim=1) - 1  # [B, P]
+    return bool(((positions == counted) | ~(seen & rows_of_text[:, None])).all())
+
+
+def _is_empty(value: Any) -> bool:
+    """Tell whether an input holds nothing, as what was encoded of no image does."""
+    if isinstance(value, Mapping):
+        return all(map(_is_empty, value.values()))
+    return value is None or (isinstance(value, list | tuple) and all(map(_is_empty, value)))

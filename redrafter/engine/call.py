@@ -1,20 +1,22 @@
-"""A call of `generate` while it is decoded: its rows, and the scheduler that runs them."""
+"""A call of `generate` while it is decoded: its rows, the scheduler that runs them, and who is told of their tokens."""
 
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers.generation.stopping_criteria import StoppingCriteria, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from redrafter.engine.request import Request
-from redrafter.engine.streaming import StepStreamer
 from redrafter.errors import ArgumentError, NotFiniteError
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, Stats, TokenSequence
@@ -34,8 +36,8 @@ class GenerateStats(Stats):
 
     @classmethod
     def of(cls, rows: list[Stats], seeds: list[int] | None) -> "GenerateStats":
-        """Sum the statistics of rows."""
-        depths = zip(*(row.accepted_by_depth for row in rows), strict=True)
+        """Sum the statistics of rows, whose drafts need not be of one length."""
+        depths = zip_longest(*(row.accepted_by_depth for row in rows), fillvalue=0)
         return cls(
             steps=sum(row.steps for row in rows),
             drafted=sum(row.drafted for row in rows),
@@ -55,62 +57,33 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     stats: GenerateStats | None = None
 
 
-@dataclass
-class Outcome:
-    """Counts the ends of a call's rows and keeps the first error, so that no step has to look at all of the rows.
-
-    Attributes:
-        ended: Number of rows that have ended.
-        error: What ended a row that did not end by itself; None where there is no such row.
-    """
-
-    ended: int = 0
-    error: BaseException | None = None
-
-    def note(self, delta: SequenceDelta) -> None:
-        """Take note of what a step added to a row."""
-        self.ended += delta.finish is not None
-        self.error = self.error or delta.error
-
-
 class Row:
-    """One output row of a call: its sequence, and what is recorded of each token.
+    """One output row of a call: its sequence, and what is recorded of each token."""
 
-    Attributes:
-        sequence: The sequence, which knows the prompt without padding.
-        text: New tokens so far.
-        scores: Processed scores of its tokens, `[count, V]` float32 per step; empty where nobody asked.
-        logits: Logits of its tokens, likewise.
-    """
-
-    def __init__(self, index: int, request: Request, prompt: list[int], outcome: Outcome, stream: StepStreamer | None):
-        """Make a row that has not begun, of a call whose prompt at `index` is `prompt`, padding included.
-
-        `outcome` takes note of its end, and `stream`, if there is one, takes its tokens as they are made.
-        """
-        self._prompt, self._criteria, self._pad_token = prompt, request.criteria, request.pad_token
-        self._index, self._outcome, self._stream = index, outcome, stream
-        self.text: list[int] = []
-        self.scores: list[Tensor] = []
-        self.logits: list[Tensor] = []
-        wanted = {"scores": request.want_scores, "logits": request.want_logits}
+    def __init__(self, index: int, prompt: list[int], call: "Call"):
+        """Make a row that has not begun; `prompt` has its padding."""
+        request = call.request
+        self._index, self._prompt, self._call = index, prompt, call
+        self.text: list[int] = []  # new tokens so far
+        self.scores: list[Tensor] = []  # processed scores of its tokens, `[count, V]` float32 per step, if recorded
+        self.logits: list[Tensor] = []  # logits of its tokens, likewise
         self.sequence = TokenSequence(
-            request.prompts[index, : request.lengths[index]].tolist(),
+            prompt[len(prompt) - request.lengths[index] :],
             request.limits[index] - request.lengths[index],
             request.params[index],
             self._record,
-            self._find_stop if self._criteria else None,
+            self._find_stop if request.criteria else None,
             adapter=request.adapters[index],
             index=index,
-            keeps=frozenset(name for name, want in wanted.items() if want),
+            keeps=request.keeps,
             images=request.images[index],
         )
 
     def _find_stop(self, new: Sequence[int]) -> int | None:
         """Return the index of the first of `new` tokens that the text ends with, or None."""
         end: int | None = None
-        for criterion in self._criteria:
-            stop = first_stop(criterion, self._prompt + self.text, new, self._pad_token)
+        for criterion in self._call.request.criteria:
+            stop = first_stop(criterion, self._prompt + self.text, new, self._call.request.pad_token)
             if stop is not None:
                 end, new = stop, new[: stop + 1]
         return end
@@ -118,15 +91,16 @@ class Row:
     def _record(self, sequence: TokenSequence, delta: SequenceDelta) -> None:
         if isinstance(delta.error, ArgumentError | NotFiniteError):  # of its grammar, or of its logits
             delta = replace(delta, error=type(delta.error)(f"row {self._index}: {delta.error}"))
-        self._outcome.note(delta)
+        self._call.ended += delta.finish is not None
+        self._call.error = self._call.error or delta.error
         if delta.error is not None:
             return
         self.text += delta.tokens
         for recorded, new in ((self.scores, delta.scores), (self.logits, delta.logits)):
             if new is not None:
                 recorded.append(new.to(torch.float32, copy=True))  # a view would keep those of rejected drafts
-        if self._stream is not None:
-            self._stream.put_step(self._index, delta.tokens, delta.accepted, delta.finish is not None)
+        if self._call.stream is not None:
+            self._call.stream.put_step(self._index, delta.tokens, delta.accepted, delta.finish is not None)
 
 
 def first_stop(criterion: StoppingCriteria, text: Sequence[int], new: Sequence[int], pad: int) -> int | None:
@@ -153,75 +127,104 @@ def first_stop(criterion: StoppingCriteria, text: Sequence[int], new: Sequence[i
     return next((index for index, hit in enumerate(hits) if hit), None)
 
 
-@contextmanager
-def queued(scheduler: Scheduler, rows: Sequence[Row]) -> Iterator[None]:
-    """Queue the rows of a call in a scheduler without sequences, and take back what they still hold at the end.
+class Call:
+    """The rows of a request, which one scheduler decodes.
 
-    Within the context an exception in a round is raised by that round.
+    Attributes:
+        rows: The rows, in their order.
+        ended: Number of rows that have ended, counted so that no step has to look at all of the rows.
+        error: What ended the first row that did not end by itself; None where there is no such row.
     """
-    scheduler.on_failure = _raise
-    try:
-        scheduler.enqueue(*(row.sequence for row in rows))
-        yield
-    finally:
-        scheduler.abandon()
 
+    def __init__(self, request: Request, stream: "StepStreamer | None" = None):
+        """Make rows that have not begun; `stream`, if there is one, takes their tokens as they are made."""
+        self.request, self.stream = request, stream
+        self.ended, self.error = 0, None  # type: int, BaseException | None
+        self.rows = [Row(index, prompt, self) for index, prompt in enumerate(request.input_ids.tolist())]
 
-def _raise(error: Exception, _: int) -> None:
-    raise error
+    @contextmanager
+    def queued(self, scheduler: Scheduler) -> Iterator[None]:
+        """Queue the rows in a scheduler without sequences, and take back what they still hold at the end.
 
+        Within the context an exception in a round is raised by that round.
+        """
 
-def run_call(
-    scheduler: Scheduler, rows: Sequence[Row], outcome: Outcome, deadline: float = float("inf"), progress: bool = False
-) -> None:
-    """Decode the rows of a call, in a scheduler without sequences, until all have ended.
+        def fail(error: Exception, _: int) -> None:
+            raise error
 
-    After `deadline`, by `time.time()`, no step begins, and rows are as long as they are.
-    """
-    with queued(scheduler, rows), tqdm(total=len(rows), unit="text", disable=not progress) as bar:
-        while not scheduler.idle:
-            scheduler.read()
-            if deadline < float("inf") and scheduler.engine.target.ranks.from_first(time.time() >= deadline):
-                scheduler.settle()
-                return
-            scheduler.step()
-            if progress:
-                bar.update(outcome.ended - bar.n)
-            if outcome.error is not None:
-                raise outcome.error
+        scheduler.on_failure = fail
+        try:
+            scheduler.enqueue(*(row.sequence for row in self.rows))
+            yield
+        finally:
+            scheduler.abandon()
 
+    def decode(self, scheduler: Scheduler, progress: bool = False) -> Tensor | GenerateOutput:
+        """Decode the rows in a scheduler without sequences until all have ended, or the request's deadline has passed.
 
-def decode(
-    scheduler: Scheduler, request: Request, input_ids: Tensor, stream: StepStreamer | None, progress: bool = False
-) -> Tensor | GenerateOutput:
-    """Decode a call in a scheduler without sequences; new tokens follow its padded prompts `input_ids` `[B, P]`.
+        Returns:
+            Ids `[B, P + new]`, the padded prompts first, or a `GenerateOutput` where the request asks for one.
+        """
+        self._warn_slow()
+        deadline, ranks = self.request.deadline, scheduler.engine.target.ranks
+        with self.queued(scheduler), tqdm(total=len(self.rows), unit="text", disable=not progress) as bar:
+            while not scheduler.idle:
+                scheduler.read()
+                if deadline < float("inf") and ranks.from_first(time.time() >= deadline):
+                    scheduler.settle()
+                    break
+                scheduler.step()
+                if progress:
+                    bar.update(self.ended - bar.n)
+                if self.error is not None:
+                    raise self.error
+        if self.stream is not None:
+            self.stream.end()
+        self._warn_cut_short()
+        return self._output()
 
-    Returns:
-        Ids `[B, P + new]`, or a `GenerateOutput` where the request asks for one.
-    """
-    _warn_slow(request)
-    outcome = Outcome()
-    rows = [Row(index, request, prompt, outcome, stream) for index, prompt in enumerate(input_ids.tolist())]
-    run_call(scheduler, rows, outcome, request.deadline, progress)
-    if stream is not None:
-        stream.end()
-    _warn_cut_short(rows, request)
-    return _output(rows, input_ids, request)
+    def _output(self) -> Tensor | GenerateOutput:
+        rows, request = self.rows, self.request
+        width = max(len(row.text) for row in rows)
+        new = torch.tensor([row.text + [request.pad_token] * (width - len(row.text)) for row in rows], dtype=torch.long)
+        sequences = torch.cat([request.input_ids, new.to(request.input_ids.device)], dim=1)
+        if not request.as_dict:
+            return sequences
+        seeds = None if request.params[0].greedy else [params.seed for params in request.params]
+        # transformers annotates these fields more narrowly than what it puts there itself.
+        return GenerateOutput(
+            sequences=sequences,  # type: ignore[arg-type]
+            scores=_columns([row.scores for row in rows]) if "scores" in request.keeps else None,  # type: ignore[arg-type]
+            logits=_columns([row.logits for row in rows]) if "logits" in request.keeps else None,  # type: ignore[arg-type]
+            stats=GenerateStats.of([row.sequence.stats for row in rows], seeds),
+        )
 
+    def _warn_slow(self) -> None:
+        criteria = [type(c).__name__ for c in self.request.criteria if type(c) is not StopStringCriteria]
+        for names, what in ((self.request.slow_processors, "node of the tree"), (criteria, "token")):
+            if names:
+                warnings.warn(
+                    f"{', '.join(names)}: your own code runs in Python once per {what}, which is slow; "
+                    "built-in generation arguments are vectorised",
+                    stacklevel=2,
+                )
 
-def _output(rows: list[Row], input_ids: Tensor, request: Request) -> Tensor | GenerateOutput:
-    width = max(len(row.text) for row in rows)
-    new = torch.tensor([row.text + [request.pad_token] * (width - len(row.text)) for row in rows], dtype=torch.long)
-    sequences = torch.cat([input_ids, new.to(input_ids.device)], dim=1)
-    if not request.as_dict:
-        return sequences
-    # transformers annotates these fields more narrowly than what it puts there itself.
-    return GenerateOutput(
-        sequences=sequences,  # type: ignore[arg-type]
-        scores=_columns([row.scores for row in rows]) if request.want_scores else None,  # type: ignore[arg-type]
-        logits=_columns([row.logits for row in rows]) if request.want_logits else None,  # type: ignore[arg-type]
-        stats=GenerateStats.of([row.sequence.stats for row in rows], request.seeds),
-    )
+    def _warn_cut_short(self) -> None:
+        """Warn of texts that ended because the target's context did."""
+        cut_short = [
+            row.sequence
+            for row, cut in zip(self.rows, self.request.cut_short, strict=False)
+            if cut and len(row.text) == row.sequence.max_new_tokens
+            if row.text[-1] not in row.sequence.params.stop_token_ids
+        ]
+        if cut_short:
+            which = "the text" if len(self.rows) == 1 else f"{len(cut_short)} of {len(self.rows)} texts"
+            warnings.warn(
+                f"{which} ended at the target's context of {cut_short[0].max_length} tokens "
+                "(max_position_embeddings of its config), before the length that was asked for; model.generate may go "
+                "on, beyond what the model was made for: ask for fewer new tokens, or shorten the prompt",
+                stacklevel=2,
+            )
 
 
 def _columns(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
@@ -236,29 +239,64 @@ def _columns(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
     return pad_sequence([torch.cat([none, *pieces]) for pieces in rows], batch_first=True).unbind(dim=1)
 
 
-def _warn_slow(request: Request) -> None:
-    criteria = [type(c).__name__ for c in request.criteria if type(c) is not StopStringCriteria]
-    for names, what in ((request.slow_processors, "node of the tree"), (criteria, "token")):
-        if names:
-            warnings.warn(
-                f"{', '.join(names)}: your own code runs in Python once per {what}, which is slow; "
-                "built-in generation arguments are vectorised",
-                stacklevel=2,
-            )
+class StepStreamer(Protocol):
+    """A streamer that wants each row's tokens the moment a step made them, and how many of them were drafted.
+
+    Pass one as `streamer` to `generate`. Ordinary Hugging Face streamers get one `[B]` tensor per output column.
+    """
+
+    def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
+        """Take the tokens that a step added to an output row.
+
+        Args:
+            row: Index of the output row.
+            tokens: What the step added.
+            accepted: How many of `tokens`, from the first on, were drafts.
+            ended: Whether the row ended with them.
+        """
+
+    def end(self) -> None:
+        """Take note that every row has ended."""
 
 
-def _warn_cut_short(rows: list[Row], request: Request) -> None:
-    """Warn of texts that ended because the target's context did."""
-    cut_short = [
-        index
-        for index, row in enumerate(rows)
-        if request.cut_short[index] and len(row.text) == row.sequence.max_new_tokens and row.text[-1] not in request.eos
-    ]
-    if cut_short:
-        which = "the text" if len(rows) == 1 else f"{len(cut_short)} of {len(rows)} texts"
-        warnings.warn(
-            f"{which} ended at the target's context of {request.limits[cut_short[0]]} tokens "
-            "(max_position_embeddings of its config), before the length that was asked for; model.generate may go on, "
-            "beyond what the model was made for: ask for fewer new tokens, or shorten the prompt",
-            stacklevel=2,
+def takes_columns(streamer: object) -> bool:
+    """Return whether a streamer is one of transformers', or like one; `ArgumentError` for an object that is none."""
+    step, put, end = (callable(getattr(streamer, name, None)) for name in ("put_step", "put", "end"))
+    if streamer is not None and not (end and (put or step)):
+        raise ArgumentError(
+            f"streamer is an object with the methods put and end, as TextStreamer(tokenizer), or put_step and end; "
+            f"got {streamer!r:.80}"
         )
+    return isinstance(streamer, BaseStreamer) or (put and not step)
+
+
+class ColumnStream:
+    """Feeds a Hugging Face streamer column by column, each once every row has come to it, as `model.generate` does."""
+
+    def __init__(self, streamer: BaseStreamer, rows: int, pad: int):
+        self._streamer, self._pad, self._sent = streamer, pad, 0
+        self._texts: list[list[int]] = [[] for _ in range(rows)]
+        self._ended = [False] * rows
+        self._behind = rows  # rows that must gain tokens, or end, before the next column is complete
+
+    def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
+        """Take the tokens of a row, and pass on the columns that they complete."""
+        was_behind = len(self._texts[row]) == self._sent
+        self._texts[row].extend(tokens)
+        self._ended[row] = ended
+        self._behind -= was_behind and (ended or len(self._texts[row]) > self._sent)
+        if not self._behind:  # or else no column is complete, and no other row needs to be looked at
+            running = [len(text) for text, done in zip(self._texts, self._ended, strict=True) if not done]
+            self._send(min(running, default=max(map(len, self._texts))))
+            self._behind = running.count(self._sent)
+
+    def _send(self, ready: int) -> None:
+        for column in range(self._sent, ready):
+            tokens = [text[column] if column < len(text) else self._pad for text in self._texts]
+            self._streamer.put(torch.tensor(tokens))
+        self._sent = max(self._sent, ready)
+
+    def end(self) -> None:
+        """Pass on the columns that are left, and end the streamer."""
+        self._send(max(map(len, self._texts)))
+        self._streamer.end()

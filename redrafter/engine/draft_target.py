@@ -14,7 +14,7 @@ from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
-from redrafter.engine.options import EngineOptions, takes_engine_options
+from redrafter.engine.options import EngineOptions, split_keywords, takes_options
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
@@ -24,18 +24,7 @@ from redrafter.tree.token_tree import check_size
 Acceptance = Literal["match", "rejection"]
 ACCEPTANCE: tuple[Acceptance, ...] = ("match", "rejection")
 
-CAPTURED_LENGTHS = (
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-    16,
-    24,
-    32,
-)  # draft lengths that steps are captured for, of those up to the longest
+CAPTURED_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # that steps are captured for, of those up to the longest
 # What a forward costs beside its weights, by device: each layer, in parameters that could be read meanwhile; and each
 # further node in one row, in forwards of one node. Measured on two cores of a Xeon in float32 and an H200 in bfloat16.
 LAYER_COST_PARAMETERS = {"cpu": 6e6, "cuda": 70e6}
@@ -69,7 +58,18 @@ class DraftTarget(Engine):
         options: EngineOptions | None = None,
     ):
         """Take the arguments of `from_pretrained`, with both models bound and their tokenizers compared."""
-        _check(draft_len, num_beams, node_budget, acceptance, adaptive)
+        for name, value in (("draft_len", draft_len), ("num_beams", num_beams), ("node_budget", node_budget)):
+            if value is not None or name != "node_budget":
+                check_size(name, value)
+        if acceptance not in ACCEPTANCE:
+            raise ArgumentError(f"acceptance must be one of {', '.join(ACCEPTANCE)}, got {acceptance!r}")
+        if not isinstance(adaptive, bool):
+            raise ArgumentError(f"adaptive must be True or False, got {adaptive!r}")
+        if acceptance == "rejection" and num_beams > 1:
+            raise UnsupportedError(
+                f"acceptance='rejection' is exact for one sampled chain only: leave out num_beams={num_beams}, or use "
+                "acceptance='match', which takes trees"
+            )
         check_bound(type(self), target, Target)
         check_bound(type(self), draft_model, Target)
         if vocabulary is not None:
@@ -84,7 +84,7 @@ class DraftTarget(Engine):
             raise ArgumentError(
                 f"num_beams={num_beams} is more than the tokens that the draft model can draft: {common}"
             )
-        self._vocabulary = vocabulary
+        self.draft_vocabulary, self.rejection_sampling = vocabulary, acceptance == "rejection"
         self.acceptance, self.adaptive, self.draft_len = acceptance, adaptive, draft_len
         self._draft_cost = _cost(draft_model) / _cost(target)
         self._node_cost = NODE_COST_FORWARDS.get(target.device.type, 0.0)
@@ -106,18 +106,8 @@ class DraftTarget(Engine):
         }
         super().__init__(target, self._by_length[draft_len], options)
 
-    @property
-    def draft_vocabulary(self) -> VocabularyMap | None:
-        """What the draft model has for each of the target's tokens; None where its ids are the target's."""
-        return self._vocabulary
-
-    @property
-    def rejection_sampling(self) -> bool:
-        """Whether sampled drafts are kept by rejection sampling; sampled tokens are then not plain decoding's."""
-        return self.acceptance == "rejection"
-
     @classmethod
-    @takes_engine_options
+    @takes_options
     def from_pretrained(
         cls,
         model: str | Path | PreTrainedModel | Target,
@@ -130,15 +120,9 @@ class DraftTarget(Engine):
         adaptive: bool = False,
         tokenizer: Tokenizer | None = None,
         draft_tokenizer: Tokenizer | None = None,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device | None = None,
-        tp_size: int = 1,
         draft_device: str | torch.device | None = None,
-        trust_remote_code: bool = False,
-        quantization: str | None = None,
         draft_quantization: str | None = None,
         draft_model_kwargs: Mapping[str, Any] | None = None,
-        adapters: Mapping[str, str | Path] | None = None,
         **keywords: Any,
     ) -> "DraftTarget":
         """Load a target and its draft model; both may be a hub id, a directory, or a model that is loaded or bound.
@@ -159,16 +143,12 @@ class DraftTarget(Engine):
             tokenizer: The target's tokenizer, or where it is; None for the one beside the target, which a model that is
                 loaded already is looked up for by its name.
             draft_tokenizer: The same for the draft model.
-            dtype: As in `ReDrafter.from_pretrained`.
-            device: As in `ReDrafter.from_pretrained`.
-            tp_size: As in `ReDrafter.from_pretrained`; each process has the whole draft model.
             draft_device: The draft model's device; None for the target's.
-            trust_remote_code: As in `ReDrafter.from_pretrained`.
-            quantization: As in `ReDrafter.from_pretrained`.
-            draft_quantization: The same for the draft model.
+            draft_quantization: As `quantization`, for the draft model.
             draft_model_kwargs: For `AutoModelForCausalLM`, for the draft model.
-            adapters: LoRA adapters to load: names, and the directories that PEFT's `save_pretrained` wrote.
-            keywords: Fields of `EngineOptions`; all others are for `AutoModelForCausalLM`, for the target.
+            keywords: `dtype`, `device`, `tp_size` (each process has the whole draft model), `trust_remote_code`,
+                `quantization` and `adapters`, as in `ReDrafter.from_pretrained`; fields of `EngineOptions`; all others
+                are for `AutoModelForCausalLM`, for the target.
 
         Raises:
             CheckpointError: When a model cannot be loaded.
@@ -176,25 +156,21 @@ class DraftTarget(Engine):
             UnsupportedError: When a model, or a combination of arguments, cannot be decoded here.
             ArgumentError: For an argument that is unknown or out of range.
         """
-        options, model_kwargs = EngineOptions.split(keywords)
-        check_quantization(quantization, model)
+        options, load, adapters = split_keywords(cls.from_pretrained, keywords)
+        check_quantization(load["quantization"], model)
         check_quantization(draft_quantization, draft_model, "draft_quantization")
-        vocabulary = map_unlike_vocabularies(model, draft_model, tokenizer, draft_tokenizer, trust_remote_code)
-        load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
-        target = bind(model, device=device, quantization=quantization, tp_size=tp_size, **load, **model_kwargs)
+        trusted = load["trust_remote_code"]
+        vocabulary = map_unlike_vocabularies(model, draft_model, tokenizer, draft_tokenizer, trusted)
+        target = drafting = bind(model, **load)
         if draft_device is None and isinstance(draft_model, str | Path):
             draft_device = target.device
-        drafts_for_itself = base_of(draft_model) is target.model and draft_device is None
+        if base_of(draft_model) is not target.model or draft_device is not None:
+            draft_load = {name: load[name] for name in ("dtype", "trust_remote_code", "caller")}
+            draft_load |= {"device": draft_device, "quantization": draft_quantization}
+            drafting = bind(draft_model, **draft_load | dict(draft_model_kwargs or {}))
         engine = cls(
             target,
-            target
-            if drafts_for_itself
-            else bind(
-                draft_model,
-                **(
-                    {"device": draft_device, "quantization": draft_quantization} | load | dict(draft_model_kwargs or {})
-                ),
-            ),
+            drafting,
             draft_len=draft_len,
             num_beams=num_beams,
             node_budget=node_budget,
@@ -218,28 +194,6 @@ class DraftTarget(Engine):
     def _doubt(self, rows: int) -> float:
         """Return how likely a draft must be right to be worth another one behind it, in a step of `rows` rows."""
         return min(TOKENS_PER_FORWARD * (self._draft_cost + self._node_cost * rows), 0.9)
-
-
-def _check(
-    draft_len: int,
-    num_beams: int,
-    node_budget: int | None,
-    acceptance: str,
-    adaptive: bool,
-) -> None:
-    for name, value in (("draft_len", draft_len), ("num_beams", num_beams), ("node_budget", node_budget)):
-        if value is None and name == "node_budget":
-            continue
-        check_size(name, value)
-    if acceptance not in ACCEPTANCE:
-        raise ArgumentError(f"acceptance must be one of {', '.join(ACCEPTANCE)}, got {acceptance!r}")
-    if not isinstance(adaptive, bool):
-        raise ArgumentError(f"adaptive must be True or False, got {adaptive!r}")
-    if acceptance == "rejection" and num_beams > 1:
-        raise UnsupportedError(
-            f"acceptance='rejection' is exact for one sampled chain only: leave out num_beams={num_beams}, or use "
-            "acceptance='match', which takes trees"
-        )
 
 
 def _cost(model: Target) -> float:

@@ -3,7 +3,7 @@
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from redrafter.cache.to_device import made_on_host
@@ -21,24 +19,21 @@ from redrafter.drafting.draft_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import PlainProposer, Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
-    NEUTRAL,
-    check_arguments,
     check_bound,
     check_modes,
-    known_arguments,
+    check_shapes,
     prompt_of,
+    read_arguments,
+    separate_inputs,
     split_own,
     with_row_temperatures,
     with_stop_strings,
-    without_neutral,
 )
-from redrafter.engine.call import GenerateOutput, decode
+from redrafter.engine.call import Call, ColumnStream, GenerateOutput, StepStreamer, takes_columns
 from redrafter.engine.idle_batches import IdleBatches
 from redrafter.engine.modes import kv_dtype_of, make_batch_invariant, use_kv_cache_dtype
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.prompts import check_shapes, separate_inputs
-from redrafter.engine.request import AdapterNames, Request, Seed, read_request, row_adapters
-from redrafter.engine.streaming import ColumnStream, StepStreamer, takes_columns
+from redrafter.engine.request import AdapterNames, OwnArguments, Request, Seed, read_request, row_adapters
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.model.supported import Support, check_autocast, check_eval
 from redrafter.model.target import Target
@@ -71,9 +66,14 @@ class Engine:
         batches: Running batches of earlier requests, with their captured steps.
         do_sample: Whether `generate` samples where neither a call nor a `generation_config` says; None for what the
             model's own says.
+        draft_vocabulary: What the draft model has for each of the target's tokens; None where its ids are the target's.
+        rejection_sampling: Whether sampled drafts are kept by rejection sampling; sampled tokens are then not those of
+            undrafted decoding.
     """
 
     do_sample: bool | None = None
+    draft_vocabulary: VocabularyMap | None = None
+    rejection_sampling = False
 
     def __init__(self, target: Target, proposer: Proposer, options: EngineOptions | None = None):
         check_bound(type(self), target, Target)
@@ -183,11 +183,6 @@ class Engine:
         return None
 
     @property
-    def draft_vocabulary(self) -> VocabularyMap | None:
-        """What the draft model has for each of the target's tokens; None where its ids are the target's."""
-        return None
-
-    @property
     def draft_varlen(self) -> Support:
         """Whether steps with the draft model can be captured as far as that model decides; ok where there is none."""
         if self.draft_model is None or not self.target.varlen.ok:
@@ -237,7 +232,7 @@ class Engine:
             raise ArgumentError(f"the name of an adapter is a text, got {name!r}")
         weights, graphs = read_adapter(path), (self.lender or self).graphs
         with nullcontext() if graphs is None else graphs.lock:  # nothing is captured meanwhile
-            self.target.load_adapter(name, weights, self.options.max_loras, self.options.max_lora_rank)
+            self.target.adapters.load(name, weights, self.options.max_loras, self.options.max_lora_rank)
 
     def load_adapters(self, adapters: Mapping[str, str | Path] | None) -> None:
         """Load LoRA adapters by name; None for none."""
@@ -256,11 +251,6 @@ class Engine:
     def adapters(self) -> list[str]:
         """Names of the LoRA adapters that are loaded."""
         return self.target.adapters.names
-
-    @property
-    def rejection_sampling(self) -> bool:
-        """Whether sampled drafts are kept by rejection sampling; sampled tokens are then not plain decoding's."""
-        return False
 
     @property
     def model(self) -> Any:
@@ -311,10 +301,9 @@ class Engine:
         """
         # 1. Read the arguments: drop those that ask for nothing, refuse those that cannot be honoured.
         theirs = streamer if takes_columns(streamer) else None
-        kwargs, images = separate_inputs(generation_kwargs, self.target, known_arguments() | NEUTRAL)
-        kwargs = without_neutral(kwargs)
+        kwargs, images = separate_inputs(generation_kwargs, self.target)
+        kwargs = read_arguments(kwargs)
         input_ids = prompt_of(input_ids, kwargs.pop("inputs", None))
-        check_arguments(kwargs)
         if not isinstance(generation_config, GenerationConfig | None):
             raise ArgumentError(f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}")
         if generation_config is not None:
@@ -332,14 +321,13 @@ class Engine:
             kwargs.setdefault("do_sample", self.do_sample)
 
         # 4. Let transformers prepare the call (configs, processors, criteria, rows), and decode what it prepared.
-        prepared, prompts = False, len(input_ids)
+        mine = OwnArguments(streamer, seed, adapter, speculate, progress, len(input_ids), params=own)
+        prepared = False
 
         def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:
             nonlocal prepared
             prepared = True
-            names = row_adapters(adapter, prompts, len(input_ids))
-            settings: dict[str, Any] = {"streamer": streamer, "seed": seed, "speculate": speculate}
-            return self._decode(input_ids, **inputs, **settings, progress=progress, adapters=names, own=own)
+            return self._decode(mine, input_ids, inputs)
 
         try:
             return self.model.generate(
@@ -381,62 +369,32 @@ class Engine:
             speculate: As in `generate`.
             temperature: One value per output row, in place of the config's; None for the config's.
         """
+        mine = OwnArguments(streamer, seed, adapter, speculate, temperature=temperature)
 
         def decode_for(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:
             if model is not self.model:
                 raise ArgumentError("this custom_generate belongs to another model; call generate on engine.model")
             check_shapes(input_ids, inputs.get("attention_mask"))
-            settings: dict[str, Any] = {"streamer": streamer, "seed": seed, "speculate": speculate}
-            names = row_adapters(adapter, len(input_ids), len(input_ids))
-            return self._decode(input_ids, **inputs, **settings, temperature=temperature, adapters=names)
+            return self._decode(mine, input_ids, inputs)
 
         return decode_for
 
     @torch.inference_mode()
-    def _decode(
-        self,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        *,
-        streamer: Streamer | None,
-        seed: Seed,
-        speculate: bool,
-        progress: bool = False,
-        temperature: Any = None,
-        own: Mapping[str, Any] | None = None,
-        adapters: Sequence[str | None] = (),
-        **inputs: Any,
-    ) -> Tensor | GenerateOutput:
-        """Decode a call that transformers has prepared; `inputs` is what it would give to the model beside the ids."""
+    def _decode(self, mine: OwnArguments, input_ids: Tensor, inputs: dict[str, Any]) -> Tensor | GenerateOutput:
+        """Decode a call that transformers has prepared; `inputs` is what it says beside the ids."""
         # 1. Check the model, which its owner may have changed since.
+        names = row_adapters(mine.adapter, mine.prompts or len(input_ids), len(input_ids))
         check_autocast(self.target.device)
-        models = [self.target, *([self.draft_model] if speculate and self.draft_model else [])]
+        models = [self.target, *([self.draft_model] if mine.speculate and self.draft_model else [])]
         for model in models:
             model.follow_changes()
         check_eval(*(model.model for model in models))
 
-        with made_on_host(), self.target.adapters.holding(adapters) as held:
-            # 2. Check the ids, and turn the call into tensors.
-            request = read_request(
-                self.target,
-                input_ids,
-                inputs.pop("attention_mask", None),
-                generation_config,
-                logits_processor,
-                stopping_criteria,
-                inputs,
-                options=self.options,
-                seed=seed,
-                temperature=temperature,
-                own=own or {},
-                adapters=held,
-            )
-            stream: Any = streamer
-            if takes_columns(streamer):
+        # 2. Check the ids, turn the call into tensors, and decode.
+        with made_on_host(), self.target.adapters.holding(names) as held:
+            request = read_request(self.target, self.options, mine, held, input_ids, **inputs)
+            stream = mine.streamer
+            if takes_columns(stream):
                 stream = ColumnStream(stream, len(input_ids), request.pad_token)
-
-            # 3. Decode.
-            with self.scheduler_for(request, speculate) as scheduler:
-                return decode(scheduler, request, input_ids, stream, progress)
+            with self.scheduler_for(request, mine.speculate) as scheduler:
+                return Call(request, stream).decode(scheduler, mine.progress)

@@ -3,10 +3,14 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 from redrafter.errors import ArgumentError
 from redrafter.options import option
+
+if TYPE_CHECKING:
+    import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -79,20 +83,40 @@ class EngineOptions:
                 f"got {gib!r}"
             )
 
-    @classmethod
-    def split(cls, keywords: Mapping[str, Any]) -> tuple["EngineOptions", dict[str, Any]]:
-        """Return the options among keyword arguments, and the other arguments."""
-        names = {item.name for item in fields(EngineOptions)}
-        options = {name: value for name, value in keywords.items() if name in names}
-        return EngineOptions(**options), {name: value for name, value in keywords.items() if name not in names}
+
+@dataclass(frozen=True)
+class LoadArguments:
+    """How a target is loaded: each field is an argument of every `from_pretrained`; that of `ReDrafter` explains it."""
+
+    dtype: Union[str, "torch.dtype"] = "auto"
+    device: Union[str, "torch.device", None] = None
+    tp_size: int = 1
+    trust_remote_code: bool = False
+    quantization: str | None = None
+    adapters: Mapping[str, str | Path] | None = None
 
 
-def takes_engine_options(function: Function) -> Function:
-    """Show the fields of `EngineOptions` in the signature of a function that takes them among its keywords."""
+def takes_options(function: Function) -> Function:
+    """Show the fields of both dataclasses in the signature of a `from_pretrained` that takes them as keywords."""
     signature = inspect.signature(function)
     *first, rest = signature.parameters.values()
-    ours = inspect.signature(EngineOptions).parameters.values()
+    ours = [item for kind in (LoadArguments, EngineOptions) for item in inspect.signature(kind).parameters.values()]
     shown = [*first, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in ours)]
     shown.append(rest.replace(name="model_kwargs"))  # what is left for transformers
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return function
+
+
+def split_keywords(
+    caller: Callable[..., Any], keywords: Mapping[str, Any]
+) -> tuple[EngineOptions, dict[str, Any], Mapping[str, str | Path] | None]:
+    """Split the keyword arguments of a `from_pretrained`, the `caller`.
+
+    Returns:
+        The engine's options, the arguments of `bind` for the target, and the adapters to load.
+    """
+    names = {item.name for item in fields(EngineOptions)}
+    options = EngineOptions(**{name: value for name, value in keywords.items() if name in names})
+    load = vars(LoadArguments()) | {name: value for name, value in keywords.items() if name not in names}
+    adapters = load.pop("adapters")
+    return options, load | {"caller": caller}, adapters

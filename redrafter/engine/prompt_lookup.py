@@ -1,16 +1,14 @@
 """PromptLookup: a Hugging Face model whose own text drafts for it."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.models import bind
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.engine.engine import Engine
-from redrafter.engine.options import EngineOptions, takes_engine_options
+from redrafter.engine.options import split_keywords, takes_options
 from redrafter.model.target import Target
 
 
@@ -25,19 +23,13 @@ class PromptLookup(Engine):
     """
 
     @classmethod
-    @takes_engine_options
+    @takes_options
     def from_pretrained(
         cls,
         model: str | Path | PreTrainedModel | Target,
         *,
         ngram: int = 2,
         draft_len: int = 4,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device | None = None,
-        tp_size: int = 1,
-        trust_remote_code: bool = False,
-        quantization: str | None = None,
-        adapters: Mapping[str, str | Path] | None = None,
         **keywords: Any,
     ) -> "PromptLookup":
         """Load a target.
@@ -46,26 +38,16 @@ class PromptLookup(Engine):
             model: A hub id, a directory, or a model that is loaded or bound.
             ngram: Last tokens of the text that are looked for earlier in it, at most.
             draft_len: Tokens drafted per step.
-            dtype: As in `ReDrafter.from_pretrained`.
-            device: As in `ReDrafter.from_pretrained`.
-            tp_size: As in `ReDrafter.from_pretrained`.
-            trust_remote_code: As in `ReDrafter.from_pretrained`.
-            quantization: As in `ReDrafter.from_pretrained`.
-            adapters: LoRA adapters to load: names, and the directories that PEFT's `save_pretrained` wrote.
-            keywords: Fields of `EngineOptions`; all others are for `AutoModelForCausalLM`.
+            keywords: `dtype`, `device`, `tp_size`, `trust_remote_code`, `quantization` and `adapters`, as in
+                `ReDrafter.from_pretrained`; fields of `EngineOptions`; all others are for `AutoModelForCausalLM`.
 
         Raises:
             CheckpointError: When the model cannot be loaded.
             UnsupportedError: When the model cannot be decoded here.
             ArgumentError: For an argument that is unknown or out of range.
         """
-        options, model_kwargs = EngineOptions.split(keywords)
+        options, load, adapters = split_keywords(cls.from_pretrained, keywords)
         proposer = PromptLookupProposer(ngram, draft_len)
-        load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
-        engine = cls(
-            bind(model, device=device, quantization=quantization, tp_size=tp_size, **load, **model_kwargs),
-            proposer,
-            options,
-        )
+        engine = cls(bind(model, **load), proposer, options)
         engine.load_adapters(adapters)
         return engine

@@ -1,22 +1,20 @@
 """ReDrafter: a Hugging Face model with a drafter of its own."""
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
 from redrafter.checkpoints.merged import TreeShape
-from redrafter.checkpoints.models import check_quantization, load_model
+from redrafter.checkpoints.models import bind, check_quantization
 from redrafter.drafting.draft_length import STEP_COSTS
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
-from redrafter.engine.options import EngineOptions, takes_engine_options
+from redrafter.engine.options import EngineOptions, split_keywords, takes_options
 from redrafter.engine.tuning import Tuning, default_shape, find_tuning
 from redrafter.files.checkpoint_kind import check_drafter
 from redrafter.model.target import Target
@@ -80,7 +78,7 @@ class ReDrafter(Engine):
                 self._propose(target, tuned)  # a shape that this drafter cannot have is refused here
 
     @classmethod
-    @takes_engine_options
+    @takes_options
     def from_pretrained(
         cls,
         model: str | Path | PreTrainedModel,
@@ -90,13 +88,7 @@ class ReDrafter(Engine):
         draft_len_per_beam: int | None = None,
         node_budget: int | None = None,
         tuning: str | Path | None = "auto",
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device | None = None,
-        tp_size: int = 1,
-        trust_remote_code: bool = False,
-        quantization: str | None = None,
         draft_quantization: str | None = None,
-        adapters: Mapping[str, str | Path] | None = None,
         **keywords: Any,
     ) -> "ReDrafter":
         """Load a target and its drafter; both may be a hub id, a directory or a loaded object.
@@ -111,6 +103,10 @@ class ReDrafter(Engine):
             tuning: Shapes by batch size: from the file that `redrafter tune` wrote for this pair on this device if
                 there is one ("auto"), from the file at a path, or not at all (None). Any of the three arguments before
                 it, where given, wins over all of it.
+            draft_quantization: As `quantization`, for the drafter, its head included.
+            keywords: What follows, and fields of `EngineOptions`; all others are for `AutoModelForCausalLM`.
+
+        Keyword Args:
             dtype: The models' dtype; "auto" for the checkpoint's.
             device: Where the models go; None for where Hugging Face puts the target.
             tp_size: Processes that share the target, each with a part of it and the whole drafter. All run the same
@@ -118,9 +114,7 @@ class ReDrafter(Engine):
             trust_remote_code: Whether code that comes with the checkpoint may run.
             quantization: "fp8" to quantise the weights of the target's linear layers to FP8 when it is loaded, its
                 head apart; "fp8_dynamic" to round the inputs of these layers too; None to leave them as they are.
-            draft_quantization: The same for the drafter, its head included.
             adapters: LoRA adapters to load: names, and the directories that PEFT's `save_pretrained` wrote.
-            keywords: Fields of `EngineOptions`; all others are for `AutoModelForCausalLM`.
 
         Raises:
             CheckpointError: When a checkpoint cannot be loaded.
@@ -129,15 +123,12 @@ class ReDrafter(Engine):
             ArgumentError: For an argument that is unknown or out of range.
         """
         asked = TreeShape(num_beams, draft_len_per_beam, node_budget)
-        options, model_kwargs = EngineOptions.split(keywords)
+        options, load, adapters = split_keywords(cls.from_pretrained, keywords)
         check_quantization(draft_quantization, drafter, "draft_quantization")
         if isinstance(drafter, str | Path):
             check_drafter(drafter)
-        load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
-        target = Target(
-            load_model(model, device=device, quantization=quantization, tp_size=tp_size, **load, **model_kwargs)
-        )
-        drafter, defaults = load_drafter(model, drafter, target, model_kwargs.get("revision"), draft_quantization)
+        target = bind(model, **load)
+        drafter, defaults = load_drafter(model, drafter, target, load.get("revision"), draft_quantization)
         shapes = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
         engine = cls(target, drafter, asked.over(defaults.shape), options=options, tuning=shapes)
         engine.do_sample = defaults.do_sample

@@ -6,6 +6,7 @@ that names and meanings are its own. What it prepared is read here; what cannot 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,10 +21,9 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
-from redrafter.engine.arguments import check_modes
+from redrafter.engine.arguments import check_ids, check_modes, read_prepared
 from redrafter.engine.modes import check_processors
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.prompts import check_ids, check_length, read_mask, read_prepared
 from redrafter.errors import ArgumentError
 from redrafter.grammar.grammar import Grammar
 from redrafter.model.images import ImagePrompt
@@ -93,53 +93,97 @@ def with_temperature(
     `temperature`, if it is not None, is one value or one per output row in place of the config's. Sampling at
     temperature 1 gets a processor too, for which transformers makes none; greedy decoding is given none.
     """
-    if temperature is not None:
-        _check_temperatures(temperature, rows)
-    given = list(processors)
-    for processor in given:
-        if isinstance(processor, TemperaturePerRow):
-            _check_temperatures(processor.temperature, rows)
-    if not sampled:
-        given = [processor for processor in given if not isinstance(processor, TemperaturePerRow)]
+    ours = [each.temperature for each in processors if isinstance(each, TemperaturePerRow)]
+    for given in ours if temperature is None else (temperature, *ours):
+        values = torch.as_tensor(given, dtype=torch.float64)
+        if values.shape != (rows,) or not bool((values > 0).all()):
+            raise ArgumentError(f"temperature must be positive, one value or one per output row ({rows}); got {given}")
+    kept = [each for each in processors if sampled or not isinstance(each, TemperaturePerRow)]
     kinds = (TemperatureLogitsWarper, TemperaturePerRow)
-    places = [index for index, processor in enumerate(given) if type(processor) in kinds]
-    if temperature is not None and places:
-        given[places[0]] = TemperaturePerRow(temperature)
-    elif sampled and not places:
-        values = torch.ones(rows) if temperature is None else temperature
-        given.insert(index_of_warpers(given), TemperaturePerRow(values))
-    return given
+    index = next((index for index, each in enumerate(kept) if type(each) in kinds), None)
+    if index is None and sampled:
+        index = index_of_warpers(kept)
+        kept.insert(index, TemperaturePerRow(torch.ones(rows)))
+    if index is not None and temperature is not None:
+        kept[index] = TemperaturePerRow(temperature)
+    return kept
 
 
-def _check_temperatures(temperature: Any, rows: int) -> None:
-    values = torch.as_tensor(temperature, dtype=torch.float64)
-    if values.shape != (rows,) or not bool((values > 0).all()):
-        raise ArgumentError(
-            f"temperature must be positive, one value or one per output row ({rows}); got {temperature}"
-        )
+MAX_TEXT_TOKENS = 1 << 31  # a longer limit need not fit into an integer of the machine
 
 
-class StopConditions(NamedTuple):
-    """What ends the texts of a call.
+class OwnArguments(NamedTuple):
+    """Arguments of a call that transformers has no names for; see `Engine.generate`.
 
     Attributes:
-        max_length: The most tokens of a row, its padding included.
-        eos: Ids that end a row.
-        deadline: `time.time()` after which no step begins; infinity for none.
-        criteria: The other criteria, which are asked token by token on the host.
+        prompts: Number of prompts, each of which has as many output rows; None for as many as rows.
+        temperature: One value per output row, in place of the config's; None for the config's.
+        params: Parameters of rows: numbers for all rows, and `grammar`, one for all rows or one or None for each.
     """
 
-    max_length: int
-    eos: frozenset[int]
-    deadline: float
-    criteria: list[StoppingCriteria]
+    streamer: Any = None
+    seed: Seed = None
+    adapter: AdapterNames = None
+    speculate: bool = True
+    progress: bool = False
+    prompts: int | None = None
+    temperature: Any = None
+    params: Mapping[str, Any] = MappingProxyType({})
 
 
-def read_criteria(criteria: StoppingCriteriaList, max_length: int) -> StopConditions:
-    """Read the criteria that transformers prepared; `max_length` is the one of a call without such a criterion."""
-    lengths, eos, deadline = list[int](), frozenset[int](), float("inf")
-    others = []
-    for criterion in criteria:
+@dataclass(frozen=True)
+class Request:
+    """Everything that decoding one call needs, of its rows in their order."""
+
+    input_ids: Tensor  # left-padded prompts, `[B, P]`
+    lengths: list[int]  # of the prompts, without padding
+    limits: list[int]  # the most tokens that each row may come to, prompt included
+    params: list[SamplingParams]  # how the tokens of each row are drawn
+    adapters: Sequence[Adapter | None]  # LoRA adapter of each row, None for the model alone
+    images: Sequence[ImagePrompt | None]  # of each row's prompt; None for a row without any
+    cut_short: Sequence[bool] = ()  # whether a row's limit is the end of the target's context, and more was asked for
+    pad_token: int = 0  # fills rows after their end
+    criteria: Sequence[StoppingCriteria] = ()  # asked token by token on the host
+    deadline: float = float("inf")  # `time.time()` after which no step begins
+    keeps: frozenset[str] = frozenset()  # which of "scores" (processed) and "logits" are recorded
+    as_dict: bool = True  # whether a `GenerateOutput` is returned in place of ids
+    slow_processors: Sequence[str] = ()  # names of processors that run node by node
+
+
+def read_request(
+    target: Target,
+    options: EngineOptions,
+    mine: OwnArguments,
+    adapters: Sequence[Adapter | None],
+    input_ids: Tensor,
+    *,
+    generation_config: GenerationConfig,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    attention_mask: Tensor | None = None,
+    **prepared: Any,
+) -> Request:
+    """Turn what Hugging Face prepared into a `Request`.
+
+    `prepared` is what else would have been given to the model; `adapters` are those of the rows, or empty for none.
+
+    Raises:
+        ArgumentError: For values out of range.
+        UnsupportedError: For what cannot be honoured.
+    """
+    config, sampled = generation_config, generation_config.do_sample
+    check_modes(config, target.model.generation_config)
+    seen = check_ids(input_ids, attention_mask, target, options)
+    images = read_prepared(prepared, input_ids, seen, target)
+    if config.num_return_sequences is not None and config.num_return_sequences < 1:
+        raise ArgumentError(f"num_return_sequences must be 1 or more, got {config.num_return_sequences}")
+    rows, width = input_ids.shape
+    length = seen.sum(dim=1)
+
+    # What ends a text.
+    max_length, eos, deadline = config.max_length, frozenset[int](), float("inf")
+    lengths, criteria = list[int](), list[StoppingCriteria]()
+    for criterion in stopping_criteria:
         if type(criterion) is MaxLengthCriteria:
             lengths.append(criterion.max_length)
         elif type(criterion) is EosTokenCriteria:
@@ -147,140 +191,50 @@ def read_criteria(criteria: StoppingCriteriaList, max_length: int) -> StopCondit
         elif type(criterion) is MaxTimeCriteria:
             deadline = min(deadline, criterion.initial_timestamp + criterion.max_time)
         else:
-            others.append(criterion)
-    return StopConditions(min(lengths, default=max_length), eos, deadline, others)
-
-
-MAX_TEXT_TOKENS = 1 << 31  # a longer limit need not fit into an integer of the machine
-
-
-@dataclass(frozen=True)
-class Request:
-    """Everything that decoding one call needs.
-
-    Attributes:
-        prompts: Each row's own tokens first, `[B, P]` int64.
-        lengths: Prompt length of each row.
-        limits: The most tokens that each row may come to, prompt included.
-        cut_short: Whether a row's limit is the end of the target's context, and the call asked for more.
-        eos: Ids that end a row.
-        pad_token: Id that fills rows behind their end.
-        params: How the tokens of each row are drawn.
-        adapters: LoRA adapter of each row, None for the model alone.
-        criteria: Stopping criteria that are asked token by token on the host.
-        deadline: `time.time()` after which no step begins.
-        want_scores: Whether processed scores are recorded.
-        want_logits: Whether logits are recorded.
-        as_dict: Whether a `GenerateOutput` is returned in place of ids.
-        slow_processors: Names of processors that run node by node.
-        images: The images of each row's prompt; None for a row without any.
-    """
-
-    prompts: Tensor
-    lengths: list[int]
-    limits: list[int]
-    cut_short: list[bool]
-    eos: frozenset[int]
-    pad_token: int
-    params: list[SamplingParams]
-    adapters: Sequence[Adapter | None]
-    criteria: list[StoppingCriteria]
-    deadline: float
-    want_scores: bool
-    want_logits: bool
-    as_dict: bool
-    slow_processors: list[str]
-    images: list[ImagePrompt | None]
-
-    @property
-    def seeds(self) -> list[int] | None:
-        """Seed of each row; None when greedy."""
-        return None if self.params[0].greedy else [params.seed for params in self.params]
-
-
-def read_request(
-    target: Target,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    config: GenerationConfig,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    prepared: Mapping[str, Any],
-    *,
-    options: EngineOptions,
-    seed: Seed,
-    temperature: Any,
-    own: Mapping[str, Any],
-    adapters: Sequence[Adapter | None] = (),
-) -> Request:
-    """Turn what Hugging Face prepared into a `Request`.
-
-    Args:
-        target: The model that is to continue the prompts.
-        input_ids: Prompts, `[B, P]` integer, left-padded.
-        attention_mask: 1 at tokens and 0 at padding, `[B, P]`; None where no row is padded.
-        config: The generation config of the call.
-        processors: Logits processors.
-        criteria: Stopping criteria.
-        prepared: What else would have been given to the model, by name.
-        options: Limits of lengths.
-        seed: One int, or one per row; None to draw one from torch's CPU generator.
-        temperature: One value per row, in place of the config's; None for the config's.
-        own: Parameters of rows for which transformers has no names: numbers for all rows, and `grammar`, one for all
-            rows or one or None for each.
-        adapters: LoRA adapter of each row, None for the model alone; empty for none at all.
-
-    Raises:
-        ArgumentError: For values out of range.
-        UnsupportedError: For what cannot be honoured.
-    """
-    check_modes(config, target.model.generation_config)
-    check_ids(input_ids, target)
-    seen = read_mask(attention_mask, input_ids)
-    images = read_prepared(prepared, input_ids, seen, target)
-    if config.num_return_sequences is not None and config.num_return_sequences < 1:
-        raise ArgumentError(f"num_return_sequences must be 1 or more, got {config.num_return_sequences}")
-    rows, width = input_ids.shape
-    length = seen.sum(dim=1)
-    check_length(int(length.max()), target.context, options)
-    max_length, eos, deadline, others = read_criteria(criteria, config.max_length)
+            criteria.append(criterion)
+    max_length = min(lengths, default=max_length)
     limit = asked = min(max_length, MAX_TEXT_TOKENS) - (width - length)
     for most in (target.context, options.max_seq_len):
         if most is not None:
             limit = limit.clamp(max=most)
-    own_first = (torch.arange(width, device=seen.device) + (width - length)[:, None]) % width  # [B, P]
-    check_processors(target, processors)
-    given = with_temperature(processors, temperature, rows, sampled=config.do_sample)
+
+    # How it is drawn.
+    check_processors(target, logits_processor)
+    given = with_temperature(logits_processor, mine.temperature, rows, sampled=sampled)
     functions, slow = read_processors(given, width=width, prompt=length.cpu(), vocabulary=target.vocab_size)
-    params = fold_rows(functions, rows, eos, sampled=config.do_sample)
     drawn: list[dict[str, Any]] = [{"temperature": 0.0}] * rows
-    if config.do_sample:
-        drawn = [{"seed": each} for each in target.ranks.from_first(row_seeds(seed, rows))]
-    want_scores = bool(config.return_dict_in_generate and config.output_scores)
+    if sampled:
+        drawn = [{"seed": each} for each in target.ranks.from_first(row_seeds(mine.seed, rows))]
+    by_row = zip(
+        fold_rows(functions, rows, eos, sampled=sampled),
+        drawn,
+        _grammars(mine.params.get("grammar"), rows),
+        strict=True,
+    )
+    recorded = {"scores": config.output_scores, "logits": config.output_logits}
+    as_dict = bool(config.return_dict_in_generate)
     return Request(
-        prompts=input_ids.long().gather(1, own_first),
+        input_ids=input_ids,
         lengths=length.tolist(),
         limits=limit.tolist(),
-        cut_short=[target.context == most < more for most, more in zip(limit.tolist(), asked.tolist(), strict=True)],
-        eos=eos,
-        pad_token=_pad_token(config, eos),
         params=[
-            SamplingParams(**row | draw | dict(own) | {"grammar": grammar}, stop_token_ids=eos)
-            for row, draw, grammar in zip(params, drawn, _grammars(own.get("grammar"), rows), strict=True)
+            SamplingParams(**row | draw | dict(mine.params) | {"grammar": grammar}, stop_token_ids=eos)
+            for row, draw, grammar in by_row
         ],
         adapters=adapters or [None] * rows,
-        criteria=others,
-        deadline=deadline,
-        want_scores=want_scores,
-        want_logits=bool(config.return_dict_in_generate and config.output_logits),
-        as_dict=bool(config.return_dict_in_generate),
-        slow_processors=slow,
         images=images,
+        cut_short=[target.context == most < more for most, more in zip(limit.tolist(), asked.tolist(), strict=True)],
+        pad_token=_pad_token(config, eos),
+        criteria=criteria,
+        deadline=deadline,
+        keeps=frozenset(name for name, wanted in recorded.items() if wanted and as_dict),
+        as_dict=as_dict,
+        slow_processors=slow,
     )
 
 
 def _grammars(given: Any, rows: int) -> Sequence[Grammar | None]:
-    """Return each row's grammar, whose process is there for a new text."""
+    """Return each row's grammar, whose process is running again if it had ended."""
     grammars = given if isinstance(given, list) else [given] * rows
     if len(grammars) != rows:
         raise ArgumentError(f"grammar has {len(grammars)} entries for {rows} output rows; give one, or one per row")
@@ -291,7 +245,7 @@ def _grammars(given: Any, rows: int) -> Sequence[Grammar | None]:
 
 
 def _pad_token(config: GenerationConfig, eos: frozenset[int]) -> int:
-    """Return what fills rows behind their end: as in transformers, the first EOS id where the config has no pad id."""
+    """Return what fills rows after their end: as in transformers, the first EOS id where the config has no pad id."""
     for given in (config.pad_token_id, config.eos_token_id):
         if given is not None and (ids := torch.as_tensor(given).flatten().tolist()):
             return ids[0]

@@ -32,7 +32,7 @@ TRITON = find_spec("triton") is not None
 
 if TRITON:
     from redrafter.kernels.attention import tree_attention
-    from redrafter.kernels.commit import commit
+    from redrafter.kernels.cache_tiles import commit
     from redrafter.kernels.float8_rounding import MAX_ROUNDED_WIDTH, round_to_float8, round_values
     from redrafter.kernels.linear import (
         MAX_FLOAT8_TOKENS,

@@ -15,11 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE, TOKENS_PER_CHUNK, AttentionInputs
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.kernels.cache_format import largest_number
-from redrafter.kernels.cache_tiles import cached_at, from_cache, round_trip, store_new
-from redrafter.kernels.launch import supports_dependent_launch, widening_assembly
-from redrafter.kernels.token_counts import TOKEN_MULTIPLE, TOKENS_PER_CHUNK
+from redrafter.kernels.cache_tiles import attending_sizes, cached_at, from_cache, round_trip, store_new
 
 TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU
 SHORT_CONTEXT_TOKENS = 2048  # for rows that are no longer, merging many splits costs more than it saves
@@ -364,39 +362,15 @@ def _for_long_rows(tiling: _Tiling, blocks: int, numbers: int) -> _Tiling:
     return tiling._replace(splits=wanted, least=MIN_SPLIT_TOKENS)
 
 
-def tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    key_layer: int,
-    values: Tensor,
-    value_layer: int,
-    length: Tensor,
-    starts: Tensor,
-    depth: Tensor,
-    ancestors: Tensor,
-    table: Tensor,
-    chunk_starts: Tensor,
-    chunk_lengths: Tensor,
-    chunk_table: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    chunk_size: int = 0,
-) -> Tensor:
-    """Store and attend as the operator `redrafter.attention.tree_attention.tree_attention`; the same arguments."""
-    rows, chunks = length.shape[0] - 1, chunk_starts.shape[0] - 2
-    all_nodes, blocks = (depth.shape[0] - 1) // rows, (table.shape[0] - 1) // rows
-    nodes = (ancestors.shape[0] - 1) // (rows * all_nodes)
-    (tokens, query_heads, dk), (heads, dv) = query.shape, value.shape[1:]
-    group = query_heads // heads
-    assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's vector is contiguous"
-    out = query.new_empty(tokens, query_heads, dv)
-    keys, values = keys[key_layer], values[value_layer]
-    block_dk, block_dv = (max(triton.next_power_of_2(d), 16) for d in (dk, dv))
-    follow = supports_dependent_launch(query.device)
+def tree_attention(inputs: AttentionInputs) -> Tensor:
+    """Store and attend as `redrafter.attention.tree_attention.tree_attention_reference` does."""
+    query, key, value, keys, values, of = (
+        inputs.query, inputs.key, inputs.value, inputs.keys, inputs.values, inputs.rows,
+    )  # fmt: skip
+    (rows, all_nodes, nodes, chunks), (heads, group) = of.sizes, inputs.heads
+    (tokens, query_heads, dk), dv = query.shape, value.shape[2]
+    out, sizes = inputs.new_output(), attending_sizes(inputs)
+    merging = {name: sizes[name] for name in ("DV", "BLOCK_DV", "FOLLOW", "launch_pdl")}
 
     def attend(
         length: Tensor, starts: Tensor, table: Tensor, rows: int, nodes: int, cached: int, tiling: _Tiling,
@@ -408,40 +382,36 @@ def tree_attention(
         part = out if splits == 1 else query.new_empty(tokens, query_heads, splits, dv, dtype=torch.float32)
         tops = out if splits == 1 else query.new_empty(tokens, query_heads, splits, 2, dtype=torch.float32)
         _attend_kernel[(rows, heads * tiles, splits)](
-            query, key, value, keys, values, length, starts, depth, ancestors, table, sinks, out, part, tops,
-            query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            keys.stride(0), values.stride(0),
-            scale, nodes, cached, blocks, splits, tiles, tiling.least,
-            HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=block_dk, BLOCK_DV=block_dv, BLOCK_M=tiling.queries,
-            BLOCK_S=tiling.keys,
-            PAGE=BLOCK_SIZE, WINDOW=window, CHUNK=chunk_size, SOFTCAP=softcap, SPLIT=splits > 1,
-            HAS_SINKS=sinks is not None, CACHED=cached > 0, CHAIN=chain, LARGEST=largest_number(keys.dtype),
-            WIDEN=widening_assembly(keys.dtype, query.dtype, query.device),
-            WIDE=max(keys.numel(), values.numel()) >= 1 << 31,
-            FOLLOW=follow, launch_pdl=follow, num_warps=tiling.warps, num_stages=tiling.stages,
+            query, key, value, keys, values, length, starts, of.depth, of.ancestors, table, inputs.sinks, out, part,
+            tops, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], keys.stride(0), values.stride(0),
+            inputs.scale, nodes, cached, blocks, splits, tiles, tiling.least,
+            BLOCK_M=tiling.queries, BLOCK_S=tiling.keys, CHUNK=inputs.chunk_size, SPLIT=splits > 1,
+            HAS_SINKS=inputs.sinks is not None, CACHED=cached > 0, CHAIN=chain,
+            WIDE=max(keys.numel(), values.numel()) >= 1 << 31, num_warps=tiling.warps, num_stages=tiling.stages,
+            **sizes,
         )  # fmt: skip
         if splits > 1:
-            block_splits = triton.next_power_of_2(splits)
-            warps = min(max(block_splits * block_dv // 4096, 1 if block_dv <= 64 else 2), 16)  # what fits in registers
+            block_splits, width = triton.next_power_of_2(splits), sizes["BLOCK_DV"]
+            warps = min(max(block_splits * width // 4096, 1 if width <= 64 else 2), 16)  # what fits in registers
             _merge_splits_kernel[(tokens * query_heads,)](
-                part, tops, sinks, out, starts, starts[rows:], splits,
-                QUERY_HEADS=query_heads, DV=dv, BLOCK_DV=block_dv, BLOCK_SPLITS=block_splits,
-                HAS_SINKS=sinks is not None, FOLLOW=follow, launch_pdl=follow, num_warps=warps,
+                part, tops, inputs.sinks, out, starts, starts[rows:], splits, QUERY_HEADS=query_heads,
+                BLOCK_SPLITS=block_splits, HAS_SINKS=inputs.sinks is not None, num_warps=warps, **merging,
             )  # fmt: skip
 
     size = max(dk, dv), query.element_size() == 2, keys.element_size() == 1
     # Of a ragged tree, most rows have fewer nodes than the largest one, and tiles are made for those.
     mean = max(triton.cdiv(tokens - chunks * TOKENS_PER_CHUNK, rows), 1)
+    blocks = (of.table.shape[0] - 1) // rows
     tiling = _choose_tiling(rows * heads, min(mean, nodes) * group, blocks, *size)
     if rows > 1:
         tiling = _for_long_rows(tiling, blocks, out.numel())
-    attend(length, starts, table, rows, nodes, all_nodes - nodes, tiling)
+    attend(of.length, of.starts, of.table, rows, nodes, all_nodes - nodes, tiling)
     if chunks:  # the padding is one more
         most = chunks * TOKENS_PER_CHUNK + TOKEN_MULTIPLE
-        blocks = (chunk_table.shape[0] - 1) // (chunks + 1)
+        blocks = (of.chunk_table.shape[0] - 1) // (chunks + 1)
         tiling = _choose_tiling(heads, most * group, blocks, *size)._replace(splits=1)
         tiling = _for_long_rows(tiling, blocks, out.numel())
-        attend(chunk_lengths, chunk_starts, chunk_table, chunks + 1, most, 0, tiling, chain=True)
+        attend(of.chunk_lengths, of.chunk_starts, of.chunk_table, chunks + 1, most, 0, tiling, chain=True)
     elif tokens > rows * nodes and tiling.splits == 1:
         out[rows * nodes :].zero_()
     return out

@@ -1,11 +1,21 @@
-"""Tiles of keys and values between a kernel and a cache, whose numbers may be FP8; `cache_format` is the reference.
+"""Keys and values between kernels and a paged cache, whose numbers may be FP8; `cache_format` is the reference.
 
 `LARGEST` is what `cache_format.largest_number` says of the cache. FP8 is e4m3 or e5m2; both are exact in float16 and
 bfloat16, so reading rounds nothing.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from redrafter.kernels.attention_inputs import AttentionInputs
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.kernels.cache_format import as_bytes, largest_number
+from redrafter.kernels.launch import supports_dependent_launch, widening_assembly
+
+CHUNK = 256  # elements of each slot that one program moves
 
 
 @triton.jit
@@ -57,3 +67,68 @@ def store_new(
     v_at = cached_at(VALUES, TABLE, position, inside, blocks, cache_v, head, DV, PAGE)
     tl.store(k_at[:, None] + dk, to_cache(key, KEYS, LARGEST), inside[:, None] & (dk < DK))
     tl.store(v_at[:, None] + dv, to_cache(value, VALUES, LARGEST), inside[:, None] & (dv < DV))
+
+
+def storing_sizes(inputs: AttentionInputs) -> dict[str, Any]:
+    """Return how a kernel that stores new keys and values is compiled and launched."""
+    dk, dv = inputs.query.shape[2], inputs.value.shape[2]
+    assert inputs.query.stride(2) == inputs.key.stride(2) == inputs.value.stride(2) == 1, (
+        "a head's vector is contiguous"
+    )
+    follow = supports_dependent_launch(inputs.query.device)
+    return dict(
+        DK=dk, DV=dv, BLOCK_DK=max(triton.next_power_of_2(dk), 16), BLOCK_DV=max(triton.next_power_of_2(dv), 16),
+        PAGE=BLOCK_SIZE, LARGEST=largest_number(inputs.keys.dtype), FOLLOW=follow, launch_pdl=follow,
+    )  # fmt: skip
+
+
+def attending_sizes(inputs: AttentionInputs) -> dict[str, Any]:
+    """Return how a kernel that attends is compiled and launched, beside its tiling."""
+    (heads, group), widen = inputs.heads, widening_assembly(inputs.keys.dtype, inputs.query.dtype, inputs.query.device)
+    bounds = dict(WINDOW=inputs.window, SOFTCAP=inputs.softcap)
+    return storing_sizes(inputs) | bounds | dict(HEADS=heads, GROUP=group, WIDEN=widen)
+
+
+@triton.jit(do_not_specialize=["blocks", "table_stride", "depth"])
+def _move_kernel(
+    POOL, LENGTH, NODES, TABLE, layer_stride, width, blocks, table_stride, depth,
+    PAGE: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Copy the keys (or values) of a row's accepted nodes to the slots behind its committed tokens, in one layer.
+
+    `NODES[row, d]` is the accepted node at depth d. It is copied from slot `LENGTH[row] + NODES[row, d]` of the row to
+    slot `LENGTH[row] + d`; `TABLE` says in which blocks of the pool the slots are. The grid is (rows, layers, chunks):
+    each program copies `CHUNK` of the `width` elements of every such slot.
+    """
+    row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    d, c = tl.arange(0, BLOCK_D), tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    n = tl.load(LENGTH + row)
+    destination = n + d
+    source = n + tl.load(NODES + row * depth + d, d < depth, 0)
+    inside = (d < depth) & (destination // PAGE < blocks) & (source // PAGE < blocks)
+    from_slot = tl.load(TABLE + row * table_stride + source // PAGE, inside, 0).to(tl.int64) * PAGE + source % PAGE
+    to_block = tl.load(TABLE + row * table_stride + destination // PAGE, inside, 0).to(tl.int64)
+    to_slot = to_block * PAGE + destination % PAGE
+    mask = inside[:, None] & (c < width)[None, :]
+    pool = POOL + layer * layer_stride
+    moved = tl.load(pool + from_slot[:, None] * width + c[None, :], mask)
+    tl.debug_barrier()  # a slot may be read by one thread and written by another: all reads come first
+    tl.store(pool + to_slot[:, None] * width + c[None, :], moved, mask)
+
+
+def commit(pool: Tensor, table: Tensor, length: Tensor, nodes: Tensor) -> None:
+    """Move node `nodes[b, d]` from slot `length[b] + nodes[b, d]` of its row to slot `length[b] + d`.
+
+    Args:
+        pool: Keys or values of G layers, `[G, slots, heads, dim]`; written in place.
+        table: Blocks of each row, `[B, M]` int32; it may be the first columns of a wider one.
+        length: Committed tokens of each row, `[B]` int64.
+        nodes: Accepted nodes by depth, `[B, K+1]` int64.
+    """
+    rows, depth = nodes.shape
+    layers, slots, heads, dim = pool.shape
+    width = heads * dim
+    _move_kernel[(rows, layers, triton.cdiv(width, CHUNK))](
+        as_bytes(pool), length, nodes.contiguous(), table, slots * width, width, table.shape[1], table.stride(0), depth,
+        PAGE=BLOCK_SIZE, BLOCK_D=triton.next_power_of_2(depth), CHUNK=CHUNK,
+    )  # fmt: skip

@@ -13,22 +13,18 @@ summed by products with ones for the same reason. The kernels are compiled witho
 would place as it sees fit in each of them.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from redrafter.kernels import splits
+from redrafter.kernels import attention_inputs
+from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE, TOKENS_PER_CHUNK, AttentionInputs
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.kernels.cache_format import largest_number
-from redrafter.kernels.cache_tiles import cached_at, from_cache, store_new
-from redrafter.kernels.launch import supports_dependent_launch, widening_assembly
-from redrafter.kernels.token_counts import TOKEN_MULTIPLE, TOKENS_PER_CHUNK
+from redrafter.kernels.cache_tiles import attending_sizes, cached_at, from_cache, store_new, storing_sizes
 
-TILE, NEAR = tl.constexpr(splits.TILE), tl.constexpr(splits.NEAR)
-NEAR_SPLIT, FAR_SPLIT = tl.constexpr(splits.NEAR_SPLIT), tl.constexpr(splits.FAR_SPLIT)
+TILE, NEAR = tl.constexpr(attention_inputs.TILE), tl.constexpr(attention_inputs.NEAR)
+NEAR_SPLIT, FAR_SPLIT = tl.constexpr(attention_inputs.NEAR_SPLIT), tl.constexpr(attention_inputs.FAR_SPLIT)
 TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU
 MAX_PART_BYTES = 256 << 20  # of what splits found; beyond it a program takes all splits of its queries
 MAX_QUERIES = 64  # of a program
@@ -360,82 +356,52 @@ def _block_m(queries: int, wide: bool) -> int:
 
 def _parts(positions: int) -> int:
     """Return the number of splits that so many positions have."""
-    near = min(positions, splits.NEAR)
-    return triton.cdiv(near, splits.NEAR_SPLIT) + triton.cdiv(positions - near, splits.FAR_SPLIT)
+    near = min(positions, attention_inputs.NEAR)
+    short = triton.cdiv(near, attention_inputs.NEAR_SPLIT)
+    return short + triton.cdiv(positions - near, attention_inputs.FAR_SPLIT)
 
 
-def ordered_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    key_layer: int,
-    values: Tensor,
-    value_layer: int,
-    length: Tensor,
-    starts: Tensor,
-    depth: Tensor,
-    ancestors: Tensor,
-    table: Tensor,
-    chunk_starts: Tensor,
-    chunk_lengths: Tensor,
-    chunk_table: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Store and attend as the operator `redrafter.attention.tree_attention.tree_attention`; the same arguments."""
-    rows, chunks = length.shape[0] - 1, chunk_starts.shape[0] - 2
-    all_nodes, blocks = (depth.shape[0] - 1) // rows, (table.shape[0] - 1) // rows
-    nodes = (ancestors.shape[0] - 1) // (rows * all_nodes)
-    heads, dk, dv = value.shape[1], query.shape[2], value.shape[2]
-    group = query.shape[1] // heads
-    wide = query.element_size() > 2 or max(dk, dv) > 128
-    assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's vector is contiguous"
-    out = query.new_empty(*query.shape[:2], dv)
-    keys, values = keys[key_layer], values[value_layer]
-    follow = supports_dependent_launch(query.device)
-    sizes: dict[str, Any] = dict(
-        DK=dk, DV=dv, BLOCK_DK=max(triton.next_power_of_2(dk), 16), BLOCK_DV=max(triton.next_power_of_2(dv), 16),
-        PAGE=BLOCK_SIZE, LARGEST=largest_number(keys.dtype), FOLLOW=follow, launch_pdl=follow, num_warps=4,
-    )  # fmt: skip
-    how = sizes | dict(
-        HEADS=heads, GROUP=group, WINDOW=window, SOFTCAP=softcap, num_stages=2, enable_fp_fusion=False,
-        WIDEN=widening_assembly(keys.dtype, query.dtype, query.device),
-    )  # fmt: skip
-    of_query, of_cache = (query.stride(0), query.stride(1)), (keys.stride(0), values.stride(0))
-    of_new = key.stride(0), key.stride(1), value.stride(0), value.stride(1)
+def ordered_attention(inputs: AttentionInputs) -> Tensor:
+    """Store and attend as `redrafter.attention.invariant_attention.invariant_attention_reference` does."""
+    query, keys, values, sinks, of = inputs.query, inputs.keys, inputs.values, inputs.sinks, inputs.rows
+    (rows, all_nodes, nodes, chunks), (heads, group) = of.sizes, inputs.heads
+    blocks, dv = (of.table.shape[0] - 1) // rows, inputs.value.shape[2]
+    wide = query.element_size() > 2 or max(query.shape[2], dv) > 128
+    out = inputs.new_output()
+    how = attending_sizes(inputs) | dict(num_warps=4, num_stages=2, enable_fp_fusion=False)
+    new = inputs.key, inputs.value
+    of_new = *inputs.key.stride()[:2], *inputs.value.stride()[:2]
+    of_query, of_cache = query.stride()[:2], (keys.stride(0), values.stride(0))
 
     block_m = _block_m(nodes * group, wide)
     tiles, parts = triton.cdiv(nodes * group, block_m), _parts(blocks * BLOCK_SIZE)
     programs = max(TARGET_PROGRAMS // (rows * heads * tiles), 1)
-    folded = programs == 1 or query.shape[0] * heads * group * parts * dv * 4 > MAX_PART_BYTES
+    folded = programs == 1 or out.numel() * parts * 4 > MAX_PART_BYTES
     programs, parts = (1, 2) if folded else (min(programs, parts), parts)
-    part = query.new_empty(query.shape[0] * heads * group * parts * dv, dtype=torch.float32)
-    tops = query.new_empty(query.shape[0] * heads * group * parts * 2, dtype=torch.float32)
+    part = query.new_empty(out.numel() * parts, dtype=torch.float32)
+    tops = query.new_empty(out.numel() // dv * parts * 2, dtype=torch.float32)
     _attend_committed_kernel[(rows, heads * tiles, programs)](
-        query, key, value, keys, values, length, starts, depth, table, part, tops,
-        *of_query, *of_new, *of_cache, scale, nodes, all_nodes - nodes, blocks, parts, tiles, programs,
+        query, *new, keys, values, of.length, of.starts, of.depth, of.table, part, tops,
+        *of_query, *of_new, *of_cache, inputs.scale, nodes, all_nodes - nodes, blocks, parts, tiles, programs,
         FOLDED=folded, BLOCK_M=block_m, **how,
     )  # fmt: skip
     block_m = _block_m(group, wide)
     _attend_nodes_kernel[(rows + 1, nodes, heads * triton.cdiv(group, block_m))](
-        query, keys, values, length, starts, depth, ancestors, table, sinks, out, part, tops,
-        *of_query, *of_cache, scale, 0 if chunks else query.shape[0], nodes, all_nodes - nodes, blocks, parts,
+        query, keys, values, of.length, of.starts, of.depth, of.ancestors, of.table, sinks, out, part, tops,
+        *of_query, *of_cache, inputs.scale, 0 if chunks else query.shape[0], nodes, all_nodes - nodes, blocks, parts,
         BLOCK_N=max(triton.next_power_of_2(all_nodes), 16), HAS_SINKS=sinks is not None, FOLDED=folded,
         BLOCK_M=block_m, **how,
     )  # fmt: skip
     if chunks:
         # Without trees the chunks may have more tokens than there is room for. The padding is one more chunk.
         most = max(chunks * TOKENS_PER_CHUNK, query.shape[0] - rows * nodes) + TOKEN_MULTIPLE
-        blocks, block_m = (chunk_table.shape[0] - 1) // (chunks + 1), _block_m(MAX_QUERIES, wide)
-        _store_chain_kernel[(chunks + 1, heads, triton.cdiv(most, splits.TILE))](
-            key, value, keys, values, chunk_lengths, chunk_starts, chunk_table, *of_new, *of_cache, blocks,
-            **sizes,
-        )  # fmt: skip
+        blocks, block_m = (of.chunk_table.shape[0] - 1) // (chunks + 1), _block_m(MAX_QUERIES, wide)
+        in_chunks = of.chunk_lengths, of.chunk_starts, of.chunk_table
+        _store_chain_kernel[(chunks + 1, heads, triton.cdiv(most, attention_inputs.TILE))](
+            *new, keys, values, *in_chunks, *of_new, *of_cache, blocks, num_warps=4, **storing_sizes(inputs)
+        )
         _attend_chain_kernel[(chunks + 1, heads, triton.cdiv(most * group, block_m))](
-            query, keys, values, chunk_lengths, chunk_starts, chunk_table, sinks, out,
-            *of_query, *of_cache, scale, blocks, HAS_SINKS=sinks is not None, BLOCK_M=block_m, **how,
+            query, keys, values, *in_chunks, sinks, out, *of_query, *of_cache, inputs.scale, blocks,
+            HAS_SINKS=sinks is not None, BLOCK_M=block_m, **how,
         )  # fmt: skip
     return out

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
-from redrafter.cache.paged import KVCache, stack_block_tables
+from redrafter.cache.kv_cache import KVCache
+from redrafter.cache.paged import stack_block_tables
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.draft_model import clamp_to_vocab
+from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.model.forward_batch import Prompts
 from redrafter.model.target import Target
 from redrafter.scheduler.limits import Limits

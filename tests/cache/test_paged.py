@@ -21,13 +21,14 @@ from helpers.models import (
 from helpers.processors import PROCESSORS
 from helpers.steps import read_prompts, verify
 from redrafter import ArgumentError, CacheFullError, Engine
-from redrafter.attention.tree_attention import ATTENTION_NAME, gathered_attention, tree_attention
-from redrafter.cache.dense import LayerShape
+from redrafter.attention.tree_attention import ATTENTION_NAME, gathered_attention, tree_attention_reference
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.options import EngineOptions
-from redrafter.model.fused_linear import linear_calls, same_inputs
+from redrafter.kernels.attention_inputs import AttentionInputs
+from redrafter.model.linear_layers import linear_calls, same_inputs
 from redrafter.model.target import Target
 from redrafter.tree.token_tree import tree_of
 
@@ -48,15 +49,14 @@ def test_attention_on_a_cpu_equals_the_reference(window, chunk_size, softcap, si
     shapes = [LayerShape(2, 8, 6, torch.float32, torch.device("cpu"))]
     q, k, v = (torch.randn(2 * only + 3, *shape, generator=random) for shape in ((4, 8), (2, 8), (2, 6)))
     results = []
-    for attend in (tree_attention, gathered_attention):
+    for gathered in (False, True):
         store = KVCachePool(shapes, 8)
         for pool in store.pools:
             pool.normal_(generator=torch.Generator().manual_seed(1))
         plan = PagedCache(store, table).plan(tree, lengths, (0,), None, len(q))
-        settings = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
-        settings |= {"chunk_size": chunk_size}
-        plans = (plan,) if attend is gathered_attention else ()
-        out = attend(*plans, q, k, v, *plan.pools[0], *plan.tensors, **settings)
+        settings = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks, "chunk_size": chunk_size}
+        inputs = AttentionInputs.of(q, k, v, *plan.pools[0], *plan.tensors, **settings)
+        out = gathered_attention(plan, inputs) if gathered else tree_attention_reference(inputs)
         results.append((out, *store.pools))
     for result, reference in zip(*results, strict=True):
         torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-5)

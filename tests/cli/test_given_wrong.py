@@ -194,6 +194,6 @@ def test_a_number_format_that_was_asked_for_is_no_news(kinds, capsys, tmp_path, 
 
 
 def test_a_drafter_of_another_kind_is_refused_before_the_model_is_loaded(kinds, monkeypatch):
-    monkeypatch.setattr("redrafter.engine.redrafter.load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("redrafter.engine.redrafter.bind", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(CheckpointError, match="Apple's drafter"):
         ReDrafter.from_pretrained(kinds / "base", kinds / "apple")

@@ -1,15 +1,19 @@
-"""Arguments for the operators of attention over a paged cache."""
+"""Inputs of attention over a paged cache, and the comparison of what computes it with its reference."""
+
+from dataclasses import fields, replace
 
 import torch
 from torch.nn.functional import pad
 
-from redrafter.attention.tree_attention import tree_attention
+from redrafter.attention.tree_attention import tree_attention_reference
+from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK, AttentionInputs, TokenRows
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import as_bytes, round_trip, to_format
-from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.tree.token_tree import chain, tree_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter cannot multiply bfloat16
+LAYERS = {"keys": 1, "values": 0}  # of two in each pool
 
 
 def problem(
@@ -24,13 +28,14 @@ def problem(
     dtype=torch.float32,
     causal=False,
     padding=0,
-    layers=2,
     held=None,
     chunks=(),
     room=0,
     kv_dtype=None,
+    sinks=False,
+    **settings,
 ):
-    """Make arguments of the operator, on shuffled blocks, with random trees.
+    """Make inputs of attention, on shuffled blocks, with random trees.
 
     Args:
         lengths: Committed tokens of each row.
@@ -43,11 +48,12 @@ def problem(
         dtype: Dtype of queries, keys and values.
         causal: Whether the trees are chains.
         padding: Queries past those of the batch.
-        layers: Layers of a pool.
         held: Nodes that each row of a ragged tree has; None for all.
         chunks: Of each chunk of a prompt, the tokens that the cache holds already and those of the chunk.
         room: Chunks that there is room for; those past `chunks` are empty.
         kv_dtype: Dtype of the pools; None for that of the keys.
+        sinks: Whether heads may spend scores on nothing.
+        settings: Other fields of `AttentionInputs`.
     """
     new = nodes if new is None else new
     generator = torch.Generator().manual_seed(len(lengths) * 1000 + nodes)
@@ -61,7 +67,7 @@ def problem(
     )
     count = int(starts[-1]) + max(room * TOKENS_PER_CHUNK, sum(count for _, count in chunks)) + padding
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)  # noqa: E731
-    keys, values = (random(layers, ((rows + room) * blocks + 1) * BLOCK_SIZE, heads, d) for d in (dk, dv))
+    keys, values = (random(2, ((rows + room) * blocks + 1) * BLOCK_SIZE, heads, d) for d in (dk, dv))
     query, key, value = random(count, heads * group, dk), random(count, heads, dk), random(count, heads, dv)
     if kv_dtype is not None:
         keys, values = to_format(keys, kv_dtype), to_format(values, kv_dtype)
@@ -78,43 +84,46 @@ def problem(
             depth[:, node] = depth.gather(1, parents[:, node, None])[:, 0] + 1
         tree = tree_of(tokens, parents, depth, max_depth=nodes)
     flat = lambda x: torch.cat([x.flatten(), x.new_zeros(1)]).to(DEVICE)  # noqa: E731
-    return [
-        query,
-        key,
-        value,
-        keys,
-        1,
-        values,
-        0,
+    chunk_lengths = torch.tensor([cached for cached, _ in chunks], dtype=torch.long)
+    token_rows = TokenRows(
         flat(torch.tensor(lengths)),
         starts.to(DEVICE),
         flat(tree.depth),
         flat(tree.last_level(new).ancestors),
         flat(tables[:rows]),
         torch.cat([chunk_starts, torch.tensor([count])]).to(DEVICE),
-        pad(torch.tensor([cached for cached, _ in chunks], dtype=torch.long), (0, room - len(chunks) + 2)).to(DEVICE),
+        pad(chunk_lengths, (0, room - len(chunks) + 2)).to(DEVICE),
         flat(torch.cat([tables[rows:], torch.zeros_like(tables[:1])])),
-    ]
+    )
+    settings = {"scale": 0.3, "sinks": torch.linspace(-1, 2, heads * group).to(DEVICE) if sinks else None} | settings
+    return AttentionInputs(query, key, value, keys[LAYERS["keys"]], values[LAYERS["values"]], token_rows, **settings)
 
 
-def on_cpu(arguments):
-    """Copy arguments to the CPU, where the operator runs its slow reference."""
-    return [x.cpu().clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+def pool_of(layer):
+    """Return the pool of which a tensor is one layer."""
+    return layer._base  # noqa: SLF001
 
 
-def check_attention(kernel, arguments, *, scale=0.3, window=0, softcap=0.0, sinks=None, chunk_size=0, tolerance=2e-5):
-    """Fail unless a kernel and the reference of tree attention write the same cache and return the same."""
-    other = on_cpu(arguments)
-    expected = tree_attention(*other, scale, window, softcap, None if sinks is None else sinks.cpu(), chunk_size)
-    chunked = (chunk_size,) if chunk_size else ()
-    found = kernel(*arguments, scale, window, softcap, sinks, *chunked).cpu()
-    for pool in (3, 5):
-        # Block 0 is left out: nobody reads it.
-        found_pool, expected_pool = (as_bytes(x[pool])[:, BLOCK_SIZE:].cpu() for x in (arguments, other))
-        assert torch.equal(found_pool, expected_pool)
-    if len(arguments[12]) > 2:  # beside chunks, padding comes out as any finite numbers
+def stored(inputs):
+    """Return the bytes of both pools, without block 0, which is not read."""
+    return [as_bytes(pool_of(layer))[:, BLOCK_SIZE:].cpu() for layer in (inputs.keys, inputs.values)]
+
+
+def on_cpu(inputs):
+    """Copy inputs to the CPU, with their pools."""
+    tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    copies = {name: x.cpu().clone() for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+    copies |= {side: pool_of(tensors[side]).cpu().clone()[layer] for side, layer in LAYERS.items()}
+    return replace(inputs, **copies, rows=TokenRows(*(x.cpu() for x in inputs.rows)))
+
+
+def check_attention(attend, inputs, tolerance=2e-5):
+    """Fail unless a function and the reference of tree attention write the same cache and return the same."""
+    other = on_cpu(inputs)
+    expected, found = tree_attention_reference(other), attend(inputs).cpu()
+    assert all(torch.equal(*both) for both in zip(stored(inputs), stored(other), strict=True))
+    if inputs.rows.sizes[3]:  # beside chunks, padding comes out as any finite numbers
         assert found.isfinite().all()
-        end = int(arguments[12][-2])
+        end = int(inputs.rows.chunk_starts[-2])
         found, expected = found[:end], expected[:end]
-    worst = (found - expected).abs().max()
-    assert torch.allclose(found.float(), expected.float(), atol=tolerance, rtol=tolerance), worst
+    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)

@@ -44,14 +44,14 @@ class Driver:
 def attend(
     lengths: list[int], nodes: int, heads: int = 2, width: int = 128, dtype: torch.dtype = torch.bfloat16, **how: Any
 ) -> Callable[[], object]:
-    arguments = problem(lengths, nodes, heads=heads, group=4, dk=width, dv=width, dtype=dtype, **how)
-    window = 33 if how.get("causal") else 0
-    return lambda: kernels.tree_attention(*arguments, 0.1, window, 0.0, None)
+    how |= {"scale": 0.1, "window": 33 if how.get("causal") else 0}
+    inputs = problem(lengths, nodes, heads=heads, group=4, dk=width, dv=width, dtype=dtype, **how)
+    return lambda: kernels.tree_attention(inputs)
 
 
 def attend_in_order(lengths: list[int], nodes: int, **how: Any) -> Callable[[], object]:
-    arguments = problem(lengths, nodes, heads=2, group=4, dk=128, dv=128, dtype=torch.bfloat16, **how)
-    return lambda: kernels.ordered_attention(*arguments, 0.1, 0, 0.0, None)
+    inputs = problem(lengths, nodes, heads=2, group=4, dk=128, dv=128, dtype=torch.bfloat16, scale=0.1, **how)
+    return lambda: kernels.ordered_attention(inputs)
 
 
 def search(beams: int, vocab: int) -> Callable[[], object]:
@@ -114,7 +114,7 @@ def main() -> None:
     JITFunction.run = compile_alone
     torch.version.cuda = "13.0"
     gpu = torch.device("cuda")
-    for name in ("attention", "ordered_attention", "linear", "float8_rounding"):
+    for name in ("cache_tiles", "linear", "float8_rounding"):
         module = import_module(f"redrafter.kernels.{name}")
         module.supports_dependent_launch = lambda device: True
         module.widening_assembly = lambda narrow, wide, device: widening_assembly(narrow, wide, gpu)

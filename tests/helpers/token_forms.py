@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from redrafter.attention.tree_plan import PromptChunks
-from redrafter.cache.dense import LayerShape
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK, AttentionInputs
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.tree.token_tree import chain, tree_of
 
 HEADS, GROUP, WIDTH, VALUE_WIDTH = 2, 3, 16, 24
@@ -33,7 +33,7 @@ class TokenForms:
     """Calls an operator of attention with tokens of one text in several forms.
 
     Attributes:
-        operator: The operator, or a kernel with the same arguments.
+        operator: A reference or a kernel of attention.
         device: Where it runs.
     """
 
@@ -60,10 +60,10 @@ class TokenForms:
 
     def attend_by(self, plan, states, **settings):
         """Attend in the first layer of the cache that was planned for."""
-        settings = {"scale": 0.3, "window": 0, "softcap": 0.0, "sinks": None} | settings
-        if settings["sinks"] is not None:
+        settings = {"scale": 0.3} | settings
+        if "sinks" in settings:
             settings["sinks"] = settings["sinks"].to(self.device)
-        return self.operator(*states, *plan.pools[0], *plan.tensors, **settings)
+        return self.operator(AttentionInputs.of(*states, *plan.pools[0], *plan.tensors, **settings))
 
     def chain_of(self, count, rows=1):
         """Return chains of `count` nodes."""

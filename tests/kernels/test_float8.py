@@ -1,13 +1,8 @@
 """Products with FP8 weights: the kernels and the operator equal those of the weights in full precision."""
 
-import os
-
 import pytest
 import torch
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton")
 
 from torch.nn.functional import linear
@@ -20,6 +15,7 @@ from redrafter.kernels.launch import Tiling
 from redrafter.kernels.linear import float8_product, widen_float8
 from redrafter.kernels.linear_operators import float8_linear, rounded_float8_linear
 
+CUDA = DEVICE == "cuda"
 HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]  # the interpreter cannot multiply bfloat16
 ROWS = [1, 2, 7, 26, 64, 200]
 SIZES = [(256, 128), (100, 70), (33, 129)] + ([(4096, 6144), (14336, 4096)] if CUDA else [])

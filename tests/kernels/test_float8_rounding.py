@@ -1,19 +1,15 @@
 """The kernels that round inputs of FP8 products write what their reference does, bit for bit."""
 
-import os
-
 import pytest
 import torch
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton")
 
 from helpers.attention import DEVICE
 from redrafter.kernels.float8_inputs import round_inputs
 from redrafter.kernels.float8_rounding import MAX_ROUNDED_WIDTH, round_to_float8, round_values
 
+CUDA = DEVICE == "cuda"
 HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]  # the interpreter cannot cast bfloat16
 WIDTHS = [16, 48, 100, 4096, pytest.param(14336, marks=pytest.mark.slow)]
 needs_float8 = pytest.mark.skipif(
