@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 
-from redrafter.cache.dense import stored_as
+from redrafter.cache.kv_cache import stored_as
 from redrafter.engine.modes import kv_dtype_of
 from redrafter.errors import ArgumentError, MissingDependencyError, ReDrafterError, first_line, how_to_install
 from redrafter.files.atomic_file import check_writable, write_atomically

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from redrafter.attention.prompt_attention import Piece
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
-from redrafter.cache.dense import LayerShape
-from redrafter.cache.paged import KVCache
+from redrafter.cache.kv_cache import KVCache, LayerShape
 from redrafter.errors import MismatchError, UnsupportedError
 from redrafter.tree.token_tree import Tree
 
@@ -203,6 +202,6 @@ class DrafterLayer:
         """Store the keys and values of tokens, whose hidden states are `[T, F]`, in slots `[T]` of a cache's pools."""
         if not cache.has_drafter_layer:
             return  # it was made before the drafter was loaded
-        for store, states in zip(cache.drafter_stores(), self.remember(ids, positions, hidden), strict=True):
+        for store, states in zip(cache.stores(-1), self.remember(ids, positions, hidden), strict=True):
             # A NaN would stay in the cache, and no mask hides one from the drafter. What it reads changes no text.
             store.index_copy_(0, slots, states.nan_to_num(0, 0, 0))

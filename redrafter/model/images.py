@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.utils.generic import ModelOutput
 
-from redrafter.cache.dense import states_of
-from redrafter.cache.paged import KVCache, PagedCache, RoundingCache, fill_first_slots
+from redrafter.cache.kv_cache import KVCache, states_of
+from redrafter.cache.paged import RoundingCache
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.model.positions import DynamicRope
 from redrafter.model.self_test import CacheSupport
@@ -276,8 +276,7 @@ class ImageReader:
         Returns:
             Logits `[1, V]` and hidden states `[1, F]` of the last token.
         """
-        fp8 = cache.pool.fp8 if isinstance(cache, PagedCache) else None
-        past = DynamicCache() if fp8 is None else RoundingCache(fp8)
+        past = DynamicCache() if cache.fp8 is None else RoundingCache(cache.fp8)
         length = prompt.length + prompt.position_shift
         logits, hidden = self._read_whole(ids[:, : prompt.length], prompt.inputs, past, adapters, length)
         if prompt.length < ids.shape[1]:
@@ -292,5 +291,5 @@ class ImageReader:
             places = torch.arange(ids.shape[1], device=ids.device)
             keys, values = drafter_layer.remember(ids[0], places, hidden[0])  # [P, H, d]
             states.append((len(shapes), (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])))
-        fill_first_slots(cache, states)
+        cache.fill_first_slots(states)
         return logits, hidden[:, -1]

@@ -24,8 +24,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from redrafter import kernels
-from redrafter.cache.dense import DenseCache, LayerShape, states_of
-from redrafter.cache.paged import KVCache, KVCachePool, PagedCache, fill_first_slots
+from redrafter.cache.dense import DenseCache
+from redrafter.cache.kv_cache import KVCache, LayerShape, states_of
+from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.forward_batch import ForwardBatch, Prompts, decoder_stack
@@ -243,7 +244,7 @@ class SelfTest:
         parents, depth = (torch.tensor(x, device=device).expand(rows, 5) for x in ([0, 0, 0, 1, 2], [0, 1, 1, 2, 2]))
         try:
             if trial.prompts is None:
-                fill_first_slots(cache, list(trial.states.items()))
+                cache.fill_first_slots(trial.states.items())
             else:
                 most = None if whole else trial.prompts.shape[1] - trial.prompts.shape[1] // 5
                 self._reader.read(Prompts(trial.prompts, trial.length, cache), max_tokens=most)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from redrafter.cache.dense import DenseCache, LayerShape, states_of
+from redrafter.cache.dense import DenseCache
+from redrafter.cache.kv_cache import LayerShape, states_of
 from redrafter.cache.paged import PagedCache
 from redrafter.cache.to_device import made_on_host
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line

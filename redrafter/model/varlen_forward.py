@@ -146,17 +146,14 @@ class VarlenForward(TreeForward):
         if bound.rope is not None:
             prompt = (read.upto if read.rope_lengths is None else read.rope_lengths)[rows]
         keep = None if read.adapters is None else self._kept_columns(read.adapters[rows], len(tokens))
-        paged = cache.plan_prefill(pieces)
-        plan = PromptPlan(pieces, self._kinds.by_layer or (), paged)
+        plan = cache.plan_prefill(pieces, self._kinds.by_layer or ())
         states = None
         if cache.states is not None:
             states = PromptStates(pieces, [0, *accumulate(counts.tolist())][:-1], cache.states)
         with bound.lock, self._attending(PROMPT_ATTENTION_NAME, plan, states, keep, threads_apart=True):
-            dense = cache if isinstance(cache, DenseCache) else None
-            logits, hidden = self._plain(tokens, positions, index, plan, prompt, keep, dense)
+            logits, hidden = self._plain(tokens, positions, index, plan, prompt, keep, cache.for_model)
         if bound.drafter_layer is not None:
-            slots = cache.slots(tokens.device) if paged is None else paged.new
-            bound.drafter_layer.write(cache, slots, tokens, positions, hidden)
+            bound.drafter_layer.write(cache, plan.new, tokens, positions, hidden)
         return logits, hidden[index]
 
     @property

@@ -212,7 +212,7 @@ def test_no_tensor_of_a_prefill_grows_with_the_square_of_the_prompt(architecture
     if on_pages and not target.paged.ok:
         pytest.skip(target.paged.reason)
     cache = a_cache(target, on_pages, rows=2, slots=prompt)
-    pools = cache.pool.pools if on_pages else [pool.data for pool in cache.pools]
+    pools = cache.pools
     keys = prompt * max(shape.heads * max(shape.key_dim, shape.value_dim) for shape in target.shapes)
     ids, length = torch.randint(3, VOCAB, (2, prompt)), torch.tensor([prompt, prompt // 2])
     with torch.inference_mode(), _Largest(iter([*target.model.parameters(), *pools])) as largest:
