@@ -80,14 +80,7 @@ class ImageInputs:
             return self._prompt
         prepared: dict[str, Any] = {}
 
-        def keep(
-            model: Any,
-            input_ids: Tensor,
-            logits_processor: object,
-            stopping_criteria: object,
-            generation_config: object,
-            **inputs: Any,
-        ) -> Tensor:
+        def keep(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
             prepared.update(inputs)
             return input_ids
 

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -26,6 +27,7 @@ from helpers.models import (
     with_tree,
 )
 from helpers.steps import read_prompts, verify
+from helpers.targets import CHUNKED
 from redrafter import Engine, MismatchError, ReDrafter, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.drafter import RecurrentProposer
@@ -63,10 +65,10 @@ def out_of_memory(model: Any) -> Iterator[None]:
 # The trainer's reading
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "llama4_text"])
 def test_texts_that_share_a_row_are_read_as_alone(architecture):
-    """Some texts are longer than the windows of the models that have one."""
-    model = tiny_model(architecture)
+    """Some texts are longer than the windows and chunks of the models that have some."""
+    model = tiny_model(architecture, **(CHUNKED if architecture == "llama4_text" else {}))
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(3, VOCAB, (2, 30), generator=generator)
     lengths = [[9, 5, 13, 3], [14, 1, 15, 0]]  # the last of a row is its padding
@@ -88,16 +90,6 @@ def test_texts_that_share_a_row_are_read_as_alone(architecture):
                 assert torch.equal(alone.embedding[0], embedding)
                 expected = plain_features(model, rows[row, text], (0, 1))
                 assert_close_by_scale(alone.hidden[0], expected, 2e-5)
-
-
-def test_texts_within_chunks_of_attention_share_rows_as_well():
-    model = tiny_model("llama4_text", attention_chunk_size=4, head_dim=8, num_local_experts=2, intermediate_size_mlp=48)
-    rows = torch.randint(3, VOCAB, (1, 20))
-    with Teacher(model) as teacher:
-        packed = teacher.read(rows, torch.tensor([[0] * 7 + [1] * 13]))
-        for text in (slice(0, 7), slice(7, 20)):
-            alone = teacher.read(rows[:, text])
-            assert_close_by_scale(packed.hidden[:, text], alone.hidden, 2e-5)
 
 
 def test_padding_at_the_end_changes_nothing_before_it():
@@ -233,11 +225,10 @@ def test_features_have_the_dtype_of_the_last():
 @pytest.mark.parametrize("layers", [(3,), (0, 7), (-1,)])
 def test_layers_that_a_target_has_not_are_refused(layers):
     model = tiny_model("llama")
-    target = Target(model)
-    with pytest.raises(MismatchError, match=f"reads layer {layers[-1]}; LlamaForCausalLM has 3 layers, from 0 to 2"):
-        target.read_aux_hidden(layers)
-    with pytest.raises(MismatchError, match=f"reads layer {layers[-1]}"):
-        Teacher(model, layers)
+    said = f"reads layer {layers[-1]}; LlamaForCausalLM has 3 layers, from 0 to 2"
+    for read in (Target(model).read_aux_hidden, partial(Teacher, model)):
+        with pytest.raises(MismatchError, match=said):
+            read(layers)
 
 
 def test_a_target_is_read_by_drafters_of_the_same_layers_alone():

@@ -186,16 +186,11 @@ def test_a_compiled_model_is_bound_and_decoded_as_it_was_before(how):
         return graph.forward
 
     expected = plain_text(model)
-    given = model
-    if how == "whole":
-        given = torch.compile(model, backend=backend)
-    elif how == "method":
-        model.compile(backend=backend)
-    elif how == "forward":
+    given = torch.compile(model, backend=backend) if how == "whole" else model
+    if how == "forward":
         model.forward = torch.compile(model.forward, backend=backend)
-    else:
-        for layer in model.model.layers:
-            layer.compile(backend=backend)
+    for module in {"method": [model], "layers": model.model.layers}.get(how, []):
+        module.compile(backend=backend)
     for on in (lambda engine: engine, paged):
         assert torch.equal(on(with_tree(given, tiny_drafter(), 3, 3)).generate(IDS, MASK, **GREEDY), expected)
     assert not calls
