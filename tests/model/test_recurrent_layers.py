@@ -7,7 +7,7 @@ import torch
 
 from helpers.models import VOCAB, Scripted, row_texts, tiny_drafter, uneven_batch
 from helpers.recurrent import RECURRENT, generated_alone, recurrent_model
-from helpers.steps import read_prompts, verify
+from helpers.steps import grown_and_whole, read_prompts, verify
 from redrafter import DraftTarget, Engine, ReDrafter, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.states import StatesOfRows
@@ -128,24 +128,13 @@ def test_a_prompt_read_in_pieces_leaves_what_it_leaves_whole(target, max_tokens)
 
 
 def test_a_tree_that_is_grown_level_by_level_equals_the_whole(target):
-    prompts = (torch.arange(33).view(3, 11) * 7 + 11) % VOCAB
-    length = torch.tensor([11, 4, 9])
-    parents = torch.tensor([[0, 0, 0, 1, 1, 4, 3], [0, 0, 0, 2, 1, 3, 3], [0, 0, 0, 2, 2, 4, 4]])
-    depth = torch.tensor([0, 1, 1, 2, 2, 3, 3]).expand(3, 7)
-    tokens = (torch.arange(21).view(3, 7) * 5 + 3) % VOCAB
-    whole, results = tree_of(tokens, parents, depth, 3), []
-    with torch.inference_mode():
-        for levels in ([7], [1, 3, 5, 7]):
-            cache = target.new_cache(3)
-            cache.reserve(32)
-            read_prompts(target, prompts, length, cache)
-            pieces = []
-            for level, (start, end) in enumerate(zip([0, *levels], levels, strict=False)):
-                part = tree_of(tokens[:, :end], parents[:, :end], depth[:, :end], level)
-                tree = whole if len(levels) == 1 else part.last_level(end - start)
-                pieces.append(verify(target, tree, length, cache)[0])
-            results.append(torch.cat(pieces, dim=1))
-    assert close(target, *results)
+    def new_cache():
+        cache = target.new_cache(3)
+        cache.reserve(32)
+        return cache
+
+    for grown, expected in zip(*grown_and_whole(target, new_cache), strict=True):
+        assert close(target, grown, expected)
 
 
 def bound_without_outer_linears(model, monkeypatch):

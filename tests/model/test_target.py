@@ -6,12 +6,11 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from helpers.models import ARCHITECTURES, VOCAB, check_texts, paged, tiny_drafter, tiny_model, with_tree
-from helpers.steps import read_prompts, verify
+from helpers.steps import grown_and_whole
 from helpers.targets import CHUNKED
 from redrafter import CheckpointError, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.model.target import Target
-from redrafter.tree.token_tree import tree_of
 
 GRANITE = {"mamba_n_heads": 4, "mamba_d_head": 16, "shared_intermediate_size": 48, "num_local_experts": 0}
 
@@ -82,32 +81,13 @@ def test_binding_leaves_nothing_on_the_model():
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "llama4_text"])
 def test_a_tree_that_is_grown_level_by_level_equals_the_whole(architecture, paged):
     target = Target(tiny_model(architecture, **(CHUNKED if architecture == "llama4_text" else {})))
-    prompts = (torch.arange(33).view(3, 11) * 7 + 11) % VOCAB
-    length = torch.tensor([11, 4, 9])
-    parents = torch.tensor(
-        [[0, 0, 0, 0, 1, 1, 3, 4, 6, 6], [0, 0, 0, 0, 2, 1, 2, 6, 4, 4], [0, 0, 0, 0, 3, 3, 3, 5, 4, 4]]
-    )
-    depth = torch.tensor([0, 1, 1, 1, 2, 2, 2, 3, 3, 3]).expand(3, 10)
-    tokens = (torch.arange(30).view(3, 10) * 5 + 3) % VOCAB
-    whole, results = tree_of(tokens, parents, depth, 3), []
-    with torch.inference_mode():
-        for levels in ([10], [1, 4, 7, 10]):
-            if paged:
-                cache = PagedCache(KVCachePool(target.paged_shapes, 7), torch.tensor([[3, 1], [4, 2], [6, 5]]).int())
-            else:
-                cache = target.new_cache(3)
-                cache.reserve(32)
-            read_prompts(target, prompts, length, cache)
-            pieces = []
-            for start, end in zip([0, *levels], levels, strict=False):
-                tree = tree_of(tokens[:, :end], parents[:, :end], depth[:, :end], int(depth[0, end - 1]))
-                tree = whole if len(levels) == 1 else tree.last_level(end - start)
-                pieces.append(verify(target, tree, length, cache))
-                one = torch.tensor([end - start - 1, 0, (end - start) // 2])  # the head at one of the new nodes
-                alone = verify(target, tree, length, cache, logits_index=one)
-                for part, all_of in zip(alone, pieces[-1], strict=True):
-                    assert torch.allclose(part[:, 0], all_of[torch.arange(3), one], atol=2e-5)
-            results.append([torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)])
-    assert torch.equal(tree.ancestors, whole.ancestors[:, -3:])
-    for grown, expected in zip(*results[::-1], strict=True):
+
+    def new_cache():
+        if paged:
+            return PagedCache(KVCachePool(target.paged_shapes, 7), torch.tensor([[3, 1], [4, 2], [6, 5]]).int())
+        cache = target.new_cache(3)
+        cache.reserve(32)
+        return cache
+
+    for grown, expected in zip(*grown_and_whole(target, new_cache), strict=True):
         assert torch.allclose(grown, expected, atol=5e-5)
