@@ -25,10 +25,9 @@ from redrafter.bench.tuner import (
 )
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.engine.redrafter import ReDrafter
-from redrafter.engine.tuning import Tuning, device_name, drafter_fingerprint, target_fingerprint, tuning_path
+from redrafter.engine.tuning import Tuning, measured_on, tuning_path
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
-from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import check_picture, format_table, versions
 from redrafter.measure.run import Workload, pad_token_of
@@ -82,10 +81,7 @@ def run(args: argparse.Namespace) -> int:
     shapes = choose(tuner.timings, tuner.open_sizes)
     tuning = Tuning(
         shapes,
-        device=device_name(engine.target.device),
-        dtype=dtype_name(engine.target.dtype),
-        target=target_fingerprint(engine.target),
-        drafter=drafter_fingerprint(engine.drafter),
+        **measured_on(engine.target, engine.drafter),
         versions={name: version for name, version in versions().items() if version},
         step_costs={size: round(cost, 3) for size, cost in step_costs(tuner.timings, shapes).items()},
         prompts=Path(options.prompts or "prompts.jsonl").name,

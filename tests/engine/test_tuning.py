@@ -18,6 +18,7 @@ from redrafter.engine.tuning import (
     default_shape,
     device_name,
     drafter_fingerprint,
+    measured_on,
     target_fingerprint,
     tuning_path,
 )
@@ -162,7 +163,9 @@ def test_a_drafter_trained_anew_has_a_tuning_of_its_own(target):
 def test_each_way_to_quantise_has_tunings_of_its_own(scheme):
     model = tiny_model("llama")
     quantize_model(model, "llama", quantization=scheme)
-    assert f"-float32-{scheme}-" in tuning_path(Target(model), tiny_drafter()).name
+    pair = Target(model), tiny_drafter()
+    assert f"-float32-{scheme}-" in tuning_path(*pair).name
+    Tuning(SHAPES, **measured_on(*pair)).check(*pair, "what `redrafter tune` writes")
 
 
 def test_each_way_to_quantise_a_drafter_has_tunings_of_its_own():
