@@ -35,7 +35,7 @@ from redrafter.engine.modes import kv_dtype_of, make_batch_invariant, use_kv_cac
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import AdapterNames, OwnArguments, Request, Seed, read_request, row_adapters
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
-from redrafter.model.supported import Support, check_autocast, check_eval
+from redrafter.model.supported import check_autocast, check_eval
 from redrafter.model.target import Target
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.paged_memory import MOST_ROWS, PagedMemory
@@ -51,15 +51,10 @@ class Engine:
     Between requests it keeps only what makes the next one faster: on a GPU the captured steps, and keys and values of
     texts that a prompt may begin with again.
 
-    Args:
-        target: The bound model whose text is wanted.
-        proposer: What drafts for it.
-        options: Limits of memory and lengths; None for the defaults.
-
     Attributes:
         target: The bound model whose text is wanted.
-        proposer: What drafts for one row.
-        options: Limits of memory and lengths.
+        proposer: What drafts for it, for one row.
+        options: Limits of memory and lengths; None, when the engine is made, for the defaults.
         plain: The proposer that drafts nothing.
         draft_model: The model that drafts, or None.
         graphs: The paged memory, once a text was written on a GPU; None before.
@@ -105,10 +100,7 @@ class Engine:
         return self.proposer
 
     def draft_step_cost(self, rows: int) -> float | None:
-        """Return the time of a step of `rows` rows with drafts, in steps without; None for no pauses.
-
-        Drafting pauses if it gains less.
-        """
+        """Return the time of a step of `rows` rows with drafts, in steps without; None where drafting never pauses."""
         return None
 
     def make_graphs(self, rows: int = MOST_ROWS, max_rows: int | None = None) -> PagedMemory:
@@ -120,7 +112,7 @@ class Engine:
         """
         return PagedMemory.on(
             self.target,
-            self.draft_model if self.draft_varlen.ok else None,
+            None if self._unpaged_draft else self.draft_model,
             memory_fraction=self.options.kv_cache_free_gpu_memory_fraction,
             max_seq_len=self.options.max_seq_len,
             rows=rows,
@@ -153,17 +145,12 @@ class Engine:
             models: What drafts; None for this engine.
         """
         drafting: Models = self if models is None else models
-        owner, draft_model = self.lender or self, drafting.draft_model if speculate else None
-        reason = self.target.varlen.reason or (draft_model and self.draft_varlen.reason)
+        owner, most = self.lender or self, self.options.max_batch_size
+        reason = self.target.varlen.reason or (self._unpaged_draft if speculate and drafting.draft_model else None)
         if reason and self.target.device.type == "cuda" and not self._warned:
             self._warned = True
             warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
-        graphs = None if reason else owner.open_graphs()
-        rows = min(len(request.lengths), self.options.max_batch_size)
-        vocabulary = drafting.draft_vocabulary if speculate else None
-        batch = owner.batches.take(
-            self.target, graphs, request.params, rows, draft_model, vocabulary, self.options.max_batch_size
-        )
+        graphs, rows = None if reason else owner.open_graphs(), min(len(request.lengths), most)
         limits = Limits(
             rows,
             sys.maxsize,
@@ -172,30 +159,25 @@ class Engine:
             paced=False,
             admit_together=max(rows // 8, min(rows // 4, 2), 1),  # measured on a GPU: docs/benchmarks.md
         )
-        scheduler = Scheduler(drafting, graphs, limits, speculate, batch)
-        batch.draft_lengths = self.draft_lengths_of(len(request.lengths)) if speculate else None
-        batch.reserve(max(request.limits))
-        yield scheduler
-        owner.batches.keep(batch)
+        with owner.batches.lent(drafting, graphs, request.params, most, speculate=speculate) as batch:
+            scheduler = Scheduler(drafting, graphs, limits, speculate, batch)
+            batch.draft_lengths = self.draft_lengths_of(len(request.lengths)) if speculate else None
+            batch.reserve(max(request.limits))
+            yield scheduler
 
     def draft_lengths_of(self, texts: int) -> AdaptiveDraftLength | None:
         """Return what chooses the draft length of each step of a call of `texts` rows; None where it is fixed."""
         return None
 
     @property
-    def draft_varlen(self) -> Support:
-        """Whether steps with the draft model can be captured as far as that model decides; ok where there is none."""
+    def _unpaged_draft(self) -> str | None:
+        """Why the draft model alone cannot be decoded in captured steps; None where it can, or the target cannot."""
         if self.draft_model is None or not self.target.varlen.ok:
-            return Support()
+            return None
         if self.draft_model.device != self.target.device:
-            return Support(f"the draft model is on {self.draft_model.device} and the target on {self.target.device}")
+            return f"the draft model is on {self.draft_model.device} and the target on {self.target.device}"
         reason = self.draft_model.varlen.reason
-        return Support(None if reason is None else f"the draft model: {reason}")
-
-    @property
-    def kv_pool_bytes(self) -> int:
-        """Bytes of the paged pools of keys and values; 0 before the first request and on the dense cache."""
-        return 0 if self.graphs is None else sum(pool.nbytes for pool in self.graphs.store.pools)
+        return reason and f"the draft model: {reason}"
 
     def drop_graphs(self) -> None:
         """Forget the captured steps and so free what they hold; the next batch captures again. No batch may be open."""
