@@ -22,11 +22,9 @@ from redrafter.engine.arguments import (
     check_bound,
     check_modes,
     check_shapes,
-    prompt_of,
     read_arguments,
     separate_inputs,
     split_own,
-    with_row_temperatures,
     with_stop_strings,
 )
 from redrafter.engine.call import Call, ColumnStream, GenerateOutput, StepStreamer, takes_columns
@@ -104,11 +102,9 @@ class Engine:
         return None
 
     def make_graphs(self, rows: int = MOST_ROWS, max_rows: int | None = None) -> PagedMemory:
-        """Take memory for a paged cache and prepare the models' forwards.
+        """Take memory for a paged cache, for at most `rows` rows of the longest text, and prepare the models' forwards.
 
-        Args:
-            rows: Rows of the longest text that memory is taken for, at most.
-            max_rows: Most rows at once; None for `rows`.
+        `max_rows` is the most rows at once; None for `rows`.
         """
         return PagedMemory.on(
             self.target,
@@ -134,15 +130,10 @@ class Engine:
     def scheduler_for(
         self, request: Request, speculate: bool = True, models: Models | None = None
     ) -> Iterator[Scheduler]:
-        """Yield a scheduler without sequences for the rows of a request.
+        """Yield a scheduler without sequences for the rows of a request; `models` draft, or this engine for None.
 
         Its running batch, with the steps that were captured for it, is kept for later requests, unless an exception
         ends the context.
-
-        Args:
-            request: What is to be written.
-            speculate: Whether to draft.
-            models: What drafts; None for this engine.
         """
         drafting: Models = self if models is None else models
         owner, most = self.lender or self, self.options.max_batch_size
@@ -285,7 +276,10 @@ class Engine:
         theirs = streamer if takes_columns(streamer) else None
         kwargs, images = separate_inputs(generation_kwargs, self.target)
         kwargs = read_arguments(kwargs)
-        input_ids = prompt_of(input_ids, kwargs.pop("inputs", None))
+        if (inputs := kwargs.pop("inputs", None)) is not None:
+            if input_ids is not None:
+                raise ArgumentError("inputs is another name of input_ids: pass one of them")
+            input_ids = inputs
         if not isinstance(generation_config, GenerationConfig | None):
             raise ArgumentError(f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}")
         if generation_config is not None:
@@ -295,7 +289,7 @@ class Engine:
         check_shapes(input_ids, attention_mask)
 
         # 3. Say in transformers' terms what it has no names for, or would not hand on.
-        kwargs, own = split_own(with_row_temperatures(kwargs))
+        kwargs, own = split_own(kwargs)
         if return_dict_in_generate is not None:
             kwargs["return_dict_in_generate"] = return_dict_in_generate
         kwargs, generation_config = with_stop_strings(kwargs, generation_config, self.model.generation_config)
