@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -35,11 +36,11 @@ class GenerateStats(Stats):
 
     @classmethod
     def of(cls, rows: list[Stats], seeds: list[int] | None) -> "GenerateStats":
-        """Sum the statistics of rows."""
+        """Sum the statistics of rows, whose drafts need not be of one length."""
         counts = ("steps", "drafted", "accepted", "emitted", "plain_steps")
         sums: dict[str, Any] = {name: sum(getattr(row, name) for row in rows) for name in counts}
-        depths = [sum(depth) for depth in zip(*(row.accepted_by_depth for row in rows), strict=True)]
-        return cls(**sums, accepted_by_depth=depths, rows=rows, seeds=seeds)
+        depths = map(sum, zip_longest(*(row.accepted_by_depth for row in rows), fillvalue=0))
+        return cls(**sums, accepted_by_depth=[*depths], rows=rows, seeds=seeds)
 
 
 @dataclass

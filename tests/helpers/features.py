@@ -116,7 +116,7 @@ def recurrent(model: PreTrainedModel, options: EngineOptions, shape: TreeShape, 
 def draft_target(model: PreTrainedModel, options: EngineOptions, **shape: Any) -> DraftTarget:
     """Make an engine whose drafts are often right: the model drafts for itself, and for images a tiny Llama."""
     recurs = model.config.model_type in ("lfm2", "mamba2")
-    other = recurrent_model(model.config.model_type) if recurs else tiny_model("llama")
+    other = recurrent_model(model.config.model_type) if recurs else tiny_model("llama", max_position_embeddings=384)
     return DraftTarget(Target(model), Target(other.to(model.dtype)), **{"draft_len": 3, **shape}, options=options)
 
 
@@ -151,6 +151,15 @@ ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
     "draft model's tree": lambda model, options: draft_target(model, options, num_beams=3, node_budget=6),
     "other vocabulary": other_vocabulary,
 }
+
+
+def make_engine(name: str, model: PreTrainedModel | None = None, **options: Any) -> Engine:
+    """Make an engine of that name on a model whose texts do not end by themselves; None for a new tiny Llama."""
+    model = model or tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    return ENGINES[name](model, EngineOptions(**options))
+
+
 WATCHED: dict[str, Callable[[], AbstractContextManager]] = {
     "context": checked_windows,
     "EAGLE": checked_drafts,
@@ -245,8 +254,7 @@ def pair(feature: str, engine: str) -> Pair:
     """Return the pair of a feature and an engine; the same one for all tests."""
     made = FEATURES[feature]
     model = made.model().to(made.dtype)
-    model.generation_config.eos_token_id = None
-    found = ENGINES[engine](model, EngineOptions(**made.options))
+    found = make_engine(engine, model, **made.options)
     with_adapters: dict[str | None, PreTrainedModel] = {None: model}
     if made.adapters:
         folder = Path(mkdtemp())
