@@ -203,8 +203,8 @@ def with_stop_strings(
     return kept | {"stopping_criteria": criteria}, config
 
 
-def check_shapes(input_ids: Any, mask: Any) -> None:
-    """Raise `ArgumentError` unless the ids are integers `[B, P]`, at least one, and the mask has their shape."""
+def check_shapes(input_ids: Any, mask: Any) -> Tensor:
+    """Return the ids; `ArgumentError` unless they are integers `[B, P]`, at least one, and the mask has their shape."""
     if input_ids is None:
         raise ArgumentError("there is no prompt: pass input_ids")
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
@@ -215,6 +215,7 @@ def check_shapes(input_ids: Any, mask: Any) -> None:
         raise ArgumentError(
             f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, got {_shown(mask)}"
         )
+    return input_ids
 
 
 def _shown(value: Any) -> str:

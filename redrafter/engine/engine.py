@@ -286,7 +286,7 @@ class Engine:
             check_modes(generation_config, self.model.generation_config)
 
         # 2. Check the shapes that transformers counts on. Ids and mask are checked as it prepares them, in phase 4.
-        check_shapes(input_ids, attention_mask)
+        input_ids = check_shapes(input_ids, attention_mask)
 
         # 3. Say in transformers' terms what it has no names for, or would not hand on.
         kwargs, own = split_own(kwargs)
