@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.generation import ON_BOTH_CACHES, same_undrafted
 from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import UnsupportedError
 from redrafter.attention.mask import AttentionKind, LayerKinds
@@ -43,18 +44,17 @@ STRAY = ["llama", "granite", "gemma", "glm", "olmo", "nemotron"]
 
 def check_texts(engine, ids, mask, **reference):
     """Compare greedy texts with `model.generate` and sampled ones with plain decoding."""
-    arguments = {"attention_mask": mask, "max_new_tokens": NEW, "min_new_tokens": NEW}
-    expected = engine.model.generate(ids, do_sample=False, **arguments, **reference)
-    assert torch.equal(engine.generate(ids, do_sample=False, **arguments), expected)
-    plain, drafted = (engine.generate(ids, do_sample=True, seed=5, speculate=s, **arguments) for s in (False, True))
-    assert torch.equal(plain, drafted)
+    arguments = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+    expected = engine.model.generate(ids, attention_mask=mask, do_sample=False, **arguments, **reference)
+    assert torch.equal(engine.generate(ids, mask, do_sample=False, **arguments), expected)
+    same_undrafted(engine, ids, mask, do_sample=True, seed=5, **arguments)
 
 
-@pytest.mark.parametrize("cache", ["dense", "paged"])
+@ON_BOTH_CACHES
 @pytest.mark.parametrize("architecture", WINDOWED)
-def test_windows_longer_than_a_short_trial_are_kept(architecture, cache):
+def test_windows_longer_than_a_short_trial_are_kept(architecture, on):
     engine = with_tree(tiny_model(architecture, **WINDOWED[architecture]), tiny_drafter(), 3, 3)
-    check_texts(engine if cache == "dense" else paged(engine), *uneven_batch(rows=4, longest=90))
+    check_texts(on(engine), *uneven_batch(rows=4, longest=90))
 
 
 @pytest.mark.parametrize("case", BY_SLOT)
@@ -81,12 +81,12 @@ def test_chunks_and_temperatures_that_are_lost_on_the_paged_cache_are_noticed(br
     assert "gives other logits" in Target(tiny_model("llama4_text", **_LLAMA4)).paged.reason
 
 
-@pytest.mark.parametrize("cache", ["dense", "paged"])
+@ON_BOTH_CACHES
 @pytest.mark.parametrize("architecture", STRAY)
-def test_a_window_that_attention_ignores_is_ignored(architecture, cache):
+def test_a_window_that_attention_ignores_is_ignored(architecture, on):
     """It is compared without a cache: transformers' own forgets what is past a window, though the model has none."""
     engine = with_tree(tiny_model(architecture, sliding_window=8), tiny_drafter(), 3, 3)
-    check_texts(engine if cache == "dense" else paged(engine), *uneven_batch(rows=4, longest=40), use_cache=False)
+    check_texts(on(engine), *uneven_batch(rows=4, longest=40), use_cache=False)
 
 
 @pytest.mark.parametrize("kept", [4, 40])
