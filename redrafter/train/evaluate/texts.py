@@ -249,7 +249,6 @@ def read_training_texts(
         ArgumentError: There is no row to train on.
         CheckpointError: A row cannot be read or teaches nothing.
         MismatchError: A row has ids of another tokenizer.
-
     """
     rows = [row for row in read_rows(files) if row.split in (None, "train")]
     if not rows:

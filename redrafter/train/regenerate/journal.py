@@ -227,7 +227,6 @@ def merge(output: Path, paths: Sequence[Path], *, overwrite: bool = False) -> di
     Raises:
         ArgumentError: The output cannot be written, or a shard is of another run, missing or given twice.
         CheckpointError: A shard has not finished or is not whole.
-
     """
     check_output(output, "OUTPUT", overwrite)
     shards = [_Shard.read(path) for path in paths]
