@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import redrafter.cli
 from helpers.apart import start
 from helpers.chats import tiny_tokenizer
+from helpers.command_line import fails
 from helpers.models import with_tree
 from helpers.training import VOCAB, tiny_model
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
@@ -409,11 +410,7 @@ def test_command_writes_the_same_with_and_without_a_drafter(saved, tmp_path, cap
     ],
 )
 def test_command_says_in_one_line_what_is_wrong(saved, tmp_path, capsys, more, reason):
-    assert redrafter.cli.main(command(saved, tmp_path / "own.jsonl", *more)) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert reason in err
+    assert reason in fails(capsys, *command(saved, tmp_path / "own.jsonl", *more))
     assert not list(tmp_path.iterdir())
 
 

@@ -217,7 +217,6 @@ class PromptSource:
             yield Path(file or "prompts").name.split(".")[0], read_prompts(file)
 
     def _rows_by_category(self) -> Iterator[tuple[str, list[Row]]]:
-        """Yield the rows of each category of each file."""
         for name, found in self._rows():
             rows: dict[str, list[Row]] = {}
             for row in found:
