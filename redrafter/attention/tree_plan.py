@@ -119,8 +119,9 @@ class Plan:
     @cached_property
     def trees(self) -> "RowsPlan":
         """The rows of the trees, as attention on a CPU takes them."""
-        (rows, nodes, new, _), starts = self.tensors.sizes, self.tensors.starts
-        length, depth, ancestors, table = self.tensors.by_row()
+        tensors = TokenRows(*self.tensors)  # compressed-tensors' layers hand on a plain tuple of its tensors
+        (rows, nodes, new, _), starts = tensors.sizes, tensors.starts
+        length, depth, ancestors, table = tensors.by_row()
         offsets = torch.arange(int(length.max()) + nodes)
         slots = _slots(table, offsets)
         scratch = slots.gather(1, length[:, None] + torch.arange(nodes - new, nodes))  # [B, M]
@@ -137,7 +138,7 @@ class Plan:
     @cached_property
     def chunks(self) -> list["RowsPlan"]:
         """The rows that chunks with tokens are, one of each, as attention on a CPU takes them."""
-        plans, rows = [], self.tensors
+        plans, rows = [], TokenRows(*self.tensors)
         spans = itertools.pairwise(rows.chunk_starts.tolist()[:-1])
         for (first, end), length, table in zip(spans, rows.chunk_lengths.tolist(), rows.by_chunk(), strict=False):
             if end > first:

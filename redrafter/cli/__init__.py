@@ -159,12 +159,7 @@ def _add_tune(commands: Any) -> None:
     )
     add_json(parser)
     add_options(parser, TuneOptions, "measuring")
-    add_options(
-        parser,
-        LoadOptions,
-        "loading",
-        without=("num_beams", "draft_len_per_beam", "node_budget", "tuning"),
-    )
+    add_options(parser, LoadOptions, "loading", without=("num_beams", "draft_len_per_beam", "node_budget", "tuning"))
 
 
 def _add_bench(commands: Any) -> None:

@@ -2,14 +2,7 @@
 
 import pytest
 
-from redrafter.bench.server_load import (
-    Completion,
-    LoadRun,
-    percentile,
-    steady_span,
-    summarize,
-    tokens_between,
-)
+from redrafter.bench.server_load import Completion, LoadRun, percentile, steady_span, summarize, tokens_between
 
 
 def completed(index: int, sent: float, chunks: list[float], ended: float, tokens: int = 0, **more) -> Completion:

@@ -347,10 +347,7 @@ def test_each_prompt_may_have_a_temperature(generate):
 def test_options_of_texts_are_those_of_generate(generate, expected, args, kwargs):
     ids = {letter: byte_tokenizer()(letter, add_special_tokens=False).input_ids[0] for letter in "eri"}
     convert_value = {
-        "bad_words_ids": lambda value: [
-            [ids["r"]],
-            byte_tokenizer()(" r", add_special_tokens=False).input_ids,
-        ],
+        "bad_words_ids": lambda value: [[ids["r"]], byte_tokenizer()(" r", add_special_tokens=False).input_ids],
         "sequence_bias": lambda value: {(ids[letter],): bias for letter, bias in value.items()},
         "eos_token_id": lambda value: [2, *(ids[letter] for letter in value)],
     }

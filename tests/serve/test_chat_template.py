@@ -31,7 +31,7 @@ def prompts(template: str) -> Prompts:
 def text(template: str, *messages: dict[str, Any], **more: Any) -> str:
     """Return the text that a model reads of a chat."""
     read = prompts(template)
-    ids = read.encode_chat(ChatRequest.model_validate({"messages": list(messages) or [HELLO]} | more)).ids
+    ids = read.encode_chat(ChatRequest.model_validate({"messages": list(messages) or [HELLO]} | more))[0]
     return str(read.tokenizer.decode(ids))
 
 
@@ -101,7 +101,7 @@ def test_a_template_reads_thoughts_and_calls_of_earlier_turns():
     ],
 )
 def test_it_is_seen_whether_thoughts_are_open(template, more, thinking):
-    assert prompts(template).encode_chat(ChatRequest.model_validate({"messages": [HELLO]} | more)).thinking == thinking
+    assert prompts(template).encode_chat(ChatRequest.model_validate({"messages": [HELLO]} | more))[1] == thinking
 
 
 def test_thoughts_are_told_apart_where_the_template_marks_them():

@@ -23,14 +23,13 @@ from redrafter import ArgumentError
 from redrafter.grammar.grammar import GrammarProcess, zygote_for
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.limits import QueueFullError
-from redrafter.serve.engine_process.grammars import MAX_COMPILATIONS, MAX_COMPILATIONS_PER_CLIENT, Grammars
+from redrafter.serve.engine_process import process
+from redrafter.serve.engine_process.process import MAX_COMPILATIONS, MAX_COMPILATIONS_PER_CLIENT, Grammars
 
 TOKENIZER = tiny_tokenizer()
 QUICK = {"regex": "[ab]{3}"}
 LARGE = {"regex": ".?" * 23_000}  # asks for 0.9 GB at once
 HALF = "\ud800"
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-TALK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 
 
 def slow(number: int) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def started(monkeypatch) -> list[GrammarProcess]:
         processes.append(GrammarProcess(tokenizer))
         return processes[-1]
 
-    monkeypatch.setattr("redrafter.serve.engine_process.grammars.GrammarProcess", start)
+    monkeypatch.setattr(process, "GrammarProcess", start)
     gc.collect()
     assert soon(lambda: not compilations())
     return processes
@@ -92,10 +91,7 @@ def test_one_compilation_serves_all(started):
         assert len(set(grammars_of_clients)) == 1 == len(started)
         assert await ask(QUICK) is grammars_of_clients[0]
         assert len(started) == 1
-        named = (
-            {"type": "object", "properties": {"a": {}, "b": {}}},
-            {"type": "object", "properties": {"b": {}, "a": {}}},
-        )
+        named = ({"type": "object", "properties": {key: {} for key in names}} for names in ("ab", "ba"))
         first, second = [await ask({"json_schema": schema}) for schema in named]
         assert first is not second  # the order of properties is that of the text
 
@@ -164,8 +160,8 @@ def test_what_died_is_compiled_again(started):
 
 
 def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch):
-    monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_KEPT_GRAMMARS", 2)
-    monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_GRAMMARS", 4)
+    monkeypatch.setattr(process, "MAX_KEPT_GRAMMARS", 2)
+    monkeypatch.setattr(process, "MAX_LIVING_GRAMMARS", 4)
 
     async def work(ask):
         for number in range(6):
@@ -177,14 +173,14 @@ def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch
         with pytest.raises(QueueFullError, match="4 other grammars are in use"):
             await ask({"regex": "d"})
         assert await ask({"regex": "a{3}c"}) is used[3]
-        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_GRAMMARS", 99)
-        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_BYTES", 0)
+        monkeypatch.setattr(process, "MAX_LIVING_GRAMMARS", 99)
+        monkeypatch.setattr(process, "MAX_LIVING_BYTES", 0)
         used[0].process.memory = 1
         with pytest.raises(QueueFullError, match="other grammars that are in use hold"):
             await ask({"regex": "d"})
         used[0].process.memory = 0
-        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_BYTES", 1 << 40)
-        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_KEPT_BYTES", 0)
+        monkeypatch.setattr(process, "MAX_LIVING_BYTES", 1 << 40)
+        monkeypatch.setattr(process, "MAX_KEPT_BYTES", 0)
         used.clear()
         started.clear()
         await ask({"regex": "e"})
@@ -193,14 +189,10 @@ def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch
     among(Grammars(TOKENIZER), work)
 
 
-def post(program: Program, path: str, body: dict[str, Any], **how: Any) -> httpx.Response:
-    content = json.dumps(body).encode()
-    return httpx.post(f"{program.url}{path}", content=content, headers={"content-type": "application/json"}, **how)
-
-
-def complete(program: Program, spec: object, **more: Any) -> httpx.Response:
+def complete(program: Program, spec: object, timeout: Any = 300, **more: Any) -> httpx.Response:
     body = {"prompt": "Answer:", "max_tokens": 40, "temperature": 0, "structured_outputs": spec} | more
-    return post(program, COMPLETION, body, timeout=300)
+    content, headers = json.dumps(body).encode(), {"content-type": "application/json"}  # with halves of characters
+    return httpx.post(f"{program.url}/v1/completions", content=content, headers=headers, timeout=timeout)
 
 
 def forked(program: Program) -> list[int]:
@@ -216,7 +208,7 @@ def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(program, p
         hostile = pool.submit(complete, program, LARGE)
         served = 0
         while not hostile.done():
-            assert httpx.get(f"{program.url}/health", timeout=300).status_code == 200
+            assert program.get("/health").status_code == 200
             choice = complete(program, QUICK).json()["choices"][0]
             expected = offline(pair, "Answer:", 40, do_sample=False, grammar=QUICK, tokenizer=pair[1])
             assert choice["text"] == text_of(pair, expected)
@@ -231,8 +223,7 @@ def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(program, p
 def test_a_client_that_leaves_ends_its_compilation(program):
     before = set(forked(program))
     with pytest.raises(httpx.ReadTimeout):
-        body = {"prompt": "a", "structured_outputs": {"json": slow(1)["json_schema"]}}
-        post(program, COMPLETION, body, timeout=httpx.Timeout(60, read=2))
+        complete(program, {"json": slow(1)["json_schema"]}, timeout=httpx.Timeout(60, read=2))
     assert soon(lambda: set(forked(program)) <= before)
 
 
@@ -257,19 +248,12 @@ def test_a_killed_grammar_ends_its_own_texts_only(program, pair):
     assert again.json()["choices"][0]["text"] == text_of(pair, expected)
 
 
-HALVES = (
-    {"json": {"enum": [HALF]}},
-    {"json": HALF},
-    *({kind: HALF} for kind in ("regex", "lark", "ebnf")),
-    {"choice": [HALF]},
-)
-
-
-@pytest.mark.parametrize("spec", HALVES, ids=str)
-def test_half_a_character_is_refused(program, spec):
-    answer = complete(program, spec)
-    assert answer.status_code == 400, answer.text
-    assert "half a character" in answer.json()["error"]["message"], answer.text
+def test_half_a_character_is_refused(program):
+    halves = dict.fromkeys(("regex", "lark", "ebnf"), HALF)
+    for kind, value in ("json", HALF), ("json", {"enum": [HALF]}), ("choice", [HALF]), *halves.items():
+        answer = complete(program, {kind: value})
+        assert answer.status_code == 400, answer.text
+        assert "half a character" in answer.json()["error"]["message"], answer.text
 
 
 @pytest.mark.parametrize(

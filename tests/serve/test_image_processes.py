@@ -18,6 +18,7 @@ pytest.importorskip("PIL")
 pytest.importorskip("fastapi")
 
 import httpx
+import psutil
 import torch
 from PIL import Image
 
@@ -28,7 +29,7 @@ from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve import images
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import Stopped
-from redrafter.serve.images import ImageLimits, ImageReader
+from redrafter.serve.images import ImageReader
 from redrafter.serve.network import guards
 from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.routes.app import create_app
@@ -51,7 +52,7 @@ def of_many_scans(side: int = 1024, count: int = 20_000) -> str:
 def reader() -> Iterator[ImageReader]:
     gc.collect()  # ends the processes of readers of earlier tests
     assert soon(lambda: not decoders(), seconds=60)
-    reader = ImageReader(llava_processor(), NAMES, ImageLimits(pixels=1 << 22))
+    reader = ImageReader(llava_processor(), NAMES, ServeOptions(max_image_pixels=1 << 22))
     yield reader
     reader.close()
 
@@ -65,18 +66,16 @@ def test_an_image_of_many_scans_is_given_up_and_the_next_one_is_read(reader):
         reader.place("<image>", [of_many_scans()])
     assert caught.value.status == 400
     assert caught.value.code == "image_too_complex"
-    assert reader.place("<image>", [data_url(picture(1))]).inputs["pixel_values"].shape == (1, 3, 28, 28)
+    assert reader.place("<image>", [data_url(picture(1))])[1]["pixel_values"].shape == (1, 3, 28, 28)
 
 
 def test_the_kernel_knows_the_limit_of_memory(reader):
     process = reader.new_process()
     [child] = decoders()
-    bound = (64 << 20) + 32 * reader.limits.pixels
+    bound = (64 << 20) + 32 * reader.options.max_image_pixels
 
     def limit() -> int:
-        lines = Path(f"/proc/{child}/limits").read_text().splitlines()
-        soft = next(line.split()[3] for line in lines if line.startswith("Max address space"))
-        return 0 if soft == "unlimited" else int(soft)
+        return psutil.Process(child).rlimit(psutil.RLIMIT_AS)[0]  # -1 while there is none
 
     assert soon(lambda: bound < limit() < bound + (1 << 30))
     process.end()
@@ -114,8 +113,8 @@ def test_many_images_of_one_client_leave_a_turn_to_others(reader):
             await asyncio.sleep(0.01)
         try:
             for seed in range(3):
-                placed = await asyncio.wait_for(reader.run(place(reader, data_url(picture(seed))), "few"), 300)
-                assert len(placed.inputs["pixel_values"]) == 1
+                _, inputs = await asyncio.wait_for(reader.run(place(reader, data_url(picture(seed))), "few"), 300)
+                assert len(inputs["pixel_values"]) == 1
             assert not any(task.done() for task in many)
         finally:
             held.go_on.set()
@@ -173,7 +172,7 @@ def test_a_server_that_is_told_to_stop_waits_for_no_image(tmp_path):
 
     def ask() -> None:
         body = {"messages": [{"role": "user", "content": content}]}
-        answers.append(httpx.post(f"{program.url}/v1/chat/completions", json=body, timeout=300))
+        answers.append(program.post("/v1/chat/completions", body))
 
     asking = threading.Thread(target=ask)
     before = children(program.process.pid)  # the engine's
@@ -216,11 +215,12 @@ def test_images_that_the_engine_has_not_read_make_more_of_their_client_wait_and_
     monkeypatch.setattr(images, "MAX_HELD_BYTES", 2 * inputs["pixel_values"].nbytes)
 
     async def ask() -> list[str]:
-        read = [asyncio.Event(), asyncio.Event()]
+        read, goes_on = [asyncio.Event(), asyncio.Event()], asyncio.Event()
 
         async def write(number: int) -> AsyncGenerator[int, None]:
             await read[number].wait()
             yield 1
+            await goes_on.wait()
             yield 2
 
         async def listen(number: int) -> list[int]:
@@ -233,7 +233,9 @@ def test_images_that_the_engine_has_not_read_make_more_of_their_client_wait_and_
         await asyncio.sleep(3 * images.POLL_SECONDS)
         assert not waits.done()
         read[0].set()  # the engine has read one of them
-        texts = [other, await asyncio.wait_for(waits, 300)]
+        texts = [other, await asyncio.wait_for(waits, 300)]  # while that text is still written
+        goes_on.set()
+        await listening[0]
         listening[1].cancel()
         await asyncio.gather(*listening, return_exceptions=True)
         assert listening[0].result() == [1, 2]

@@ -115,7 +115,6 @@ class Worker:
         self._work.set()
 
     def _write(self, number: int, sequence: TokenSequence, delta: SequenceDelta) -> None:
-        """Note a delta for the next message."""
         if self._reused.get(number) != sequence.reused:  # it may rise where a text continues after it was put back
             self._prompts[number] = sequence.reused, [] if number in self._reused else sequence.prompt_scores
             self._reused[number] = sequence.reused
@@ -144,7 +143,6 @@ class Worker:
             self._on_end()
 
     def _explain(self, error: BaseException) -> str:
-        """Log why a round failed, and return it in a few words."""
         _LOG.error("the engine failed: nothing is served any more", exc_info=error)
         return f"the engine failed ({type(error).__name__})"
 
@@ -156,7 +154,6 @@ class Worker:
         return not self._stopping
 
     def _report(self) -> None:
-        """Send what was written since the last call."""
         scheduler, blocks = self.scheduler, self.scheduler.graphs.blocks
         load = EngineLoad(
             scheduler.running,
