@@ -19,7 +19,8 @@ def ask(url: str, times: int = 1, pause: float = 0.0) -> list[bytes]:
             pieces: list[bytes] = []
             await connection.request("POST", "/v1/completions", b"{}", pieces.append)
             bodies.append(b"".join(pieces))
-            await asyncio.sleep(pause)
+            if pause:  # a sleep of none would let an end of the connection be seen too
+                await asyncio.sleep(pause)
         connection.close()
         return bodies
 
