@@ -22,8 +22,8 @@ def _ordered_linear_kernel(
 ):  # fmt: skip
     """Multiply a tile of tokens with a tile of the weight, over all input features.
 
-    `WHOLE` says that the weight has no tile or step that is less than whole. `FOLLOW` says that the kernel may be
-    launched before the previous one is done (programmatic dependent launch) and must wait for it before it reads `X`.
+    `WHOLE` says that the weight has no tile or step that is less than whole, `FOLLOW` what `supports_dependent_launch`
+    says.
     """
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     f = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
@@ -84,21 +84,12 @@ def _ordered_expert_linear_kernel(
         w = tl.load(w_at + start * w_inner, inside[:, None] & (f < features)[None, :], 0.0)
         x = tl.load(x_at + start, live[:, None] & inside[None, :], 0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
-    tl.store(
-        OUT + row[:, None] * features + f[None, :],
-        acc.to(OUT.dtype.element_ty),
-        live[:, None] & (f < features)[None, :],
-    )
+    at = OUT + row[:, None] * features + f[None, :]
+    tl.store(at, acc.to(OUT.dtype.element_ty), live[:, None] & (f < features)[None, :])
 
 
 def _choose_tiling(tokens: int, features: int, half: bool) -> Tiling:
-    """Choose the tiling by size, as measured on an H200; every one of them sums in the same order.
-
-    Args:
-        tokens: Tokens of the product.
-        features: Output features.
-        half: Whether the numbers have two bytes.
-    """
+    """Choose the tiling by size, as measured on an H200; every one of them sums in the same order."""
     if not half:
         return Tiling(16, 32, 32, 2, 4)
     size = 0 if features < 6144 else 1 if features < 16384 else 2

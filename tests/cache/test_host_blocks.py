@@ -1,4 +1,4 @@
-"""Copies of the keys and values of blocks between the device and the host."""
+"""Copies between the device and the host: of the keys and values of blocks, and of numbers."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from redrafter.cache.block_manager import BlockCopy
 from redrafter.cache.host_blocks import HostBlocks
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool
+from redrafter.cache.to_device import to_device
 from redrafter.errors import ArgumentError
 from redrafter.kernels.block_size import BLOCK_SIZE
 
@@ -75,3 +76,9 @@ def test_the_hosts_memory_is_divided_as_the_devices_is():
 def test_memory_for_less_than_a_block_or_more_than_is_free_is_refused(num_bytes, named):
     with pytest.raises(ArgumentError, match=named):
         HostBlocks.of_size(num_bytes, [[KVCachePool(SHAPES, 10)]])
+
+
+def test_numbers_are_made_on_the_host_whatever_the_default_device_is():
+    with torch.device("meta"):  # as `torch.set_default_device("cuda")`, whose tensors cannot be pinned
+        copy = to_device([3, 1, 2], CPU, torch.long)
+    assert copy.tolist() == [3, 1, 2]

@@ -1,11 +1,12 @@
 """The paged cache: decoding gives the same tokens as on the dense cache, for every architecture that supports it."""
 
-import gc
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from helpers.generation import noted, same_as_model, same_undrafted
 from helpers.models import (
     ARCHITECTURES,
     VOCAB,
@@ -103,10 +104,8 @@ def test_paged_generation_equals_model_generate(architecture):
     ids, mask = uneven_batch()
     engine = paged(with_tree(model, tiny_drafter(), 5, 3))
     for rows in (slice(0, 4), slice(1, 2), slice(0, 3)):
-        expected = model.generate(ids[rows], attention_mask=mask[rows], max_new_tokens=NEW, do_sample=False)
-        for speculate in (True, False):
-            out = engine.generate(ids[rows], mask[rows], max_new_tokens=NEW, do_sample=False, speculate=speculate)
-            assert torch.equal(out, expected)
+        same_as_model(engine, ids[rows], mask[rows], max_new_tokens=NEW)
+        same_undrafted(engine, ids[rows], mask[rows], max_new_tokens=NEW, do_sample=False)
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -127,15 +126,7 @@ def test_what_another_request_computed_is_not_computed_again(llama, monkeypatch)
     first = engine.generate(prompt, **arguments)
     other = torch.cat([first[:, :60], torch.tensor([[5, 6]])], dim=1)
     expected = llama.generate(other, **arguments)
-    counts = []
-    reader = engine.target.prompt_reader
-    read = reader.read
-
-    def counted(prompts, **options):
-        counts.append(sum(prompts.counts))
-        return read(prompts, **options)
-
-    monkeypatch.setattr(reader, "read", counted)
+    counts = noted(monkeypatch, engine.target.prompt_reader, "read", lambda _, prompts: sum(prompts.counts))
     assert torch.equal(engine.generate(other, **arguments), expected)
     assert counts == [62 - 48]  # three blocks of 16 were stored: of the prompt, and of the tokens generated after it
     counts.clear()
@@ -181,15 +172,9 @@ def test_memory_comes_back_whatever_happens(llama):
         engine.generate(ids, mask, max_new_tokens=60)
     assert pool.num_free_blocks == 5
 
-    class Breaks:
-        def put_step(self, *args):
-            raise KeyError("mine")
-
-        def end(self):
-            pass
-
+    breaks = Mock(put_step=Mock(side_effect=KeyError("mine")))
     with pytest.raises(KeyError):
-        engine.generate(ids[:1], mask[:1], max_new_tokens=10, streamer=Breaks())
+        engine.generate(ids[:1], mask[:1], max_new_tokens=10, streamer=breaks)
     assert pool.num_free_blocks == 5
     assert engine.generate(ids[:1], mask[:1], max_new_tokens=10).shape == (1, ids.shape[1] + 10)
 
@@ -197,16 +182,11 @@ def test_memory_comes_back_whatever_happens(llama):
 def test_a_prefill_that_failed_leaves_nothing_to_reuse(llama, monkeypatch):
     engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
     prompt = (torch.arange(1, 50) * 13 % VOCAB)[None]
-
-    def fails(*args):
-        raise KeyError("mine")
-
     with monkeypatch.context() as patch:
-        patch.setattr(engine.target.prompt_reader, "_read_pieces", fails)
+        patch.setattr(engine.target.prompt_reader, "_read_pieces", Mock(side_effect=KeyError("mine")))
         with pytest.raises(KeyError):
             engine.generate(prompt, max_new_tokens=8, do_sample=False)
-    expected = llama.generate(prompt, max_new_tokens=8, do_sample=False)
-    assert torch.equal(engine.generate(prompt, max_new_tokens=8, do_sample=False), expected)
+    same_as_model(engine, prompt, max_new_tokens=8)
     assert engine.graphs.blocks.num_free_blocks == 199
 
 
@@ -214,17 +194,11 @@ def test_a_request_within_a_request_disturbs_neither(llama):
     engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
     ids, mask = uneven_batch()
     expected = engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
-    inner = engine.generate(ids[1:2], mask[1:2], max_new_tokens=NEW, do_sample=False)
+    inner = engine.generate(ids[1:2], mask[1:2], max_new_tokens=4, do_sample=False)
     inner_texts = []
-
-    class Nested:
-        def put_step(self, *args):
-            inner_texts.append(engine.generate(ids[1:2], mask[1:2], max_new_tokens=NEW, do_sample=False))
-
-        def end(self):
-            pass
-
-    assert torch.equal(engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False, streamer=Nested()), expected)
+    within = lambda *_: inner_texts.append(engine.generate(ids[1:2], mask[1:2], max_new_tokens=4, do_sample=False))  # noqa: E731
+    outer = engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False, streamer=Mock(put_step=within))
+    assert torch.equal(outer, expected)
     assert all(torch.equal(text, inner) for text in inner_texts)
 
 
@@ -267,15 +241,12 @@ def test_merged_weights_are_the_models_own_and_can_be_trained_and_saved(llama, t
     q, k = (getattr(model.model.layers[0].self_attn, name).weight for name in ("q_proj", "k_proj"))
     assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
     prompt = torch.arange(3, 12)[None]
-    before = engine.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    engine.generate(prompt, max_new_tokens=NEW, do_sample=False)
     with torch.no_grad():
         q.mul_(-1)
-    after = engine.generate(prompt + 1, max_new_tokens=NEW, do_sample=False)
-    assert torch.equal(after, model.generate(prompt + 1, max_new_tokens=NEW, do_sample=False))
+    same_as_model(engine, prompt + 1, max_new_tokens=NEW)
     model(prompt, labels=prompt).loss.backward()
     assert q.grad is not None
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
-    del before, engine
-    gc.collect()
