@@ -42,11 +42,6 @@ class ImageReader:
         self._held: Counter[str] = Counter()  # bytes by client
         self._closed = False
 
-    def check_count(self, count: int) -> None:
-        """Raise `ApiError` where a request has more images than it may."""
-        if count > self.options.max_images:
-            raise ApiError(400, f"{count} images in one request; at most {self.options.max_images}", "messages")
-
     async def run(self, encode: Callable[[SandboxedProcess], T], client: str) -> T:
         """Encode a request with images in a thread, when it is its turn.
 

@@ -78,22 +78,14 @@ class ChatTemplate:
 
 @dataclass
 class Prompts:
-    """Encodes prompts, and raises `ApiError` for those that are malformed, empty or too long.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        model: Name of the model that clients know.
-        vocabulary: Number of the target's ids.
-        context: Most tokens of a prompt and its answer.
-        special_tokens_in_content, images: As in `Service`.
-    """
+    """Encodes prompts, and raises `ApiError` for those that are malformed, empty or too long."""
 
     tokenizer: PreTrainedTokenizerBase
-    model: str
-    vocabulary: int
-    context: int
-    special_tokens_in_content: bool = False
-    images: ImageReader | str = "this model takes no images"
+    model: str  # as clients call it
+    vocabulary: int  # number of the target's ids
+    context: int  # most tokens of a prompt and its answer
+    special_tokens_in_content: bool = False  # whether a control token that a message spells counts as one
+    images: ImageReader | str = "this model takes no images"  # what reads them, or why none are read
 
     @property
     def template(self) -> ChatTemplate:
@@ -142,7 +134,8 @@ class Prompts:
             if isinstance(self.images, str):
                 raise ApiError(400, self.images, "messages", "no_images")
             reader = self.images
-            reader.check_count(len(urls))
+            if len(urls) > (most := reader.options.max_images):
+                raise ApiError(400, f"{len(urls)} images in one request; at most {most}", "messages")
         template = self.template
         tools = template_tools(request.callable_tools)
         messages = [_template_message(message, template) for message in request.messages]

@@ -60,34 +60,21 @@ Answer = dict[str, Any] | AsyncIterator[dict[str, Any]]  # a whole one, or the p
 
 @dataclass
 class Server:
-    """Answers requests for completions and chats with the texts of an engine.
-
-    Attributes:
-        engine: Writes the texts.
-        tokenizer: Tokenizer of the model.
-        options: How it serves.
-        keys: API keys that clients must send. If each has a key of its own, they share no prefixes in the cache.
-        images: Reads the images of chats, or says why none are read.
-        model: Name of the model that clients use.
-        adapters: Directories of the LoRA adapters that are served, by name.
-        created: When the server was made, in seconds since 1970.
-        metrics: Metrics of the engine.
-        prompts: Reads the prompts of requests.
-        app: The ASGI application.
-    """
+    """Answers requests for completions and chats with the texts of an engine, as the ASGI application `app`."""
 
     engine: EngineClient
     tokenizer: PreTrainedTokenizerBase
     options: ServeOptions = field(default_factory=ServeOptions)
-    keys: ApiKeys = field(default_factory=ApiKeys)
-    images: ImageReader | str = Prompts.images
+    keys: ApiKeys = field(default_factory=ApiKeys)  # clients with keys of their own share no prefixes in the cache
+    images: ImageReader | str = Prompts.images  # what reads the images of chats, or why none are read
 
     def __post_init__(self) -> None:
         facts, options = self.engine.facts, self.options
-        self.model = options.served_model_name or short_name(facts.model)
+        self.model = options.served_model_name or short_name(facts.model)  # as clients call it
         if self.model in facts.adapters:
             raise ArgumentError(f"--lora-modules has the model's own name {self.model!r}: give the adapter another one")
-        self.adapters, self.created = dict(facts.adapters), int(time.time())
+        self.adapters = dict(facts.adapters)  # directories of those that are served, by name
+        self.created = int(time.time())
         self.metrics = Metrics(self.engine, self.model)
         self.engine.on_delta = self.metrics.observe
         self.prompts = Prompts(

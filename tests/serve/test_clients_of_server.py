@@ -138,23 +138,18 @@ def test_the_share_of_a_prompt_that_was_found_can_be_told(program):
         assert after[name] - before[name] == expected > 0
 
 
-def test_small_packets_do_not_wait():
+async def test_small_packets_do_not_wait():
     """A first token behind the answer's head is a small packet; without this it waits for the client's delayed
     acknowledgement, 40 ms."""
 
-    async def ask() -> int:
-        accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+    accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
 
-        def come(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            accepted.set_result(writer)  # which closes the connection once nobody has it
+    def come(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.set_result(writer)  # which closes the connection once nobody has it
 
-        server = await asyncio.start_server(come, sock=listen(ServeOptions(port=0)))
-        async with server:
-            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-            accepting = await accepted
-            no_delay = accepting.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            writer.close()
-            accepting.close()
-        return no_delay
-
-    assert asyncio.run(ask())
+    async with await asyncio.start_server(come, sock=listen(ServeOptions(port=0))) as server:
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        accepting = await accepted
+        assert accepting.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+        accepting.close()

@@ -5,7 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 
 import pytest
 
@@ -70,151 +70,113 @@ def client(served):
     nothing_is_held(served)
 
 
-def test_a_slow_listener_gets_more_at_once(client, engine):
-    async def listen(pause: float) -> list[tuple[list[int], list[int]]]:
+async def test_a_slow_listener_gets_more_at_once(client, engine):
+    for pause in (0.0, 0.3):
         heard = []
         async for sequence, deltas in asked(client, [[5, 6, 7], [8, 9]], 30):
             heard.append((sequence.prompt, [token for delta in deltas for token in delta.tokens]))
             await asyncio.sleep(pause)
-        return heard
-
-    for pause in (0.0, 0.3):
-        heard = asyncio.run(listen(pause))
         for prompt in ([5, 6, 7], [8, 9]):
             tokens = [token for read, tokens in heard if read == prompt for token in tokens]
             assert tokens == alone(engine, make_sequence(prompt, 30, GREEDY))
     assert len(heard) < 20  # of 60 tokens, one a step
 
 
-def test_a_first_token_does_not_wait_for_a_step(client, served, monkeypatch):
+async def test_a_first_token_does_not_wait_for_a_step(client, served, monkeypatch):
     told = threading.Event()
     step, waited = served.step, []
     monkeypatch.setattr(served, "step", lambda: (waited.append(told.wait(5)), step()))
-
-    async def listen() -> None:
-        async for _ in asked(client, [[5, 6, 7]], 8):
-            told.set()
-
-    asyncio.run(listen())
+    async for _ in asked(client, [[5, 6, 7]], 8):
+        told.set()
     assert waited[0]
 
 
-def test_who_takes_nothing_is_dropped_and_nobody_else(client, engine, monkeypatch):
+async def test_who_takes_nothing_is_dropped_and_nobody_else(client, engine, monkeypatch):
     monkeypatch.setattr(client_module, "MAX_PENDING_TOKENS", 20)
     monkeypatch.setattr(client_module, "MAX_BEHIND_SECONDS", 0.0)
-
-    async def slow() -> None:
-        async with aclosing(asked(client, [[5, 6, 7], [9]], 60)) as deltas:
-            assert (await leave_unread(deltas)).written < 60
-            with pytest.raises(SlowConsumerError, match="tokens were written that nobody took"):
-                async for _ in deltas:  # what it was given before
-                    pass
-
-    async def both() -> list[int]:
-        _, tokens = await asyncio.gather(slow(), written(client, [8, 9], 60))
-        return tokens
-
-    assert asyncio.run(both()) == alone(engine, make_sequence([8, 9], 60, GREEDY))
+    beside = asyncio.ensure_future(written(client, [8, 9], 60))
+    async with aclosing(asked(client, [[5, 6, 7], [9]], 60)) as deltas:
+        assert (await leave_unread(deltas)).written < 60
+        with pytest.raises(SlowConsumerError, match="tokens were written that nobody took"):
+            async for _ in deltas:  # what it was given before
+                pass
+    assert await beside == alone(engine, make_sequence([8, 9], 60, GREEDY))
 
 
-def test_alternatives_count_among_what_is_pending(client, monkeypatch):
+@pytest.mark.parametrize("logprobs", [None, 10])
+async def test_alternatives_count_among_what_is_pending(client, monkeypatch, logprobs):
     monkeypatch.setattr(client_module, "MAX_PENDING_TOKENS", 100)
     monkeypatch.setattr(client_module, "MAX_BEHIND_SECONDS", 0.0)
-
-    async def listen(logprobs: int | None) -> None:
-        params = SamplingParams(temperature=0, logprobs=logprobs)
-        async with aclosing(asked(client, [[5, 6, 7]], 60, params)) as deltas:
-            await leave_unread(deltas)
+    async with aclosing(asked(client, [[5, 6, 7]], 60, SamplingParams(temperature=0, logprobs=logprobs))) as deltas:
+        await leave_unread(deltas)
+        with nullcontext() if logprobs is None else pytest.raises(SlowConsumerError):
             await anext(deltas)
 
-    asyncio.run(listen(None))
-    with pytest.raises(SlowConsumerError):
-        asyncio.run(listen(10))
 
-
-def test_who_turns_round_for_a_moment_is_not_dropped(client, monkeypatch):
+async def test_who_turns_round_for_a_moment_is_not_dropped(client, monkeypatch):
     monkeypatch.setattr(client_module, "MAX_PENDING_TOKENS", 5)
-
-    async def listen() -> int:
-        async with aclosing(asked(client, [[5, 6, 7]], 60)) as deltas:
-            await leave_unread(deltas)
-            _, pending = await anext(deltas)
-            return sum(len(delta.tokens) for delta in pending)
-
-    assert asyncio.run(listen()) > 50
+    async with aclosing(asked(client, [[5, 6, 7]], 60)) as deltas:
+        await leave_unread(deltas)
+        _, pending = await anext(deltas)
+    assert sum(len(delta.tokens) for delta in pending) > 50
 
 
-def test_a_loop_that_stands_still_is_called_once(client, monkeypatch):
-    async def listen() -> int:
-        loop, calls = asyncio.get_running_loop(), []
-        call = loop.call_soon_threadsafe
-        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (calls.append(1), call(*given)))
-        async with aclosing(asked(client, [[5, 6, 7]], 40)) as deltas:
-            taken, _ = await anext(deltas)
-            while not taken.ended:
-                time.sleep(0.01)  # nothing else happens in this loop meanwhile
-        return len(calls)
-
-    assert asyncio.run(listen()) <= 3
+async def test_a_loop_that_stands_still_is_called_once(client, monkeypatch):
+    loop, calls = asyncio.get_running_loop(), []
+    call = loop.call_soon_threadsafe
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (calls.append(1), call(*given)))
+    async with aclosing(asked(client, [[5, 6, 7]], 40)) as deltas:
+        taken, _ = await anext(deltas)
+        while not taken.ended:
+            time.sleep(0.01)  # nothing else happens in this loop meanwhile
+    assert len(calls) <= 3
 
 
-def test_a_drain_lets_what_was_begun_end_and_refuses_what_is_new(client):
-    async def listen() -> list[str | None]:
-        finishes = []
-        async for _, new in asked(client, [[5 + n] for n in range(40)], 30):
-            if client.alive:
-                client.drain()
-                assert not client.idle
-            finishes += [delta.finish for delta in new if delta.finish is not None]
-        with pytest.raises(Stopped):
-            await anext(asked(client, [[5]], 3))
-        return finishes
-
-    assert asyncio.run(listen()) == ["length"] * 40
+async def test_a_drain_lets_what_was_begun_end_and_refuses_what_is_new(client):
+    finishes = []
+    async for _, new in asked(client, [[5 + n] for n in range(40)], 30):
+        if client.alive:
+            client.drain()
+            assert not client.idle
+        finishes += [delta.finish for delta in new if delta.finish is not None]
+    with pytest.raises(Stopped):
+        await anext(asked(client, [[5]], 3))
+    assert finishes == ["length"] * 40
     assert client.idle
 
 
-def test_it_stops_where_nobody_reads(engine):
+async def test_it_stops_where_nobody_reads(engine):
     client = begun(scheduler(engine, max_batch_size=2))
-
-    async def listen() -> None:
-        deltas = [asked(client, [[5 + n], [7]], 80) for n in range(3)]
-        await anext(deltas[0])
-        waiting = [asyncio.ensure_future(anext(stream)) for stream in deltas[1:]]
-        await asyncio.sleep(0)
-        client.stop()
-        for stream in waiting:  # nor does anybody wait for ever
-            with pytest.raises(Stopped):
-                await stream
-
-    asyncio.run(listen())
+    deltas = [asked(client, [[5 + n], [7]], 80) for n in range(3)]
+    await anext(deltas[0])
+    waiting = [asyncio.ensure_future(anext(stream)) for stream in deltas[1:]]
+    await asyncio.sleep(0)
+    client.stop()
+    for stream in waiting:  # nor does anybody wait for ever
+        with pytest.raises(Stopped):
+            await stream
 
 
-def test_a_round_that_never_ends_holds_nobody(engine, monkeypatch):
+async def test_a_round_that_never_ends_holds_nobody(engine, monkeypatch):
     monkeypatch.setattr(worker_module, "STOP_SECONDS", 0.2)
     served, go_on = scheduler(engine), threading.Event()
     monkeypatch.setattr(served, "step", lambda: go_on.wait(300))
     client = begun(served)
-
-    async def listen() -> None:
-        deltas = asked(client, [[5, 6, 7]], 80)
+    deltas = asked(client, [[5, 6, 7]], 80)
+    await anext(deltas)
+    client.stop()
+    with pytest.raises(Stopped):
         await anext(deltas)
-        client.stop()
-        with pytest.raises(Stopped):
-            await anext(deltas)
-
-    asyncio.run(listen())
     go_on.set()
 
 
-def test_an_engine_that_fails_leaves_nobody_waiting(engine, monkeypatch):
+async def test_an_engine_that_fails_leaves_nobody_waiting(engine, monkeypatch):
     served, told = scheduler(engine), []
     monkeypatch.setattr(served, "step", lambda: 1 / 0)
     client = begun(served, told.append)
     reason = "the engine failed (ZeroDivisionError): nothing is served any more"
-
     with pytest.raises(Stopped, match=re.escape(reason)):
-        asyncio.run(written(client, [5, 6, 7], 80))
+        await written(client, [5, 6, 7], 80)
     assert not client.alive
     assert soon(lambda: told == [reason])
 
@@ -247,16 +209,12 @@ def test_an_engine_says_by_its_exit_code_whether_it_failed(engine, monkeypatch, 
         (QueueFullError, [5], {"max_batch_size": 1, "max_queue_size": 1}),
     ],
 )
-def test_a_refusal_is_the_schedulers_own_error(engine, error, prompt, limits):
+async def test_a_refusal_is_the_schedulers_own_error(engine, error, prompt, limits):
     client = begun(scheduler(engine, **limits))
-
-    async def ask() -> None:
-        async with aclosing(asked(client, [[5]] * 4, 80)) as running:
-            await anext(running)
-            with pytest.raises(error):
-                await anext(asked(client, [prompt], 8))
-
-    asyncio.run(ask())
+    async with aclosing(asked(client, [[5]] * 4, 80)) as running:
+        await anext(running)
+        with pytest.raises(error):
+            await anext(asked(client, [prompt], 8))
     client.stop()
 
 
@@ -268,49 +226,39 @@ def cancelled(served, monkeypatch) -> list:
     return found
 
 
-def test_a_stop_string_ends_a_text_here_and_in_the_engine(cancelled, client, engine):
+async def all_deltas(client, prompt: list[int], count: int, find_stop=None) -> list[SequenceDelta]:
+    return [delta async for _, new in asked(client, [prompt], count, find_stop=find_stop) for delta in new]
+
+
+async def test_a_stop_string_ends_a_text_here_and_in_the_engine(cancelled, client, engine):
     places = iter([None] * 6 + [0])
-
-    async def listen() -> list:
-        deltas = asked(client, [[5, 6, 7]], 80, find_stop=lambda tokens: next(places))
-        return [delta async for _, new in deltas for delta in new]
-
-    deltas = asyncio.run(listen())
+    deltas = await all_deltas(client, [5, 6, 7], 80, lambda tokens: next(places))
     assert [token for delta in deltas for token in delta.tokens] == alone(engine, make_sequence([5, 6, 7], 7, GREEDY))
     assert [delta.finish for delta in deltas if delta.finish] == ["stop"]
     assert client.idle
     assert soon(lambda: cancelled)
 
 
-def test_a_text_whose_stop_strings_cannot_be_looked_for_ends_alone(cancelled, client, engine):
+async def test_a_text_whose_stop_strings_cannot_be_looked_for_ends_alone(cancelled, client, engine):
     calls = iter(range(100))
 
     def fail(tokens: Sequence[int]) -> None:
         if next(calls) == 5:  # while the other text is written
             raise OverflowError("piece id is out of range")
 
-    async def write(prompt: list[int], find_stop: object = None) -> list[SequenceDelta]:
-        deltas = asked(client, [prompt], 60, find_stop=find_stop)
-        return [delta async for _, new in deltas for delta in new]
-
-    async def together() -> tuple:
-        return await asyncio.gather(write([8, 9]), write([5, 6, 7], fail))
-
-    good, bad = asyncio.run(together())
-    for deltas in (good, asyncio.run(write([8, 9]))):
-        tokens = [token for delta in deltas for token in delta.tokens]
-        assert tokens == alone(engine, make_sequence([8, 9], 60, GREEDY))
-    last = bad[-1]
+    good, (*_, last) = await asyncio.gather(written(client, [8, 9], 60), all_deltas(client, [5, 6, 7], 60, fail))
+    expected = alone(engine, make_sequence([8, 9], 60, GREEDY))
+    assert good == await written(client, [8, 9], 60) == expected
     assert (last.finish, str(last.error)) == ("error", "the text cannot be read (OverflowError)")
     assert soon(lambda: cancelled)
 
 
-def test_a_text_whose_prompt_is_being_read_is_known_to_run(engine, monkeypatch):
+async def test_a_text_whose_prompt_is_being_read_is_known_to_run(engine, monkeypatch):
     served, told = scheduler(engine, max_num_tokens=16), []
     step = served.step
     monkeypatch.setattr(served, "step", lambda: (told.append(soon(lambda: client.load.running == 1, 1)), step()))
     client = begun(served)
-    asyncio.run(written(client, [3 + n % 60 for n in range(60)], 2))
+    await written(client, [3 + n % 60 for n in range(60)], 2)
     client.stop()
     assert told[0]  # after the first piece, long before the first token
 
@@ -336,31 +284,25 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_given_up(engine, monkeypatc
     client.stop()
 
 
-def test_how_busy_the_engine_is_is_known(client, served):
-    async def listen() -> None:
-        async with aclosing(asked(client, [[5]] * 40, 60)) as deltas:
-            await anext(deltas)
-            assert client.load.running == served.limits.max_batch_size
-            assert client.load.waiting == 40 - client.load.running
-            assert client.load.cache_usage > 0
-
-    asyncio.run(listen())
+async def test_how_busy_the_engine_is_is_known(client, served):
+    async with aclosing(asked(client, [[5]] * 40, 60)) as deltas:
+        await anext(deltas)
+        assert client.load.running == served.limits.max_batch_size
+        assert client.load.waiting == 40 - client.load.running
+        assert client.load.cache_usage > 0
     assert soon(lambda: (client.load.running, client.load.waiting, client.load.cache_usage) == (0, 0, 0))
 
 
-def test_those_who_leave_hold_nobody_up(client, engine):
+async def test_those_who_leave_hold_nobody_up(client, engine):
     async def leave(number: int) -> None:
         prompts = [[5 + number, 6, 7 + n % 60] for n in range(300)]
         async with aclosing(asked(client, prompts, 8, client=f"{number}")) as deltas:
             await anext(deltas)
 
-    async def all_of_them() -> list[int]:
-        *_, tokens = await asyncio.gather(
-            *(leave(number) for number in range(4)), written(client, [8, 9], 20, client="stays")
-        )
-        return tokens
-
-    assert asyncio.run(all_of_them()) == alone(engine, make_sequence([8, 9], 20, GREEDY))
+    *_, tokens = await asyncio.gather(
+        *(leave(number) for number in range(4)), written(client, [8, 9], 20, client="stays")
+    )
+    assert tokens == alone(engine, make_sequence([8, 9], 20, GREEDY))
 
 
 def sequence(stop: int | None) -> ServedSequence:

@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -57,36 +58,31 @@ def started(monkeypatch) -> list[GrammarProcess]:
     return processes
 
 
-def among(grammars: Grammars, work: Callable[[Callable[..., "asyncio.Task"]], Awaitable[object]]) -> None:
-    """Do `work(ask)`, where `ask(spec, client)` begins to ask for a grammar."""
+@asynccontextmanager
+async def asking(grammars: Grammars) -> AsyncIterator[Callable[..., "asyncio.Task"]]:
+    """A function `ask(spec, client)` that begins to ask for a grammar."""
+    tasks: set[asyncio.Task] = set()
 
-    async def run() -> None:
-        tasks: set[asyncio.Task] = set()
+    def ask(spec: object, client: str = "") -> asyncio.Task:
+        task = asyncio.ensure_future(grammars.get(GrammarSource.of(spec), client))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
 
-        def ask(spec: object, client: str = "") -> asyncio.Task:
-            task = asyncio.ensure_future(grammars.get(GrammarSource.of(spec), client))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            return task
-
-        try:
-            await work(ask)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(run())
+    try:
+        yield ask
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def come(holds: Callable[[], object], seconds: float = 300) -> bool:
     return await asyncio.to_thread(soon, holds, seconds)
 
 
-def test_one_compilation_serves_all(started):
-    grammars = Grammars(TOKENIZER)
-
-    async def work(ask):
+async def test_one_compilation_serves_all(started):
+    async with asking(Grammars(TOKENIZER)) as ask:
         grammars_of_clients = await asyncio.gather(*(ask(QUICK, f"client {number}") for number in range(8)))
         assert len(set(grammars_of_clients)) == 1 == len(started)
         assert await ask(QUICK) is grammars_of_clients[0]
@@ -95,11 +91,9 @@ def test_one_compilation_serves_all(started):
         first, second = [await ask({"json_schema": schema}) for schema in named]
         assert first is not second  # the order of properties is that of the text
 
-    among(grammars, work)
 
-
-def test_the_last_who_leaves_ends_a_compilation(started):
-    async def work(ask):
+async def test_the_last_who_leaves_ends_a_compilation(started):
+    async with asking(Grammars(TOKENIZER)) as ask:
         first, second = ask(slow(0), "one"), ask(slow(0), "two")
         assert await come(lambda: len(compilations()) == 1)
         assert len(started) == 1
@@ -110,42 +104,39 @@ def test_the_last_who_leaves_ends_a_compilation(started):
         second.cancel()
         assert await come(lambda: not compilations(), 4)  # it had 9 s of a processor left
 
-    among(Grammars(TOKENIZER), work)
 
+async def test_slow_grammars_block_no_quick_ones_and_one_client_not_the_others(started):
+    async def work() -> None:  # whose tasks hold their grammars
+        async with asking(Grammars(TOKENIZER)) as ask:
+            many = [ask(slow(number), "greedy") for number in range(MAX_COMPILATIONS_PER_CLIENT + 3)]
+            assert await come(lambda: len(compilations()) == MAX_COMPILATIONS_PER_CLIENT)
+            await ask(QUICK, "another")
+            assert len(started) == MAX_COMPILATIONS_PER_CLIENT + 1
+            assert not any(task.done() for task in many)
+            shared = ask(slow(MAX_COMPILATIONS_PER_CLIENT), "another")  # which waits behind others of its own client
+            assert await come(lambda: len(started) == MAX_COMPILATIONS_PER_CLIENT + 2)
+            assert not shared.done()
+            many[0].cancel()  # its place goes to one that joins the other client
+            many[1].cancel()
+            assert await come(lambda: len(started) == MAX_COMPILATIONS_PER_CLIENT + 3)
 
-def test_slow_grammars_block_no_quick_ones_and_one_client_not_the_others(started):
-    async def work(ask):
-        many = [ask(slow(number), "greedy") for number in range(MAX_COMPILATIONS_PER_CLIENT + 3)]
-        assert await come(lambda: len(compilations()) == MAX_COMPILATIONS_PER_CLIENT)
-        await ask(QUICK, "another")
-        assert len(started) == MAX_COMPILATIONS_PER_CLIENT + 1
-        assert not any(task.done() for task in many)
-        shared = ask(slow(MAX_COMPILATIONS_PER_CLIENT), "another")  # which waits behind others of its own client
-        assert await come(lambda: len(started) == MAX_COMPILATIONS_PER_CLIENT + 2)
-        assert not shared.done()
-        many[0].cancel()  # its place goes to one that joins the other client
-        many[1].cancel()
-        assert await come(lambda: len(started) == MAX_COMPILATIONS_PER_CLIENT + 3)
-
+    await work()
     assert MAX_COMPILATIONS_PER_CLIENT < MAX_COMPILATIONS
-    among(Grammars(TOKENIZER), work)
     started.clear()
     gc.collect()
-    assert soon(lambda: not compilations())
+    assert await come(lambda: not compilations())  # which lets those that were stopped end
 
 
-def test_a_refusal_is_remembered(started):
-    async def work(ask):
+async def test_a_refusal_is_remembered(started):
+    async with asking(Grammars(TOKENIZER)) as ask:
         for _ in range(2):
             with pytest.raises(ArgumentError, match="unclosed group"):
                 await ask({"regex": "(a"})
         assert len(started) == 1
 
-    among(Grammars(TOKENIZER), work)
 
-
-def test_what_died_is_compiled_again(started):
-    async def work(ask):
+async def test_what_died_is_compiled_again(started):
+    async with asking(Grammars(TOKENIZER)) as ask:
         before = await ask(QUICK)
         [child] = compilations()
         os.kill(child, signal.SIGKILL)
@@ -156,14 +147,11 @@ def test_what_died_is_compiled_again(started):
         assert (await ask({"regex": "[cd]"})).process.alive
         assert zygote_for(TOKENIZER).pid != zygote
 
-    among(Grammars(TOKENIZER), work)
 
-
-def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch):
+async def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch):
     monkeypatch.setattr(process, "MAX_KEPT_GRAMMARS", 2)
     monkeypatch.setattr(process, "MAX_LIVING_GRAMMARS", 4)
-
-    async def work(ask):
+    async with asking(Grammars(TOKENIZER)) as ask:
         for number in range(6):
             await ask({"regex": f"a{{{number}}}b"})
         started.clear()
@@ -185,8 +173,6 @@ def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch
         started.clear()
         await ask({"regex": "e"})
         assert await come(lambda: len(compilations()) == 1)
-
-    among(Grammars(TOKENIZER), work)
 
 
 def complete(program: Program, spec: object, timeout: Any = 300, **more: Any) -> httpx.Response:

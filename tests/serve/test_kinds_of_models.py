@@ -65,7 +65,7 @@ def test_clients_get_what_plain_decoding_writes(temperature, served, pair):
 SETTINGS = [SamplingParams(temperature=0), SamplingParams(temperature=0.9, seed=5)]
 
 
-def test_clients_at_once_get_what_each_would_alone():
+async def test_clients_at_once_get_what_each_would_alone():
     target = Target(recurrent_model("lfm2"))
     engine = DraftTarget(target, Target(recurrent_model("lfm2")), draft_len=3)
     served = Scheduler(engine, engine.make_graphs(4), Limits(max_batch_size=4, max_seq_len=200))
@@ -74,17 +74,12 @@ def test_clients_at_once_get_what_each_would_alone():
     client = client_of(served)
     client.start()
 
-    async def listen_all() -> list[list[int]]:
-        prompts = [[5 + number, 6, 7] * (1 + number) for number in range(7)]
-        return await asyncio.gather(*(written(client, p, 12, SETTINGS[n % 2]) for n, p in enumerate(prompts)))
-
+    cases = [([5 + number, 6, 7] * (1 + number), 12, SETTINGS[number % 2]) for number in range(7)]
     try:
-        texts = asyncio.run(listen_all())
+        texts = await asyncio.gather(*(written(client, *case) for case in cases))
     finally:
         client.stop()
-    for number, text in enumerate(texts):
-        sequence = make_sequence([5 + number, 6, 7] * (1 + number), 12, SETTINGS[number % 2])
-        assert text == alone(engine, sequence)
+    assert texts == [alone(engine, make_sequence(*case)) for case in cases]
     nothing_is_held(served)
 
 

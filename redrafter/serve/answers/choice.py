@@ -50,15 +50,6 @@ class Choice(ServedSequence):
         stop_token_ids: Ids that end the text.
         depth: Levels of the deepest tree of drafts.
         adapter: Name of the LoRA adapter that writes the text; None for the model alone.
-
-    Attributes:
-        begun: Whether something of it was received.
-        token_count: Tokens received so far; the engine may have written more.
-        text: The text so far, without what is held back.
-        lines: Tokens with their log-probabilities, where these were asked for.
-        logprob: Sum of the log-probabilities of all tokens, a final end token included; 0 where not asked for.
-        finish: Why the text ended; None while it is written.
-        shown: Whether a chunk of it was sent.
     """
 
     def __init__(
@@ -78,12 +69,12 @@ class Choice(ServedSequence):
         self._held = ""
         self._drafted = bytearray()  # of each character of the text and of what is held: whether a draft wrote it
         self._reported = 0  # characters that `draft_runs` has returned
-        self.begun = self.shown = False
-        self.token_count = 0
-        self.text = ""
-        self.lines: list[TokenLine] = []
-        self.logprob = 0.0
-        self.finish: str | None = None
+        self.begun = self.shown = False  # whether something of it was received, and a chunk of it sent
+        self.token_count = 0  # tokens received so far; the engine may have written more
+        self.text = ""  # without what is held back
+        self.lines: list[TokenLine] = []  # tokens with their log-probabilities, where these were asked for
+        self.logprob = 0.0  # the sum of these, that of a final end token included
+        self.finish: str | None = None  # why the text ended
 
     def append(self, deltas: Sequence[SequenceDelta]) -> tuple[str, list[TokenLine]]:
         """Append what was written since the last call, or raise `ApiError` if that has failed.

@@ -34,23 +34,18 @@ class ChatReader:
         parallel_calls: Whether more than one call is reported; else what follows the first call is left out.
         split_thoughts: Whether thoughts are reported apart from the content.
         thinking: Whether the text begins within thoughts.
-
-    Attributes:
-        text: The text so far.
-        calls: Calls that have begun.
-        cut: Whether the text ends within a call.
     """
 
     def __init__(
         self, names: frozenset[str], parallel_calls: bool = True, split_thoughts: bool = False, thinking: bool = False
     ):
-        self.text = ""
+        self.text = ""  # so far
         self._at = 0  # index of the next character to read
         self._last = False  # whether the text is complete
         self._names, self._parallel_calls = names, parallel_calls
         self._split_thoughts, self._thinking = split_thoughts, thinking
-        self.calls = 0
-        self.cut = False
+        self.calls = 0  # that have begun
+        self.cut = False  # whether the text ends within a call
         self._from = 0  # where text that is not reported yet begins
         self._seen = 0  # up to where spaces were looked for
         self._sent: int | None = None  # within arguments: where those that are not reported yet begin
