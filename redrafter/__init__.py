@@ -30,6 +30,8 @@ from redrafter.version import __version__
 
 if TYPE_CHECKING:
     from redrafter.checkpoints.merged import boxed_pair
+    from redrafter.drafting.dflash import DFlashDrafter
+    from redrafter.drafting.dflash_config import DFlashConfig
     from redrafter.drafting.drafter import RecurrentDrafter
     from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
     from redrafter.drafting.eagle import EagleDrafter
@@ -46,6 +48,8 @@ __all__ = [
     "ArgumentError",
     "CacheFullError",
     "CheckpointError",
+    "DFlashConfig",
+    "DFlashDrafter",
     "DraftTarget",
     "DrafterConfig",
     "EagleConfig",
@@ -71,6 +75,8 @@ __all__ = [
 # Module of each public name that needs torch. They are imported on first use: `redrafter --help` needs no torch and
 # must not wait for it.
 _MODULES = {
+    "DFlashConfig": "drafting.dflash_config",
+    "DFlashDrafter": "drafting.dflash",
     "DraftTarget": "engine.draft_target",
     "DrafterConfig": "drafting.drafter_config",
     "EagleConfig": "drafting.drafter_config",
@@ -101,7 +107,7 @@ def __getattr__(name: str) -> Any:
 # `AutoConfig` knows our configs once their modules are imported, which the first use of a public name does. Where
 # transformers is there already, that costs nothing; and it must not be imported for them.
 if "transformers.models.auto.configuration_auto" in sys.modules:
-    importlib.import_module(f"{__name__}.drafting.drafter_config")
+    importlib.import_module(f"{__name__}.drafting.dflash_config")  # and those of the other drafters with it
 
 
 def __dir__() -> list[str]:

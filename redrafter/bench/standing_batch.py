@@ -237,6 +237,8 @@ def random_drafter(drafter: Drafter, ids: int) -> Drafter:
     """Return a drafter of the same shape with random weights and a head of `ids` ids, good for timing only."""
     config = copy.deepcopy(drafter.config)
     config.draft_vocab_size = None if ids == config.vocab_size else ids
+    if hasattr(config, "own_head"):
+        config.own_head = True
     with torch.device("meta"):
         make: Any = type(drafter)
         module: Any = make(config)

@@ -135,10 +135,12 @@ class KVCache(ABC):
             for store, x in zip(self.stores(layer), tensors, strict=False):
                 write_slots(store, slots, x[0].transpose(0, 1) if x.dim() == 4 else x[0][:, None])
 
-    def read_drafter_layer(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def read_drafter_layer(self, positions: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return what a drafter remembers of the tokens at positions `[B, S]`, keys and values `[B, S, H, d]`."""
         slots = self.slots(positions)
-        keys, values = (store.index_select(0, slots).unflatten(0, positions.shape) for store in self.stores(-1))
+        keys, values = (
+            store[:, heads].index_select(0, slots).unflatten(0, positions.shape) for store in self.stores(-1)
+        )
         return keys, values
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:

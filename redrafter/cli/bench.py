@@ -100,7 +100,7 @@ def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
     device, small = str(load.device), pair.engine
     assert isinstance(small, ReDrafter)
     if not isinstance(small.drafter, RecurrentDrafter):
-        raise UnsupportedError("--pad-to pads recurrent drafters alone, and this is an EAGLE-3 head: leave it out")
+        raise UnsupportedError("--pad-to pads recurrent drafters alone, and this is none: leave it out")
     drafter = pad_drafter(
         small.drafter, shape.hidden_size, shape.vocab_size, head_rank=options.pad_head_rank, device=device
     )

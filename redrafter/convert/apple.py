@@ -89,7 +89,7 @@ def check_published_form(config: DrafterArchitecture, format_name: str, recurren
     """
     keeping = "--to redrafter or --to drafter keeps it"
     if not isinstance(config, DrafterConfig):
-        raise UnsupportedError(f"{format_name} cannot hold an EAGLE-3 head; {keeping}")
+        raise UnsupportedError(f"{format_name} cannot hold {config.kind}s; {keeping}")
     extensions = {
         "recurrence": config.rnn and config.recurrence not in recurrences,
         "target_layers": bool(config.target_layers),

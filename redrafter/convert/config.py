@@ -38,8 +38,8 @@ class ConvertConfig:
     )
     drafter_model_dir: str | None = option(
         None,
-        "the drafter: one of redrafter or of Apple, an EAGLE-3 head, or a merged or TensorRT-LLM checkpoint that holds "
-        "one (default: the one in the directory of the model)",
+        "the drafter: one of redrafter or of Apple, an EAGLE-3 head, a DFlash or DSpark drafter, or a merged or "
+        "TensorRT-LLM checkpoint that holds one (default: the one in the directory of the model)",
         metavar="DIR",
     )
     output_dir: str | None = option(None, "directory to write", metavar="DIR")

@@ -43,7 +43,13 @@ _UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.i
 def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], directory: Path) -> EagleConfig:
     """Convert the config of a head in either format; its tensors tell whether it has embeddings of its own."""
     read = _of_speculators if SPECULATORS_KEY in config else _of_eagle
-    layer = _layer_config(config.get("transformer_layer_config", config), directory)
+    layer = layer_config(config.get("transformer_layer_config", config), directory, LAYER_TYPES)
+    if layer.num_hidden_layers != 1:
+        raise UnsupportedError(f"{directory} has {layer.num_hidden_layers} decoder layers; heads of one layer are read")
+    if "sliding_attention" in (getattr(layer, "layer_types", None) or ()) or getattr(
+        layer, "use_sliding_window", False
+    ):
+        raise UnsupportedError(f"{directory} attends to a sliding window, which cannot be computed here")
     draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size
     return EagleConfig(
         vocab_size=layer.vocab_size,
@@ -70,7 +76,7 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
 
 def _of_speculators(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Return the fields of our config that speculators' format has in a way of its own."""
-    kind, whole = config[SPECULATORS_KEY], _as_dict(config.get("speculators_config"))
+    kind, whole = config[SPECULATORS_KEY], as_dict(config.get("speculators_config"))
     if kind != "eagle3":
         raise UnsupportedError(f"{directory} is a speculator of the type {kind}; of speculators', only eagle3 is read")
     if "transformer_layer_config" not in config:
@@ -79,13 +85,13 @@ def _of_speculators(config: Mapping[str, Any], directory: Path) -> dict[str, Any
     if ids is not None and 0 in ids:
         raise UnsupportedError(f"{directory} reads the target's embeddings ({LAYER_IDS}={ids}), which cannot be read")
     fields: dict[str, Any] = {
-        "target_layers": None if ids is None else [i - 1 for i in _ascending(ids, directory)],
+        "target_layers": None if ids is None else [i - 1 for i in ascending(ids, directory)],
         "norm_before_residual": bool(config.get("norm_before_residual")),
         "norm_output": bool(config.get("norm_output")),
-        "base_model": _as_dict(whole.get("verifier")).get("name_or_path"),
+        "base_model": as_dict(whole.get("verifier")).get("name_or_path"),
     }
     proposals = whole.get("proposal_methods") or [{}]
-    if (length := _as_dict(proposals[0]).get("speculative_tokens")) is not None:
+    if (length := as_dict(proposals[0]).get("speculative_tokens")) is not None:
         fields["draft_len_per_beam"] = length
     return fields
 
@@ -98,20 +104,20 @@ def _of_eagle(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
                 f"{directory / 'config.json'} has {name}={config[name]!r} outside of speculators' format, where its "
                 "meaning differs from program to program; convert it with vllm-project/speculators first"
             )
-    settings = dict(_as_dict(config.get("eagle_config")))
+    settings = dict(as_dict(config.get("eagle_config")))
     ids = settings.pop(LAYER_IDS, None)
     for name, value in settings.items():
         if name not in _EAGLE_CONFIG or value != _EAGLE_CONFIG[name]:
             raise UnsupportedError(f"{directory / 'config.json'} has eagle_config.{name}={value!r}, which is not read")
-    return {"target_layers": _ascending(ids, directory) if ids else None}
+    return {"target_layers": ascending(ids, directory) if ids else None}
 
 
-def _layer_config(config: Mapping[str, Any], directory: Path) -> Any:
-    """Return the config of the decoder layer as transformers' class for it, which knows what is left out."""
+def layer_config(config: Mapping[str, Any], directory: Path, known: Sequence[str]) -> Any:
+    """Return the config of decoder layers, of a `known` type, as transformers' class has it: with what is left out."""
     kind, where = config.get("model_type"), directory / "config.json"
-    if kind not in LAYER_TYPES:
-        raise UnsupportedError(f"{where} describes a layer of the type {kind}; {' and '.join(LAYER_TYPES)} can be read")
-    rope = _as_dict(config.get("rope_parameters") or config.get("rope_scaling"))
+    if kind not in known:
+        raise UnsupportedError(f"{where} describes a layer of the type {kind}; {' and '.join(known)} can be read")
+    rope = as_dict(config.get("rope_parameters") or config.get("rope_scaling"))
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise UnsupportedError(f"{where} has rope of the type {rope_type}; {', '.join(ROPE_TYPES)} can be read")
@@ -119,60 +125,59 @@ def _layer_config(config: Mapping[str, Any], directory: Path) -> Any:
         raise UnsupportedError(f"{directory} is quantised; give the head that it was made from")
     with config_errors(directory, "decoder layer"):
         layer = AutoConfig.for_model(**{key: x for key, x in config.items() if key != "quantization_config"})
-    if layer.num_hidden_layers != 1:
-        raise UnsupportedError(f"{directory} has {layer.num_hidden_layers} decoder layers; heads of one layer are read")
-    types = getattr(layer, "layer_types", None) or ()
-    if "sliding_attention" in types or getattr(layer, "use_sliding_window", False):
-        raise UnsupportedError(f"{directory} attends to a sliding window, which cannot be computed here")
     layer.rope_parameters = {key: x for key, x in layer.rope_parameters.items() if key != "type"}
     return layer
 
 
-def _ascending(ids: Any, directory: Path) -> list[int]:
+def ascending(ids: Any, directory: Path, name: str = LAYER_IDS) -> list[int]:
+    """Return layer numbers that a config has under a name; raise `UnsupportedError` unless they ascend from 0."""
     numbers = isinstance(ids, Sequence) and all(type(i) is int and i >= 0 for i in ids)
     if not numbers or list(ids) != sorted(set(ids)):
-        raise UnsupportedError(
-            f"{directory / 'config.json'} has {LAYER_IDS}={ids!r}; layer numbers that ascend are read"
-        )
+        raise UnsupportedError(f"{directory / 'config.json'} has {name}={ids!r}; layer numbers that ascend are read")
     return list(ids)
 
 
-def _as_dict(value: Any) -> Mapping[str, Any]:
+def as_dict(value: Any) -> Mapping[str, Any]:
+    """Return a value where it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def split_tensors(tensors: Mapping[str, LazyTensor], config: EagleConfig, directory: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of a head by this project's names, without those that nothing reads.
-
-    `draft_ids`, the target's id of each of the head's ids, `[V']` int64, is left out of a head that has all in order.
-    """
+    """Return the tensors of a head by this project's names, without those that nothing reads."""
     renamed = {
         re.sub(r"^layers\.0\.", "midlayer.", name): tensor
         for name, tensor in tensors.items()
         if not _UNREAD.fullmatch(name)
     }
-    size = config.draft_vocab_size
+    return renamed | draft_ids(tensors, config.draft_vocab_size, config.vocab_size, directory)
+
+
+def draft_ids(
+    tensors: Mapping[str, LazyTensor], size: int | None, vocab_size: int, directory: Path
+) -> dict[str, LazyTensor]:
+    """Return `draft_ids`, the base's id of each of a drafter's `size` ids, `[V']` int64, by its name.
+
+    It is left out of a drafter that has all ids of its base in order; `size` is None then.
+    """
     if "d2t" not in tensors:
         if size is not None:
             raise CheckpointError(f"{directory} has no tensor d2t, which maps its {size} ids to the base's")
-        return renamed
+        return {}
     offsets = tensors["d2t"].read(0, tensors["d2t"].length).long()
     ids = offsets + torch.arange(len(offsets))
-    if len(ids) != (size or config.vocab_size):
-        raise CheckpointError(f"{directory} has d2t of {len(ids)} ids instead of {size or config.vocab_size}")
-    if len(ids.unique()) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-        raise CheckpointError(
-            f"{directory} has d2t that does not map to different ids of its base's {config.vocab_size}"
-        )
+    if len(ids) != (size or vocab_size):
+        raise CheckpointError(f"{directory} has d2t of {len(ids)} ids instead of {size or vocab_size}")
+    if len(ids.unique()) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise CheckpointError(f"{directory} has d2t that does not map to different ids of its base's {vocab_size}")
     if "t2d" in tensors:
         known = tensors["t2d"].read(0, tensors["t2d"].length).bool()
-        if len(known) != config.vocab_size or not torch.equal(known.nonzero().flatten(), ids.sort().values):
+        if len(known) != vocab_size or not torch.equal(known.nonzero().flatten(), ids.sort().values):
             raise CheckpointError(f"{directory} has d2t and t2d that do not name the same ids")
     if size is None:
         if not torch.equal(ids, torch.arange(len(ids))):
             raise CheckpointError(f"{directory} has all ids of its base, and d2t puts them in another order")
-        return renamed
-    return renamed | {"draft_ids": memory_tensor("d2t", ids)}
+        return {}
+    return {"draft_ids": memory_tensor("d2t", ids)}
 
 
 def is_same(one: LazyTensor, other: LazyTensor) -> bool:

@@ -24,7 +24,7 @@ from redrafter.app.program import run_command
 from redrafter.cache.states import StateShape
 from redrafter.checkpoints.merged import Defaults, boxed_pair
 from redrafter.convert.plan import possible_formats
-from redrafter.convert.sources import SourceBase, SourceDrafter, is_pair, open_base, open_drafter
+from redrafter.convert.sources import FOREIGN, SourceBase, SourceDrafter, is_pair, open_base, open_drafter
 from redrafter.convert.tensors import LazyTensor
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.files.checkpoint_kind import check_path, kind_of
@@ -51,7 +51,7 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
     directory = _locate(name)
     kind = kind_of(directory)
     document: dict[str, Any] = {"path": str(directory), "kind": kind}
-    if kind in ("drafter", "Apple drafter", "EAGLE-3 head", "speculators checkpoint"):
+    if kind in ("drafter", "Apple drafter", *FOREIGN):
         if drafter_name is not None:
             raise ArgumentError(f"{name} is a drafter itself: give the model first, and the drafter with --drafter")
         drafter = open_drafter(directory)

@@ -15,7 +15,7 @@ import torch
 
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning
 from redrafter.checkpoints.merged import TreeShape
-from redrafter.convert import apple, eagle, trtllm
+from redrafter.convert import apple, dflash, eagle, trtllm
 from redrafter.convert.config import ConvertConfig
 from redrafter.convert.sources import SourceBase, SourceDrafter
 from redrafter.convert.tensors import (
@@ -26,7 +26,7 @@ from redrafter.convert.tensors import (
     split_into_files,
     write_safetensors,
 )
-from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
+from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
@@ -162,12 +162,13 @@ def _plan_drafter(
     drafter: SourceDrafter, base: SourceBase | None, dtype: str | None, shape: TreeShape
 ) -> ConversionPlan:
     """Plan a drafter directory whose config has `shape` as its search defaults; what is None there stays."""
-    drafter = _without_copied_embedding(drafter, base)
+    drafter = _without_copies(drafter, base)
     config = _config_with_base(drafter.config, base)
     config.draft_beams = shape.num_beams or config.draft_beams
     config.draft_len_per_beam = shape.draft_len_per_beam or config.draft_len_per_beam
     tensors = _cast_floats(drafter.tensors, dtype)
-    config.dtype, config.architectures = tensors["lm_head.weight"].dtype, [DRAFTER_CLASSES[config.model_type].__name__]
+    config.dtype = replace(drafter, tensors=tensors).dtype
+    config.architectures = [DRAFTER_CLASSES[config.model_type].__name__]
     # Its model card and its training record; drafters that come in another project's format have neither.
     documents = [drafter.directory / name for name in ("README.md", "training.json")]
     ours = drafter.kind in ("drafter", "merged checkpoint")
@@ -327,17 +328,18 @@ def _config_with_base(config: DrafterArchitecture, base: SourceBase | None) -> D
     return config
 
 
-def _without_copied_embedding(drafter: SourceDrafter, base: SourceBase | None) -> SourceDrafter:
-    """Return an EAGLE-3 head without its embedding table where that is the base's, which it then shares."""
-    own = drafter.tensors.get(eagle.EMBEDDING)
-    tables = () if base is None else (x for name, x in base.tensors.items() if name.endswith(eagle.EMBEDDING))
-    if own is None or not any(eagle.is_same(own, table) for table in tables):
-        return drafter
-    config = deepcopy(drafter.config)
-    assert isinstance(config, EagleConfig)
-    config.own_embedding = False
-    tensors = {name: tensor for name, tensor in drafter.tensors.items() if name != eagle.EMBEDDING}
-    return replace(drafter, config=config, tensors=tensors)
+def _without_copies(drafter: SourceDrafter, base: SourceBase | None) -> SourceDrafter:
+    """Return a drafter without its embedding table and its head where they are the base's, which it then shares."""
+    tables = {} if base is None else base.tensors
+    shared = [x for name, x in tables.items() if name.endswith((dflash.HEAD, eagle.EMBEDDING))]
+    for name, flag in ((eagle.EMBEDDING, "own_embedding"), (dflash.HEAD, "own_head")):
+        own = drafter.tensors.get(name)
+        if own is None or not getattr(drafter.config, flag, False) or not any(eagle.is_same(own, x) for x in shared):
+            continue
+        config = deepcopy(drafter.config)
+        setattr(config, flag, False)
+        drafter = replace(drafter, config=config, tensors={key: x for key, x in drafter.tensors.items() if key != name})
+    return drafter
 
 
 def _recurrence_notes(drafter: SourceDrafter) -> tuple[str, ...]:

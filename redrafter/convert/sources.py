@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
 from redrafter.checkpoints.merged import Defaults, TreeShape
-from redrafter.convert import apple, eagle, trtllm
+from redrafter.convert import apple, dflash, eagle, trtllm
 from redrafter.convert.tensors import (
     INDEX_FILE,
     SAFETENSORS_CODES,
@@ -30,6 +30,8 @@ from redrafter.files.dtype_names import dtype_name
 from redrafter.model.supported import config_width
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# Modules that read drafters of others, by the kind of directory.
+FOREIGN: dict[str, Any] = {"EAGLE-3 head": eagle, "speculators checkpoint": eagle, "DFlash drafter": dflash}
 PICKLE_FILES = ("model.pt", "pytorch_model.bin")
 # Folders of a model directory that belong to the model: `save_pretrained` keeps further chat templates in this one.
 MODEL_FOLDERS = ("additional_chat_templates",)
@@ -147,8 +149,8 @@ class SourceDrafter:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number format of the head."""
-        return self.tensors["lm_head.weight"].dtype
+        """Number format of its weights."""
+        return next(tensor.dtype for tensor in self.tensors.values() if tensor.dtype in FLOAT_DTYPES)
 
     def fill(self, asked: Defaults) -> Defaults:
         """Return the defaults to write: as asked for, or else the source's, or else those of the drafter's config."""
@@ -170,7 +172,7 @@ def open_drafter(directory: Path, recurrence: str | None = None) -> SourceDrafte
     Raises:
         CheckpointError: When a tensor or file is missing, is not expected or has another shape; it is named.
         ArgumentError: When a recurrence is given for a checkpoint of another kind.
-        UnsupportedError: When an EAGLE-3 head is of a form that cannot be computed here.
+        UnsupportedError: When it is of a form that cannot be computed here.
     """
     kind = kind_of(directory)
     if recurrence is not None and not kind.startswith("TensorRT-LLM"):
@@ -192,10 +194,10 @@ def open_drafter(directory: Path, recurrence: str | None = None) -> SourceDrafte
         config = apple.to_redrafter_config(read_json(directory / "config.json"), stored, directory)
         tensors = apple.rename_tensors(stored, config.num_draft_layers, directory)
         source_name = partial(apple.to_apple_name, layers=config.num_draft_layers)
-    elif kind in ("EAGLE-3 head", "speculators checkpoint"):
+    elif (foreign := FOREIGN.get(kind)) is not None:
         stored = _open_tensors(directory)
-        config = eagle.to_redrafter_config(read_json(directory / "config.json"), stored, directory)
-        tensors = eagle.split_tensors(stored, config, directory)
+        config = foreign.to_redrafter_config(read_json(directory / "config.json"), stored, directory)
+        tensors = foreign.split_tensors(stored, config, directory)
     elif kind == "TensorRT-LLM ReDrafter checkpoint":
         source_name = trtllm.DRAFTER_PREFIX.__add__
         trtllm_config = trtllm.read_config(directory)

@@ -14,30 +14,33 @@ CONTEXT_HEADS, CONTEXT_KV_HEADS, CONTEXT_HEAD_DIM = 4, 1, 64  # of a drafter tha
 MAX_SIZE, MAX_LAYERS = 2**31 - 1, 1024  # of a width or a vocabulary; of residual layers
 
 
-def _require(config: "DrafterConfig | EagleConfig", name: str, allowed: bool, what: str) -> None:
+def require(config: PretrainedConfig, name: str, allowed: bool, what: str) -> None:
+    """Raise `ArgumentError`, which says what a field of a config must be, unless its value is allowed."""
     if not allowed:
         raise ArgumentError(f"{type(config).__name__}.{name} must {what}, got {getattr(config, name)!r}")
 
 
-def _check_sizes(
-    config: "DrafterConfig | EagleConfig", *names: str, least: int = 1, most: int = MAX_SIZE, optional: bool = False
+def check_sizes(
+    config: PretrainedConfig, *names: str, least: int = 1, most: int = MAX_SIZE, optional: bool = False
 ) -> None:
+    """Raise `ArgumentError` unless fields of a config are integers from `least` to `most`, or None if optional."""
     for name in names:
         value = getattr(config, name)
         allowed = (optional and value is None) or (type(value) is int and least <= value <= most)
-        _require(config, name, allowed, f"be an integer from {least} to {most}")
+        require(config, name, allowed, f"be an integer from {least} to {most}")
 
 
-def _check_shared(config: "DrafterConfig | EagleConfig") -> None:
+def check_shared(config: Any) -> None:
     """Check what drafters of all kinds have."""
-    _check_sizes(config, "trained_draft_len", "draft_vocab_size", optional=True)
+    check_sizes(config, "trained_draft_len", "draft_vocab_size", optional=True)
     part = config.draft_vocab_size is None or config.draft_vocab_size <= config.vocab_size
-    _require(config, "draft_vocab_size", part, f"be from 1 to vocab_size={config.vocab_size}")
+    require(config, "draft_vocab_size", part, f"be from 1 to vocab_size={config.vocab_size}")
     between = isinstance(config.rms_norm_eps, float) and 0 < config.rms_norm_eps < 1
-    _require(config, "rms_norm_eps", between, "be between 0 and 1")
+    require(config, "rms_norm_eps", between, "be between 0 and 1")
 
 
-def _ascend(layers: Sequence[int]) -> bool:
+def are_layers(layers: Sequence[int]) -> bool:
+    """Return whether these are numbers of layers in order."""
     return all(type(layer) is int and layer >= 0 for layer in layers) and list(layers) == sorted(set(layers))
 
 
@@ -125,18 +128,18 @@ class DrafterConfig(PretrainedConfig):
     def check(self) -> None:
         """Raise `ArgumentError` for values that no drafter can have."""
         sizes = ("vocab_size", "hidden_size", "exit_dim", "draft_beams", "draft_len_per_beam")
-        _check_sizes(self, *sizes, "context_heads", "context_kv_heads", "context_head_dim")
+        check_sizes(self, *sizes, "context_heads", "context_kv_heads", "context_head_dim")
         heads = self.context_heads, self.context_kv_heads, self.context_head_dim
         check_context_heads(*heads, "DrafterConfig.{}".format)
-        _check_sizes(self, "context_window", "head_rank", optional=True)
-        _check_sizes(self, "num_draft_layers", least=0, most=MAX_LAYERS)
-        _require(self, "rnn", isinstance(self.rnn, bool), "be true or false")
-        _require(self, "recurrence", self.recurrence in RECURRENCES, f"be one of {RECURRENCES}")
-        _require(self, "target_layers", _ascend(self.target_layers), "be layer numbers that ascend")
+        check_sizes(self, "context_window", "head_rank", optional=True)
+        check_sizes(self, "num_draft_layers", least=0, most=MAX_LAYERS)
+        require(self, "rnn", isinstance(self.rnn, bool), "be true or false")
+        require(self, "recurrence", self.recurrence in RECURRENCES, f"be one of {RECURRENCES}")
+        require(self, "target_layers", are_layers(self.target_layers), "be layer numbers that ascend")
         norms = self.base_embedding_norms
         numbers = isinstance(norms, list) and norms and all(isinstance(norm, int | float) for norm in norms)
-        _require(self, "base_embedding_norms", norms is None or bool(numbers), "be numbers or None")
-        _check_shared(self)
+        require(self, "base_embedding_norms", norms is None or bool(numbers), "be numbers or None")
+        check_shared(self)
 
     def describe(self) -> dict[str, Any]:
         """Return what this kind of drafter alone has to say of itself, as `redrafter convert --info` shows it."""
@@ -318,17 +321,17 @@ class EagleConfig(PretrainedConfig):
 
     def check(self) -> None:
         """Raise `ArgumentError` for values that no head can have."""
-        _check_sizes(self, *_SIZES)
+        check_sizes(self, *_SIZES)
         for name in _FLAGS:
-            _require(self, name, isinstance(getattr(self, name), bool), "be true or false")
+            require(self, name, isinstance(getattr(self, name), bool), "be true or false")
         kv_heads, layers = self.num_key_value_heads, self.target_layers
         multiple = self.num_attention_heads % kv_heads == 0
-        _require(self, "num_attention_heads", multiple, f"be a multiple of num_key_value_heads={kv_heads}")
-        _require(self, "hidden_act", self.hidden_act in ACT2FN, "be an activation of transformers")
-        _require(self, "head_dim", self.head_dim % 2 == 0, "be even")
-        _require(self, "rope", self.rope.get("rope_type") in ROPE_TYPES, f"have one of the types {ROPE_TYPES}")
-        ascend = layers is None or (bool(layers) and _ascend(layers))
-        _require(self, "target_layers", ascend, "be layer numbers that ascend, or None")
+        require(self, "num_attention_heads", multiple, f"be a multiple of num_key_value_heads={kv_heads}")
+        require(self, "hidden_act", self.hidden_act in ACT2FN, "be an activation of transformers")
+        require(self, "head_dim", self.head_dim % 2 == 0, "be even")
+        require(self, "rope", self.rope.get("rope_type") in ROPE_TYPES, f"have one of the types {ROPE_TYPES}")
+        ascending = layers is None or (bool(layers) and are_layers(layers))
+        require(self, "target_layers", ascending, "be layer numbers that ascend, or None")
         if self.norm_before_fc and self.fc_norm:
             raise ArgumentError("EagleConfig has norm_before_fc or fc_norm, not both")
         if self.width != self.hidden_size and not self.own_embedding:
@@ -336,7 +339,7 @@ class EagleConfig(PretrainedConfig):
                 f"EagleConfig.width={self.width} differs from the target's {self.hidden_size}, whose embeddings then "
                 "do not fit: such a head needs own_embedding"
             )
-        _check_shared(self)
+        check_shared(self)
 
 
 AutoConfig.register(EAGLE_MODEL_TYPE, EagleConfig, exist_ok=True)

@@ -30,6 +30,12 @@ class DrafterModel(PreTrainedModel):
     base_model_prefix = "drafter"
     unquantized: nn.Module | None = None
 
+    @property
+    def telling_layer(self) -> nn.Linear:
+        """The layer whose norms tell the drafter from one of the same form: its head."""
+        head: nn.Linear = self.lm_head
+        return head
+
     def layers_read(self, target: Target) -> list[int]:
         """Return the target's decoder layers whose outputs the drafter reads."""
         raise NotImplementedError

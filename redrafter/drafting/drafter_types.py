@@ -6,18 +6,20 @@ from typing import Any, TypeAlias
 
 from transformers import PretrainedConfig
 
+from redrafter.drafting.dflash import DFlashDrafter
+from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
 from redrafter.drafting.eagle import EagleDrafter
 from redrafter.files.checkpoint_kind import check_drafter
 
-Drafter: TypeAlias = RecurrentDrafter | EagleDrafter
+Drafter: TypeAlias = RecurrentDrafter | EagleDrafter | DFlashDrafter
 """A drafter of any type."""
 
-DrafterArchitecture: TypeAlias = DrafterConfig | EagleConfig
+DrafterArchitecture: TypeAlias = DrafterConfig | EagleConfig | DFlashConfig
 """The config of a drafter of any type."""
 
-_KINDS: tuple[type[Drafter], ...] = (RecurrentDrafter, EagleDrafter)
+_KINDS: tuple[type[Drafter], ...] = (RecurrentDrafter, EagleDrafter, DFlashDrafter)
 DRAFTER_CLASSES = {kind.config_class.model_type: kind for kind in _KINDS}
 
 

@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, LlamaConfig
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import AutoModel
 
 from redrafter.cache.kv_cache import KVCache
+from redrafter.drafting.decoder_parts import GatedMLP, of_beams, rotate
 from redrafter.drafting.drafter_config import EagleConfig
 from redrafter.drafting.drafter_model import DrafterModel, drafter_layer, layer_bytes, partial_linear
 from redrafter.drafting.proposer import SearchProposer, State
@@ -66,21 +65,6 @@ class _Attention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
 
-class _MLP(nn.Module):
-    """The gated MLP of the layer."""
-
-    def __init__(self, config: EagleConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.width, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.width, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.width, bias=config.mlp_bias)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the MLP to `[..., D]`."""
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
 class _Layer(nn.Module):
     """The weights of the decoder layer, which `EagleDrafter` computes."""
 
@@ -89,7 +73,7 @@ class _Layer(nn.Module):
         width, eps = config.width, config.rms_norm_eps
         self.input_layernorm, self.hidden_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
         self.post_attention_layernorm = nn.RMSNorm(width, eps)
-        self.self_attn, self.mlp = _Attention(config), _MLP(config)
+        self.self_attn, self.mlp = _Attention(config), GatedMLP(width, config)
 
 
 class EagleDrafter(DrafterModel):
@@ -244,7 +228,7 @@ class EagleDrafter(DrafterModel):
         )
         if attention.q_norm is not None:
             query = attention.q_norm(query)
-        query = self._rotate(query, position)
+        query = rotate(query, position, self.config)
         key = self._finish_keys(key, position)
         new = EagleEntries(key[:, :, None], value[:, :, None])
         if path is not None:
@@ -263,17 +247,7 @@ class EagleDrafter(DrafterModel):
     def _finish_keys(self, keys: Tensor, position: Tensor) -> Tensor:
         """Normalise keys `[..., H, d]` where the head does so, and rotate them by positions that broadcast."""
         norm = self.midlayer.self_attn.k_norm
-        return self._rotate(keys if norm is None else norm(keys), position)
-
-    def _rotate(self, x: Tensor, position: Tensor) -> Tensor:
-        """Rotate heads `[..., h, d]` by positions that broadcast to `[...]`, and return them in their dtype."""
-        config = self.config
-        rope = tuple(sorted((key, tuple(x) if isinstance(x, list) else x) for key, x in config.rope.items()))
-        frequency, scale = _rope(rope, config.head_dim, config.max_position_embeddings, x.device)
-        angle = (position[..., None] * frequency)[..., None, :]  # [..., 1, d / 2]
-        cosine, sine = angle.cos() * scale, angle.sin() * scale
-        first, second = x.float().chunk(2, dim=-1)
-        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
+        return rotate(keys if norm is None else norm(keys), position, self.config)
 
 
 def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
@@ -299,32 +273,6 @@ def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
     read = (far @ past.entries.values.transpose(1, 2)).unflatten(2, (beams, -1)).transpose(1, 2)  # [B, w, H, g, d]
     read = read + near.transpose(1, 2) @ path.values.transpose(2, 3)
     return read.flatten(2)
-
-
-@lru_cache(maxsize=16)
-def _rope(
-    rope: tuple[tuple[str, Any], ...], head_dim: int, max_position_embeddings: int, device: torch.device
-) -> tuple[Tensor, float]:
-    """Return the frequencies of a rope, `[d / 2]` float32, and what its sines and cosines are scaled by.
-
-    It is computed once for each rope and device: a captured step may copy nothing from the host.
-
-    Args:
-        rope: Items of `EagleConfig.rope`.
-        head_dim: d.
-        max_position_embeddings: Positions that the rope was made for.
-        device: Where the frequencies go.
-    """
-    parameters = dict(rope)
-    with torch.inference_mode(False), torch.device("cpu"):
-        if parameters["rope_type"] == "default":
-            powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-            return (parameters["rope_theta"] ** -powers).to(device), 1.0
-        config = LlamaConfig(
-            head_dim=head_dim, max_position_embeddings=max_position_embeddings, rope_parameters=parameters
-        )
-        frequency, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
-        return frequency.to(device), scale
 
 
 AutoModel.register(EagleConfig, EagleDrafter, exist_ok=True)
@@ -354,8 +302,8 @@ class EagleProposer(SearchProposer):
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried, path
             if path is not None:
-                carried = _of_beams(carried, sources)
-                path = EagleEntries(*(_of_beams(part, sources) for part in path))
+                carried = of_beams(carried, sources)
+                path = EagleEntries(*(of_beams(part, sources) for part in path))
             embedding = head.embed(tokens, self.target.embedding)
             logits, carried, path = head.step(embedding, carried, (state.length - 1 + k)[:, None], path, past)
             return sampler.draft_scores(logits, noise, k, head.draft_ids)
@@ -370,12 +318,6 @@ class EagleProposer(SearchProposer):
             stored = cache.read_drafter_layer(position.expand(len(length), -1))
             parts.append(self.drafter.read_past(*stored, length, first))
         return PastEntries.join(parts)
-
-
-def _of_beams(x: Tensor, sources: Tensor) -> Tensor:
-    """Return what belongs to some beams `sources` `[B, W]` of the step before, of `x` `[B, w, ...]`."""
-    index = sources.view(*sources.shape, *(1 for _ in x.shape[2:])).expand(-1, -1, *x.shape[2:])
-    return x.gather(1, index)
 
 
 def _remember(

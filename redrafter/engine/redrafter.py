@@ -22,7 +22,7 @@ from redrafter.tree.beam_search import node_count
 
 
 class ReDrafter(Engine):
-    """A target with its drafter, a recurrent one or an EAGLE-3 head.
+    """A target with its drafter, of any type.
 
     Attributes:
         pauses: Whether steps draft nothing for a while where drafts gain less than they cost. It changes no token.

@@ -12,6 +12,7 @@ from redrafter.errors import ArgumentError, CheckpointError, ReDrafterError, fir
 
 MODEL_TYPE = "redrafter"  # `model_type` in the config.json of this project's drafters
 EAGLE_MODEL_TYPE = "redrafter_eagle3"  # the same of EAGLE-3 heads in the form of this project
+DFLASH_MODEL_TYPE = "redrafter_dflash"  # and of drafters of blocks
 APPLE_MODEL_TYPE = "recurrent_drafting_drafter"  # `model_type` in the config.json of Apple's drafters
 SPECULATORS_KEY = "speculators_model_type"  # in the config.json of vllm-project/speculators' checkpoints
 DRAFTER_FOLDER = "drafter"  # of a merged checkpoint
@@ -24,18 +25,22 @@ TOKENIZER_FILES = (  # of which each tokenizer has at least one
 def kind_of(directory: Path) -> str:
     """Return the kind of checkpoint that a directory holds.
 
-    It is `merged checkpoint`, `drafter`, `Apple drafter`, `EAGLE-3 head`, `speculators checkpoint` of another type,
-    `TensorRT-LLM ReDrafter checkpoint`, `TensorRT-LLM checkpoint`, `built TensorRT engine` or `model`. What is none of
-    the others counts as `model`.
+    It is `merged checkpoint`, `drafter`, `Apple drafter`, `EAGLE-3 head`, `DFlash drafter` (DFlash2 and DSpark
+    included), `speculators checkpoint` of another type, `TensorRT-LLM ReDrafter checkpoint`, `TensorRT-LLM checkpoint`,
+    `built TensorRT engine` or `model`. What is none of the others counts as `model`.
     """
     check_path(str(directory))
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory: it does not exist")
     config = read_json(directory / "config.json")
-    if config.get("model_type") in (MODEL_TYPE, EAGLE_MODEL_TYPE):
+    if config.get("model_type") in (MODEL_TYPE, EAGLE_MODEL_TYPE, DFLASH_MODEL_TYPE):
         return "drafter"
     if config.get("model_type") == APPLE_MODEL_TYPE or ("num_draft_layers" in config and "model_type" not in config):
         return "Apple drafter"
+    named = [str(name).lower() for name in (*(config.get("architectures") or ()), config.get(SPECULATORS_KEY))]
+    block = {"block_size", "target_layer_ids"} <= config.keys()  # as transformers saves them
+    if block or "dflash_config" in config or any("dflash" in name or "dspark" in name for name in named):
+        return "DFlash drafter"
     if SPECULATORS_KEY in config:
         return "EAGLE-3 head" if config[SPECULATORS_KEY] == "eagle3" else "speculators checkpoint"
     if "draft_vocab_size" in config or any("Eagle3" in str(name) for name in config.get("architectures") or ()):
@@ -109,6 +114,7 @@ def wrong_kind_error(path: Path, wanted: str) -> CheckpointError | None:
             "drafter": ", not a model: give the model that it drafts for, and this as the drafter (--drafter)",
             "Apple drafter": drafts_for + convert_drafter,
             "EAGLE-3 head": drafts_for + convert_drafter,
+            "DFlash drafter": drafts_for + convert_drafter,
             "speculators checkpoint": ", not a model",
             "TensorRT-LLM ReDrafter checkpoint": ": convert it first, with the tokenizer of BASE, the Hugging Face "
             "model that it was made from: " + _convert_command(path, base, "--tokenizer-dir BASE", "merged"),
@@ -121,7 +127,8 @@ def wrong_kind_error(path: Path, wanted: str) -> CheckpointError | None:
             "merged checkpoint": f", a model and its drafter: give it as the model alone, or {path / DRAFTER_FOLDER}",
             "Apple drafter": f": convert it first: {convert_drafter}",
             "EAGLE-3 head": f": convert it first: {convert_drafter}",
-            "speculators checkpoint": " of a type that cannot be read; EAGLE-3 heads can be",
+            "DFlash drafter": f": convert it first: {convert_drafter}",
+            "speculators checkpoint": " of a type that cannot be read; EAGLE-3 heads, DFlash and DSpark can be",
             "TensorRT-LLM ReDrafter checkpoint": f": convert its drafter first: {convert_drafter}",
             "TensorRT-LLM checkpoint": ", which holds no drafter",
         }

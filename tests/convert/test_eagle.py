@@ -111,7 +111,7 @@ def test_a_head_that_was_not_converted_is_named_with_the_command(base, tmp_path)
 
 
 OTHERS: list[tuple[Callable, dict, str]] = [
-    (speculators_dir, {"speculators_model_type": "dflash"}, "of the type dflash"),
+    (speculators_dir, {"speculators_model_type": "peagle"}, "of the type peagle"),
     (speculators_dir, {"transformer_layer_config": {}}, "a layer of the type None"),
     (speculators_dir, {"eagle_aux_hidden_state_layer_ids": [0, 1]}, "the target's embeddings"),
     (speculators_dir, {"eagle_aux_hidden_state_layer_ids": [2, 1]}, "layer numbers that ascend"),

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from helpers.adapters import adapted, saved
 from helpers.context_drafter import checked_windows, context_drafter
+from helpers.dflash import DFLASH_FORMS, checked_blocks, random_block_drafter
 from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
 from helpers.models import tiny_drafter, tiny_model, uneven_batch
 from helpers.recurrent import generated_alone, recurrent_model
@@ -137,6 +138,10 @@ def head(model: PreTrainedModel) -> Any:
     return random_head(**EAGLE_FORMS["published"], **sized(model))
 
 
+def blocks(form: str, model: PreTrainedModel) -> Any:
+    return random_block_drafter(**DFLASH_FORMS[form], **sized(model))
+
+
 ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
     "undrafted": lambda model, options: Engine(Target(model), PlainProposer(), options),
     "prompt lookup": lambda model, options: Engine(Target(model), PromptLookupProposer(2, 4), options),
@@ -147,6 +152,9 @@ ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
     "EAGLE": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), head(model)),
     "EAGLE's chain": lambda model, options: recurrent(model, options, TreeShape(1, 4, 999), head(model)),
     "EAGLE's shared nodes": lambda model, options: sharing(model, options, head(model)),
+    "DFlash": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), blocks("DFlash", model)),
+    "DSpark": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), blocks("DSpark", model)),
+    "DFlash2": lambda model, options: sharing(model, options, blocks("DFlash2", model)),
     "draft model": draft_target,
     "draft model's tree": lambda model, options: draft_target(model, options, num_beams=3, node_budget=6),
     "other vocabulary": other_vocabulary,
@@ -164,6 +172,8 @@ WATCHED: dict[str, Callable[[], AbstractContextManager]] = {
     "context": checked_windows,
     "EAGLE": checked_drafts,
     "EAGLE's chain": checked_drafts,
+    "DFlash": checked_blocks,
+    "DSpark": checked_blocks,
 }
 
 
@@ -272,7 +282,9 @@ def pair(feature: str, engine: str) -> Pair:
 
 
 # Pairs that meet in a way of their own: how a prompt is read, or a state rolled back, depends on both.
-OWN_WAYS = {("images", name) for name in ("context", "EAGLE", "draft model", "other vocabulary", "prompt lookup")}
+OWN_WAYS = {
+    ("images", name) for name in ("context", "EAGLE", "DFlash", "draft model", "other vocabulary", "prompt lookup")
+}
 OWN_WAYS |= {(feature, "draft model's tree") for feature in ("convolutions", "states", "fp8", "invariant")}
 OWN_WAYS |= {("images", "drafter's chain")}
 # Those where either is the first of its kind.

@@ -54,7 +54,7 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
     assert isinstance(engine, ReDrafter)
     if not isinstance(engine.drafter, RecurrentDrafter):
         raise UnsupportedError(
-            "`redrafter evaluate` replays recurrent drafters alone, and this is an EAGLE-3 head: `redrafter bench` "
+            "`redrafter evaluate` replays recurrent drafters alone, and this is none: `redrafter bench` "
             "measures its tokens per step"
         )
     assert isinstance(proposer, RecurrentProposer)

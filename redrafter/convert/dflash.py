@@ -1,0 +1,136 @@
+"""DFlash, DFlash2 and DSpark drafters of others: z-lab's, DeepSpec's, speculators' and those of transformers.
+
+All hold `fc` and `hidden_norm`, decoder layers, and a norm. They differ in where their configs say what, and in which
+output of the target a layer number stands for: speculators' are those of a layer's input, all others' of its output.
+
+| | z-lab | DeepSpec | speculators | transformers |
+|---|---|---|---|---|
+| told by | `dflash_config` | `DSpark` in `architectures` | `speculators_model_type` | `model_type` |
+| fields | in `dflash_config`, or at the top | at the top | at the top | at the top |
+| a layer's config | at the top | at the top | `transformer_layer_config` | at the top |
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from redrafter.convert.eagle import EMBEDDING, as_dict, ascending, draft_ids, layer_config
+from redrafter.convert.tensors import LazyTensor
+from redrafter.drafting.dflash_config import DFlashConfig
+from redrafter.errors import CheckpointError, UnsupportedError
+from redrafter.files.checkpoint_kind import SPECULATORS_KEY
+
+HEAD = "lm_head.weight"
+LAYER_TYPES = ("qwen3", "muse_glimmer_assistant")  # whose decoder layers have the same tensors and formulas
+MARKOV = "markov_head.markov_w1.weight"
+SELECTOR = "candidate_selector.hidden_projection.weight"
+# Keys of `dflash_config` that are read below, or say nothing that the tensors do not.
+_KNOWN = {
+    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "sample_from_anchor", "shift_label"),
+    *("markov_rank", "markov_head_type", "enable_confidence_head", "use_confidence_head", "projector_type"),
+    *("confidence_head_with_markov", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    *("is_causal", "causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "num_anchors"),
+}
+# Of the target, made anew from the config, or the confidence that the tree's own scores stand for.
+_UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|confidence_head\..*|(.*\.)?rotary_emb\.inv_freq")
+_TRANSFORMERS_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+
+
+def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], directory: Path) -> DFlashConfig:
+    """Convert the config of a drafter in any of the formats; its tensors tell what it has."""
+    where, settings = directory / "config.json", as_dict(config.get("dflash_config"))
+    if unknown := sorted(key for key in settings if key not in _KNOWN):
+        raise UnsupportedError(f"{where} has dflash_config.{unknown[0]}={settings[unknown[0]]!r}, which is not read")
+
+    def value(name: str, default: Any = None) -> Any:
+        found = settings.get(name, config.get(name))
+        return default if found is None else found
+
+    def needed(name: str) -> Any:
+        if (found := value(name)) is None:
+            raise CheckpointError(f"{where} has no {name}, neither at the top nor in dflash_config")
+        return found
+
+    layer = layer_config(config.get("transformer_layer_config", config), directory, LAYER_TYPES)
+    kinds = getattr(layer, "layer_types", None) or ()
+    sliding = [number for number, kind in enumerate(kinds) if kind == "sliding_attention"]
+    window, has = getattr(layer, "sliding_window", None), tensors.__contains__
+    if window is not None and layer.model_type != "qwen3":
+        window += 1  # transformers' bidirectional window does not count the position itself
+    draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size if has(HEAD) else None
+    whole = draft_vocab_size in (None, layer.vocab_size)
+    vocab_size = getattr(layer, "vocab_size", None) or needed("vocab_size")
+    selector = {name: needed(name) for name in ("selector_rank", "selector_top_k")} if has(SELECTOR) else {}
+    convolved = any("_conv.base_kernel" in name for name in tensors)
+    convolution = {name: needed(name) for name in ("conv_kernel_size", "conv_group_size")} if convolved else {}
+    verifier = as_dict(as_dict(config.get("speculators_config")).get("verifier"))
+    return DFlashConfig(
+        vocab_size=vocab_size,
+        hidden_size=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        num_layers=layer.num_hidden_layers,
+        num_attention_heads=layer.num_attention_heads,
+        num_key_value_heads=layer.num_key_value_heads,
+        head_dim=layer.head_dim,
+        hidden_act=layer.hidden_act,
+        rms_norm_eps=layer.rms_norm_eps,
+        rope=layer.rope_parameters,
+        max_position_embeddings=layer.max_position_embeddings,
+        attention_bias=getattr(layer, "attention_bias", False),
+        block_size=needed("block_size"),
+        mask_token_id=needed("mask_token_id"),
+        target_layers=_target_layers(value, layer.num_hidden_layers, config, directory),
+        sample_from_anchor=bool(value("sample_from_anchor", value("shift_label", _is_dspark(config, tensors)))),
+        sliding_layers=sliding,
+        sliding_window=window if sliding else None,
+        causal=_causal(value, config, convolved),
+        embedding_scale=float(value("input_embedding_scale", 1.0)),
+        logit_scale=float(value("output_multiplier", 1.0)),
+        logit_softcap=value("final_logit_softcapping"),
+        own_embedding=has(EMBEDDING),
+        own_head=has(HEAD),
+        draft_vocab_size=None if whole else draft_vocab_size,
+        markov_rank=needed("markov_rank") if has(MARKOV) else None,
+        markov_type=value("markov_head_type", "vanilla"),
+        base_model=verifier.get("name_or_path"),
+        **selector,
+        **convolution,
+    )
+
+
+def _is_dspark(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> bool:
+    """Return whether a drafter is a DSpark drafter, whose blocks draft from the pending token's position on."""
+    names = (*(config.get("architectures") or ()), config.get(SPECULATORS_KEY))
+    return MARKOV in tensors or any("dspark" in str(name).lower() for name in names)
+
+
+def _causal(value: Any, config: Mapping[str, Any], convolved: bool) -> str:
+    """Return in which layers positions see no later ones of their block, as the format has it."""
+    causal = value("is_causal", value("causal"))
+    if causal is not None:
+        return "all" if causal else "none"
+    if SPECULATORS_KEY in config:
+        return "none" if config.get("sliding_window_non_causal") else "sliding"
+    return "sliding" if convolved else "none"
+
+
+def _target_layers(value: Any, layers: int, config: Mapping[str, Any], directory: Path) -> list[int]:
+    """Return the target's layers whose outputs are read; those that z-lab's code chooses where none are named."""
+    if SPECULATORS_KEY in config:
+        name = "aux_hidden_state_layer_ids"
+        ids = ascending(config.get(name), directory, name)
+        if 0 in ids:
+            raise UnsupportedError(f"{directory} reads the target's embeddings ({name}={ids}), which cannot be read")
+        return [layer - 1 for layer in ids]
+    ids, count = value("target_layer_ids"), value("num_target_layers")
+    if ids is None and type(count) is int:
+        last = max(layers - 1, 1)
+        ids = [count // 2] if layers == 1 else [round(1 + i * (count - 4) / last) for i in range(layers)]
+    return ascending(ids, directory, "target_layer_ids")
+
+
+def split_tensors(tensors: Mapping[str, LazyTensor], config: DFlashConfig, directory: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of a drafter by this project's names, without those that nothing reads."""
+    read = {_TRANSFORMERS_NAMES.get(name, name): x for name, x in tensors.items() if not _UNREAD.fullmatch(name)}
+    return read | draft_ids(tensors, config.draft_vocab_size, config.vocab_size, directory)

@@ -1,0 +1,381 @@
+"""The proposer that drafts with a DFlash, DFlash2 or DSpark drafter: a block of masks is filled in one pass.
+
+All positions of the block are drafted at once, so a tree is searched in the scores of each position. Where there is a
+Markov head or a selector, they make the scores of a beam depend on its last token.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AutoModel
+
+from redrafter.cache.kv_cache import KVCache
+from redrafter.drafting.context_attention import BACKENDS
+from redrafter.drafting.decoder_parts import GatedMLP, of_beams, rotate
+from redrafter.drafting.dflash_config import DFlashConfig
+from redrafter.drafting.drafter_model import DrafterModel, drafter_layer, layer_bytes
+from redrafter.drafting.proposer import SearchProposer, State
+from redrafter.errors import ArgumentError
+from redrafter.model.forward_batch import DrafterLayer
+from redrafter.model.target import Target
+from redrafter.sampling.sampler import Sampler
+from redrafter.tree.token_tree import Tree
+
+
+class LayerContext(NamedTuple):
+    """What one layer attends to before the block, in B rows.
+
+    Attributes:
+        keys: Keys of S committed tokens, `[B, S, H, d]`.
+        values: Their values, `[B, S, H, d]`.
+        position: Their positions, `[B, S]` int64; those that a row does not have are below 0, or not below its length.
+    """
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor
+
+
+class _Attention(nn.Module):
+    """Attention of a block's positions to the committed tokens and to each other."""
+
+    def __init__(self, config: DFlashConfig, layer: int):
+        super().__init__()
+        self.config, width, bias = config, config.hidden_size, config.attention_bias
+        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(width, queries, bias=bias)
+        self.k_proj = nn.Linear(width, keys, bias=bias)
+        self.v_proj = nn.Linear(width, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, width, bias=bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.window = config.sliding_window if layer in config.sliding_layers else None
+        self.sees_later = config.sees_later(layer)
+
+    def remember(self, hidden: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of tokens with hidden states `[..., D]` at positions `[...]`, `[..., H, d]` each."""
+        key, value = (x.unflatten(-1, (-1, self.config.head_dim)) for x in (self.k_proj(hidden), self.v_proj(hidden)))
+        return rotate(self.k_norm(key), position, self.config), value
+
+    def forward(self, x: Tensor, position: Tensor, length: Tensor, context: LayerContext) -> Tensor:
+        """Attend from blocks `[B, Q, D]` at positions `[B, Q]`, of rows with `length` `[B]` committed tokens."""
+        query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.config.head_dim)))
+        query = rotate(query, position, self.config).unflatten(2, (context.keys.shape[2], -1))  # [B, Q, H, g, d]
+        key, value = (
+            torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(context[:2], self.remember(x, position), strict=True)
+        )  # [B, H, S + Q, d]
+        seen = (context.position >= 0) & (context.position < length[:, None])
+        there = torch.cat([context.position, position], dim=1)[:, None]  # [B, 1, S + Q]
+        seen = pad(seen, (0, x.shape[1]), value=True)[:, None].expand(-1, x.shape[1], -1)  # [B, Q, S + Q]
+        if self.window is not None:
+            seen = seen & (there > position[:, :, None] - self.window)
+        if not self.sees_later:
+            seen = seen & (there <= position[:, :, None])
+        copies = query.shape[3]
+        with sdpa_kernel(BACKENDS):
+            read = scaled_dot_product_attention(
+                query.permute(0, 2, 3, 1, 4).flatten(2, 3), key, value, attn_mask=seen.repeat(1, copies, 1)[:, None]
+            )  # [B, H, g Q, d]
+        return self.o_proj(read.unflatten(2, (copies, -1)).permute(0, 3, 1, 2, 4).flatten(2))
+
+
+class _Convolution(nn.Module):
+    """The convolutions of DFlash2 before and after a sublayer, along a block: each position reads those before it.
+
+    A tap's weight is a constant of each channel and what is computed from the sublayer's input for each group of them.
+    """
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        assert config.conv_kernel_size is not None
+        assert config.conv_group_size is not None
+        self.taps, self.group = config.conv_kernel_size, config.conv_group_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, self.taps, config.hidden_size))
+        self.base_kernel.data[:, 0] = 1
+        groups = config.hidden_size // self.group
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * groups, bias=False)
+
+    def around(self, sublayer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Apply a sublayer to `[B, Q, D]` between both convolutions."""
+        kernels = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.group, dim=-1)
+        before, after = (kernels + self.base_kernel).unbind(2)  # [B, Q, taps, D] each
+        return self._convolve(sublayer(self._convolve(x, before)), after)
+
+    def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        shifted = [pad(x, (0, 0, tap, 0))[:, : x.shape[1]] for tap in range(self.taps)]
+        return (torch.stack(shifted, dim=2) * kernel).sum(dim=2)
+
+
+class _Layer(nn.Module):
+    """A decoder layer."""
+
+    def __init__(self, config: DFlashConfig, layer: int):
+        super().__init__()
+        width, eps, convolved = config.hidden_size, config.rms_norm_eps, config.conv_kernel_size is not None
+        self.input_layernorm = nn.RMSNorm(width, eps)
+        self.self_attn = _Attention(config, layer)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.mlp = GatedMLP(width, config)
+        self.attention_conv = _Convolution(config) if convolved else None
+        self.mlp_conv = _Convolution(config) if convolved else None
+
+    def forward(self, x: Tensor, position: Tensor, length: Tensor, context: LayerContext) -> Tensor:
+        """Apply the layer; the arguments are those of its attention."""
+        attend = partial(self.self_attn, position=position, length=length, context=context)
+        for norm, sublayer, convolution in (
+            (self.input_layernorm, attend, self.attention_conv),
+            (self.post_attention_layernorm, self.mlp, self.mlp_conv),
+        ):
+            y = norm(x)
+            x = x + (sublayer(y) if convolution is None else convolution.around(sublayer, y))
+        return x
+
+
+class _MarkovHead(nn.Module):
+    """What DSpark adds to the logits of a position for the token before it, a product of rank r."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        assert config.markov_rank is not None
+        rank, width = config.markov_rank, config.hidden_size
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        self.gate_proj = nn.Linear(width + rank, rank) if config.markov_type == "gated" else None
+        self.joint_proj = nn.Linear(2 * rank + width, 3 * rank) if config.markov_type == "rnn" else None
+
+    def forward(self, tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return what is added to logits, and the state that the next position reads.
+
+        Args:
+            tokens: The token before the position, of each beam, `[B, w]` int64.
+            hidden: The hidden state of the position, `[B, D]`.
+            state: What the position before returned, of the beam that each continues, `[B, w, r]`; None at first, and
+                for a head without a recurrence.
+        """
+        before = self.markov_w1(tokens)  # [B, w, r]
+        hidden = hidden[:, None].expand(-1, tokens.shape[1], -1)
+        if self.gate_proj is not None:
+            before = self.gate_proj(torch.cat([hidden, before], dim=-1)).sigmoid() * before
+        if self.joint_proj is None:
+            return self.markov_w2(before), None
+        state = torch.zeros_like(before) if state is None else state
+        gate, new, out = self.joint_proj(torch.cat([state, before, hidden], dim=-1)).chunk(3, dim=-1)
+        gate = gate.sigmoid()
+        return self.markov_w2(out.tanh()), gate * state + (1 - gate) * new.tanh()
+
+
+class _Selector(nn.Module):
+    """The selector of DFlash2, which scores the likeliest tokens of a position for the token before it."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        assert config.selector_rank is not None
+        assert config.selector_top_k is not None
+        self.top_k = min(config.selector_top_k, config.vocab_size)
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.selector_rank))
+
+    def forward(self, tokens: Tensor, hidden: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
+        """Return logits of each beam's candidates, `[B, w, V]`: -inf for all other tokens.
+
+        Args:
+            tokens: The token before the position, of each beam, `[B, w]` int64.
+            hidden: The hidden state of the position, `[B, D]`.
+            logits: Its logits, `[B, 1, V]`.
+            scores: The same as the target will draw, by which candidates are chosen, `[B, 1, V]`.
+        """
+        candidates = scores.topk(self.top_k, dim=-1).indices  # [B, 1, k]
+        after = self.successor_codebook[candidates[:, 0]]  # [B, k, r]
+        before = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)[:, None]  # [B, w, r]
+        chosen = logits.gather(2, candidates) + before @ after.transpose(1, 2)  # [B, w, k]
+        empty = logits.new_full((*tokens.shape, logits.shape[-1]), -torch.inf)
+        return empty.scatter(2, candidates.expand_as(chosen), chosen.to(logits.dtype))
+
+
+class DFlashDrafter(DrafterModel):
+    """A drafter of blocks; the target's embedding table and head are shared, unless it has its own.
+
+    Attributes:
+        draft_ids: The target's id of each of the drafter's ids, `[V']` int64; None where it has all ids.
+    """
+
+    config_class = DFlashConfig
+    config: DFlashConfig
+    main_input_name = "embedding"
+
+    def __init__(self, config: DFlashConfig):
+        """Make a drafter with random weights.
+
+        Args:
+            config: The architecture.
+
+        Raises:
+            ArgumentError: No drafter can have the config's values.
+        """
+        config.check()
+        super().__init__(config)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(len(config.target_layers) * width, width, bias=False)
+        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.layers = nn.ModuleList(_Layer(config, layer) for layer in range(config.num_layers))
+        self.norm = nn.RMSNorm(width, eps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
+        ids = config.draft_vocab_size
+        self.lm_head = nn.Linear(width, ids or config.vocab_size, bias=False) if config.own_head else None
+        self.markov_head = _MarkovHead(config) if config.markov_rank else None
+        self.candidate_selector = _Selector(config) if config.selector_rank else None
+        self.draft_ids: Tensor | None
+        self.register_buffer("draft_ids", None if ids is None else torch.arange(ids))
+        self.post_init()
+
+    @property
+    def stack(self) -> Sequence["_Layer"]:
+        """The layers, in order."""
+        return list(self.layers)  # type: ignore[arg-type]
+
+    @property
+    def telling_layer(self) -> nn.Linear:
+        """The product of the target's hidden states: the head may be the target's."""
+        return self.fc
+
+    def layers_read(self, target: Target) -> list[int]:
+        """Return the target's decoder layers whose outputs the drafter reads."""
+        return self.config.target_layers
+
+    def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
+        """Return what the drafter stores of every token: keys and values of all its layers, as heads of one."""
+        heads = self.config.num_layers * self.config.num_key_value_heads
+        return drafter_layer(self, target, heads, self.config.head_dim, partial(_remember, self))
+
+    def proposer(
+        self, target: Target, beams: int, depth: int, nodes: int, shared_nodes: int | None, compiled: bool
+    ) -> "DFlashProposer":
+        """Return a proposer that drafts with the drafter.
+
+        Raises:
+            ArgumentError: A block drafts fewer tokens than `depth`.
+        """
+        if depth > self.config.drafts:
+            raise ArgumentError(
+                f"draft_len_per_beam={depth} is more than the {self.config.drafts} tokens that a block of this drafter "
+                "holds"
+            )
+        return DFlashProposer(self, target, beams, depth, nodes, shared_nodes, compiled)
+
+    def identity(self) -> list[Any]:
+        """Return the type and the sizes of the drafter."""
+        config = self.config
+        return [config.model_type, config.hidden_size, config.vocab_size, config.num_layers, config.block_size]
+
+    def draft_bytes(self, depth: int) -> int:
+        """Return the bytes of the weights that a draft of `depth` search steps reads, the target's head apart."""
+        unread = layer_bytes(self.fc)
+        for table in (self.embed_tokens, None if self.markov_head is None else self.markov_head.markov_w1):
+            unread += 0 if table is None else table.weight.nbytes
+        again = 0 if self.markov_head is None else layer_bytes(self.markov_head.markov_w2)
+        return sum(weight.nbytes for weight in self.parameters()) - unread + (depth - 1) * again
+
+    def fuse_hidden(self, hidden: Tensor) -> Tensor:
+        """Fuse the outputs of the target's layers to what keys and values of committed tokens are computed from.
+
+        Args:
+            hidden: The target's last hidden state, which is not read, and then the outputs of the layers, `[..., F]`.
+
+        Returns:
+            `[..., D]`.
+        """
+        fused: Tensor = self.hidden_norm(self.fc(hidden[..., self.config.hidden_size :]))
+        return fused
+
+    def remember(self, hidden: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute keys and values of committed tokens, `[..., L H, d]` each: the heads of all layers in order.
+
+        Args:
+            hidden: Their hidden states as `fuse_hidden` returns them, `[..., D]`.
+            position: Their positions, `[...]` int64.
+        """
+        sides = zip(*(layer.self_attn.remember(hidden, position) for layer in self.stack), strict=True)
+        keys, values = (torch.cat(side, dim=-2) for side in sides)
+        return keys, values
+
+    def forward(self, pending: Tensor, length: Tensor, read: Callable[[int], LayerContext], table: nn.Module) -> Tensor:
+        """Fill a block of each row, and return the hidden states of all its positions, `[B, Q, D]`.
+
+        Args:
+            pending: The pending token of each row, `[B, 1]` int64.
+            length: Committed tokens of each row, `[B]` int64.
+            read: Returns what the layer of a number attends to before the block.
+            table: The target's embedding table.
+        """
+        block = pad(pending, (0, self.config.block_size - 1), value=self.config.mask_token_id)  # [B, Q]
+        x = (table if self.embed_tokens is None else self.embed_tokens)(block) * self.config.embedding_scale
+        position = length[:, None] + torch.arange(block.shape[1], device=block.device)
+        for number, layer in enumerate(self.stack):
+            x = layer(x, position, length, read(number))
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def logits(self, hidden: Tensor, head: nn.Module) -> Tensor:
+        """Return the logits of positions `[..., D]`, over the drafter's vocabulary; `head` is the target's."""
+        config = self.config
+        logits: Tensor = (head if self.lm_head is None else self.lm_head)(hidden) * config.logit_scale
+        cap = config.logit_softcap
+        return logits if cap is None else (logits / cap).tanh() * cap
+
+
+AutoModel.register(DFlashConfig, DFlashDrafter, exist_ok=True)
+
+
+@dataclass(frozen=True)
+class DFlashProposer(SearchProposer):
+    """Drafts with a drafter of blocks; the attributes are those of `SearchProposer`."""
+
+    drafter: DFlashDrafter
+
+    def propose(
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
+    ) -> Tree:
+        """Draft a tree by beam search; see `Proposer.propose`."""
+        drafter, markov, selector = self.drafter, self.drafter.markov_head, self.drafter.candidate_selector
+        hidden = drafter(state.pending, state.length, partial(self.read, cache, state.length), self.target.embedding)
+        carried: Tensor | None = None  # [B, w, r], the state of a recurrent Markov head on each beam
+        if not drafter.config.sample_from_anchor:
+            if markov is not None:
+                _, carried = markov(state.pending, hidden[:, 0], None)
+            hidden = hidden[:, 1:]
+        logits = drafter.logits(hidden[:, : self.depth], self.target.head)  # [B, K, V']
+
+        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
+            nonlocal carried
+            here = logits[:, k, None]
+            if markov is not None:
+                carried = None if carried is None else of_beams(carried, sources)
+                added, carried = markov(tokens, hidden[:, k], carried)
+                here = here + added
+            scores = sampler.draft_scores(here, noise, k, drafter.draft_ids)
+            if selector is not None:
+                scores = sampler.draft_scores(selector(tokens, hidden[:, k], here, scores), noise, k, None)
+            return scores.expand(-1, tokens.shape[1], -1)
+
+        return self.grow(state, sampler, expand)
+
+    def read(self, cache: KVCache, length: Tensor, layer: int) -> LayerContext:
+        """Return what a layer attends to of the committed tokens of rows with `length` `[B]` int64 of them."""
+        window, heads = self.drafter.stack[layer].self_attn.window, self.drafter.config.num_key_value_heads
+        size = cache.window if window is None else min(window, cache.window)
+        position = torch.arange(size, device=length.device).expand(len(length), -1)
+        if size < cache.window:
+            position = position + (length - size)[:, None]
+        part = slice(layer * heads, (layer + 1) * heads)
+        return LayerContext(*cache.read_drafter_layer(position.clamp(min=0), part), position)
+
+
+def _remember(drafter: DFlashDrafter, ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    return drafter.remember(drafter.fuse_hidden(hidden), positions)
