@@ -55,6 +55,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 ENGINE = ("generate", "custom_generate", "load_adapter", "unload_adapter", "adapters", "model")
 LOADED_ENGINE = ("from_pretrained", *ENGINE)
 MEMBERS: dict[str, tuple[str, ...]] = {
+    "DFlashConfig": (),
+    "DFlashDrafter": ("from_pretrained",),
     "DraftTarget": LOADED_ENGINE,
     "DrafterConfig": (),
     "EagleConfig": (),

@@ -21,6 +21,8 @@ def test_public_names_are_exactly_those_listed():
         "CheckpointError",
         "DraftTarget",
         "DrafterConfig",
+        "DFlashConfig",
+        "DFlashDrafter",
         "EagleConfig",
         "EagleDrafter",
         "Engine",
@@ -82,7 +84,7 @@ def test_the_reference_shows_what_users_call_under_each_engine():
 def test_nothing_in_a_step_waits_for_the_device_or_loops_over_rows():
     """Search the files that a step runs through, but for those that build caches and targets or run a user's code."""
     searched = ("tree/beam_search", "tree/token_tree", "tree/accept", "attention/mask", "drafting/drafter")
-    searched += ("drafting/proposer", "drafting/eagle")
+    searched += ("drafting/proposer", "drafting/eagle", "drafting/dflash")
     for name in ("step", *searched, "sampling/noise", "sampling/sampler", "sampling/prefixes"):
         source = (ROOT / "redrafter" / f"{name}.py").read_text()
         assert not re.search(r"\.item\(|\.tolist\(|\.cpu\(|\.nonzero\(|\bint\(|\bbool\(", source), name
