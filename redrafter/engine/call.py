@@ -41,6 +41,7 @@ class GenerateStats(Stats):
             steps=sum(row.steps for row in rows),
             drafted=sum(row.drafted for row in rows),
             accepted=sum(row.accepted for row in rows),
+            copied=sum(row.copied for row in rows),
             emitted=sum(row.emitted for row in rows),
             accepted_by_depth=[sum(depth) for depth in depths],
             plain_steps=sum(row.plain_steps for row in rows),

@@ -141,7 +141,7 @@ class Repeats:
     def stats(self) -> Stats:
         """How speculation went in the first repeat, all batches together."""
         runs = [run.stats for run in self.repeats[0]]
-        names = ("steps", "drafted", "accepted", "emitted", "plain_steps")
+        names = ("steps", "drafted", "accepted", "copied", "emitted", "plain_steps")
         depths = zip_longest(*(run.accepted_by_depth for run in runs), fillvalue=0)
         totals = {name: sum(getattr(run, name) for run in runs) for name in names}
         return Stats(**totals, accepted_by_depth=[sum(depth) for depth in depths])

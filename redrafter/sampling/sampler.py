@@ -44,6 +44,21 @@ def draw_residual(tree: Tree, scores: Tensor, noise: Tensor, chance: Tensor) -> 
     return torch.cat([torch.where(kept, tree.tokens[:, 1:], other[:, :-1]), other[:, -1:]], dim=1)
 
 
+def finite_draws(logits: Tensor, drawn: Tensor, *, sampled: bool = False) -> Tensor:
+    """Return 1 for each node whose draw was made from finite numbers, else 0, `[B, N]` int64.
+
+    An argmax takes a NaN for the largest number. So the logit of the token that was drawn tells, without a pass over
+    the vocabulary: it is no finite number where a model overflows, or writes NaN, and the draw means nothing.
+
+    Args:
+        logits: The target's logits before any processor, `[B, N, V]`.
+        drawn: The tokens that were drawn, `[B, N]` int64.
+        sampled: Whether they were drawn by rejection sampling, whose distribution a single NaN spoils.
+    """
+    highest = logits.amax(-1) if sampled else logits.gather(2, drawn[..., None]).squeeze(2)
+    return highest.isfinite().long()
+
+
 @dataclass(frozen=True)
 class Sampler:
     """How `B` rows draw. Greedy and sampling are the same code: an argmax, of scores or of scores plus noise.
