@@ -24,7 +24,6 @@ from redrafter.app.templates import find_template
 from redrafter.checkpoints.adapters import read_adapter, split_name
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
-from redrafter.engine.call import StepStreamer
 from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import SHAPE_FILE, check_path
@@ -111,12 +110,9 @@ class Pair:
         engine = load_engine(method, name, options, draft)
         return cls(name, method, drafting_model_name(method, name, options, draft), tokenizer, engine)
 
-    def run(
-        self, prompts: Prompts, options: GenerationOptions, *, streamer: StepStreamer | None, **arguments: Any
-    ) -> Run:
+    def run(self, prompts: Prompts, options: GenerationOptions, **arguments: Any) -> Run:
         """Decode prompts in one timed batch; `arguments` of `Engine.generate` win over those from `options`."""
-        arguments = self.arguments(options) | {"streamer": streamer} | arguments
-        return timed_run(self.engine, prompts, pad_token_of(self.tokenizer), **arguments)
+        return timed_run(self.engine, prompts, pad_token_of(self.tokenizer), **self.arguments(options) | arguments)
 
     def arguments(self, options: GenerationOptions) -> dict[str, Any]:
         """Return the arguments of `Engine.generate` that the options stand for."""
@@ -137,7 +133,7 @@ class Pair:
             arguments["adapter"], path = split_name(options.adapter)
             if arguments["adapter"] not in self.engine.adapters:
                 weights = read_adapter(path)
-                self.engine.target.load_adapter(arguments["adapter"], weights, max_loras=1, max_lora_rank=weights.rank)
+                self.engine.target.adapters.load(arguments["adapter"], weights, 1, weights.rank)
         if options.bad_words:
             texts = (space + word for word in options.bad_words for space in ("", " "))
             spellings = dict.fromkeys(tuple(self.tokenizer(text, add_special_tokens=False).input_ids) for text in texts)

@@ -77,7 +77,6 @@ def merge_adapter(model: nn.Module, path: str | Path) -> None:
 
 
 def _check_config(path: str | Path, config: Mapping[str, Any]) -> None:
-    """Refuse by name what is more than LoRA on linear layers."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise _unsupported(path, f"it is a {kind} adapter, and only LORA is computed for each row by itself")

@@ -30,7 +30,7 @@ from redrafter.drafting.drafter_types import Drafter
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line
 from redrafter.files.checkpoint_kind import check_path, load_error, wrong_kind_error
 from redrafter.files.dtype_names import dtype_name
-from redrafter.model.quantization import is_quantized, quantize_linears
+from redrafter.model.linear_layers import is_quantized, quantize_linears
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
 from redrafter.parallel.ranks import join_ranks

@@ -42,7 +42,7 @@ _UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.i
 
 def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], directory: Path) -> EagleConfig:
     """Convert the config of a head in either format; its tensors tell whether it has embeddings of its own."""
-    ours = _of_speculators(config, directory) if SPECULATORS_KEY in config else _of_eagle(config, directory)
+    read = _of_speculators if SPECULATORS_KEY in config else _of_eagle
     layer = _layer_config(config.get("transformer_layer_config", config), directory)
     draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size
     return EagleConfig(
@@ -64,7 +64,7 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
         fc_norm=bool(config.get("fc_norm")),
         own_embedding=EMBEDDING in tensors,
         draft_vocab_size=None if draft_vocab_size == layer.vocab_size else draft_vocab_size,
-        **ours,
+        **read(config, directory),
     )
 
 
@@ -129,11 +129,8 @@ def _layer_config(config: Mapping[str, Any], directory: Path) -> Any:
 
 
 def _ascending(ids: Any, directory: Path) -> list[int]:
-    if (
-        not isinstance(ids, Sequence)
-        or not all(type(i) is int and i >= 0 for i in ids)
-        or list(ids) != sorted(set(ids))
-    ):
+    numbers = isinstance(ids, Sequence) and all(type(i) is int and i >= 0 for i in ids)
+    if not numbers or list(ids) != sorted(set(ids)):
         raise UnsupportedError(
             f"{directory / 'config.json'} has {LAYER_IDS}={ids!r}; layer numbers that ascend are read"
         )

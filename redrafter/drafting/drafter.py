@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 from transformers import AutoModel
 
-from redrafter.cache.paged import KVCache
+from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.context_attention import ContextAttention, ContextWindow
 from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, drafter_layer, layer_bytes, partial_linear
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.kernels.linear_operators import thin_linear
-from redrafter.model.drafter_inputs import DrafterLayer
-from redrafter.model.quantization import Float8Linear
+from redrafter.model.forward_batch import DrafterLayer
+from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.token_tree import Tree

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
-from redrafter.cache.dense import LayerShape
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
-from redrafter.model.drafter_inputs import DrafterLayer
-from redrafter.model.quantization import Float8Linear
+from redrafter.model.forward_batch import DrafterLayer
+from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from redrafter.cache.paged import KVCache
+from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.accept import accept

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
@@ -35,8 +36,8 @@ class GenerateStats(Stats):
 
     @classmethod
     def of(cls, rows: list[Stats], seeds: list[int] | None) -> "GenerateStats":
-        """Sum the statistics of rows."""
-        depths = zip(*(row.accepted_by_depth for row in rows), strict=True)
+        """Sum the statistics of rows, whose drafts need not be of one length."""
+        depths = zip_longest(*(row.accepted_by_depth for row in rows), fillvalue=0)
         return cls(
             steps=sum(row.steps for row in rows),
             drafted=sum(row.drafted for row in rows),

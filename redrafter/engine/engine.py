@@ -232,7 +232,7 @@ class Engine:
             raise ArgumentError(f"the name of an adapter is a text, got {name!r}")
         weights, graphs = read_adapter(path), (self.lender or self).graphs
         with nullcontext() if graphs is None else graphs.lock:  # nothing is captured meanwhile
-            self.target.load_adapter(name, weights, self.options.max_loras, self.options.max_lora_rank)
+            self.target.adapters.load(name, weights, self.options.max_loras, self.options.max_lora_rank)
 
     def load_adapters(self, adapters: Mapping[str, str | Path] | None) -> None:
         """Load LoRA adapters by name; None for none."""

@@ -23,7 +23,7 @@ from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.home import home
-from redrafter.model.quantization import float8_scheme
+from redrafter.model.linear_layers import float8_scheme
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import bucket
 

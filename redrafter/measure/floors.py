@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from redrafter.cache.dense import LayerShape
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.measure.run import median_ms
 
 CPU_BUFFER_BYTES = 1 << 28

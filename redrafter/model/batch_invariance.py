@@ -6,9 +6,8 @@ tensor than before it. In a forward to which `RowByRow` is applied both come fro
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +17,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from redrafter.cache.dense import states_of
+from redrafter.cache.kv_cache import LayerShape, states_of
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.invariant_linear import in_full_vectors, invariant_expert_linear, invariant_linear
-from redrafter.model.drafter_inputs import decoder_stack
-from redrafter.model.forward_batch import ForwardBatch
+from redrafter.model.forward_batch import ForwardBatch, decoder_stack
+from redrafter.model.linear_layers import float8_scheme, is_quantized
 from redrafter.model.patch import ModelPatch
-from redrafter.model.quantization import float8_scheme, is_quantized
 from redrafter.model.supported import Support
+from redrafter.model.tree_forward import BoundModel
+from redrafter.model.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import chain
-
-if TYPE_CHECKING:
-    from redrafter.model.target import Target
 
 TOKENS = 26  # of the text that is read in several ways
 WAYS = ([26], [1] * 26, [7, 7, 7, 5], [19, 7])  # how many of its tokens are in each forward
@@ -45,95 +42,102 @@ PRODUCT = re.compile(
 )
 
 
-def support_of(target: "Target") -> Support:
-    """Return whether a model may be batch-invariant, as far as can be told without a forward in that mode."""
-    if target.ranks.size > 1:
+def support_of(bound: BoundModel, shapes: Sequence[LayerShape]) -> Support:
+    """Return whether a model may be batch-invariant, as far as can be told without a forward in that mode.
+
+    `shapes` are what its layers store on a paged cache.
+    """
+    if bound.ranks.size > 1:
         return Support("it is split by tensor parallelism, and sums of ranks have an order of their own")
-    if is_quantized(target.model.config):
+    if is_quantized(bound.model.config):
         return Support("it is quantised, and its products are the quantiser's own; load it in bfloat16")
-    if scheme := float8_scheme(target.model):
+    if scheme := float8_scheme(bound.model):
         return Support(
             "its weights are FP8, whose products sum in an order that suits the number of tokens; leave out "
             f"quantization={scheme!r} (--quantization {scheme})"
         )
-    for name, module in target.model.named_modules():
+    for name, module in bound.model.named_modules():
         if isinstance(module, nn.Linear) and type(module.weight) is not nn.Parameter:
             return Support(f"the weight of {name} is a {type(module.weight).__name__}; load it unquantised")
-    if target.varlen_forward.attends_in_chunks:
+    if bound.traits.kinds.chunk_sizes:
         return Support("its layers attend within chunks, and the attention of one fixed order knows no chunks")
-    if states_of(target.paged_shapes):
+    if states_of(shapes):
         return Support("its layers keep recurrent states, whose recurrences sum in an order of their own")
-    return target.paged
+    return Support()
 
 
-def check_products(target: "Target") -> None:
-    """Raise `UnsupportedError` if a forward multiplies matrices by other operators than our own, naming where."""
-    with torch.inference_mode(), _record_products(target.model) as products:
-        _read(target, [7], _small_pool(target))
-    if products:
-        module, operator = products[0]
+def check_products(forward: VarlenForward, shapes: Sequence[LayerShape]) -> None:
+    """Raise `UnsupportedError` if a forward multiplies matrices by other operators than our own, naming where.
+
+    Products over one number are left out: such a sum has no order. So is what runs outside of the model, as a drafter's
+    layer does, which changes no text.
+    """
+    calls: list[str] = []  # names of the modules that are running
+    found: list[tuple[str, str]] = []
+    with torch.inference_mode(), ModelPatch() as patch:
+        for name, module in forward.bound.model.named_modules():
+            patch.hook(module, lambda *_, name=name: calls.append(name), before=True)
+            patch.hook(module, lambda *_: calls.__delitem__(-1))
+        patch.enter(_Recorder(calls, found))
+        _read(forward, [7], small_pool(shapes))
+    if found:
+        module, operator = found[0]
         raise UnsupportedError(
-            f"{target.name} cannot be batch-invariant: {module or 'its forward'} calls {operator}, which sums in an "
-            "order that suits the number of tokens"
+            f"{forward.bound.name} cannot be batch-invariant: {module or 'its forward'} calls {operator}, which sums "
+            "in an order that suits the number of tokens"
         )
 
 
-def check_rows(target: "Target", pool: KVCachePool | None = None) -> None:
+@torch.inference_mode()
+def check_rows(forward: VarlenForward, pool: KVCachePool) -> None:
     """Raise `UnsupportedError` if a text's logits depend on how many of its tokens share a forward.
 
-    Keys and values go into blocks of the pool that hold nothing; None for memory of their own.
+    Keys and values go into blocks of the pool that hold nothing.
     """
-    pool = _small_pool(target) if pool is None else pool
-    with torch.inference_mode():
-        expected = _read(target, WAYS[0], pool)
-        if any(not torch.equal(_read(target, way, pool), expected) for way in WAYS[1:]):
-            where = _first_difference(target, pool)
-            raise UnsupportedError(
-                f"{target.name} cannot be batch-invariant: {where} depends on how many tokens share a forward"
-            )
-
-
-def _small_pool(target: "Target") -> KVCachePool:
-    return KVCachePool(target.paged_shapes, 2 + -(-TOKENS // BLOCK_SIZE))
-
-
-def _read(target: "Target", sizes: Sequence[int], pool: KVCachePool) -> Tensor:
-    """Return the logits of a text, `[T, V]`, that is read in forwards of these numbers of tokens."""
-    blocks = min(pool.num_blocks - 1, 1 + -(-TOKENS // BLOCK_SIZE))
-    bounds = [x for x in (target.context, target.fixed_rope_context, blocks * BLOCK_SIZE) if x is not None]
-    count = min([sum(sizes), *bounds])
-    ids = (torch.arange(count, device=target.device) * 7919 + 11) % target.vocab_size
-    table = torch.arange(1, 1 + blocks, dtype=torch.int32, device=target.device)[None]
-    cache = PagedCache(pool, table)
-    logits, first = [], 0
-    for size in sizes:
-        if piece := ids[first : first + size].tolist():
-            length = torch.full((1,), first, device=target.device)
-            tokens = torch.tensor([piece], device=target.device)
-            logits.append(target.verify(ForwardBatch(chain(tokens), length, cache)).logits[0])
-        first += size
-    return torch.cat(logits)
-
-
-def _first_difference(target: "Target", pool: KVCachePool) -> str:
-    """Name the first layer whose output depends on the number of tokens in the forward."""
-    stack = decoder_stack(target.model, target.config.num_hidden_layers)
-    outputs: list[Tensor] = []
-    target.varlen_forward.compile(False)
+    expected = _read(forward, WAYS[0], pool)
+    if all(torch.equal(_read(forward, way, pool), expected) for way in WAYS[1:]):
+        return
+    # Name the first layer whose output differs.
+    bound, where, outputs = forward.bound, "its head", list[Tensor]()
+    stack = decoder_stack(bound.model, bound.config.num_hidden_layers) or ()
+    forward.compile(False)
     for way in WAYS:
         seen: list[Tensor] = []
         with ModelPatch() as patch:
-            patch.watch(stack or (), seen.append)
-            _read(target, way, pool)
-        layers = len(stack or ())
-        by_layer = [
-            torch.cat([x[0, :size] for x, size in zip(seen[i::layers], way, strict=False)]) for i in range(layers)
-        ]
-        for layer, (x, y) in enumerate(zip(by_layer, outputs or by_layer, strict=True)):
-            if not torch.equal(x, y):
-                return f"the output of layer {layer}"
+            patch.watch(stack, seen.append)
+            _read(forward, way, pool)
+        layers = [seen[layer :: len(stack)] for layer in range(len(stack))]  # of each layer, what each forward gave
+        by_layer = [torch.cat([x[0, :size] for x, size in zip(each, way, strict=False)]) for each in layers]
         outputs = outputs or by_layer
-    return "its head"
+        differs = [layer for layer, (x, y) in enumerate(zip(by_layer, outputs, strict=True)) if not torch.equal(x, y)]
+        if differs:
+            where = f"the output of layer {differs[0]}"
+            break
+    raise UnsupportedError(
+        f"{bound.name} cannot be batch-invariant: {where} depends on how many tokens share a forward"
+    )
+
+
+def small_pool(shapes: Sequence[LayerShape]) -> KVCachePool:
+    """Return memory for the text that is read in the checks of a model whose layers store these."""
+    return KVCachePool(shapes, 2 + -(-TOKENS // BLOCK_SIZE))
+
+
+def _read(forward: VarlenForward, sizes: Sequence[int], pool: KVCachePool) -> Tensor:
+    """Return the logits of a text, `[T, V]`, that is read in forwards of these numbers of tokens."""
+    bound, blocks = forward.bound, min(pool.num_blocks - 1, 1 + -(-TOKENS // BLOCK_SIZE))
+    bounds = [x for x in (bound.context, bound.fixed_rope_context, blocks * BLOCK_SIZE) if x is not None]
+    count = min([sum(sizes), *bounds])
+    ids = (torch.arange(count, device=bound.device) * 7919 + 11) % bound.vocab_size
+    cache = PagedCache(pool, torch.arange(1, 1 + blocks, dtype=torch.int32, device=bound.device)[None])
+    logits, first = [], 0
+    for size in sizes:
+        piece = ids[None, first : first + size]
+        if piece.numel():
+            length = torch.full((1,), first, device=bound.device)
+            logits.append(forward(ForwardBatch(chain(piece), length, cache))[0][0])
+        first += size
+    return torch.cat(logits)
 
 
 class RowByRow:
@@ -163,13 +167,11 @@ class _InvariantLinears(TorchFunctionMode):
     """Replaces the product of every linear layer."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is linear:
-            return _linear(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return (_linear if func is linear else func)(*args, **(kwargs or {}))
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return invariant_linear(input, weight, bias)
+    return invariant_linear(input, weight, bias)  # whose arguments have other names
 
 
 def experts_row_by_row(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -208,35 +210,14 @@ class _FullVectors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.pointwise not in func.tags or not _takes_one_tensor(args, kwargs):
+        x = args[0] if args else None
+        numbers = isinstance(x, Tensor) and x.is_floating_point() and x.numel()
+        alone = not any(isinstance(other, Tensor) for other in (*args[1:], *kwargs.values()))
+        if torch.Tag.pointwise not in func.tags or not numbers or not alone:
             return func(*args, **kwargs)
         x, *rest = args
         result = in_full_vectors(lambda chunk: func(chunk, *rest, **kwargs), x)
         return x.copy_(result) if func._schema.is_mutable else result
-
-
-def _takes_one_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a tensor of floating-point numbers is the first argument and no other one is a tensor."""
-    if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point() or not args[0].numel():
-        return False
-    return not any(isinstance(x, Tensor) for x in (*args[1:], *kwargs.values()))
-
-
-@contextmanager
-def _record_products(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
-    """Record torch's own products of matrices inside the context: the name of the module, and of the operator.
-
-    Products over one number are left out: such a sum has no order. So is what runs outside of the model, as a drafter's
-    layer does, which changes no text.
-    """
-    calls: list[str] = []
-    found: list[tuple[str, str]] = []
-    with ModelPatch() as patch:
-        for name, module in model.named_modules():
-            patch.hook(module, lambda *_, name=name: calls.append(name), before=True)
-            patch.hook(module, lambda *_: calls.__delitem__(-1))
-        patch.enter(_Recorder(calls, found))
-        yield found
 
 
 class _Recorder(TorchDispatchMode):
@@ -248,11 +229,9 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if self._calls and PRODUCT.fullmatch(name) and not _sums_one_number(name, args):
-            self._found.append((self._calls[-1], name.removeprefix("aten::")))
+        if self._calls and PRODUCT.fullmatch(name):
+            # Where positions meet frequencies, each number of a product is one number times another.
+            of_one = name in ("aten::mm", "aten::bmm", "aten::matmul") and args[0].dim() > 1 and args[0].shape[-1] == 1
+            if not of_one:
+                self._found.append((self._calls[-1], name.removeprefix("aten::")))
         return func(*args, **(kwargs or {}))
-
-
-def _sums_one_number(name: str, args: Sequence[Any]) -> bool:
-    """Tell whether each number of a product is one number times another, as where positions meet frequencies."""
-    return name in ("aten::mm", "aten::bmm", "aten::matmul") and args[0].dim() > 1 and args[0].shape[-1] == 1

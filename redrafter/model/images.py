@@ -8,21 +8,20 @@ other, but for its positions: where an image counts as fewer positions than toke
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.utils.generic import ModelOutput
 
-from redrafter.cache.dense import states_of
-from redrafter.cache.paged import KVCache, PagedCache, RoundingCache, fill_first_slots
+from redrafter.cache.kv_cache import KVCache, states_of
+from redrafter.cache.paged import RoundingCache
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
-from redrafter.model.cache_support import CacheSupport
-from redrafter.model.drafter_inputs import DrafterLayer
-from redrafter.model.rope import DynamicRope, RopeByLength
+from redrafter.model.positions import DynamicRope
+from redrafter.model.self_test import CacheSupport
 from redrafter.model.supported import Support
-from redrafter.parallel.ranks import Ranks
+from redrafter.model.tree_forward import BoundModel
 
 ENCODED = "mm_encoder_outputs"  # the forward's argument for what was encoded of images, by kind
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -221,21 +220,10 @@ def to_model(value: Any, device: torch.device) -> Any:
     return [to_model(each, device) for each in value] if isinstance(value, list | tuple) else value
 
 
-class SeeingTarget(Protocol):
-    """The attributes of a target that decide how its images are read."""
-
-    image_arguments: frozenset[str]
-    batch_invariant: bool
-    ranks: Ranks
-    rope: RopeByLength | None
-    varlen: Support
-    drafter_layer: DrafterLayer | None
-
-
 class ImageReader:
     """Reads prompts with images by the model's own forward, all of each at once, where the model allows it."""
 
-    def __init__(self, target: SeeingTarget, caches: CacheSupport, read_whole: Callable[..., tuple[Tensor, Tensor]]):
+    def __init__(self, target: BoundModel, caches: CacheSupport, read_whole: Callable[..., tuple[Tensor, Tensor]]):
         """Read for a target. read_whole: see `PaddedForward.read_whole`."""
         self._target, self._caches, self._read_whole = target, caches, read_whole
 
@@ -288,8 +276,7 @@ class ImageReader:
         Returns:
             Logits `[1, V]` and hidden states `[1, F]` of the last token.
         """
-        fp8 = cache.pool.fp8 if isinstance(cache, PagedCache) else None
-        past = DynamicCache() if fp8 is None else RoundingCache(fp8)
+        past = DynamicCache() if cache.fp8 is None else RoundingCache(cache.fp8)
         length = prompt.length + prompt.position_shift
         logits, hidden = self._read_whole(ids[:, : prompt.length], prompt.inputs, past, adapters, length)
         if prompt.length < ids.shape[1]:
@@ -304,5 +291,5 @@ class ImageReader:
             places = torch.arange(ids.shape[1], device=ids.device)
             keys, values = drafter_layer.remember(ids[0], places, hidden[0])  # [P, H, d]
             states.append((len(shapes), (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])))
-        fill_first_slots(cache, states)
+        cache.fill_first_slots(states)
         return logits, hidden[:, -1]

@@ -11,7 +11,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,12 +214,26 @@ class AdapterSlots:
         stacks: The weights; None before the first adapter.
     """
 
-    def __init__(self, model: Any, device: torch.device, dtype: torch.dtype, try_tokens: Callable[[Tensor], object]):
-        """Begin without adapters; device and dtype are those of the model's hidden states.
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        try_tokens: Callable[[Tensor], object],
+        loading: Callable[[str], AbstractContextManager[None]],
+    ):
+        """Begin without adapters.
 
-        `try_tokens` runs tokens `[B, M]` int64 through the model.
+        Args:
+            model: The model.
+            device: Device of its hidden states.
+            dtype: Their dtype.
+            try_tokens: Runs tokens `[B, M]` int64 through the model.
+            loading: Returns a context in which no forward runs, for the name of what is loaded in it; entering it
+                raises `UnsupportedError` where the model takes no adapters.
         """
-        self._model, self._device, self._dtype, self._try_tokens = model, device, dtype, try_tokens
+        self._model, self._device, self._dtype = model, device, dtype
+        self._try_tokens, self._loading = try_tokens, loading
         self.stacks: LoraStacks | None = None
         self._by_name: dict[str, Adapter] = {}
         self._holds: Counter[int] = Counter()  # texts by slot
@@ -232,7 +246,7 @@ class AdapterSlots:
         return list(self._by_name)
 
     def load(self, name: str, weights: LoraWeights, max_loras: int, max_lora_rank: int) -> Adapter:
-        """Load an adapter into a free slot.
+        """Load an adapter into a free slot. Rows that have the slot in `ForwardBatch.adapters` are computed with it.
 
         Args:
             name: What to call it.
@@ -243,9 +257,9 @@ class AdapterSlots:
         Raises:
             ArgumentError: The name is taken, or there is no room for it.
             MismatchError: It was made for another model.
-            UnsupportedError: It cannot be applied to each token by itself.
+            UnsupportedError: It cannot be applied to each token by itself, or not to this model.
         """
-        with self._lock:
+        with self._loading(name), self._lock:
             if name in self._by_name:
                 raise ArgumentError(f"an adapter {name!r} is loaded already: unload it first, or use another name")
             _check_layers(self._model, weights)
@@ -274,6 +288,11 @@ class AdapterSlots:
                 + ": unload one, or raise max_loras (--max-loras)"
             )
         return slot
+
+    def apply(self, patch: ModelPatch, slots: Tensor) -> None:
+        """Apply to each token of a forward the adapter of its slot, 0 for none, `[...]` int64."""
+        assert self.stacks is not None, "an adapter is loaded before a row has it"
+        self.stacks.apply(patch, self.stacks.keep(slots))
 
     def unload(self, name: str) -> None:
         """Forget an adapter. Texts that are being written with it go on; its slot is free when the last one ends.

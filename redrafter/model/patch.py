@@ -1,16 +1,31 @@
-"""What stands on a model during one forward: hooks, stand-ins for modules, other forwards and entries of configs.
+"""What stands on a model during one forward, and what its owner may change on it between two.
 
-A model is used as it is, and its modules are shared by all threads. So all that a forward changes on them goes through
-a `ModelPatch`, which takes it off again in the reverse order, and lets the forwards of other threads pass it by.
+A model is used as it is, and its modules are shared by all threads. So all that a forward changes on them (hooks,
+stand-ins for modules, other forwards, entries of configs) goes through a `ModelPatch`, which takes it off again in the
+reverse order, and lets the forwards of other threads pass it by.
+
+Fused layers, compiled forwards and captured steps are made from the model's weights, hooks, forwards and adapters, and
+keys and values that are kept were computed with them. So a `ModelState` is taken of these before each call.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+# What a model's code may raise where it cannot run something of ours.
+MODEL_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError)
+
+CompiledPart: TypeAlias = tuple[nn.Module, str, Any]
+"""A module, its attribute that `torch.compile` has set, and what is there uncompiled."""
+
+# Hooks of this library are set and removed by it, and those of transformers record outputs where its own calls ask.
+_KNOWN_HOOKS = ("redrafter.", "transformers.")
 
 
 class Running:
@@ -66,9 +81,8 @@ class ModelPatch:
 
     def tell(self, running: Running, value: Any) -> None:
         """Tell stand-ins what they need for this forward."""
-        running.thread = (
-            self._thread
-        )  # and stays so: another thread may be in a stand-in still when the forward has ended
+        # The thread stays so: another one may be in a stand-in still when the forward has ended.
+        running.thread = self._thread
         self.set(running, "value", value)
 
     def enter(self, context: AbstractContextManager[Any]) -> None:
@@ -81,7 +95,8 @@ class ModelPatch:
     ) -> None:
         """Set a forward hook of torch's on a module, after its forward or `before` it."""
         register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
-        self._undo.append((register(self._own(hook), with_kwargs=with_kwargs).remove,))
+        own = hook if self._thread is None else self._own(hook)
+        self._undo.append((register(own, with_kwargs=with_kwargs).remove,))
 
     def watch(self, modules: Iterable[nn.Module], record: Callable[[Tensor], None]) -> None:
         """Call `record` with every output of these modules, in the order of their calls."""
@@ -92,6 +107,11 @@ class ModelPatch:
         """Call `run(forward, args, kwargs)` in place of a module's forward."""
         forward = module.forward
         self.put(vars(module), "forward", self._own(lambda *args, **kwargs: run(forward, args, kwargs), forward))
+
+    def run_uncompiled(self, parts: Sequence[CompiledPart]) -> None:
+        """Run these parts of a model as they are written."""
+        for module, attribute, original in parts:
+            self.put(vars(module), attribute, original)
 
     def _own(self, function: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Return a function that does something else, or nothing, in the forwards of other threads."""
@@ -105,3 +125,84 @@ class ModelPatch:
             return None if otherwise is None else otherwise(*args, **kwargs)
 
         return guarded
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The state of a model at some time, to compare with that of a later time.
+
+    Attributes:
+        memory: Each parameter and saved buffer, and where its numbers are.
+        writes: How often each of them was written in place. Writes through `.data` are not counted by torch.
+        code: Each module, what runs when it is called, and the state of its adapters.
+        hooked: Whether any forward hook is called in a forward, this library's and transformers' own apart.
+        compiled: The parts that are compiled by their owner.
+    """
+
+    memory: list[tuple[int, int]]
+    writes: list[int]
+    code: list[tuple[Any, ...]]
+    hooked: bool
+    compiled: list[CompiledPart]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "ModelState":
+        """Return the state of a model now. The caller holds the lock of its forwards, which set hooks on it."""
+        memory, writes, compiled = list[tuple[int, int]](), list[int](), list[CompiledPart]()
+        code: list[tuple[Any, ...]] = [_hook_ids(torch_module)]
+        waiting, seen = [model], set[int]()
+        while waiting:  # several times faster than `modules()`
+            module: Any = waiting.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            state, kind = vars(module), type(module)
+            waiting.extend(child for child in state["_modules"].values() if child is not None)
+            hooks = _hook_ids(module) if state["_forward_hooks"] or state["_forward_pre_hooks"] else ()
+            forward, adapters = state.get("forward"), None
+            if isinstance(getattr(kind, "disable_adapters", None), property):  # a layer of PEFT's
+                merged = tuple(getattr(module, "merged_adapters", ()))
+                adapters = tuple(module.active_adapters), module.disable_adapters, merged
+            code.append((id(module), kind.forward, forward, hooks, adapters))
+            if state.get("_compiled_call_impl") is not None:
+                compiled.append((module, "_compiled_call_impl", None))
+            if (original := getattr(forward, "_torchdynamo_orig_callable", None)) is not None:
+                compiled.append((module, "forward", original))
+            tensors = list(state["_parameters"].values())
+            if state["_buffers"]:  # those that are not saved change in forwards, such as the frequencies of rope
+                passing = state["_non_persistent_buffers_set"]
+                tensors += [buffer for name, buffer in state["_buffers"].items() if name not in passing]
+            for tensor in tensors:
+                if tensor is not None:
+                    memory.append((id(tensor), _address(tensor)))
+                    writes.append(0 if tensor.is_inference() else tensor._version)  # noqa: SLF001 -- torch names it so
+        return cls(memory, writes, code, bool(code[0]) or any(entry[3] for entry in code[1:]), compiled)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Tell whether a forward hook of others than this library and transformers is called with a module."""
+    return bool(_hook_ids(module) or _hook_ids(torch_module))
+
+
+def hooked_module(model: nn.Module) -> str:
+    """Name the first module of a hooked model that has a forward hook."""
+    names = (
+        f"its {name}" if name else type(model).__name__ for name, module in model.named_modules() if _hook_ids(module)
+    )
+    return next(names, "every module")
+
+
+def _hook_ids(owner: Any) -> tuple[int, ...]:
+    """Return the ids of the forward hooks of a module, or of all modules where `owner` is torch's own file of them."""
+    prefix = "_global" if owner is torch_module else ""
+    hooks = {**vars(owner)[f"{prefix}_forward_pre_hooks"], **vars(owner)[f"{prefix}_forward_hooks"]}
+    return tuple(
+        key for key, hook in hooks.items() if not (getattr(hook, "__module__", "") or "").startswith(_KNOWN_HOOKS)
+    )
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # of a class that keeps its numbers elsewhere, as some quantisers' do
+        return 0

@@ -12,10 +12,8 @@ read whole from its row's state, without padding.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,7 +23,8 @@ from transformers import Cache
 
 from redrafter.attention.prompt_attention import Piece
 from redrafter.cache.states import StateName, StateShape, StatesOfRows
-from redrafter.model.fused_linear import is_plain
+from redrafter.model.forward_batch import ForwardBatch
+from redrafter.model.linear_layers import is_plain
 from redrafter.model.patch import ModelPatch
 from redrafter.tree.token_tree import Tree
 
@@ -237,7 +236,8 @@ class PromptStates:
             for first in range(start, start + piece.count, step):
                 index = torch.arange(first, first + step, device=tokens.device)
                 output, states = mixer.run(forward, tokens.take_run(arguments, index), states)
-                outputs.append(pytree.tree_map(_as_rows, output))
+                # Of the tokens of one row, `[1, T, ...]`, each becomes a row of its own.
+                outputs.append(pytree.tree_map(lambda x: x.transpose(0, 1) if isinstance(x, Tensor) else x, output))
                 read.append(index)
             if self._states is not None and states is not None:
                 self._states.write_row(mixer.states, piece.row, states)
@@ -319,35 +319,25 @@ def _rows_of(x: Tensor, index: Tensor) -> Tensor:
     return x.flatten(0, 1).index_select(0, index)[:, None]
 
 
-def _as_rows(x: Any) -> Any:
-    """Return what is given for the tokens of one row, `[1, T, ...]`, as `[T, 1, ...]`."""
-    return x.transpose(0, 1) if isinstance(x, Tensor) else x
+def mixer_plan(batch: ForwardBatch, *, padded: bool) -> TreeStates | PromptStates:
+    """Return what the mixers must know of a forward over the new nodes of trees, or over pieces of prompts.
 
-
-def mixer_plan(
-    tree: Tree, length: Tensor, states: StatesOfRows, pieces: Sequence[Piece] | None, *, padded: bool
-) -> TreeStates | PromptStates:
-    """Return what the mixers must know of a forward over the new nodes of trees, or over these pieces of prompts.
-
-    There are `length` `[B]` tokens of each row before its root. A padded forward computes M nodes of every row, also of
-    a ragged tree.
+    A padded forward computes M nodes of every row, also of a ragged tree.
     """
+    tree, length, states, pieces = batch.tree, batch.length, batch.cache.states, batch.pieces
+    assert states is not None, "a model with mixers has states"
+    ragged = tree.counts is not None and not padded
     if pieces is None:
-        return TreeStates(tree, length, states, None if tree.counts is None or padded else tree.row_starts()[:-1])
-    counts = [tree.new] * len(length) if tree.counts is None or padded else tree.counts.tolist()
-    starts = [0, *accumulate(counts)]
+        return TreeStates(tree, length, states, tree.row_starts()[:-1] if ragged else None)
+    starts = tree.row_starts().tolist() if ragged else range(0, len(length) * tree.new, tree.new)
     return PromptStates(pieces, [starts[piece.row] for piece in pieces], states)
 
 
-@contextmanager
-def replaced_mixers(mixers: Sequence[Mixer], plan: TreeStates | PromptStates) -> Iterator[None]:
-    """Let a plan compute what mixers return inside the context, in this thread alone."""
-    with ModelPatch() as patch:
-        for mixer in mixers:
+def replace_mixers(patch: ModelPatch, mixers: Sequence[Mixer], plan: TreeStates | PromptStates) -> None:
+    """Let a plan compute what mixers return, in this thread alone. Call `finish` of the plan after the forward."""
+    for mixer in mixers:
 
-            def run(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mixer: Mixer = mixer) -> Any:
-                return plan.run(mixer, forward, mixer.named(args, kwargs))
+        def run(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mixer: Mixer = mixer) -> Any:
+            return plan.run(mixer, forward, mixer.named(args, kwargs))
 
-            patch.replace_forward(mixer.module, run)
-        yield
-    plan.finish()
+        patch.replace_forward(mixer.module, run)

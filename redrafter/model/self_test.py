@@ -1,8 +1,9 @@
-"""The self-test of a model that is being bound: small token trees are compared with plain forwards.
+"""The self-test of a model that is being bound, and the caches that its token trees are right on by it.
 
-A *near* trial has two rows of a few tokens, which the model reads itself. A *far* trial has one row whose committed
-keys and values are random numbers, as many as it takes to cross the numbers of the config that change what a position
-sees: windows, chunks, scales, the end of the context. Only a few tokens of it are computed, so it takes little time.
+Small token trees are compared with plain forwards. A *near* trial has two rows of a few tokens, which the model reads
+itself. A *far* trial has one row whose committed keys and values are random numbers, as many as it takes to cross the
+numbers of the config that change what a position sees: windows, chunks, scales, the end of the context. Only a few
+tokens of it are computed, so it takes little time.
 
 A half-precision model is computed in float32, since its own rounding would hide what a wrong mask or position changes,
 and once as it is, which shows that it runs and is not far off.
@@ -11,8 +12,9 @@ and once as it is, which shows that it runs and is not far off.
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,22 +23,27 @@ from torch.utils._pytree import tree_map
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
-from redrafter.attention.mask import LayerKinds
-from redrafter.cache.dense import LayerShape, states_of
-from redrafter.cache.paged import KVCache, fill_first_slots
+from redrafter import kernels
+from redrafter.cache.dense import DenseCache
+from redrafter.cache.kv_cache import KVCache, LayerShape, states_of
+from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
-from redrafter.model.drafter_inputs import decoder_stack
-from redrafter.model.forward_batch import ForwardBatch, Prompts
-from redrafter.model.patch import ModelPatch
-from redrafter.model.quantization import float8_scheme, is_quantized
-from redrafter.model.supported import MODEL_ERRORS
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.forward_batch import ForwardBatch, Prompts, decoder_stack
+from redrafter.model.linear_layers import float8_scheme, is_quantized
+from redrafter.model.patch import MODEL_ERRORS, ModelPatch
+from redrafter.model.positions import masks_slots
+from redrafter.model.prompt_reader import PromptReader
+from redrafter.model.supported import Support, stored_shapes
 from redrafter.model.traits import cache_argument
+from redrafter.model.tree_forward import BoundModel
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import chain, tree_of
 
-if TYPE_CHECKING:
-    from redrafter.model.target import Target
-
+MAX_CHEAP_WINDOW = 64  # positions; prompts of the self-test reach past a window up to this long
+# Of the longer prompt: more than convolutions look back, and such that no piece of a prompt has one token, which some
+# mixers compute otherwise.
+MIN_TOKENS_WITH_STATES = 10
 TRIAL_SLOTS = 8  # slots that a trial needs after a row's committed tokens
 MIN_FAR_LAYERS = 4  # layers that a far trial computes at least
 MAX_FAR_BYTES = 1 << 30  # of keys and values in one far trial; longer trials are left out
@@ -106,19 +113,19 @@ class SelfTest:
         output: Output of one of the model's own plain forwards, with its cache.
     """
 
-    def __init__(self, target: "Target", kinds: LayerKinds, longest: int, *, decoded: bool = False):
+    def __init__(self, target: BoundModel, reader: PromptReader, longest: int):
         """Run the plain forwards of the near trial.
 
         Args:
-            target: What is being bound; its `verify` and `prefill` are tried.
-            kinds: What its layers attend to.
+            target: What is being bound.
+            reader: Its reader of prompts, which is tried with its forwards.
             longest: Tokens of the longer row of a near trial.
-            decoded: Let the model read what trees are compared with token by token, as in plain decoding.
 
         Raises:
             CheckpointError: The model's logits are not finite.
         """
-        self._target, self._longest, self._decoded = target, longest, decoded
+        # What trees are compared with is read token by token, as in plain decoding, where layers keep states.
+        self._target, self._reader, self._longest, self._decoded = target, reader, longest, bool(target.traits.mixers)
         self._context = target.context  # later texts may be longer, where each token's rope is of its own length
         self._near, self.output = self._near_trial()
         if not bool(self._near.expected.isfinite().all()):
@@ -126,14 +133,14 @@ class SelfTest:
                 f"{target.name} gives logits that are not finite; its weights are damaged, or its dtype is too narrow "
                 "for them"
             )
-        by_layer = kinds.by_layer or ()
+        by_layer = target.traits.kinds.by_layer or ()
         self._far_layers = max([MIN_FAR_LAYERS, *(1 + by_layer.index(kind) for kind in set(by_layer))])
         # Where layers round their inputs, the least difference between these may grow.
         rounds_inputs = is_quantized(target.model.config) or float8_scheme(target.model) == "fp8_dynamic"
         # The dtype is that in which the model computes, which may not be that of its logits.
         tolerance = _QUANTIZED if rounds_inputs else _NARROW if target.dtype in _HALF else _EXACT
-        self._native_tolerance = max(tolerance, _RECURRENT if decoded else _EXACT)
-        self._wide_tolerance = _RECURRENT_WIDENED if decoded else _WIDENED
+        self._native_tolerance = max(tolerance, _RECURRENT if self._decoded else _EXACT)
+        self._wide_tolerance = _RECURRENT_WIDENED if self._decoded else _WIDENED
         self._test_in_float32 = target.dtype in _HALF and not rounds_inputs
 
     def run(self, shapes: Sequence[LayerShape], new_cache: NewCache, *, far: bool = True) -> None:
@@ -216,7 +223,7 @@ class SelfTest:
 
     def _compare(self, trial: Trial, cache: KVCache, allowed: _Tolerance, *, whole: bool = False) -> None:
         """Run a trial, and raise `UnsupportedError` where its logits are off by more than is allowed."""
-        logits, expected = run_trial(self._target, trial, cache, whole=whole).float(), trial.expected.float()
+        logits, expected = self._logits_of(trial, cache, whole=whole).float(), trial.expected.float()
         error = (logits - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
         if not bool((error.max() <= allowed.worst) & (error.median() <= allowed.typical)):
             behind = "" if trial.prompts is not None else f" behind {int(trial.length[0])} tokens"
@@ -225,32 +232,31 @@ class SelfTest:
                 f"{error.max():.2g}); this architecture cannot be verified exactly"
             )
 
+    def _logits_of(self, trial: Trial, cache: KVCache, *, whole: bool) -> Tensor:
+        """Return the logits `[B, 6, V]` of a trial's tree on an empty cache: read, verify, commit, verify.
 
-def run_trial(target: "Target", trial: Trial, cache: KVCache, *, whole: bool = False) -> Tensor:
-    """Return the logits `[B, 6, V]` of a trial's tree on an empty cache: prefill, verify, commit, verify.
-
-    Prompts are read in one forward if `whole`, else in several as long ones are. Raises `UnsupportedError` if the model
-    cannot run a tree.
-    """
-    root, a, b, c, d, e = trial.nodes
-    rows, device = len(trial.length), target.device
-    tokens = torch.stack([root, a, b, c, d]).expand(rows, 5)
-    parents, depth = (torch.tensor(x, device=device).expand(rows, 5) for x in ([0, 0, 0, 1, 2], [0, 1, 1, 2, 2]))
-    try:
-        if trial.prompts is None:
-            fill_first_slots(cache, list(trial.states.items()))
-        else:
-            most = None if whole else trial.prompts.shape[1] - trial.prompts.shape[1] // 5
-            target.prefill(Prompts(trial.prompts, trial.length, cache), max_tokens=most)
-        tree = tree_of(tokens, parents, depth, max_depth=2)
-        logits = target.verify(ForwardBatch(tree, trial.length, cache)).logits
-        path = Path(torch.tensor([0, 2, 4], device=device).expand(rows, 3), torch.full_like(trial.length, 2))
-        cache.commit(trial.length, path.nodes)
-        cache.commit_states(trial.length, path, torch.ones_like(trial.length, dtype=torch.bool))
-        after = target.verify(ForwardBatch(chain(e.expand(rows, 1)), trial.length + 3, cache)).logits
-    except MODEL_ERRORS as error:
-        raise UnsupportedError(f"{target.name} cannot run a token tree: {first_line(error)}") from error
-    return torch.cat([logits, after], dim=1)
+        Prompts are read in one forward if `whole`, else in several as long ones are. Raises `UnsupportedError` if the
+        model cannot run a tree.
+        """
+        root, a, b, c, d, e = trial.nodes
+        rows, device, forward = len(trial.length), self._target.device, self._reader.forward_on(cache)
+        tokens = torch.stack([root, a, b, c, d]).expand(rows, 5)
+        parents, depth = (torch.tensor(x, device=device).expand(rows, 5) for x in ([0, 0, 0, 1, 2], [0, 1, 1, 2, 2]))
+        try:
+            if trial.prompts is None:
+                cache.fill_first_slots(trial.states.items())
+            else:
+                most = None if whole else trial.prompts.shape[1] - trial.prompts.shape[1] // 5
+                self._reader.read(Prompts(trial.prompts, trial.length, cache), max_tokens=most)
+            tree = tree_of(tokens, parents, depth, max_depth=2)
+            logits = forward(ForwardBatch(tree, trial.length, cache))[0]
+            path = Path(torch.tensor([0, 2, 4], device=device).expand(rows, 3), torch.full_like(trial.length, 2))
+            cache.commit(trial.length, path.nodes)
+            cache.commit_states(trial.length, path, torch.ones_like(trial.length, dtype=torch.bool))
+            after = forward(ForwardBatch(chain(e.expand(rows, 1)), trial.length + 3, cache))[0]
+        except MODEL_ERRORS as error:
+            raise UnsupportedError(f"{self._target.name} cannot run a token tree: {first_line(error)}") from error
+        return torch.cat([logits, after], dim=1)
 
 
 def _unless_it_fails(make: Callable[[], Trial]) -> Trial | None:
@@ -359,3 +365,98 @@ class _InFloat32(TorchFunctionMode):
 
 def _widened(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x
+
+
+class CacheSupport:
+    """The caches that a model's token trees are right on.
+
+    Attributes:
+        shapes: What each layer stores on a dense cache.
+    """
+
+    def __init__(self, bound: BoundModel, reader: PromptReader):
+        """Run the self-test on dense caches, in the fastest way that the model is right in.
+
+        Args:
+            bound: What is being bound.
+            reader: Its reader of prompts, which is set to that way.
+
+        Raises:
+            UnsupportedError: The model is right on no cache.
+        """
+        self._bound, traits = bound, bound.traits
+        kinds, mixers = traits.kinds, traits.mixers
+        window = min((kind.window for kind in kinds.by_name.values() if kind.window), default=0)
+        longest = window + 3 if window <= MAX_CHEAP_WINDOW else 5
+        longest = max(longest, MIN_TOKENS_WITH_STATES) if mixers else longest
+        self._self_test = SelfTest(bound, reader, longest)
+        states = [state for mixer in mixers for state in mixer.states]
+        self.shapes = stored_shapes(self._self_test.output, bound.config, bound.name, states)
+        self._contiguous = False
+        on_cpu = all(shape.device.type == "cpu" for shape in self.shapes)
+        reader.masks_on_dense = not (traits.attention.kinds and on_cpu)
+        # The fastest way that is right: without masks for prompts, then with them, then with copied keys.
+        while True:
+            try:
+                self._self_test.run(self.shapes, self._reserved_dense)
+                return
+            except UnsupportedError as error:
+                if reader.reads_without_masks(self.new_dense(1, self.shapes)):
+                    reader.masks_on_dense = True  # its attention cannot be replaced
+                elif isinstance(error.__cause__, RuntimeError) and not self._contiguous:
+                    self._contiguous = True
+                else:
+                    raise
+
+    def new_dense(self, rows: int, shapes: Sequence[LayerShape]) -> DenseCache:
+        """Return an empty dense cache for `rows` rows, of layers with these shapes."""
+        return DenseCache(shapes, rows, self._contiguous)
+
+    @cached_property
+    def paged_shapes(self) -> list[LayerShape]:
+        """What each layer stores on a paged cache: the keys and values that its attention function receives.
+
+        Models with latent attention store something else in transformers' own caches.
+        """
+        seen = self._bound.traits.attention.shapes
+        nothing = next(iter(seen.values()), self.shapes[0]).storing_nothing()
+        return [replace(seen.get(layer, nothing), states=shape.states) for layer, shape in enumerate(self.shapes)]
+
+    @cached_property
+    def paged(self) -> Support:
+        """Whether the model can be decoded on a paged cache. The first access may run the self-test on one."""
+        bound, probe = self._bound, self._bound.traits.attention
+        if len({shape.device for shape in self.shapes}) > 1:
+            return Support("it is spread over several devices; load it on one with device='cuda'")
+        if bound.device.type == "cuda" and not kernels.TRITON:
+            return Support("Triton is not installed; pip install triton")
+        attends = any(shape.heads for shape in self.shapes)
+        if attends and (probe.failure is not None or not probe.shapes):
+            reason = probe.failure or "no layer attends through transformers' attention interface"
+            return Support(f"its attention cannot be replaced: {reason}")
+        if any(shape.index_dim for shape in self.shapes):
+            return Support(
+                "an indexer chooses what its layers attend to, and the paged cache has no place for its keys"
+            )
+        if attends and self._bound.traits.kinds.by_layer is None:
+            return Support("what its layers see is not known")
+        if masks_slots(self._bound.traits.slot_readers):  # in code of its own
+            return Support("its attention takes positions from slots of the cache")
+        try:
+            with torch.no_grad():
+                stored = [replace(shape, source=None) for shape in self.paged_shapes]
+                self._self_test.run(self.paged_shapes, self._new_paged, far=stored == self.shapes)
+        except UnsupportedError as error:
+            return Support(f"its attention cannot be replaced: {error}")
+        return Support()
+
+    def _reserved_dense(self, shapes: Sequence[LayerShape], rows: int, slots: int) -> DenseCache:
+        cache = DenseCache(shapes, rows, self._contiguous)
+        cache.reserve(slots)
+        return cache
+
+    def _new_paged(self, shapes: Sequence[LayerShape], rows: int, slots: int) -> PagedCache:
+        blocks = -(-slots // BLOCK_SIZE)
+        table = torch.arange(1, 1 + rows * blocks, dtype=torch.int32, device=self._bound.device).view(rows, blocks)
+        home = torch.arange(1, 1 + rows, device=table.device)
+        return PagedCache(KVCachePool(shapes, 1 + rows * blocks, rows), table, home)

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redrafter.cache.dense import LayerShape
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.states import StateShape
 from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError, first_line
 from redrafter.files.dtype_names import dtype_name
 from redrafter.model.positions import has_alibi
 
-# What a model's code may raise where it cannot run something of ours.
-MODEL_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError)
 MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take a 4-D mask
 
 
@@ -102,11 +100,27 @@ def check_supported(model: Any, name: str) -> None:
         )
     attention = getattr(model.config, "_attn_implementation", "eager")
     if attention not in MASKED_ATTENTIONS:
+        eager = not model._supports_sdpa or getattr(config, "attn_logit_softcapping", None) is not None
+        right = "attn_implementation='eager'" if eager else "attn_implementation='sdpa' (or 'eager')"
+        raise UnsupportedError(f"attn_implementation={attention!r} takes no tree mask; load the model with {right}")
+    attends_to = None
+    if not hasattr(config, "num_hidden_layers"):  # BLT, whose patches are between two stacks of layers
+        attends_to = "its config counts no layers of one decoder (num_hidden_layers), as parts of it read other units"
+    elif compressed := sorted({kind for kind in _layer_types(config) or () if "compress" in kind}):
+        attends_to = f"its layers attend to blocks that past tokens are compressed to ({', '.join(compressed)})"
+    elif hasattr(config, "prompt_types") and (count := config.prompt_length):  # CPM-Ant; MVP's are no part of a text
+        attends_to = f"it puts {count} places of its own before each text (prompt_length) and reads all of it each step"
+    if attends_to is not None:
         raise UnsupportedError(
-            f"attn_implementation={attention!r} takes no tree mask; load the model with {_tree_attentions(model)}"
+            f"{name} cannot be verified as a tree: {attends_to}; use a model whose layers attend to a text's tokens"
         )
-    _check_layers(config, name)
-    _check_positions(model, name)
+    alibi = (getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None)))
+    named = any(alibi) or hasattr(model.get_decoder(), "build_alibi_tensor")
+    if named and not any(map(has_alibi, model.modules())):
+        raise UnsupportedError(
+            f"{name} has ALiBi attention in code of its own, whose bias follows from a token's slot in a 2-D mask; the "
+            "nodes of a tree need positions of their own, so load it without trust_remote_code if transformers knows it"
+        )
 
 
 def check_on_device(model: nn.Module, table: Tensor, name: str) -> None:
@@ -149,69 +163,30 @@ def _layer_types(config: object) -> list[str] | None:
     return ["full_attention" if kind == "attention" else kind for kind in listed]  # the former is an older name
 
 
-def _check_layers(config: Any, name: str) -> None:
-    """Raise `UnsupportedError` for layers that attend to something else than the tokens of a text."""
-    attends_to = None
-    if not hasattr(config, "num_hidden_layers"):  # BLT, whose patches are between two stacks of layers
-        attends_to = "its config counts no layers of one decoder (num_hidden_layers), as parts of it read other units"
-    elif compressed := sorted({kind for kind in _layer_types(config) or () if "compress" in kind}):
-        attends_to = f"its layers attend to blocks that past tokens are compressed to ({', '.join(compressed)})"
-    elif hasattr(config, "prompt_types") and (count := config.prompt_length):  # CPM-Ant; MVP's are no part of a text
-        attends_to = f"it puts {count} places of its own before each text (prompt_length) and reads all of it each step"
-    if attends_to is not None:
-        raise UnsupportedError(
-            f"{name} cannot be verified as a tree: {attends_to}; use a model whose layers attend to a text's tokens"
-        )
-
-
-def _check_positions(model: Any, name: str) -> None:
-    """Raise `UnsupportedError` for ALiBi in code that is not known, whose bias follows from a token's slot in a row."""
-    config = model.config.get_text_config(decoder=True)
-    alibi = (getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None)))
-    named = any(alibi) or hasattr(model.get_decoder(), "build_alibi_tensor")
-    if named and not any(map(has_alibi, model.modules())):
-        raise UnsupportedError(
-            f"{name} has ALiBi attention in code of its own, whose bias follows from a token's slot in a 2-D mask; the "
-            "nodes of a tree need positions of their own, so load it without trust_remote_code if transformers knows it"
-        )
-
-
-def _tree_attentions(model: Any) -> str:
-    """Return how to load a model with an attention that takes a tree's mask and that it is right with."""
-    config = model.config.get_text_config(decoder=True)
-    if not model._supports_sdpa or getattr(config, "attn_logit_softcapping", None) is not None:
-        return "attn_implementation='eager'"
-    return "attn_implementation='sdpa' (or 'eager')"
-
-
-def _cache_layers(output: Any, config: Any, name: str) -> Any:
-    """Return the layers of the cache that a plain forward made, or raise `UnsupportedError` where it made none."""
-    past: Any = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
-    if hasattr(past, "layers"):
-        return past.layers
-    if past is None and getattr(config, "is_decoder", None) is False:
-        raise UnsupportedError(f"{name} is no decoder: its tokens see those behind them; load it with is_decoder=True")
-    kept = "no keys and values of past tokens" if past is None else f"past tokens in its {type(past).__name__}"
-    raise UnsupportedError(f"{name} keeps {kept}; only models with an ordinary cache can be verified as a tree")
-
-
 def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateShape] = ()) -> list[LayerShape]:
     """Return what each layer stores, by the cache in the output of a plain forward and the states of all layers.
 
     Raises:
         UnsupportedError: The model keeps something else than keys and values and these states.
     """
-    layers = _cache_layers(output, config, name)
+    past: Any = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
+    if past is None and getattr(config, "is_decoder", None) is False:
+        raise UnsupportedError(f"{name} is no decoder: its tokens see those behind them; load it with is_decoder=True")
+    if not hasattr(past, "layers"):
+        kept = "no keys and values of past tokens" if past is None else f"past tokens in its {type(past).__name__}"
+        raise UnsupportedError(f"{name} keeps {kept}; only models with an ordinary cache can be verified as a tree")
+    layers = past.layers
     by_layer = {index: tuple(state for state in states if state.layer == index) for index in range(len(layers))}
     shapes = dict[int, LayerShape]()
     for index, layer in enumerate(layers):
-        if getattr(layer, "keys", None) is None and by_layer[index]:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None and by_layer[index]:
             first = by_layer[index][0]
             shapes[index] = LayerShape(0, 0, 0, first.dtype, first.device, states=by_layer[index])
             continue
-        if _stores_nothing(layer):
+        # A layer that attends to what an earlier one stores, or to images alone, holds nothing after a forward.
+        if keys is None and hasattr(layer, "keys") and not any(isinstance(x, Tensor) for x in vars(layer).values()):
             continue
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.dim() == values.dim() == 4):
             raise UnsupportedError(f"layer {index} of {name} keeps no keys and values ({type(layer).__name__})")
         index_keys = getattr(layer, "indexer_keys", None)  # [B, T, dim]
@@ -228,15 +203,6 @@ def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateSha
         raise UnsupportedError(f"no layer of {name} keeps keys and values")
     nothing = next(iter(shapes.values())).storing_nothing()
     return [shapes.get(index, nothing) for index in range(len(layers))]
-
-
-def _stores_nothing(layer: Any) -> bool:
-    """Tell whether a layer of transformers' cache is for keys and values and holds none after a forward.
-
-    So it is where a layer attends to what an earlier one stores, or to images alone.
-    """
-    tensors = [value for value in vars(layer).values() if isinstance(value, Tensor)]
-    return getattr(layer, "keys", layer) is None and not tensors
 
 
 def head_width(head: nn.Module, config: Any) -> int:

@@ -4,31 +4,30 @@ The model is used as it is: no forked modelling code, nothing stored on it. When
 compared with plain forwards; an architecture whose answers differ is refused, so what is served is right.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from redrafter.cache.dense import DenseCache, LayerShape, states_of
+from redrafter.cache.dense import DenseCache
+from redrafter.cache.kv_cache import LayerShape, states_of
 from redrafter.cache.paged import PagedCache
 from redrafter.cache.to_device import made_on_host
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
 from redrafter.files.dtype_names import dtype_name
-from redrafter.model.batch_invariance import RowByRow, check_products, check_rows, support_of
-from redrafter.model.cache_support import CacheSupport
-from redrafter.model.drafter_inputs import DrafterLayer, decoder_layers
-from redrafter.model.forward_batch import ForwardBatch, ForwardOutput, Prompts
+from redrafter.model.batch_invariance import RowByRow, check_products, check_rows, small_pool, support_of
+from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, ForwardOutput, Prompts, decoder_layers
 from redrafter.model.images import ImageReader, image_arguments, token_type_arguments
-from redrafter.model.lora import Adapter, AdapterSlots, LoraWeights
-from redrafter.model.model_state import ModelState, hooked_module, run_uncompiled
-from redrafter.model.patch import ModelPatch
+from redrafter.model.linear_layers import is_quantized, warn_of_shared_scales
+from redrafter.model.lora import AdapterSlots
+from redrafter.model.patch import MODEL_ERRORS, ModelPatch, ModelState, hooked_module
+from redrafter.model.positions import find_dynamic_rope, find_switching_rope
 from redrafter.model.prompt_reader import PromptReader, ShowLogits
-from redrafter.model.quantization import is_quantized, warn_of_shared_scales
-from redrafter.model.rope import RopeByLength, find_dynamic_rope, find_switching_rope
+from redrafter.model.self_test import CacheSupport
 from redrafter.model.supported import (
-    MODEL_ERRORS,
     Support,
     base_of,
     check_autocast,
@@ -39,7 +38,7 @@ from redrafter.model.supported import (
     name_model_in_errors,
 )
 from redrafter.model.traits import learn_traits
-from redrafter.model.tree_forward import ModelParts, PaddedForward, TreeForward
+from redrafter.model.tree_forward import BoundModel, PaddedForward
 from redrafter.model.varlen_forward import VarlenForward
 from redrafter.parallel.local_shards import use_local_shards
 from redrafter.tree.token_tree import chain
@@ -51,36 +50,17 @@ _INVARIANT_ADAPTERS = (
 _NOT_SPLIT = "which is not supported with tensor parallelism: run it in one process, without torchrun and tp_size"
 
 
-class Target:
-    """A causal LM bound for tree verification.
+class Target(BoundModel):
+    """A causal LM bound for token tree verification; `BoundModel` says what is known of it.
 
     Attributes:
-        name: The model's class, for messages.
-        model: The Hugging Face model, in eval mode.
-        config: The config of its decoder.
-        embedding: Its embedding table.
-        head: Its language-modelling head.
-        device: Device of the embedding table; all that is returned is there.
-        dtype: Dtype of its hidden states.
-        hidden_size: D, the width of what its head reads.
-        vocab_size: V, the ids that the config counts.
-        context: Positions that the model can tell apart; None when it names no limit.
-        rope: Its rope, where the frequencies follow from the length of a text; else None.
-        aux_layers: Decoder layers whose outputs stand behind the last hidden states; None before `read_aux_hidden`.
-        drafter_layer: What a drafter stores of every token beside the model's keys and values; None for nothing.
-        adapters: LoRA adapters that are loaded beside it.
-        batch_invariant: Whether a token's logits depend on its text alone, bit for bit, and on nothing else that is
-            computed beside it.
         version: Number of times that `follow_changes` found other weights or other code: keys and values that are kept
             are those of their time.
-        varlen: Whether the model is decoded by the varlen forward, on a paged cache and in captured steps. Whoever
-            spreads it over processes, or wants it on a CPU, says otherwise.
+        keeps_states: Whether any layer keeps recurrent states.
         varlen_forward: The forward over a paged cache.
         images: Whether prompts may have images, and what reads them.
         prompt_reader: What reads prompts.
-        image_arguments: Names of arguments of `generate` that give the model images; none where it takes none.
-        image_inputs: These and the names of the types of tokens that it takes beside them.
-        ranks: The processes that compute the model together, each its own heads.
+        image_inputs: `image_arguments`, and the names of the types of tokens that the model takes beside them.
     """
 
     @name_model_in_errors
@@ -102,10 +82,9 @@ class Target:
         self.ranks = use_local_shards(model)
         if self.ranks.size > 1 and is_quantized(model.config):
             raise UnsupportedError(f"{self.name} is quantised, {_NOT_SPLIT}")
-        self.model: Any = model.eval()
+        super().__init__(model)
         self.config = model.config.get_text_config(decoder=True)
-        self.embedding: Any = model.get_input_embeddings()
-        self.head: Any = model.get_output_embeddings()
+        self.embedding, self.head = model.get_input_embeddings(), model.get_output_embeddings()
         if self.head is None:
             raise UnsupportedError(f"{self.name} has no language-modelling head; load it with AutoModelForCausalLM")
         self.context = context_of(self.config)
@@ -114,10 +93,7 @@ class Target:
         check_on_device(model, table, self.name)
         self.device = table.device
         self.hidden_size, self.vocab_size = head_width(self.head, self.config), self.config.vocab_size
-        self.aux_layers: tuple[int, ...] | None = None
-        self.rope: RopeByLength | None = None
-        self.drafter_layer: DrafterLayer | None = None
-        self.batch_invariant, self.version = False, 0
+        self.version, self._drafter_shapes = 0, tuple[LayerShape, ...]()
         self.image_arguments = image_arguments(model)
         self.image_inputs = self.image_arguments | token_type_arguments(model)
         warn_of_shared_scales(model.config, self.name)
@@ -125,7 +101,7 @@ class Target:
         # Not in inference mode: some quantisers make the weights in the first forward, for good.
         self._state = ModelState.of(model)
         with torch.no_grad(), made_on_host(), ModelPatch() as patch:
-            run_uncompiled(patch, self._state.compiled)
+            patch.run_uncompiled(self._state.compiled)
             self._bind()
         self._bound_as = self._facts()
         self.note_state()
@@ -134,7 +110,7 @@ class Target:
         """Make the forwards of the model, then run its self-test on the caches that it may be decoded on."""
         ids = torch.arange(8, device=self.device) * 7919 % self.vocab_size
         self.dtype = self.embedding(ids).dtype  # the model's own may be that of a quantised weight
-        traits = learn_traits(self.model, self.config, ids, self.name)
+        self.traits = traits = learn_traits(self.model, self.config, ids, self.name)
         if traits.mixers and self.ranks.size > 1:
             raise UnsupportedError(f"{self.name} has layers with recurrent states, {_NOT_SPLIT}")
         if not traits.mixers:
@@ -145,22 +121,18 @@ class Target:
                 f"{self.name} changes its masks by what a text says (layer {layer}), so which tokens are "
                 "seen depends on slots of the cache, and a tree fills others; use a model whose masks follow positions"
             )
-        parts = ModelParts(self.model, self.head, self.context, traits)
-        self._padded_forward = PaddedForward(parts, self.device, self.dtype)
-        self.varlen_forward = VarlenForward(parts, self.config)
-        self._forwards: tuple[TreeForward, ...] = (self._padded_forward, self.varlen_forward)
-        without_masks = self.device.type == "cpu" and bool(traits.kinds.by_layer)
-        self.prompt_reader = PromptReader(self._padded_forward, self.varlen_forward, self.vocab_size, without_masks)
-        self._caches = CacheSupport(self, traits, self.prompt_reader)
+        self._padded_forward, self.varlen_forward = PaddedForward(self), VarlenForward(self)
+        self.prompt_reader = PromptReader(self._padded_forward, self.varlen_forward)
+        self._caches = CacheSupport(self, self.prompt_reader)
+        self.keeps_states = bool(states_of(self._caches.shapes))
         self.varlen = Support("it is not on a GPU") if self.device.type != "cuda" else self.paged
         dynamic = find_dynamic_rope(self.model)
         if dynamic is not None and self.context is not None:
             self.context = max(self.context, dynamic.context)
         self.rope = dynamic or find_switching_rope(self.model, self.config, self.new_cache(1))
-        for forward in self._forwards:
-            forward.rotate_by(self.rope, self.context)
+        self.fixed_rope_context = self.context if self.rope is None else self.rope.switch_at
         self.images = ImageReader(self, self._caches, self._padded_forward.read_whole)
-        self.adapters = AdapterSlots(self.model, self.device, self.dtype, self._try_tokens)
+        self.adapters = AdapterSlots(self.model, self.device, self.dtype, self._try_tokens, self._loading)
         if self.ranks.size > 1:  # a rank that takes another way than the others would wait for them for ever
             ways = self.paged, self.varlen, [(shape.key_dim, shape.value_dim) for shape in self.shapes]
             self.ranks.check_equal(ways, f"what {self.name} can be decoded on")
@@ -182,7 +154,7 @@ class Target:
         Raises:
             ArgumentError: The model is another one now, of another dtype, device or vocabulary.
         """
-        with self._padded_forward.lock:  # no forward has set anything on the model now
+        with self.lock:  # no forward has set anything on the model now
             before, now = self._state, ModelState.of(self.model)
             if now == before:
                 return
@@ -200,8 +172,7 @@ class Target:
     def note_state(self) -> None:
         """Take the model's weights and code as they are now, so that `follow_changes` finds later changes alone."""
         self._state = ModelState.of(self.model)
-        for forward in self._forwards:
-            forward.compiled_parts = self._state.compiled
+        self.compiled_parts = self._state.compiled
 
     @property
     def hooked(self) -> str | None:
@@ -214,12 +185,12 @@ class Target:
     @property
     def shapes(self) -> list[LayerShape]:
         """What each layer stores on a dense cache."""
-        return self._with_drafter_layer(self._caches.shapes)
+        return [*self._caches.shapes, *self._drafter_shapes]
 
     @property
     def paged_shapes(self) -> list[LayerShape]:
         """What each layer stores on a paged cache."""
-        return self._with_drafter_layer(self._caches.paged_shapes)
+        return [*self._caches.paged_shapes, *self._drafter_shapes]
 
     @property
     def paged(self) -> Support:
@@ -243,28 +214,22 @@ class Target:
             raise ArgumentError(
                 f"{self.name} was compiled for an engine without batch_invariant=True; load the model anew"
             )
-        reason = support_of(self).reason or (self.device.type == "cuda" and self.varlen.reason)
+        reason = support_of(self, self.paged_shapes).reason or self.paged.reason
+        reason = reason or (self.varlen.reason if self.device.type == "cuda" else None)
         if reason:
             raise UnsupportedError(f"{self.name} cannot be batch-invariant: {reason}")
-        self.varlen_forward.compute_row_by_row(RowByRow(self.model, self.device))
+        forward, shapes = self.varlen_forward, self.paged_shapes
+        forward.row_by_row = RowByRow(self.model, self.device).apply
         try:
-            check_products(self)
+            check_products(forward, shapes)
             if self.device.type == "cpu":
-                check_rows(self)
-        except UnsupportedError:
-            self.varlen_forward.compute_row_by_row(None)
-            raise
-        except MODEL_ERRORS as error:
-            self.varlen_forward.compute_row_by_row(None)
+                check_rows(forward, small_pool(shapes))
+        except (UnsupportedError, *MODEL_ERRORS) as error:
+            forward.row_by_row = None
+            if isinstance(error, UnsupportedError):
+                raise
             raise UnsupportedError(f"{self.name} cannot be batch-invariant: {first_line(error)}") from error
-        self.varlen = Support()
-        self.prompt_reader.read_in_chunks()
-        self.batch_invariant = True
-
-    @property
-    def fixed_rope_context(self) -> int | None:
-        """Tokens of a text up to which its rope frequencies never change, or its context; None for no limit."""
-        return self.context if self.rope is None else self.rope.switch_at
+        self.varlen, self.prompt_reader.masks, self.batch_invariant = Support(), True, True
 
     def new_cache(self, rows: int) -> DenseCache:
         """Return an empty dense cache for `rows` rows."""
@@ -292,24 +257,16 @@ class Target:
             )
         if layers:
             _ = self.paged  # its self-test runs on the first layers alone, and others may be read from now on
-        self._append_outputs(tuple(layers))
+        before = self.aux_layers, self.aux_modules
+        self.aux_modules = decoder_layers(self.model, self.config.num_hidden_layers, layers)
+        self.aux_layers = tuple(layers)
         try:
             if layers:
-                self._try_forward()
+                with torch.no_grad():
+                    self._try_tokens(torch.zeros(1, 1, dtype=torch.long, device=self.device))
         except UnsupportedError:
-            self._append_outputs(())
+            self.aux_layers, self.aux_modules = before
             raise
-        self.aux_layers = tuple(layers)
-
-    def _append_outputs(self, layers: tuple[int, ...]) -> None:
-        modules = decoder_layers(self.model, self.config.num_hidden_layers, layers)
-        for forward in self._forwards:
-            forward.read_aux_hidden(modules, layers)
-
-    def _try_forward(self) -> None:
-        """Run one token through the model."""
-        with torch.no_grad():
-            self._try_tokens(torch.zeros(1, 1, dtype=torch.long, device=self.device))
 
     def _try_tokens(self, tokens: Tensor) -> None:
         """Run tokens `[B, M]` int64 through the model, as the beginnings of B texts."""
@@ -317,11 +274,9 @@ class Target:
         cache.reserve(tokens.shape[1])
         self.verify(ForwardBatch(chain(tokens), torch.zeros_like(tokens[:, 0]), cache))
 
-    def load_adapter(self, name: str, weights: LoraWeights, max_loras: int, max_lora_rank: int) -> Adapter:
-        """Load a LoRA adapter beside the model; the arguments and errors are those of `AdapterSlots.load`.
-
-        Rows that have its slot in `ForwardBatch.adapters` are then computed with it.
-        """
+    @contextmanager
+    def _loading(self, name: str) -> Iterator[None]:
+        """Enter a context in which no forward runs, to load an adapter of that name; refuse where none may be."""
         if self.batch_invariant:
             raise UnsupportedError(_INVARIANT_ADAPTERS)
         if self.ranks.size > 1:
@@ -331,12 +286,8 @@ class Target:
                 f"{name} cannot be applied beside others: layers of {self.name} keep recurrent states, and are called "
                 "with other tokens than the forward's; merge it into the model with PEFT's merge_and_unload()"
             )
-        with self._padded_forward.lock:  # no layer has a stand-in now
-            adapter = self.adapters.load(name, weights, max_loras, max_lora_rank)
-            assert self.adapters.stacks is not None
-            for forward in self._forwards:
-                forward.apply_adapters(self.adapters.stacks)
-        return adapter
+        with self.lock:
+            yield
 
     def store_drafter_layer(self, layer: DrafterLayer) -> None:
         """Store a drafter's keys and values of every token that is read later, in caches that are made from now on.
@@ -352,12 +303,7 @@ class Target:
         if self.drafter_layer is not None:
             raise MismatchError("another drafter stores keys and values beside this target's; load the target anew")
         _ = self.paged  # its self-test is of caches without that layer
-        self.drafter_layer = layer
-        for forward in self._forwards:
-            forward.store_drafter_layer(layer)
-
-    def _with_drafter_layer(self, shapes: list[LayerShape]) -> list[LayerShape]:
-        return shapes if self.drafter_layer is None else [*shapes, self.drafter_layer.shape]
+        self.drafter_layer, self._drafter_shapes = layer, (layer.shape,)
 
     def verify(self, batch: ForwardBatch) -> ForwardOutput:
         """Run the new nodes of trees, and chunks of prompts beside them, through the model in one forward.
@@ -367,11 +313,6 @@ class Target:
         forward = self.varlen_forward if isinstance(batch.cache, PagedCache) else self._padded_forward
         tree = batch.tree if self.rope is None else self.rope.drop_past_switch(batch.tree, batch.length)
         return ForwardOutput(tree, *forward(batch))
-
-    @property
-    def keeps_states(self) -> bool:
-        """Whether any layer keeps recurrent states."""
-        return bool(states_of(self._caches.shapes))
 
     def reread(self, longest: int, state: Prompts, active: Tensor) -> None:
         """Read again the rows that reach the rope switch, with the frequencies of long texts.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,10 @@ from torch.utils import _pytree as pytree
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, cache_utils
 
 from redrafter.attention.mask import AttentionKind, LayerKinds
-from redrafter.cache.dense import LayerShape
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.states import StateKey, StateShape
 from redrafter.errors import UnsupportedError, first_line
-from redrafter.model.fused_linear import linear_calls
+from redrafter.model.linear_layers import linear_calls
 from redrafter.model.patch import ModelPatch
 from redrafter.model.positions import find_slot_readers
 from redrafter.model.recurrent_layers import Mixer, copied_layer, layer_tensors, layer_without_tensors
@@ -35,6 +35,8 @@ PROBE_NAME = "redrafter_probe"
 PROBED_POSITION = 1 << 20  # at which a mask rule is evaluated; a window or chunk that is longer counts as none
 
 MaskRule = Callable[..., Any]  # `rule(batch, head, query, key)` of transformers: whether the query sees the key
+
+_Call: TypeAlias = tuple[Mixer, Mapping[str, Any], Any]  # with its arguments by name, and what it returned
 
 _RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())  # an older release has none
 
@@ -50,6 +52,7 @@ class AttentionProbe:
             given the very tensors of an earlier one stores nothing and names that one as its source.
         changed: Indices of the layers that changed the mask that they were given.
         failure: Why the forward could not run with our attention function; None when it ran.
+        given: Layers with the keys and values that they received, until the forward has ended.
     """
 
     rules: list[AttentionKind | None] = field(default_factory=list)
@@ -57,12 +60,12 @@ class AttentionProbe:
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set)
     failure: str | None = None
-    _given: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)  # held, so that no tensor's id is used twice
+    given: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
 
     def record(self, layer: int, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         """Record the keys and values `[B, heads, T, dim]` and the mask that a layer's attention function received."""
-        source = next((first for first, k, v in self._given if k is key and v is value), None)
-        self._given.append((layer, key, value))
+        source = next((first for first, k, v in self.given if k is key and v is value), None)
+        self.given.append((layer, key, value))
         if source is None:
             self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
         else:
@@ -73,10 +76,6 @@ class AttentionProbe:
         self.kinds[layer] = self.rules[int(number) - 1] if known else None
         if mask is not None and not known:
             self.changed.add(layer)
-
-    def release_tensors(self) -> None:
-        """Let go of the keys and values that were received; call it once the forward has ended."""
-        self._given.clear()
 
     def by_layer(self, count: int) -> tuple[AttentionKind, ...] | None:
         """Return the kind of each of `count` layers, or None unless all are known.
@@ -139,7 +138,7 @@ def learn_traits(model: Any, config: Any, ids: Tensor, name: str) -> ModelTraits
         probe.failure = first_line(error)
     finally:
         _RUNNING.reset(running)
-        probe.release_tensors()
+        probe.given.clear()
     return ModelTraits(config, probe, mixers, find_slot_readers(model))
 
 
@@ -209,8 +208,22 @@ _MASK_NAMES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"
 
 def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict[str, AttentionKind]:
     """Return the kinds of the layers by the names of masks; see `LayerKinds`."""
-    if by_layer is None:
-        return _kinds_of_config(config)
+    if (
+        by_layer is None
+    ):  # the kind of each named kind of layer, by the rule that transformers uses to choose its caches
+        window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+        of_config = {
+            "full_attention": AttentionKind(),
+            "sliding_attention": AttentionKind(window=window),
+            "chunked_attention": AttentionKind(chunk=chunk),
+        }
+        plain = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
+        types = set(getattr(config, "layer_types", None) or [plain])
+        if unknown := sorted(types - of_config.keys()):
+            raise UnsupportedError(
+                f"layers of type {', '.join(unknown)} are not known; known are {', '.join(of_config)}"
+            )
+        return {name: of_config[name] for name in sorted(types)}
     if len(set(by_layer)) == 1:
         return {"all": by_layer[0]}
     names = getattr(config, "layer_types", None) or ()
@@ -221,23 +234,6 @@ def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict
         if name in by_name:
             by_name.setdefault(mask_name, by_name[name])
     return dict(sorted(by_name.items()))
-
-
-def _kinds_of_config(config: object) -> dict[str, AttentionKind]:
-    """Return the kind of each named kind of layer, by the rule that transformers uses to choose its caches."""
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    by_name = {
-        "full_attention": AttentionKind(),
-        "sliding_attention": AttentionKind(window=window),
-        "chunked_attention": AttentionKind(chunk=chunk),
-    }
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        types = ["sliding_attention" if window else "chunked_attention" if chunk else "full_attention"]
-    unknown = sorted(set(types) - by_name.keys())
-    if unknown:
-        raise UnsupportedError(f"layers of type {', '.join(unknown)} are not known; known are {', '.join(by_name)}")
-    return {name: by_name[name] for name in sorted(set(types))}
 
 
 def cache_argument(model: nn.Module) -> str | None:
@@ -252,86 +248,60 @@ def find_mixers(model: Any, config: Any, ids: Tensor, name: str) -> list[Mixer]:
     cache = DynamicCache(config=config)
     if argument is None or not any(isinstance(layer, _RECURRENT) for layer in cache.layers):
         return []
-    watch = _Watch(cache, len(ids), {index: copied_layer(layer) for index, layer in enumerate(cache.layers)})
-    with ModelPatch() as patch:
-        for module in model.modules():
-            patch.hook(module, watch.after_call, with_kwargs=True)
-        model(input_ids=ids[None], use_cache=True, **{argument: cache})
-    return [_tried(call, cache, len(ids), name) for call in watch.calls]
+    empty, known, calls = [copied_layer(layer) for layer in cache.layers], set[StateKey](), list[_Call]()
 
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of a mixer that was seen. `mixer.full` is the layer that it began with."""
-
-    mixer: Mixer
-    given: Mapping[str, Any]
-    returned: Any
-
-
-@dataclass
-class _Watch:
-    """What is seen of the modules of a model in one plain forward.
-
-    Attributes:
-        cache: The cache that the model is given.
-        count: Tokens of the forward.
-        empty: Its layers before the forward.
-        calls: The calls of mixers.
-    """
-
-    cache: Cache
-    count: int
-    empty: Mapping[int, Any]
-    calls: list[_Call] = field(default_factory=list)
-    _known: set[StateKey] = field(default_factory=set)
-
-    def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Take note of a module that has left new tensors in the cache. Modules inside it were called before."""
         parameters = tuple(inspect.signature(module.forward).parameters)
         given = dict(zip(parameters, args, strict=False)) | kwargs
-        handed = [name for name, value in given.items() if value is self.cache]
+        handed = [name for name, value in given.items() if value is cache]
         left = [
             StateShape(index, name, tuple(x.shape[1:]), x.dtype, x.device)
-            for index, layer in enumerate(self.cache.layers if handed else ())
+            for index, layer in enumerate(cache.layers if handed else ())
             if isinstance(layer, _RECURRENT)
             for name, x in layer_tensors(layer).items()
-            if (index, name) not in self._known
+            if (index, name) not in known
         ]
         if not left:
             return
-        self._known |= {state.key for state in left}
+        known.update(state.key for state in left)
         layer = left[0].layer
-        vectors = [name for name, x in given.items() if isinstance(x, Tensor) and x.shape[1:-1] == (self.count,)]
+        vectors = [name for name, x in given.items() if isinstance(x, Tensor) and x.shape[1:-1] == (len(ids),)]
         if any(state.layer != layer for state in left) or not vectors:
             raise UnsupportedError(
                 f"its {type(module).__name__} keeps states in a way that is not known, so they cannot be rolled back "
                 "to a branch of a tree"
             )
-        names, empty = (parameters, frozenset(given), handed[0], vectors[0]), self.empty[layer]
-        self.calls.append(_Call(Mixer(module, layer, tuple(left), *names, empty, empty), given, output))
+        names, begun = (parameters, frozenset(given), handed[0], vectors[0]), empty[layer]
+        calls.append((Mixer(module, layer, tuple(left), *names, begun, begun), given, output))
+
+    with ModelPatch() as patch:
+        for module in model.modules():
+            patch.hook(module, after_call, with_kwargs=True)
+        model(input_ids=ids[None], use_cache=True, **{argument: cache})
+    return [_tried(*call, cache, len(ids), name) for call in calls]
 
 
-def _tried(call: _Call, cache: Cache, count: int, name: str) -> Mixer:
+def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, count: int, name: str) -> Mixer:
     """Return a mixer that was tried apart from the model: half of the tokens at once, then the others both ways.
 
-    It was called in a plain forward of one row of `count` tokens, with that cache. Raises `UnsupportedError` where it
-    continues from its states wrongly, one token at a time.
+    In a plain forward of one row of `count` tokens, with that cache, it was `given` these arguments. Raises
+    `UnsupportedError` where it continues from its states wrongly, one token at a time.
     """
-    mixer, half = replace(call.mixer, full=layer_without_tensors(cache.layers[call.mixer.layer])), count // 2
-    forward, expected = mixer.module.forward, _part({"": call.returned}, half, count, count)[""]
-    begun = _part(call.given, 0, half, count)
+    mixer, half = replace(mixer, full=layer_without_tensors(cache.layers[mixer.layer])), count // 2
+    forward, expected = mixer.module.forward, _part({"": returned}, half, count, count)[""]
+    begun = _part(given, 0, half, count)
     with linear_calls(mixer.module) as linears:
         output, states = mixer.run(forward, begun, None)
     # Linear layers that read the mixer's tokens as they are, and the one whose output it returns. One that is called
     # twice is none of them, nor is one that is both.
     names, tokens = [name for name, _, _ in linears], begun[mixer.tokens_argument]
-    once = [call for call in linears if names.count(call[0]) == 1 and call[2] is not call[1]]
-    first = tuple(name for name, given, returned in once if given is tokens and returned is not output)
-    last = next((name for name, given, returned in once if returned is output and given is not tokens), None)
+    once = [(layer, x, y) for layer, x, y in linears if names.count(layer) == 1 and y is not x]
+    first = tuple(layer for layer, x, y in once if x is tokens and y is not output)
+    last = next((layer for layer, x, y in once if y is output and x is not tokens), None)
     later, parts = [state.clone() for state in states], []
     for token in range(half, count):
-        part, states = mixer.run(forward, _part(call.given, token, token + 1, count), states)
+        part, states = mixer.run(forward, _part(given, token, token + 1, count), states)
         parts.append(part)
     one_by_one = pytree.tree_map(lambda *x: torch.cat(x, dim=1) if isinstance(x[0], Tensor) else x[0], *parts)
     if not _close(one_by_one, expected, _ONE_BY_ONE):
@@ -339,7 +309,7 @@ def _tried(call: _Call, cache: Cache, count: int, name: str) -> Mixer:
             f"layer {mixer.layer} of {name} ({type(mixer.module).__name__}) goes on from its state with other numbers "
             "than it reads a whole text with; this architecture cannot be verified exactly"
         )
-    at_once, _ = mixer.run(forward, _part(call.given, half, count, count), later)
+    at_once, _ = mixer.run(forward, _part(given, half, count, count), later)
     return replace(mixer, continues=_close(at_once, expected, _AT_ONCE), first_linears=first, last_linear=last)
 
 

@@ -1,7 +1,7 @@
 """The varlen forward: the tokens of all rows, of trees or of prompts, as one sequence, with attention of our own."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -19,14 +19,13 @@ from redrafter.attention.tree_attention import (
 )
 from redrafter.attention.tree_plan import RUNNING_PLAN, ChunkEnds, Plan
 from redrafter.cache.dense import DenseCache
-from redrafter.cache.paged import KVCache
 from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE
-from redrafter.model.batch_invariance import RowByRow
 from redrafter.model.forward_batch import ForwardBatch, Prompts
-from redrafter.model.fused_linear import FusedLinears, linear_calls, same_inputs
+from redrafter.model.linear_layers import FusedLinears, linear_calls, same_inputs
+from redrafter.model.patch import ModelPatch
 from redrafter.model.positions import answer_by_position
-from redrafter.model.recurrent_layers import PromptStates, replaced_mixers
-from redrafter.model.tree_forward import ModelParts, TreeForward
+from redrafter.model.recurrent_layers import PromptStates, TreeStates, mixer_plan, replace_mixers
+from redrafter.model.tree_forward import BoundModel, TreeForward
 
 COMPILE_OPTIONS: dict[str, Any] = {
     "realize_opcount_threshold": 4,  # what every layer reads, sines and cosines, is computed once and not in each
@@ -64,119 +63,97 @@ class VarlenForward(TreeForward):
         version: Number of times that the model's weights were replaced, or its code changed: a captured step knows
             those of its time.
         outdated: Whether linear layers were fused before that, and are not now.
+        row_by_row: Patches a forward so that each token is computed as it would be alone, bit for bit; None for
+            forwards as fast as may be.
     """
 
-    def __init__(self, parts: ModelParts, config: Any):
-        """Make the forward of a model.
-
-        Args:
-            parts: The model's parts.
-            config: The config in which its decoder layers look up their attention function.
-        """
-        super().__init__(parts)
-        self._config = config
+    def __init__(self, bound: BoundModel):
+        """Make the forward of a model whose traits are known."""
+        super().__init__(bound)
         self._run: Any = self._plain
         self._prompt: Any = None  # `[T]` int64, only during a call
         self._positions: Any = None  # `[T]` int64, likewise
         self._fused: FusedLinears | None = None
         self.version, self.outdated = 0, False
-        self._row_by_row: RowByRow | None = None
+        self.row_by_row: Callable[[ModelPatch], None] | None = None
 
     def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, ChunkEnds | None]:
         """Run new nodes of trees, and then chunks of prompts, through the model; see `TreeForward`."""
-        tree, chunks, count = batch.tree, batch.chunks, batch.tree.size
-        index = torch.arange(count, device=batch.length.device)
+        bound, tree, length, cache, chunks = self.bound, batch.tree, batch.length, batch.cache, batch.chunks
+        # 1. Which tokens there are, where they are, and at which of them the head is computed.
+        new, count = tree.new, tree.size
+        index = torch.arange(count, device=length.device)
         if batch.logits_index is not None:  # of a row without tokens in a ragged forward, any token will do
             index = (tree.row_starts()[:-1] + batch.logits_index).clamp(max=count - 1)
         of_nodes = len(index)
         if chunks is not None:
             index = torch.cat([index, count + chunks.last])
-        with self._mixing(batch):
-            logits, hidden = self._run_batch(batch, index)
+        ids = batch.flat(tree.tokens[:, -new:], None if chunks is None else chunks.tokens)
+        in_chunks = None if chunks is None else chunks.positions()  # those of prompts are not shifted
+        in_rows = batch.places
+        places = positions = batch.flat(in_rows, in_chunks)
+        if batch.position_shift is not None:
+            positions = batch.flat(in_rows + batch.position_shift[:, None], in_chunks)
+        if bound.context is not None:  # what is past the end is never kept
+            places, positions = places.clamp(max=bound.context - 1), positions.clamp(max=bound.context - 1)
+        tokens = len(ids), ids, places
+
+        # 2. What attention and adapters must know. Numbers of tokens vary from call to call of a compiled forward.
+        ids, positions, head_index = _aligned(ids), _aligned(positions), _aligned(index)
+        if self.row_by_row is not None and chunks is None and tree.is_chain and new > MAX_NODES_APART:
+            plan = cache.plan_chains(tree, length, self._kinds.windows, len(ids))
+        else:
+            plan = cache.plan(tree, length, self._kinds.windows, chunks, len(ids))
+        plan = replace(plan, chunk_sizes=self._kinds.chunk_sizes, invariant=self.row_by_row is not None)
+        prompt = None if bound.rope is None else _aligned(batch.token_rope_lengths)
+        keep = self._kept_columns(batch.token_adapters, len(ids)) if batch.adapters is not None else None
+        for x in (ids, positions, head_index, *plan.tensors, prompt, keep):
+            if x is not None:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+
+        # 3. Run the model. What a drafter remembers of the tokens is stored beside their keys and values.
+        mixing = mixer_plan(batch, padded=False) if self._mixers else None
+        with bound.lock, self._attending(ATTENTION_NAME, plan, mixing, keep, threads_apart=False):
+            logits, hidden = self._run(ids, positions, head_index, plan, prompt, keep)
+        hidden = hidden[: tokens[0]]
+        if bound.drafter_layer is not None:
+            above = tree.tokens.shape[1] - new
+            offsets = length[:, None] + torch.arange(above, above + new, device=length.device)  # [B, M]
+            slots = cache.slots(offsets.clamp(max=cache.window - 1))  # past the end are nodes that a row has not
+            slots = slots[batch.nodes] if chunks is None else torch.cat([slots[batch.nodes], chunks.slots()])
+            bound.drafter_layer.write(cache, slots, *tokens[1:], hidden)
+
+        # 4. Divide what the head gave between the rows and the chunks.
+        logits = logits[: len(index)]
         ends = None if chunks is None else ChunkEnds(logits[of_nodes:], hidden[index[of_nodes:]])
         if batch.logits_index is not None:
             return logits[:of_nodes, None], hidden[index[:of_nodes]][:, None], ends
         return tree.by_row(logits[:count]), tree.by_row(hidden[:count]), ends
-
-    def _run_batch(self, batch: ForwardBatch, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the T tokens of a batch through the model, and the head at R of them, `index` `[R]` int64.
-
-        Returns logits `[R, V]` and the hidden states of all tokens, `[T, F]`.
-        """
-        tree, length, cache, chunks, wanted = batch.tree, batch.length, batch.cache, batch.chunks, len(index)
-        ids = batch.flat(tree.tokens[:, -tree.new :], None if chunks is None else chunks.tokens)
-        in_chunks = None if chunks is None else chunks.positions()  # those of prompts are not shifted
-        places = positions = batch.flat(batch.places, in_chunks)
-        if batch.position_shift is not None:
-            positions = batch.flat(batch.positions, in_chunks)
-        if self._context is not None:
-            # What is past the end is never kept.
-            places, positions = places.clamp(max=self._context - 1), positions.clamp(max=self._context - 1)
-        tokens = ids, places
-        ids, positions, index = _aligned(ids), _aligned(positions), _aligned(index)
-        invariant = self._row_by_row is not None
-        if invariant and chunks is None and tree.is_chain and tree.new > MAX_NODES_APART:
-            plan = cache.plan_chains(tree, length, self._kinds.windows, len(ids))
-        else:
-            plan = cache.plan(tree, length, self._kinds.windows, chunks, len(ids))
-        plan = replace(plan, chunk_sizes=self._kinds.chunk_sizes, invariant=invariant)
-        prompt = None if self._rope is None else _aligned(batch.token_rope_lengths)
-        if prompt is not None:
-            torch._dynamo.maybe_mark_dynamic(prompt, 0)
-        for x in (ids, positions, index, *plan.tensors):
-            torch._dynamo.maybe_mark_dynamic(x, 0)
-        keep = self._kept_columns(batch.token_adapters)
-        if keep is not None:
-            keep = pad(keep, (0, 0, 0, len(ids) - len(keep)))
-            torch._dynamo.maybe_mark_dynamic(keep, 0)
-        with self.lock, self._attending(ATTENTION_NAME, plan, keep, threads_apart=False):
-            logits, hidden = self._run(ids, positions, index, plan, prompt, keep)
-        hidden = hidden[: len(tokens[0])]
-        if self._drafter_layer is not None:
-            above = tree.tokens.shape[1] - tree.new
-            offsets = length[:, None] + torch.arange(above, above + tree.new, device=length.device)  # [B, M]
-            slots = cache.slots(offsets.clamp(max=cache.window - 1))  # past the end are nodes that a row has not
-            slots = slots[batch.nodes] if chunks is None else torch.cat([slots[batch.nodes], chunks.slots()])
-            self._drafter_layer.write(cache, slots, *tokens, hidden)
-        return logits[:wanted], hidden
 
     def read_pieces(self, pieces: Sequence[Piece], read: Prompts, *, all_tokens: bool) -> tuple[Tensor, Tensor]:
         """Read pieces of prompts, T tokens together, in one forward on a CPU.
 
         Returns logits `[R, V]` and hidden states `[R, F]` of R tokens: one a piece, or all T with `all_tokens`.
         """
-        prompts, cache = read.tokens, read.cache
-        tokens = torch.cat([prompts[piece.row, piece.first : piece.end] for piece in pieces])  # [T]
+        bound, cache, counts = self.bound, read.cache, torch.tensor([piece.count for piece in pieces])
+        rows = torch.tensor([piece.row for piece in pieces]).repeat_interleave(counts)  # [T]
         positions = torch.cat([torch.arange(piece.first, piece.end) for piece in pieces])
-        if self._context is not None:
-            positions = positions.clamp(max=self._context - 1)
-        index = torch.arange(len(tokens))
-        if not all_tokens:
-            index = torch.tensor([piece.count for piece in pieces]).cumsum(0) - 1
+        tokens = read.tokens[rows, positions]
+        if bound.context is not None:
+            positions = positions.clamp(max=bound.context - 1)
+        index = torch.arange(len(tokens)) if all_tokens else counts.cumsum(0) - 1
         prompt = None
-        if self._rope is not None:
-            lengths = read.upto if read.rope_lengths is None else read.rope_lengths
-            prompt = torch.cat([lengths[piece.row].expand(piece.count) for piece in pieces])
-        adapters = read.adapters
-        if adapters is not None:
-            adapters = torch.cat([adapters[piece.row].expand(piece.count) for piece in pieces])
-        keep = self._kept_columns(adapters)
-        paged = cache.plan_prefill(pieces)
-        plan = PromptPlan(pieces, self._kinds.by_layer or (), paged)
-        with (
-            self.lock,
-            self._attending(PROMPT_ATTENTION_NAME, plan, keep, threads_apart=True),
-            self._reading_states(pieces, cache),
-        ):
-            dense = cache if isinstance(cache, DenseCache) else None
-            logits, hidden = self._plain(tokens, positions, index, plan, prompt, keep, dense)
-        if self._drafter_layer is not None:
-            if isinstance(cache, DenseCache):
-                slots = cache.slots(tokens.device)
-            else:
-                assert paged is not None, "a paged cache says where its tokens are"
-                slots = paged.new
-            self._drafter_layer.write(cache, slots, tokens, positions, hidden)
+        if bound.rope is not None:
+            prompt = (read.upto if read.rope_lengths is None else read.rope_lengths)[rows]
+        keep = None if read.adapters is None else self._kept_columns(read.adapters[rows], len(tokens))
+        plan = cache.plan_prefill(pieces, self._kinds.by_layer or ())
+        states = None
+        if cache.states is not None:
+            states = PromptStates(pieces, [0, *accumulate(counts.tolist())][:-1], cache.states)
+        with bound.lock, self._attending(PROMPT_ATTENTION_NAME, plan, states, keep, threads_apart=True):
+            logits, hidden = self._plain(tokens, positions, index, plan, prompt, keep, cache.for_model)
+        if bound.drafter_layer is not None:
+            bound.drafter_layer.write(cache, plan.new, tokens, positions, hidden)
         return logits, hidden[index]
 
     @property
@@ -190,11 +167,12 @@ class VarlenForward(TreeForward):
         Args:
             forward: Runs the model once, so that the calls of its layers can be watched.
         """
-        with linear_calls(self._model) as calls:
+        model = self.bound.model
+        with linear_calls(model) as calls:
             forward()
         # The head keeps its place, where the hook that records its input is.
-        calls = [call for call in calls if self._model.get_submodule(call[0]) is not self._head]
-        self._fused = FusedLinears(self._model, same_inputs(calls), thin=self._row_by_row is None)
+        calls = [call for call in calls if model.get_submodule(call[0]) is not self.bound.head]
+        self._fused = FusedLinears(model, same_inputs(calls), thin=self.row_by_row is None)
         self.outdated = False
 
     def forget_fused(self) -> None:
@@ -204,17 +182,14 @@ class VarlenForward(TreeForward):
         self._fused = None
         self.compile(False)
 
-    def compute_row_by_row(self, row_by_row: RowByRow | None) -> None:
-        """Compute each token of later calls as it would be alone, bit for bit, or as fast as may be where this is None.
-
-        Args:
-            row_by_row: What makes the model compute so.
-        """
-        self._row_by_row = row_by_row
-
     def compile(self, compiled: bool = True) -> None:
         """Run later calls compiled by torch.compile, or as they are written."""
-        options = COMPILE_OPTIONS if self._row_by_row is None else COMPILE_OPTIONS | _fixed_order()
+        options = COMPILE_OPTIONS
+        if compiled and self.row_by_row is not None:
+            from torch._inductor import config  # takes seconds to import
+
+            names = config.get_config_copy()  # of the options that this version of torch has
+            options = options | {name: value for name, value in _FIXED_ORDER.items() if name in names}
         self._run = torch.compile(self._plain, fullgraph=True, options=options) if compiled else self._plain
 
     def _plain(
@@ -241,60 +216,68 @@ class VarlenForward(TreeForward):
         Returns:
             Logits `[R, V]` and the hidden states of all tokens, `[T, F]`.
         """
-        self._start_recording(index)
-        self._prompt, self._positions = prompt, positions
+        self._index, self._prompt, self._positions = index[None], prompt, positions
         if keep is not None:  # set here, where a compiled forward sees that it is another tensor each time
-            assert self._lora is not None
-            self._lora.set_keep(keep)
+            stacks = self.bound.adapters.stacks
+            assert stacks is not None, "an adapter is loaded before a row has it"
+            stacks.set_keep(keep)
         out = self._call_model(ids[None], positions[None], cache, plan=plan)
         self._prompt = self._positions = None
         return out.logits[0], self._recorded_hidden()[0]
 
-    def _reading_states(self, pieces: Sequence[Piece], cache: KVCache) -> AbstractContextManager[None]:
-        """Have the model's mixers read one piece behind the other, each from its row's state."""
-        if cache.states is None:
-            return nullcontext()
-        starts = [0, *accumulate(piece.count for piece in pieces)][:-1]
-        return replaced_mixers(self._mixers, PromptStates(pieces, starts, cache.states))
-
-    def _select(self, hidden: Tensor) -> Tensor:
-        return hidden[:, self._index]
+    def _kept_columns(self, adapters: Tensor | None, count: int) -> Tensor:
+        """Return which columns of the adapters' stacks each of `count` tokens keeps, of which the last are padding."""
+        stacks = self.bound.adapters.stacks
+        assert stacks is not None, "an adapter is loaded before a row has it"
+        assert adapters is not None
+        return pad(stacks.keep(adapters), (0, 0, 0, count - len(adapters)))
 
     def _new_positions(self) -> Tensor:
-        """Return the positions of the running forward's tokens, `[1, T]` int64."""
         return self._positions[None]
 
     def _running_prompt(self) -> Tensor:
-        """Return the length of text whose rope each token of the running forward has at least, `[1, T]` int64."""
         return self._prompt[None]
 
     @contextmanager
     def _attending(
-        self, attention: str, plan: Plan | PromptPlan, keep: Tensor | None, *, threads_apart: bool
+        self,
+        attention: str,
+        plan: Plan | PromptPlan,
+        mixing: TreeStates | PromptStates | None,
+        keep: Tensor | None,
+        *,
+        threads_apart: bool,
     ) -> Iterator[None]:
         """Have the model attend by our function of that name, which `plan` tells of the forward.
 
         Args:
             attention: The name of the function.
             plan: What attention must know of the forward.
+            mixing: What mixers must know of it; None for a model without.
             keep: The columns of adapters that each token keeps, `[T, S * R]` bool; None for the model alone.
             threads_apart: Let the forwards of other threads pass what is set by.
         """
-        running = RUNNING_PLAN.set(plan)
+        bound, running = self.bound, RUNNING_PLAN.set(plan)
         try:
             with self._recording(threads_apart=threads_apart) as patch:
-                loaded = self._config._attn_implementation
-                patch.set(self._config, "_attn_implementation", replacement_for(loaded, attention))
-                if self._rope is not None:
-                    self._rope.apply(patch, self._running_prompt)
-                if self._row_by_row is not None:
-                    self._row_by_row.apply(patch)
+                loaded = bound.config._attn_implementation
+                patch.set(bound.config, "_attn_implementation", replacement_for(loaded, attention))
+                if mixing is not None:
+                    replace_mixers(patch, self._mixers, mixing)
+                if bound.rope is not None:
+                    bound.rope.apply(patch, self._running_prompt)
+                if self.row_by_row is not None:
+                    self.row_by_row(patch)
                 if self._fused is not None:
                     self._fused.apply(patch)
-                self._adapt(patch, keep)  # its stand-ins are called before those for fused layers
-                # After the fused layers, whose stand-ins have the hooks then.
-                answer_by_position(patch, self._slot_readers, self._new_positions)
+                if keep is not None:  # its stand-ins are called before those for fused layers
+                    assert bound.adapters.stacks is not None
+                    bound.adapters.stacks.apply(patch, keep)
+                if self._slot_readers:  # after the fused layers, whose stand-ins have the hooks then
+                    answer_by_position(patch, self._slot_readers, self._new_positions)
                 yield
+            if mixing is not None:
+                mixing.finish()
         finally:
             RUNNING_PLAN.reset(running)
 
@@ -302,11 +285,3 @@ class VarlenForward(TreeForward):
 def _aligned(x: Tensor) -> Tensor:
     """Return `[M]` padded with zeros to a multiple of `TOKEN_MULTIPLE`."""
     return pad(x, (0, -len(x) % TOKEN_MULTIPLE))
-
-
-def _fixed_order() -> dict[str, Any]:
-    """Return the options of `_FIXED_ORDER` that this version of torch has."""
-    from torch._inductor import config  # takes seconds to import
-
-    names = config.get_config_copy()
-    return {name: value for name, value in _FIXED_ORDER.items() if name in names}

@@ -155,8 +155,7 @@ class SandboxedProcess:
 
 
 def _end(control: socket.socket, process: "subprocess.Popen[bytes]", owner: int) -> None:
-    """Close the control socket and kill the process; in a fork of the owner, only close the copy of the socket."""
-    control.close()
+    control.close()  # in a fork of the owner, its copy alone
     if os.getpid() == owner:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
@@ -164,8 +163,7 @@ def _end(control: socket.socket, process: "subprocess.Popen[bytes]", owner: int)
 
 
 def _close(connection: socket.socket, owner: int) -> None:
-    """Close a connection; in a fork of the process that owns it, close the copy alone."""
-    if os.getpid() == owner:
+    if os.getpid() == owner:  # a fork of it closes its copy alone
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
     connection.close()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import UnsupportedError
-from redrafter.model.drafter_inputs import decoder_stack
+from redrafter.model.forward_batch import decoder_stack
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import BatchLoss, Unroll
 from redrafter.train.processes import broadcast_weights

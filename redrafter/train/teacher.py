@@ -1,7 +1,7 @@
 """The frozen base as the teacher: one forward over whole texts gives its logits and the drafter's input."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
@@ -12,9 +12,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from redrafter.attention.mask import additive_mask
 from redrafter.attention.prompt_attention import Piece
-from redrafter.model.drafter_inputs import decoder_layers, join_hidden
+from redrafter.model.forward_batch import decoder_layers, join_hidden
 from redrafter.model.patch import ModelPatch
-from redrafter.model.recurrent_layers import PromptStates, replaced_mixers
+from redrafter.model.recurrent_layers import PromptStates, replace_mixers
 from redrafter.model.traits import learn_traits
 
 
@@ -111,9 +111,12 @@ class Teacher:
             return {}
         return {"position_ids": position, "attention_mask": masks if len(masks) > 1 else next(iter(masks.values()))}
 
-    def _apart(self, segment: Tensor) -> AbstractContextManager[None]:
+    @contextmanager
+    def _apart(self, segment: Tensor) -> Iterator[None]:
         """Have recurrent layers read each text of a row of several from no state."""
         lengths = [len(list(run)) for row in segment.tolist() for _, run in groupby(row)]
         starts = list(accumulate(lengths, initial=0))[:-1]
         pieces = [Piece(text, 0, length) for text, length in enumerate(lengths)]
-        return replaced_mixers(self._mixers, PromptStates(pieces, starts, states=None))
+        with ModelPatch() as patch:
+            replace_mixers(patch, self._mixers, PromptStates(pieces, starts, states=None))
+            yield

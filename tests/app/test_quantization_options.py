@@ -5,7 +5,7 @@ import pytest
 from redrafter.app.loading import Pair
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ArgumentError
-from redrafter.model.quantization import float8_scheme
+from redrafter.model.linear_layers import float8_scheme
 
 
 @pytest.mark.parametrize("option", ["quantization", "draft_quantization"])

@@ -82,9 +82,9 @@ def test_a_prompt_read_in_pieces_is_what_one_forward_with_its_mask_reads(
     )  # some blocks along the edge of a window
     monkeypatch.setattr("redrafter.attention.prompt_attention.MAX_SCORES", 500)
     prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(2))
-    reader.use_masks_on_dense_cache(True)
+    reader.masks_on_dense = True
     expected = read(target, prompts, a_cache(target, False))
-    reader.use_masks_on_dense_cache(False)
+    reader.masks_on_dense = False
     monkeypatch.setattr(reader, "_read_chunks", None)  # is not to be called
     assert_all_close(read(target, prompts, a_cache(target, on_pages), max_tokens=max_tokens), expected)
 
@@ -212,7 +212,7 @@ def test_no_tensor_of_a_prefill_grows_with_the_square_of_the_prompt(architecture
     if on_pages and not target.paged.ok:
         pytest.skip(target.paged.reason)
     cache = a_cache(target, on_pages, rows=2, slots=prompt)
-    pools = cache.pool.pools if on_pages else [pool.data for pool in cache.pools]
+    pools = cache.pools
     keys = prompt * max(shape.heads * max(shape.key_dim, shape.value_dim) for shape in target.shapes)
     ids, length = torch.randint(3, VOCAB, (2, prompt)), torch.tensor([prompt, prompt // 2])
     with torch.inference_mode(), _Largest(iter([*target.model.parameters(), *pools])) as largest:

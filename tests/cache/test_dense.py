@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from redrafter.cache.dense import WINDOW_STEP_SLOTS, DenseCache, LayerShape
+from redrafter.cache.dense import WINDOW_STEP_SLOTS, DenseCache
+from redrafter.cache.kv_cache import LayerShape
 
 SHAPES = [
     LayerShape(2, 4, 4, torch.float32, torch.device("cpu")),

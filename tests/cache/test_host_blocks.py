@@ -8,8 +8,8 @@ import torch
 
 from redrafter.cache import host_blocks as module
 from redrafter.cache.block_manager import BlockCopy, BlockManager, BlockTable
-from redrafter.cache.dense import LayerShape
 from redrafter.cache.host_blocks import HostBlocks
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool
 from redrafter.errors import ArgumentError, CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE

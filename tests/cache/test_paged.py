@@ -22,13 +22,13 @@ from helpers.processors import PROCESSORS
 from helpers.steps import read_prompts, verify
 from redrafter import ArgumentError, CacheFullError, Engine
 from redrafter.attention.tree_attention import ATTENTION_NAME, gathered_attention, tree_attention_reference
-from redrafter.cache.dense import LayerShape
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.attention_inputs import AttentionInputs
-from redrafter.model.fused_linear import linear_calls, same_inputs
+from redrafter.model.linear_layers import linear_calls, same_inputs
 from redrafter.model.target import Target
 from redrafter.tree.token_tree import tree_of
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from redrafter.cache.dense import DenseCache, LayerShape
+from redrafter.cache.dense import DenseCache
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.states import RowStates, StateShape, StatesOfRows
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import Tree, chain, tree_of
@@ -104,13 +105,13 @@ def cache_of(*numbers: int) -> DenseCache:
 
 def test_states_move_with_their_rows():
     cache = cache_of(1, 2, 3)
-    cache.move_row(2, 0)
+    cache.write_rows([0], cache, [2])
     assert kept(cache.states) == [3, 2, 3]
 
 
 def test_states_are_written_with_their_rows():
     cache = cache_of(1, 2, 3)
-    cache.write_rows(1, cache_of(7, 8, 9), [2, 0])
+    cache.write_rows([1, 2], cache_of(7, 8, 9), [2, 0])
     assert kept(cache.states) == [1, 9, 7]
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.generation import noted
 from helpers.models import tiny_drafter, uneven_batch, with_tree
 from redrafter.drafting.draft_length import FEWEST, FIRST_PAUSE, LONGEST_PAUSE, STEP_COSTS, WINDOW, DraftGain
 from redrafter.drafting.proposer import PlainProposer
@@ -51,20 +52,12 @@ def test_only_the_last_steps_count():
 @pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_drafter_that_guesses_badly_is_left_out_of_most_steps(llama, rows, how, monkeypatch):
-    taken, prepare = [], RunningBatch.prepare_step
-
-    def prepare_step(batch, *args):
-        step = prepare(batch, *args)
-        taken.append(step.proposer)
-        return step
-
-    monkeypatch.setattr(RunningBatch, "prepare_step", prepare_step)
+    taken = noted(monkeypatch, RunningBatch, "prepare_step", lambda step, *_: isinstance(step.proposer, PlainProposer))
     monkeypatch.setattr(ReDrafter, "pauses", True)
     monkeypatch.setitem(STEP_COSTS, "cpu", 4.0)  # with so few ids, even this drafter often guesses right
     engine = with_tree(llama, tiny_drafter(), 2, 2)
     ids, mask = uneven_batch(rows)
     settings = {"max_new_tokens": 60, "eos_token_id": None} | how
     out = engine.generate(ids, mask, **settings)
-    plain = [isinstance(proposer, PlainProposer) for proposer in taken]
-    assert 0.5 < sum(plain) / len(plain) < 1
+    assert 0.5 < sum(taken) / len(taken) < 1
     assert torch.equal(out, engine.generate(ids, mask, speculate=False, **settings))

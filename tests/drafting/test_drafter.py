@@ -29,46 +29,39 @@ def reference_head(weights, x, layers):
     return linear(x, weights["lm_head.weight"])
 
 
-@pytest.mark.parametrize("recurrence", ["apple", "trtllm"])
-@pytest.mark.parametrize("layers", [0, 2])
-def test_two_steps_are_the_published_recurrence(recurrence, layers):
-    drafter = tiny_drafter(recurrence=recurrence, num_draft_layers=layers).double()
-    torch.nn.init.normal_(drafter.rnn_u.bias)
-    w = drafter.state_dict()
-    first, second, hidden = inputs()
-    logits_1, state_1 = drafter.step(first, None, drafter.begin(hidden))
-    logits_2, state_2 = drafter.step(second, state_1, drafter.begin(hidden))
-    into, onto, bias = w["rnn_w.weight"], w["rnn_u.weight"], w["rnn_u.bias"]
-    if recurrence == "apple":
-        expected_1 = silu(first @ into.T + torch.zeros_like(first) @ onto.T + bias)
-        expected_2 = silu(second @ into.T + expected_1 @ onto.T + bias)
-    else:
-        expected_1 = first @ into.T
-        expected_2 = second @ into.T + expected_1 @ onto.T + bias
-    for state, expected, logits in ((state_1, expected_1, logits_1), (state_2, expected_2, logits_2)):
-        torch.testing.assert_close(state, expected)
-        head = reference_head(w, torch.cat([hidden, expected], -1), layers)
-        torch.testing.assert_close(logits, head)
+def two_steps(drafter: RecurrentDrafter) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the logits and the state of each of two steps."""
+    first, second, hidden = inputs(dtype=drafter.dtype)
+    one = drafter.step(first, None, drafter.begin(hidden))
+    return [one, drafter.step(second, one[1], drafter.begin(hidden))]
 
 
-def test_two_steps_of_the_gated_recurrence_mix_the_state_with_what_is_read():
-    drafter = random_drafter(recurrence="gated").double()
-    w = drafter.state_dict()
-    first, second, hidden = inputs()
-
-    def mixed(embedding, state):
-        read = linear(torch.cat([embedding, state, hidden], -1), w["rnn_gate.weight"], w["rnn_gate.bias"])
+def expected_state(drafter: RecurrentDrafter, embedding: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+    """Return the state after a step, by the equations of each recurrence."""
+    w, hidden = drafter.state_dict(), inputs()[2]
+    before = torch.zeros_like(embedding) if state is None else state
+    if drafter.config.recurrence == "gated":
+        read = linear(torch.cat([embedding, before, hidden], -1), w["rnn_gate.weight"], w["rnn_gate.bias"])
         gate = read[:, :HIDDEN].sigmoid()
-        return (1 - gate) * state + gate * silu(read[:, HIDDEN:])
+        return (1 - gate) * before + gate * silu(read[:, HIDDEN:])
+    into, onto, bias = w["rnn_w.weight"], w["rnn_u.weight"], w["rnn_u.bias"]
+    if drafter.config.recurrence == "apple":
+        return silu(embedding @ into.T + before @ onto.T + bias)
+    return embedding @ into.T if state is None else embedding @ into.T + before @ onto.T + bias
 
-    logits_1, state_1 = drafter.step(first, None, drafter.begin(hidden))
-    logits_2, state_2 = drafter.step(second, state_1, drafter.begin(hidden))
-    expected_1 = mixed(first, torch.zeros_like(first))
-    expected_2 = mixed(second, expected_1)
-    for state, expected, logits in ((state_1, expected_1, logits_1), (state_2, expected_2, logits_2)):
-        torch.testing.assert_close(state, expected)
-        torch.testing.assert_close(logits, reference_head(w, torch.cat([hidden, expected], -1), 2))
-    assert not any(name.startswith(("rnn_u", "rnn_w")) for name in w)
+
+@pytest.mark.parametrize("recurrence", ["apple", "trtllm", "gated"])
+@pytest.mark.parametrize("layers", [0, 2])
+def test_two_steps_are_the_equations_of_the_recurrence(recurrence, layers):
+    drafter = random_drafter(recurrence=recurrence, num_draft_layers=layers).double()
+    (first, second, hidden), state = inputs(), None
+    for embedding, (logits, found) in zip((first, second), two_steps(drafter), strict=True):
+        state = expected_state(drafter, embedding, state)
+        torch.testing.assert_close(found, state)
+        head = reference_head(drafter.state_dict(), torch.cat([hidden, state], -1), layers)
+        torch.testing.assert_close(logits, head)
+    own = [name.startswith(("rnn_u", "rnn_w")) for name in drafter.state_dict()]
+    assert any(own) == (recurrence != "gated")
 
 
 def test_earlier_layers_are_added_to_the_last_hidden_state():
@@ -103,9 +96,8 @@ def test_a_head_of_low_rank_is_a_product_of_two():
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_is_what_advance_makes_and_then_the_head(form):
     drafter = random_drafter(**FORMS[form]).double()
-    first, second, hidden = inputs()
-    _, state = drafter.step(first, None, drafter.begin(hidden))
-    logits, after = drafter.step(second, state, drafter.begin(hidden))
+    (_, state), (logits, after) = two_steps(drafter)
+    _, second, hidden = inputs()
     x, same = drafter.advance(second, state, drafter.begin(hidden))
     torch.testing.assert_close((same, x @ drafter.lm_head.weight.T), (after, logits))
     assert logits.shape == (3, drafter.config.draft_vocab_size or VOCAB)
@@ -114,27 +106,17 @@ def test_a_step_is_what_advance_makes_and_then_the_head(form):
 @pytest.mark.parametrize("form", ["published", "gated", "sum"])
 def test_joined_weights_compute_the_same_until_training(form):
     drafter = random_drafter(**FORMS[form]).double()
-    first, second, hidden = inputs()
-    expected = [
-        state := drafter.step(first, None, drafter.begin(hidden))[1],
-        drafter.step(second, state, drafter.begin(hidden))[1],
-    ]
+    expected = [state for _, state in two_steps(drafter)]
     drafter.join_recurrence()
-    joined = [
-        state := drafter.step(first, None, drafter.begin(hidden))[1],
-        drafter.step(second, state, drafter.begin(hidden))[1],
-    ]
-    torch.testing.assert_close(joined, expected)
+    torch.testing.assert_close([state for _, state in two_steps(drafter)], expected)
     assert (drafter.rnn_joined is not None) == (form == "published")
     assert drafter.train().rnn_joined is None
 
 
 def test_without_recurrence_the_state_is_the_sum_of_embeddings():
     drafter = tiny_drafter(rnn=False).double()
-    first, second, hidden = inputs()
-    _, state = drafter.step(first, None, drafter.begin(hidden))
-    _, state = drafter.step(second, state, drafter.begin(hidden))
-    torch.testing.assert_close(state, first + second)
+    first, second, _ = inputs()
+    torch.testing.assert_close(two_steps(drafter)[1][1], first + second)
     assert not any("rnn" in name for name in drafter.state_dict())
 
 
@@ -167,11 +149,7 @@ def test_a_drafter_of_before_there_were_other_forms_is_the_published_one(tmp_pat
     older = {name: value for name, value in written.items() if name not in newer}
     (tmp_path / "config.json").write_text(json.dumps(older))
     again = RecurrentDrafter.from_pretrained(tmp_path)
-    first, _, hidden = inputs(dtype=drafter.dtype)
-    assert torch.equal(
-        again.step(first, None, again.begin(again.fuse_hidden(hidden)))[0],
-        drafter.step(first, None, drafter.begin(hidden))[0],
-    )
+    assert torch.equal(two_steps(again)[0][0], two_steps(drafter)[0][0])
     config = again.config
     assert (config.recurrence, config.target_layers, config.head_rank) == ("apple", [], None)
     assert config.context_window is None
@@ -181,47 +159,51 @@ def test_a_base_path_is_not_needed_for_the_repository_of_a_drafter():
     assert callable(RecurrentDrafter.push_to_hub)
 
 
-def test_missing_and_extra_tensors_are_named(tmp_path):
+WEIGHTS = "model.safetensors"
+
+
+def change_weights(change):
+    def changed(folder):
+        save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS, metadata={"format": "pt"})
+
+    return changed
+
+
+def change_config(**changes):
+    def changed(folder):
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("break_it", "named"),
+    [
+        (change_weights(lambda w: {k: x for k, x in w.items() if k != "rnn_u.bias"}), r"missing keys rnn_u\.bias"),
+        (change_weights(lambda w: w | {"stray": torch.zeros(1)}), "unexpected keys stray"),
+        (change_config(context_head_dim=4), r"context\.scale of shape \(8,\) instead of \(4,\)"),
+        (change_config(hidden_size=16), "shape"),
+        (
+            lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:5000]),
+            "cannot load a drafter",
+        ),
+        (lambda folder: (folder / WEIGHTS).unlink(), "cannot load a drafter"),
+        (lambda folder: (folder / "config.json").unlink(), r"no config\.json"),
+    ],
+    ids=range(7),
+)
+def test_what_is_wrong_with_a_checkpoint_is_named(tmp_path, break_it, named):
+    tiny_drafter(context_window=8, context_head_dim=8).save_pretrained(tmp_path)
+    break_it(tmp_path)
+    with pytest.raises(CheckpointError, match=named):
+        RecurrentDrafter.from_pretrained(tmp_path)
+
+
+def test_a_norm_that_some_trainers_leave_unused_is_passed_over(tmp_path):
     tiny_drafter().save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    weights = load_file(file)
-    save_file({k: v for k, v in weights.items() if k != "rnn_u.bias"}, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"missing keys rnn_u\.bias"):
-        RecurrentDrafter.from_pretrained(tmp_path)
-    save_file(weights | {"stray": torch.zeros(1)}, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="unexpected keys stray"):
-        RecurrentDrafter.from_pretrained(tmp_path)
-    save_file(weights | {"emb_norm.weight": torch.zeros(HIDDEN)}, file, metadata={"format": "pt"})
-    RecurrentDrafter.from_pretrained(tmp_path)  # some trainers leave it there, unused
-
-
-def test_tensors_of_another_shape_are_named(tmp_path):
-    drafter = tiny_drafter(context_window=8, context_head_dim=8)
-    drafter.save_pretrained(tmp_path)
-    drafter.config.context_head_dim = 4
-    drafter.config.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"context\.scale of shape \(8,\) instead of \(4,\)"):
-        RecurrentDrafter.from_pretrained(tmp_path)
-
-
-def test_truncated_missing_and_misshapen_files_are_named(tmp_path):
-    tiny_drafter().save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CheckpointError, match="cannot load a drafter"):
-        RecurrentDrafter.from_pretrained(tmp_path)
-    file.unlink()
-    with pytest.raises(CheckpointError, match="cannot load a drafter"):
-        RecurrentDrafter.from_pretrained(tmp_path)
-    file.write_bytes(whole)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 16}))
-    with pytest.raises(CheckpointError):
-        RecurrentDrafter.from_pretrained(tmp_path)
-    (tmp_path / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
-        RecurrentDrafter.from_pretrained(tmp_path)
+    change_weights(lambda w: w | {"emb_norm.weight": torch.zeros(HIDDEN)})(tmp_path)
+    RecurrentDrafter.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

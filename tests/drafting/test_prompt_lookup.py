@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch
+from helpers.generation import ON_BOTH_CACHES, same_as_model, same_undrafted
+from helpers.models import tiny_drafter, tiny_model, uneven_batch
 from redrafter import ArgumentError, PromptLookup, ReDrafter
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.prompt_lookup import PromptLookupProposer, graft, latest_match
@@ -25,42 +26,30 @@ def drafts(text, *, ngram=2, draft_len=4, room=6):
     return tree.tokens[0, 1:].tolist()
 
 
-def test_what_followed_the_same_words_is_drafted():
-    assert drafts([1, 2, 3, 4, 5, 6, 7, 1, 2]) == [3, 4, 5, 6]
-    assert drafts([1, 2, 3, 8, 1, 2, 4, 9, 1, 2]) == [4, 9, 1, 2]  # the latest occurrence
+@pytest.mark.parametrize(
+    ("text", "how", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 1, 2], {}, [3, 4, 5, 6]),
+        ([1, 2, 3, 8, 1, 2, 4, 9, 1, 2], {}, [4, 9, 1, 2]),  # the latest occurrence
+        ([1, 2, 3, 5, 5, 2, 9, 9, 1, 2], {}, [3, 5, 5, 2]),  # a longer match is better than a later one
+        ([1, 2, 3, 5, 5, 2, 9, 9, 1, 2], {"ngram": 1}, [9, 9, 1, 2]),
+        ([7, 2, 3, 4, 9, 2], {}, [3, 4, 9, 2]),  # fewer words serve where so many never stood together
+        ([5, 1, 2, 1, 2], {}, [1, 2, 1, 2]),  # a loop goes on
+        ([5, 5], {}, [5, 5, 5, 5]),
+        ([1, 2, 3], {}, [3, 3, 3, 3]),  # nothing found is no error
+        ([1], {"ngram": 3}, [1, 1, 1, 1]),
+    ],
+)
+def test_what_followed_the_same_words_is_drafted(text, how, expected):
+    assert drafts(text, **how) == expected
 
 
-def test_a_longer_match_is_better_than_a_later_one():
-    assert drafts([1, 2, 3, 5, 5, 2, 9, 9, 1, 2]) == [3, 5, 5, 2]
-    assert drafts([1, 2, 3, 5, 5, 2, 9, 9, 1, 2], ngram=1) == [9, 9, 1, 2]
-
-
-def test_fewer_words_serve_where_so_many_never_stood_together():
-    assert drafts([7, 2, 3, 4, 9, 2]) == [3, 4, 9, 2]
-
-
-def test_a_loop_goes_on():
-    assert drafts([5, 1, 2, 1, 2]) == [1, 2, 1, 2]
-    assert drafts([5, 5]) == [5, 5, 5, 5]
-
-
-def test_nothing_found_is_no_error():
-    assert drafts([1, 2, 3]) == [3, 3, 3, 3]
-    assert drafts([1], ngram=3) == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize("on", [lambda engine: engine, paged])
-@pytest.mark.parametrize("ngram, draft_len", [(1, 1), (2, 4), (3, 10)])
+@ON_BOTH_CACHES
+@pytest.mark.parametrize("ngram, draft_len", [(1, 1), (3, 10)])
 def test_the_text_is_that_of_model_generate(llama, on, ngram, draft_len):
-    ids, mask = uneven_batch()
-    model = tiny_model("llama")
-    engine = on(PromptLookup.from_pretrained(model, ngram=ngram, draft_len=draft_len))
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)
-    out = engine.generate(ids, mask, max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, expected)
-    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3, "max_new_tokens": 30}
-    plain = engine.generate(ids, mask, speculate=False, **sampling)
-    assert torch.equal(engine.generate(ids, mask, **sampling), plain)
+    engine = on(PromptLookup.from_pretrained(llama, ngram=ngram, draft_len=draft_len))
+    same_as_model(engine, *uneven_batch(), max_new_tokens=40)
+    same_undrafted(engine, *uneven_batch(), do_sample=True, temperature=0.8, top_k=0, seed=3, max_new_tokens=30)
 
 
 def test_text_that_repeats_takes_few_steps():

@@ -5,19 +5,15 @@ import torch
 from transformers.generation.logits_process import TypicalLogitsWarper
 
 from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch
-from helpers.scheduling import KINDS, alone, launch_ahead, make_sequence, nothing_is_held, random_sequences, run
+from helpers.scheduling import KINDS, launch_ahead, make_sequence, random_sequences, run, run_as_alone, scheduler
 from redrafter import ArgumentError, DraftTarget, Engine, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
-from redrafter.cache.paged import KVCachePool
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.modes import check_processors, make_batch_invariant
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
-from redrafter.scheduler.limits import Limits
-from redrafter.scheduler.paged_memory import PagedMemory
-from redrafter.scheduler.scheduler import Scheduler
 
 OPTIONS = EngineOptions(kv_cache_free_gpu_memory_fraction=0.01, max_seq_len=96, batch_invariant=True)
 TREES = [(1, 5), (5, 5), (10, 3)]
@@ -77,39 +73,15 @@ def test_only_with_the_mode_drafts_change_no_bit_in_float32(invariant):
     assert torch.equal(plain, drafted) is invariant
 
 
-def test_texts_before_and_after_preemption_and_reuse_of_prefixes_are_the_same():
-    engine = engine_of(tiny_target("qwen3"), 3, 4)
-    texts = []
-    for blocks, speculate, limits in (
-        (200, False, {"max_batch_size": 1}),
-        (9, True, {}),
-        (60, True, {"max_num_tokens": 50}),
-    ):
-        graphs = PagedMemory(engine.target, KVCachePool(engine.target.paged_shapes, blocks))
-        for _ in range(2):  # the second time, with the prefixes of the first
-            sequences = random_sequences(6, longest=30, max_new_tokens=50)
-            scheduler = Scheduler(engine, graphs, Limits(**limits), speculate)
-            run(scheduler, sequences)
-            texts.append([sequence.sink.tokens for sequence in sequences])
-            nothing_is_held(scheduler)
-        assert bool(scheduler.preempted) is (blocks == 9)
-    assert all(text == texts[0] for text in texts)
-
-
 def test_prompts_that_are_read_beside_trees_give_the_same_texts(target, monkeypatch):
-    engine = engine_of(target, 3, 4)
-    texts = []
+    engine, launched = engine_of(target, 3, 4), []
     for ahead in (False, True):
         if ahead:
             launch_ahead(monkeypatch)
         sequences = random_sequences(8, longest=30)
-        run(
-            Scheduler(engine, PagedMemory(engine.target, KVCachePool(engine.target.paged_shapes, 200)), Limits()),
-            sequences,
-            1,
-        )
-        texts.append([sequence.sink.tokens for sequence in sequences])
-    assert texts[0] == texts[1]
+        run(scheduler(engine), sequences, 1)
+        launched.append([sequence.sink.tokens for sequence in sequences])
+    assert launched[0] == launched[1]
 
 
 def test_a_draft_model_and_prompt_lookup_write_the_same():
@@ -172,9 +144,7 @@ def test_a_prompt_of_which_most_is_in_the_cache_is_read_beside_a_whole_one():
     target = tiny_target("llama")
     drafter = tiny_drafter(context_window=12, context_head_dim=8).to(target.dtype)
     engine = ReDrafter(target, drafter, TreeShape(3, 3, 999), options=OPTIONS)
-    graphs = PagedMemory(target, KVCachePool(target.paged_shapes, 40))
+    served = scheduler(engine, blocks=40)
     first, second = torch.randint(3, VOCAB, (2, 60), generator=torch.Generator().manual_seed(3)).tolist()
     for prompts in ([first], [first, second]):
-        sequences = [make_sequence(prompt, 12, KINDS["sampled"]) for prompt in prompts]
-        run(Scheduler(engine, graphs, Limits()), sequences)
-        assert [sequence.sink.tokens for sequence in sequences] == [alone(engine, sequence) for sequence in sequences]
+        run_as_alone(served, [make_sequence(prompt, 12, KINDS["sampled"]) for prompt in prompts])

@@ -6,12 +6,11 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from helpers.generation import letters
+from helpers.generation import ON_BOTH_CACHES, letters
 from helpers.models import (
     CONTEXT,
     VOCAB,
     engine_with_config,
-    paged,
     scripted_engine,
     tiny_drafter,
     tiny_model,
@@ -37,19 +36,15 @@ SAMPLED = GREEDY | {"do_sample": True, "seed": 5, "top_p": 0.8, "repetition_pena
 
 
 @pytest.mark.parametrize("arguments", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("place", [lambda engine: engine, paged])
-def test_the_default_device_of_the_program_changes_no_text(place, arguments, request):
-    engine = place(with_tree(tiny_model("llama"), tiny_drafter(), 3, 3))
+@ON_BOTH_CACHES
+def test_the_default_device_of_the_program_changes_no_text(on, arguments, request):
+    model, drafter = tiny_model("llama"), tiny_drafter()
+    engine = on(with_tree(model, drafter, 3, 3))
     expected = engine.generate(IDS, MASK, **arguments)
     request.getfixturevalue("meta_by_default")
     assert torch.equal(engine.generate(IDS, MASK, **arguments), expected)
-
-
-def test_a_model_is_bound_whatever_the_default_device_of_the_program_is(request):
-    model, drafter = tiny_model("llama"), tiny_drafter()
-    expected = with_tree(model, drafter, 3, 3).generate(IDS, MASK, **GREEDY)
-    request.getfixturevalue("meta_by_default")
-    assert torch.equal(with_tree(model, drafter, 3, 3).generate(IDS, MASK, **GREEDY), expected)
+    bound_now = with_tree(model, drafter, 3, 3)
+    assert torch.equal(bound_now.generate(IDS, MASK, **arguments), expected)
 
 
 # A generation config of the call
@@ -110,11 +105,6 @@ def test_stop_strings_of_a_generation_config_warn_of_nothing(logged, llama, engi
     assert torch.equal(text, expected)
     assert config.stop_strings == ["never"]
     assert logged == []
-
-
-def test_what_is_no_generation_config_is_named(engine):
-    with pytest.raises(ArgumentError, match="generation_config must be a GenerationConfig, got dict"):
-        engine.generate(IDS, generation_config={"max_new_tokens": 5})
 
 
 # Modes of the model

@@ -1,12 +1,11 @@
 """A drafter that attends to committed tokens: what it finds in the cache is what the whole text gives, always."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from helpers.context_drafter import checked_windows, context_drafter
-from helpers.models import VOCAB, paged, tiny_model, uneven_batch, with_tree
+from helpers.generation import ON_BOTH_CACHES, noted, same_as_model, same_undrafted
+from helpers.models import VOCAB, tiny_model, uneven_batch, with_tree
 from helpers.steps import read_prompts
 from redrafter import MismatchError, ReDrafter
 from redrafter.drafting.context_attention import ContextWindow
@@ -14,63 +13,32 @@ from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.model.target import Target
 
 
-@pytest.fixture
-def checks() -> Iterator[None]:
-    with checked_windows():
-        yield
-
-
 def engine_of(architecture: str = "llama", **changes: object) -> ReDrafter:
-    engine = with_tree(tiny_model(architecture), context_drafter(**changes), 4, 3)
-    engine.pauses = False
-    return engine
+    return with_tree(tiny_model(architecture), context_drafter(**changes), 4, 3)
 
 
-@pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
-@pytest.mark.parametrize("kinds", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt_oss"])
-def test_generate_writes_what_plain_decoding_writes(architecture, kinds, on, checks):
-    engine = on(engine_of(architecture))
-    ids, mask = uneven_batch()
-    texts = [engine.generate(ids, mask, max_new_tokens=30, speculate=speculate, **kinds) for speculate in (True, False)]
-    assert torch.equal(*texts)
-    if not kinds["do_sample"]:
-        expected = engine.model.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False)
-        assert torch.equal(texts[0], expected)
+@ON_BOTH_CACHES
+@pytest.mark.parametrize("architecture", ["mistral", "gpt_oss"])
+def test_what_is_read_in_windows_of_the_target_is_what_the_text_gives(architecture, on):
+    with checked_windows():
+        same_as_model(on(engine_of(architecture)), *uneven_batch(), max_new_tokens=30)
 
 
-def test_what_is_read_changes_the_drafts():
+def test_what_is_read_changes_the_drafts(monkeypatch):
     engine, ids = engine_of(), torch.randint(3, VOCAB, (1, 30), generator=torch.Generator().manual_seed(2))
-    trees = []
-    propose = RecurrentProposer.propose
-
-    def kept(self, *arguments):
-        trees.append(propose(self, *arguments))
-        return trees[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RecurrentProposer, "propose", kept)
-        engine.generate(ids, max_new_tokens=2, do_sample=False)
-        with torch.no_grad():
-            engine.drafter.context.out.weight.zero_()
-        engine.generate(ids, max_new_tokens=2, do_sample=False)
+    trees = noted(monkeypatch, RecurrentProposer, "propose")
+    engine.generate(ids, max_new_tokens=2, do_sample=False)
+    with torch.no_grad():
+        engine.drafter.context.out.weight.zero_()
+    engine.generate(ids, max_new_tokens=2, do_sample=False)
     assert not torch.equal(trees[0].tokens, trees[-1].tokens)
 
 
-@pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
+@ON_BOTH_CACHES
 def test_a_window_longer_than_any_text_takes_no_more_memory_than_the_texts(on, monkeypatch):
-    engine, ids, pairs = on(engine_of(context_window=100_000)), torch.arange(3, 33)[None], []
-    read = ContextWindow.read
-
-    def read_counted(*arguments: object) -> ContextWindow:
-        window = read(*arguments)
-        pairs.append(window.bias.shape[-1] - 1)
-        return window
-
-    monkeypatch.setattr(ContextWindow, "read", read_counted)
-    text = engine.generate(ids, max_new_tokens=10, do_sample=False)
-    assert torch.equal(text, engine.generate(ids, max_new_tokens=10, do_sample=False, speculate=False))
-    assert pairs
+    engine = on(engine_of(context_window=100_000))
+    pairs = noted(monkeypatch, ContextWindow, "read", lambda window, *_: window.bias.shape[-1] - 1)
+    same_undrafted(engine, torch.arange(3, 33)[None], max_new_tokens=10, do_sample=False)
     assert 40 <= min(pairs) <= max(pairs) < 1_000
 
 

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
-from helpers.models import VOCAB, paged, tiny_model, uneven_batch, with_tree
+from helpers.generation import ON_BOTH_CACHES, noted, same_as_model, same_undrafted
+from helpers.models import VOCAB, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, CheckpointError, MismatchError, RecurrentDrafter, ReDrafter
 from redrafter.drafting.eagle import EagleProposer
-from redrafter.tree.token_tree import Tree
-
-ON = pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
 
 
 @pytest.fixture
@@ -21,49 +19,27 @@ def checks() -> Iterator[None]:
 
 
 def engine_of(architecture: str = "llama", beams: int = 4, depth: int = 3, **changes: object) -> ReDrafter:
-    engine = with_tree(tiny_model(architecture), random_head(**changes), beams, depth)
-    engine.pauses = False
-    return engine
+    return with_tree(tiny_model(architecture), random_head(**changes), beams, depth)
 
 
 @pytest.mark.parametrize("form", EAGLE_FORMS)
-def test_drafts_follow_from_the_whole_text(form, checks):
-    engine = engine_of(**EAGLE_FORMS[form])
-    ids, mask = uneven_batch()
-    engine.generate(ids, mask, max_new_tokens=24, do_sample=False)
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_drafts_of_every_form_follow_from_the_whole_text_and_change_nothing(architecture, form, checks):
+    same_as_model(engine_of(architecture, **EAGLE_FORMS[form]), *uneven_batch(), max_new_tokens=24)
 
 
-@ON
+@ON_BOTH_CACHES
 def test_a_text_may_be_read_in_parts(on, checks, monkeypatch):
     monkeypatch.setattr("redrafter.drafting.eagle.ENTRIES_AT_ONCE", 7)
-    engine = on(engine_of(**EAGLE_FORMS["published"]))
-    engine.generate(*uneven_batch(), max_new_tokens=20, do_sample=False)
+    same_as_model(on(engine_of(**EAGLE_FORMS["published"])), *uneven_batch(), max_new_tokens=20)
 
 
-@pytest.mark.parametrize("form", [name for name in EAGLE_FORMS if name != "published"])
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
-def test_every_form_writes_what_model_generate_writes(architecture, form):
-    engine = engine_of(architecture, **EAGLE_FORMS[form])
-    ids, mask = uneven_batch()
-    expected = engine.model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
-    assert torch.equal(engine.generate(ids, mask, max_new_tokens=16, do_sample=False), expected)
-
-
-def test_the_map_of_ids_says_what_is_drafted():
-    engine = engine_of(**EAGLE_FORMS["published"])
-    known, drafted = set(engine.drafter.draft_ids.tolist()), set()
-    propose = EagleProposer.propose
-
-    def kept(self: EagleProposer, *arguments: object) -> Tree:
-        tree = propose(self, *arguments)
-        drafted.update(tree.tokens[:, 1:].flatten().tolist())
-        return tree
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EagleProposer, "propose", kept)
-        engine.generate(torch.arange(3, 20)[None], max_new_tokens=20, do_sample=False)
+def test_the_map_of_ids_says_what_is_drafted(monkeypatch):
+    engine, trees = engine_of(**EAGLE_FORMS["published"]), noted(monkeypatch, EagleProposer, "propose")
+    engine.generate(torch.arange(3, 20)[None], max_new_tokens=20, do_sample=False)
+    drafted = {token for tree in trees for token in tree.tokens[:, 1:].flatten().tolist()}
     assert len(drafted) > 1
-    assert drafted <= known
+    assert drafted <= set(engine.drafter.draft_ids.tolist())
 
 
 def test_a_head_reads_its_layers_and_no_other_drafter_may(tmp_path):
@@ -80,7 +56,7 @@ def test_a_saved_head_is_loaded_as_it_was(tmp_path):
     engine = ReDrafter.from_pretrained(tiny_model("llama"), tmp_path, num_beams=3, draft_len_per_beam=2)
     loaded = engine.drafter.state_dict()
     assert all(torch.equal(loaded[name], x) for name, x in head.state_dict().items())
-    assert torch.equal(engine.generate(ids, max_new_tokens=9), engine.generate(ids, max_new_tokens=9, speculate=False))
+    same_undrafted(engine, ids, max_new_tokens=9)
     with pytest.raises(CheckpointError, match="of the type redrafter_eagle3"):
         RecurrentDrafter.from_pretrained(tmp_path)
 

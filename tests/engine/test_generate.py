@@ -3,17 +3,20 @@
 import copy
 import pickle
 import random
+from itertools import chain
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import LogitsProcessor, set_seed
 
-from helpers.generation import Collect, Steps
+from helpers.generation import Collect, Steps, noted, same_as_model, same_undrafted
 from helpers.models import HIDDEN, VOCAB, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, DraftTarget, Engine, MismatchError, ReDrafter, UnsupportedError
 from redrafter.engine import call
 from redrafter.engine.call import ColumnStream
+from redrafter.engine.request import row_seeds
 
 IDS, MASK = uneven_batch()
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -30,31 +33,17 @@ def oracle(llama):
     return scripted_engine(llama, script, 2, 5)
 
 
-def test_a_streamer_gets_what_model_generate_would_give_it(llama, engine):
+@pytest.mark.parametrize("own", [lambda put: put, lambda put: SimpleNamespace(put=put.put, end=put.end)])
+def test_a_streamer_or_what_is_only_like_one_gets_what_model_generate_would_give_it(llama, engine, own):
     ours, theirs = Collect(), Collect()
-    engine.generate(IDS, MASK, streamer=ours, **GREEDY)
+    engine.generate(IDS, MASK, streamer=own(ours), **GREEDY)
     llama.generate(IDS, attention_mask=MASK, streamer=theirs, **GREEDY)
     assert torch.equal(torch.cat(ours.columns, 1), torch.cat(theirs.columns, 1))
     assert ours.ended
-
-
-def test_a_streamer_that_is_only_like_transformers_gets_the_same(llama, engine):
-    ours, theirs = Collect(), Collect()
-    engine.generate(IDS, MASK, streamer=SimpleNamespace(put=ours.put, end=ours.end), **GREEDY)
-    llama.generate(IDS, attention_mask=MASK, streamer=theirs, **GREEDY)
-    assert torch.equal(torch.cat(ours.columns, 1), torch.cat(theirs.columns, 1))
-    assert ours.ended
-
-
-@pytest.mark.parametrize("streamer", ["x", print, 3])
-def test_what_is_no_streamer_is_named(engine, streamer):
-    with pytest.raises(ArgumentError, match="streamer is an object with the methods put and end"):
-        engine.generate(IDS, MASK, streamer=streamer, **GREEDY)
 
 
 def test_rows_are_looked_at_once_for_the_columns_of_a_streamer_and_not_for_each_row(monkeypatch):
-    looks, send = [], vars(ColumnStream)["_send"]
-    monkeypatch.setattr(ColumnStream, "_send", lambda stream, ready: (looks.append(ready), send(stream, ready)))
+    looks = noted(monkeypatch, ColumnStream, "_send", lambda _, stream, ready: ready)
     made = random.Random(1)
     texts = [[made.randrange(9) for _ in range(made.randrange(1, 12))] for _ in range(200)]
     columns, left = Collect(), {row: list(text) for row, text in enumerate(texts)}
@@ -74,14 +63,9 @@ def test_rows_are_looked_at_once_for_the_columns_of_a_streamer_and_not_for_each_
 
 
 def test_recorded_scores_hold_no_memory_of_drafts_that_were_refused(engine, monkeypatch):
-    kept, columns = [], vars(call)["_columns"]
-
-    def seen(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-        kept.extend(piece for pieces in rows for piece in pieces)
-        return columns(rows)
-
-    monkeypatch.setattr(call, "_columns", seen)
+    columns = noted(monkeypatch, call, "_columns", lambda _, rows: [*chain(*rows)])
     engine.generate(IDS, MASK, output_scores=True, output_logits=True, return_dict_in_generate=True, **GREEDY)
+    kept = [*chain(*columns)]
     assert all(piece.untyped_storage().nbytes() == piece.numel() * 4 for piece in kept)
     assert len(kept) > 40
 
@@ -122,13 +106,8 @@ def test_the_custom_generate_adapter_gives_the_same(llama, engine):
 
 def test_the_adapter_streams_and_returns_statistics(llama, engine):
     steps = Steps()
-    out = llama.generate(
-        IDS,
-        attention_mask=MASK,
-        custom_generate=engine.custom_generate(streamer=steps),
-        return_dict_in_generate=True,
-        **GREEDY,
-    )
+    custom = engine.custom_generate(streamer=steps)
+    out = llama.generate(IDS, attention_mask=MASK, custom_generate=custom, return_dict_in_generate=True, **GREEDY)
     assert len(steps.texts) == 4
     assert out.stats.steps > 0
 
@@ -159,24 +138,6 @@ def test_a_users_own_processor_is_honoured_and_named_in_a_warning(llama, oracle)
         assert torch.equal(oracle.generate(IDS[:1], logits_processor=[NoRepeat()], **GREEDY), expected)
 
 
-def test_a_generation_config_is_honoured(llama, engine):
-    config = GenerationConfig(max_new_tokens=9, do_sample=False, repetition_penalty=1.5, pad_token_id=0)
-    expected = llama.generate(IDS[:1], generation_config=config)
-    assert torch.equal(engine.generate(IDS[:1], generation_config=config), expected)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"num_return_sequences": 2, "do_sample": False}, "num_return_sequences"),
-    ],
-)
-def test_what_transformers_refuses_is_an_error_of_the_arguments(engine, arguments, named):
-    with pytest.raises(ArgumentError, match=named):
-        engine.generate(IDS, MASK, **arguments)
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -190,17 +151,17 @@ def test_a_drafter_of_another_base_is_refused_with_both_values(llama, changes, n
         ReDrafter.from_pretrained(llama, tiny_drafter(**changes))
 
 
-def test_shapes_that_cannot_be_searched_are_refused(llama):
-    with pytest.raises(ArgumentError, match=f"num_beams={VOCAB + 1} is more than"):
-        ReDrafter.from_pretrained(llama, tiny_drafter(), num_beams=VOCAB + 1)
-    with pytest.raises(ArgumentError, match="num_beams=4 is more than the drafter's vocabulary of 3"):
-        ReDrafter.from_pretrained(llama, tiny_drafter(draft_vocab_size=3), num_beams=4)
-
-
-@pytest.mark.parametrize("node_budget", [0, -2, 1.5, True])
-def test_a_node_budget_that_is_no_positive_integer_is_refused(llama, node_budget):
-    with pytest.raises(ArgumentError, match="node_budget"):
-        ReDrafter.from_pretrained(llama, tiny_drafter(), node_budget=node_budget)
+@pytest.mark.parametrize(
+    ("drafter", "shape", "named"),
+    [
+        ({}, {"num_beams": VOCAB + 1}, f"num_beams={VOCAB + 1} is more than"),
+        ({"draft_vocab_size": 3}, {"num_beams": 4}, "num_beams=4 is more than the drafter's vocabulary of 3"),
+        *(({}, {"node_budget": wrong}, "node_budget") for wrong in (0, -2, 1.5, True)),
+    ],
+)
+def test_shapes_that_cannot_be_searched_are_refused(llama, drafter, shape, named):
+    with pytest.raises(ArgumentError, match=named):
+        ReDrafter.from_pretrained(llama, tiny_drafter(**drafter), **shape)
 
 
 def test_a_draft_length_past_the_training_is_a_warning(llama):
@@ -211,14 +172,45 @@ def test_a_draft_length_past_the_training_is_a_warning(llama):
 def test_a_reduced_draft_vocabulary_changes_no_token(llama):
     drafter = tiny_drafter(draft_vocab_size=20)
     drafter.draft_ids.copy_(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:20])
-    expected = llama.generate(IDS, attention_mask=MASK, **GREEDY)
     engine = with_tree(llama, drafter, 5, 5)
-    assert torch.equal(engine.generate(IDS, MASK, **GREEDY), expected)
-    sampled = {"max_new_tokens": 12, "do_sample": True, "seed": 4}
-    assert torch.equal(engine.generate(IDS, MASK, **sampled), engine.generate(IDS, MASK, speculate=False, **sampled))
+    same_as_model(engine, IDS, MASK, **GREEDY)
+    same_undrafted(engine, IDS, MASK, max_new_tokens=12, do_sample=True, seed=4)
 
 
 def test_the_defaults_come_from_the_drafters_config(llama):
     engine = ReDrafter.from_pretrained(llama, tiny_drafter(draft_beams=3, draft_len_per_beam=4), node_budget=99)
     assert (engine.proposer.beams, engine.proposer.depth, engine.proposer.nodes) == (3, 4, 13)
     assert ReDrafter.from_pretrained(llama, tiny_drafter()).proposer.nodes < 26  # a smaller budget on a CPU
+
+
+@pytest.mark.parametrize(
+    ("seed", "rows"),
+    [
+        *((seed, [40, 41]) for seed in (40, np.int64(40), torch.tensor(40))),
+        *(
+            (seeds, [7, 0])
+            for seeds in ([7, 0], np.array([7, 0]), torch.tensor([7, 0]), [np.uint32(7), torch.tensor(0)])
+        ),
+        (2**63 - 1, [2**63 - 1]),
+        ([2**63 - 1] * 2, [2**63 - 1] * 2),
+    ],
+    ids=str,
+)
+def test_rows_count_on_from_one_seed_or_have_their_own(seed, rows):
+    assert row_seeds(seed, len(rows)) == rows
+
+
+def test_a_seed_whose_followers_do_not_fit_is_refused_in_its_own_terms():
+    with pytest.raises(ArgumentError, match=f"seed={2**63 - 1} is too large for 2 output rows.* at most {2**63 - 2},"):
+        row_seeds(2**63 - 1, 2)
+
+
+def test_without_a_seed_calls_and_rows_have_others_and_torchs_generator_repeats_them(engine):
+    assert len({*row_seeds(None, 8), *row_seeds(None, 8)}) == 16
+    written = []
+    for seed in (5, 5, 6):
+        set_seed(seed)
+        written.append([engine.generate(IDS, MASK, do_sample=True, max_new_tokens=12) for _ in range(2)])
+    assert all(map(torch.equal, written[0], written[1]))
+    assert not torch.equal(*written[0])
+    assert not torch.equal(written[0][0], written[2][0])

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from helpers.generation import noted, same_as_model
 from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, with_tree
-from helpers.scheduling import launch_ahead, make_sequence, run, scheduler
+from helpers.scheduling import launch_ahead, make_sequence, run, scheduler, until_stepping
 from redrafter.cache.block_manager import BlockManager
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
@@ -29,10 +30,9 @@ def prompt():
 
 @pytest.mark.parametrize("on", [lambda engine: engine, lambda engine: paged(engine, 400)], ids=["dense", "paged"])
 def test_a_long_text_is_what_model_generate_writes(model, prompt, on):
-    engine, arguments = on(with_tree(model, tiny_drafter(), 4, 3)), {"max_new_tokens": NEW, "do_sample": False}
-    expected = model.generate(prompt, **arguments)
-    for speculate in (True, False):
-        assert torch.equal(engine.generate(prompt, speculate=speculate, **arguments), expected)
+    engine = on(with_tree(model, tiny_drafter(), 4, 3))
+    expected = same_as_model(engine, prompt, max_new_tokens=NEW)
+    assert torch.equal(engine.generate(prompt, speculate=False, max_new_tokens=NEW, do_sample=False), expected)
 
 
 def test_a_long_prompt_beside_short_rows_changes_no_token(model, prompt, monkeypatch):
@@ -50,11 +50,9 @@ def test_a_long_prompt_beside_short_rows_changes_no_token(model, prompt, monkeyp
 
 def test_a_step_copies_new_blocks_to_the_device_and_no_others(model, prompt, monkeypatch):
     engine = paged(with_tree(model, tiny_drafter(), 4, 3), 400)
-    served, copied, copy = scheduler(engine, blocks=400), [], row_caches.to_device
-    served.submit(make_sequence(prompt[0].tolist(), NEW, GREEDY))
-    while not served.batch.rows:
-        served.round()
-    monkeypatch.setattr(row_caches, "to_device", lambda values, *how: copied.append(values) or copy(values, *how))
+    served = scheduler(engine, blocks=400)
+    until_stepping(served, make_sequence(prompt[0].tolist(), NEW, GREEDY))
+    copied = noted(monkeypatch, row_caches, "to_device", lambda _, values, *how: values)
     run(served, [])
     numbers = [len(of_block) for blocks in copied for of_block in blocks]  # its row, its place and its id
     assert numbers == [3] * len(copied)
@@ -63,10 +61,7 @@ def test_a_step_copies_new_blocks_to_the_device_and_no_others(model, prompt, mon
 
 def test_only_the_last_chunk_of_a_prompt_brings_all_its_tokens(model, prompt, monkeypatch):
     served = scheduler(paged(with_tree(model, tiny_drafter(), 4, 3), 400), blocks=400, max_num_tokens=600)
-    read, prefill = [], Target.prefill
-    monkeypatch.setattr(
-        Target, "prefill", lambda self, prompts, **how: read.append(prompts.tokens) or prefill(self, prompts, **how)
-    )
+    read = noted(monkeypatch, Target, "prefill", lambda _, target, prompts: prompts.tokens)
     run(served, [make_sequence(prompt[0].tolist(), 2, GREEDY)])
     most = 600 + 1  # of a chunk, and the token before it, from which a draft model with recurrent states reads on
     assert [int((tokens != 0).sum()) <= most for tokens in read] == [True] * (len(read) - 1) + [False]
@@ -74,8 +69,7 @@ def test_only_the_last_chunk_of_a_prompt_brings_all_its_tokens(model, prompt, mo
 
 def test_the_prefix_of_a_text_that_waits_for_blocks_is_not_sought_in_every_round(model, prompt, monkeypatch):
     served = scheduler(paged(with_tree(model, tiny_drafter(), 4, 3), 250), blocks=250)
-    sought, find = [], vars(BlockManager)["_find"]
-    monkeypatch.setattr(BlockManager, "_find", lambda self, *text: sought.append(1) or find(self, *text))
+    sought = noted(monkeypatch, BlockManager, "_find")
     sequences = [make_sequence([3 + first, *prompt[0].tolist()], 60, GREEDY) for first in range(2)]
     served.submit(*sequences)
     rounds = 0
@@ -94,12 +88,9 @@ def test_a_single_row_has_blocks_for_the_longest_text(model):
 
 def test_prompts_read_beside_rows_find_no_caches_before_they_are_complete(model, prompt, monkeypatch):
     launch_ahead(monkeypatch)
-    finished, finish = [], Prefiller.finish_mixed
-    monkeypatch.setattr(Prefiller, "finish_mixed", lambda *how: finished.append(finish(*how)) or finished[-1])
+    finished = noted(monkeypatch, Prefiller, "finish_mixed")
     served = scheduler(paged(with_tree(model, tiny_drafter(), 4, 3), 400), blocks=400)
-    served.submit(make_sequence([5, 6, 7], 80, GREEDY))
-    while not served.batch.rows:
-        served.round()
+    until_stepping(served, make_sequence([5, 6, 7], 80, GREEDY))
     served.submit(make_sequence(prompt[0].tolist(), 4, GREEDY))
     run(served, [])
     assert [rows is not None for rows in finished] == [False] * (len(finished) - 1) + [True]

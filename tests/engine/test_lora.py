@@ -2,11 +2,15 @@
 
 import json
 import threading
+from functools import partial
+from shutil import rmtree
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from helpers.adapters import adapted, saved
+from helpers.generation import ON_BOTH_CACHES
 from helpers.models import CONTEXT, VOCAB, in_threads, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import (
     ArgumentError,
@@ -24,7 +28,6 @@ from redrafter.model import prompt_reader
 IDS, MASK = uneven_batch(rows=4)
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 SAMPLED = {"max_new_tokens": 16, "do_sample": True, "seed": 3}
-CACHES = pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
 MIXED = ["one", None, "two", "one"]
 
 
@@ -48,36 +51,16 @@ def plain_text(model, ids=IDS, mask=MASK):
     return model.generate(input_ids=ids, attention_mask=mask, **GREEDY)
 
 
-def check_rows(found, adapters, names=MIXED, base=None, ids=IDS, mask=MASK):
+def check_rows(found, adapters, names=MIXED, base=None, ids=IDS, mask=None):
     """Check each row against PEFT's model of its adapter, or the model without any."""
+    mask = MASK if ids is IDS else torch.ones_like(ids) if mask is None else mask
     models = {None: base or tiny_model("llama")} | {name: model for name, (model, _) in adapters.items()}
     for row, name in enumerate(names):
         expected = plain_text(models[name], ids[row : row + 1], mask[row : row + 1])[0]
         assert torch.equal(found[row, : len(expected)], expected), name
 
 
-@CACHES
-def test_rows_with_several_adapters_and_none_write_what_each_model_writes(on, adapters):
-    engine = on(make_engine(adapters))
-    found = engine.generate(IDS, MASK, adapter=MIXED, **GREEDY)
-    check_rows(found, adapters)
-    assert torch.equal(engine.generate(IDS, MASK, adapter=MIXED, speculate=False, **GREEDY), found)
-    assert not torch.equal(found, engine.generate(IDS, MASK, **GREEDY))
-    check_rows(engine.generate(IDS, MASK, adapter="two", **GREEDY), adapters, ["two"] * 4)
-
-
-@CACHES
-def test_sampled_rows_draw_what_they_draw_without_drafts_and_alone(on, adapters):
-    engine = on(make_engine(adapters))
-    found = engine.generate(IDS, MASK, adapter=MIXED, **SAMPLED)
-    assert torch.equal(found, engine.generate(IDS, MASK, adapter=MIXED, speculate=False, **SAMPLED))
-    for row, name in enumerate(MIXED):
-        settings = SAMPLED | {"seed": SAMPLED["seed"] + row}
-        alone = engine.generate(IDS[row : row + 1], MASK[row : row + 1], adapter=name, **settings)[0]
-        assert torch.equal(found[row, : len(alone)], alone)
-
-
-@CACHES
+@ON_BOTH_CACHES
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [
@@ -107,8 +90,6 @@ def test_weights_may_be_in_the_older_format(tmp_path, adapters):
     model, _ = adapters["one"]
     model.save_pretrained(tmp_path / "old", safe_serialization=False)
     if (tmp_path / "old" / "adapter_model.safetensors").is_file():  # newer versions of PEFT write no other
-        from safetensors.torch import load_file
-
         file = tmp_path / "old" / "adapter_model.safetensors"
         torch.save(load_file(file), file.with_suffix(".bin"))
         file.unlink()
@@ -116,7 +97,6 @@ def test_weights_may_be_in_the_older_format(tmp_path, adapters):
     check_rows(engine.generate(IDS, MASK, adapter=MIXED[:1] * 4, **GREEDY), adapters, MIXED[:1] * 4)
 
 
-@CACHES
 @pytest.mark.parametrize(
     "make",
     [
@@ -126,10 +106,11 @@ def test_weights_may_be_in_the_older_format(tmp_path, adapters):
     ],
     ids=["lookup", "draft model", "drafter"],
 )
-def test_adapters_are_loaded_when_an_engine_is_made(on, make, adapters):
-    engine = on(make(adapters={name: path for name, (_, path) in adapters.items()}, max_loras=2, max_lora_rank=8))
+def test_adapters_are_loaded_when_an_engine_is_made(make, adapters):
+    engine = make(adapters={name: path for name, (_, path) in adapters.items()}, max_loras=2, max_lora_rank=8)
     assert engine.adapters == ["one", "two"]
     check_rows(engine.generate(IDS, MASK, adapter=MIXED, **GREEDY), adapters)
+    check_rows(engine.generate(IDS, MASK, adapter="two", **GREEDY), adapters, ["two"] * 4)
 
 
 def test_a_model_with_an_adapter_may_be_drafted_for_by_itself_without(adapters):
@@ -139,7 +120,7 @@ def test_a_model_with_an_adapter_may_be_drafted_for_by_itself_without(adapters):
     check_rows(engine.generate(IDS, MASK, adapter=["one", None] * 2, **GREEDY), adapters, ["one", None] * 2)
 
 
-@CACHES
+@ON_BOTH_CACHES
 def test_more_prompts_than_rows_take_each_others_places(on, adapters):
     engine = ReDrafter.from_pretrained(tiny_model("llama"), tiny_drafter(), max_batch_size=2)
     engine.load_adapters({name: path for name, (_, path) in adapters.items()})
@@ -148,15 +129,15 @@ def test_more_prompts_than_rows_take_each_others_places(on, adapters):
     check_rows(on(engine).generate(ids, mask, adapter=names, **GREEDY), adapters, names, ids=ids, mask=mask)
 
 
-@CACHES
+@ON_BOTH_CACHES
 @pytest.mark.parametrize("masks", [True, False], ids=["chunks", "pieces"])
 def test_prompts_that_are_read_in_parts_are_read_with_their_adapters(on, masks, adapters, monkeypatch):
     monkeypatch.setattr(prompt_reader, "MAX_FORWARD_TOKENS", 17)
     engine = on(make_engine(adapters))
     if masks:
-        engine.target.prompt_reader.read_in_chunks()
+        engine.target.prompt_reader.masks = True
     else:
-        engine.target.prompt_reader.use_masks_on_dense_cache(False)
+        engine.target.prompt_reader.masks_on_dense = False
     ids, mask = uneven_batch(longest=30)
     check_rows(engine.generate(ids, mask, adapter=MIXED, **GREEDY), adapters, ids=ids, mask=mask)
 
@@ -165,7 +146,7 @@ def test_a_prefix_that_was_read_with_another_adapter_is_not_reused(adapters):
     engine = paged(make_engine(adapters))
     ids = torch.randint(3, VOCAB, (1, 50), generator=torch.Generator().manual_seed(5))
     for name in (None, "one", "two", None, "one"):
-        check_rows(engine.generate(ids, adapter=name, **GREEDY), adapters, [name], ids=ids, mask=torch.ones_like(ids))
+        check_rows(engine.generate(ids, adapter=name, **GREEDY), adapters, [name], ids=ids)
 
 
 def test_a_prefix_of_an_adapter_that_is_gone_is_not_reused_by_another_of_its_name(adapters):
@@ -271,6 +252,8 @@ def test_adapters_that_are_not_there_are_refused(adapter, message, adapters):
         engine.generate(IDS, MASK, adapter=adapter, **GREEDY)
     engine.unload_adapter("one")
     engine.unload_adapter("two")  # nothing is held any more
+    with pytest.raises(ArgumentError, match="no adapter 'two'"):
+        engine.unload_adapter("two")
 
 
 @pytest.mark.parametrize(
@@ -290,111 +273,15 @@ def test_adapters_without_room_are_refused(options, name, message, adapters):
     assert engine.adapters == ["one"]
 
 
-def test_what_is_not_loaded_cannot_be_unloaded(adapters):
-    with pytest.raises(ArgumentError, match="no adapter 'three'"):
-        make_engine(adapters).unload_adapter("three")
-
-
 def test_batch_invariance_and_adapters_exclude_each_other(adapters):
     invariant = PromptLookup.from_pretrained(tiny_model("llama"), batch_invariant=True)
     with pytest.raises(UnsupportedError, match=r"batch_invariant=True .* merge_and_unload\(\), or leave out"):
         invariant.load_adapter("one", adapters["one"][1])
-    engine = make_engine(adapters)
     with pytest.raises(UnsupportedError, match="batch_invariant=True"):
-        engine.target.make_batch_invariant()
-
-
-def changed(tmp_path, **fields):
-    """Return a directory with an adapter whose config says something else."""
-    adapted().save_pretrained(tmp_path / "changed")
-    file = tmp_path / "changed" / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-    return tmp_path / "changed"
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"peft_type": "LOHA"}, "a LOHA adapter, and only LORA"),
-        ({"bias": "lora_only"}, "bias='lora_only'"),
-        ({"use_dora": True}, "use_dora=True, DoRA, which is more than LoRA on linear layers; merge it"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\], whole layers"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "such as fused experts"),
-        ({"trainable_token_indices": [5]}, "rows of the embedding"),
-        ({"init_lora_weights": "pissa"}, "changes the model's own weights"),
-        ({"lora_bias": True}, "biases of LoRA's own"),
-        ({"some_newer_field": {"a": 1}}, "some_newer_field="),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_adapters_that_are_more_than_lora_are_refused_by_name(fields, message, tmp_path):
-    engine = PromptLookup.from_pretrained(tiny_model("llama"))
-    with pytest.raises(UnsupportedError, match=message):
-        engine.load_adapter("it", changed(tmp_path, **fields))
-    assert engine.adapters == []
-
-
-@pytest.mark.parametrize(
-    ("architecture", "changes", "error", "message"),
-    [
-        ("llama", {"target_modules": ["lm_head", "q_proj"]}, UnsupportedError, "holds base_model.model.lm_head.base"),
-        ("llama", {"target_modules": ["embed_tokens"]}, UnsupportedError, "no weight of LoRA on a linear layer"),
-        ("gpt2", {"target_modules": ["c_attn"]}, MismatchError, "has no layer transformer.h.0.attn.c_attn"),
-    ],
-)
-def test_layers_that_cannot_have_an_adapter_are_refused(architecture, changes, error, message, tmp_path):
-    _, path = saved(tmp_path / "it", architecture, **changes)
-    engine = PromptLookup.from_pretrained(tiny_model("llama"))
-    with pytest.raises(error, match=message):
-        engine.load_adapter("it", path)
-
-
-def test_an_adapter_of_another_width_is_refused(tmp_path):
-    adapted(model=tiny_model("llama", hidden_size=16)).save_pretrained(tmp_path / "narrow")
-    with pytest.raises(MismatchError, match="reads 16 numbers and writes 48, that of LlamaForCausalLM reads 32"):
-        PromptLookup.from_pretrained(tiny_model("llama")).load_adapter("it", tmp_path / "narrow")
-
-
-def test_lora_on_the_head_is_refused(tmp_path):
-    _, path = saved(tmp_path / "it", target_modules=["lm_head", "q_proj"])
-    change_tensors(path, lambda name, x: None if "base_layer" in name else x)
-    with pytest.raises(UnsupportedError, match="changes lm_head, the model's head; merge it"):
-        PromptLookup.from_pretrained(tiny_model("llama")).load_adapter("it", path)
-
-
-def test_a_layer_that_does_not_read_each_token_once_is_refused(tmp_path):
-    _, path = saved(tmp_path / "it", "deepseek_v3", target_modules=["kv_b_proj"])  # it reads what the cache holds
-    with pytest.raises(UnsupportedError, match=r"kv_b_proj does not read each token once"):
-        PromptLookup.from_pretrained(tiny_model("deepseek_v3")).load_adapter("it", path)
-
-
-@pytest.mark.parametrize(
-    ("break_it", "message"),
-    [
-        (lambda folder: folder.joinpath("adapter_config.json").unlink(), "has no adapter_config.json"),
-        (lambda folder: folder.joinpath("adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
-        (lambda folder: folder.joinpath("adapter_model.safetensors").write_bytes(b"no"), "cannot read"),
-        (lambda folder: folder.joinpath("adapter_config.json").write_text("{"), "is not JSON"),
-        (lambda folder: change_tensors(folder, lambda name, x: x / 0), "not finite"),
-        (lambda folder: change_tensors(folder, lambda name, x: None if "lora_B" in name else x), "has no base_model"),
-        (lambda folder: change_tensors(folder, lambda name, x: x[:1]), "cannot be multiplied"),
-        (lambda folder: change_tensors(folder, lambda name, x: None), "holds no weights"),
-        (lambda folder: change_config(folder, r=3), "weights of rank 4 .* says 3"),
-        (lambda folder: change_config(folder, lora_alpha="8"), "no number lora_alpha"),
-        (lambda folder: change_config(folder, rank_pattern={"(": 4}), "is no regular expression"),
-    ],
-    ids=range(11),
-)
-def test_directories_that_are_not_whole_are_refused(break_it, message, tmp_path):
-    adapted().save_pretrained(tmp_path / "it")
-    break_it(tmp_path / "it")
-    with pytest.raises((CheckpointError, ArgumentError), match=message):
-        PromptLookup.from_pretrained(tiny_model("llama")).load_adapter("it", tmp_path / "it")
+        make_engine(adapters).target.make_batch_invariant()
 
 
 def change_tensors(folder, change):
-    from safetensors.torch import load_file, save_file
-
     file = folder / "adapter_model.safetensors"
     tensors = {name: change(name, tensor) for name, tensor in load_file(file).items()}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}, file)
@@ -405,15 +292,84 @@ def change_config(folder, **fields):
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def test_a_directory_that_does_not_exist_is_refused():
-    with pytest.raises(CheckpointError, match="nowhere is not a directory"):
-        PromptLookup.from_pretrained(tiny_model("llama")).load_adapter("it", "nowhere")
+def on_layers(architecture, *layers, only_lora=False):
+    """Return what writes an adapter of these layers into a folder."""
+
+    def write(folder):
+        saved(folder, architecture, target_modules=list(layers))
+        if only_lora:
+            change_tensors(folder, lambda name, x: None if "base_layer" in name else x)
+
+    return write
+
+
+# What is done to a directory with a fine adapter, how it is refused, and which model it was to be loaded for.
+MORE_THAN_LORA = [
+    ({"peft_type": "LOHA"}, "a LOHA adapter, and only LORA"),
+    ({"bias": "lora_only"}, "bias='lora_only'"),
+    ({"use_dora": True}, "use_dora=True, DoRA, which is more than LoRA on linear layers; merge it"),
+    ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\], whole layers"),
+    ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "such as fused experts"),
+    ({"trainable_token_indices": [5]}, "rows of the embedding"),
+    ({"init_lora_weights": "pissa"}, "changes the model's own weights"),
+    ({"lora_bias": True}, "biases of LoRA's own"),
+    ({"some_newer_field": {"a": 1}}, "some_newer_field="),
+]
+OTHER_LAYERS = [
+    (on_layers("llama", "lm_head", "q_proj"), UnsupportedError, "holds base_model.model.lm_head.base", "llama"),
+    (
+        on_layers("llama", "lm_head", "q_proj", only_lora=True),
+        UnsupportedError,
+        "changes lm_head, the model's head; merge it",
+        "llama",
+    ),
+    (on_layers("llama", "embed_tokens"), UnsupportedError, "no weight of LoRA on a linear layer", "llama"),
+    (on_layers("gpt2", "c_attn"), MismatchError, "has no layer transformer.h.0.attn.c_attn", "llama"),
+    (
+        lambda folder: adapted(model=tiny_model("llama", hidden_size=16)).save_pretrained(folder),
+        MismatchError,
+        "reads 16 numbers and writes 48, that of LlamaForCausalLM reads 32",
+        "llama",
+    ),
+    # It reads what the cache holds.
+    (on_layers("deepseek_v3", "kv_b_proj"), UnsupportedError, "kv_b_proj does not read each token once", "deepseek_v3"),
+]
+NOT_WHOLE = [
+    (lambda folder: folder.joinpath("adapter_config.json").unlink(), "has no adapter_config.json"),
+    (lambda folder: folder.joinpath("adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
+    (lambda folder: folder.joinpath("adapter_model.safetensors").write_bytes(b"no"), "cannot read"),
+    (lambda folder: folder.joinpath("adapter_config.json").write_text("{"), "is not JSON"),
+    (lambda folder: change_tensors(folder, lambda name, x: x / 0), "not finite"),
+    (lambda folder: change_tensors(folder, lambda name, x: None if "lora_B" in name else x), "has no base_model"),
+    (lambda folder: change_tensors(folder, lambda name, x: x[:1]), "cannot be multiplied"),
+    (lambda folder: change_tensors(folder, lambda name, x: None), "holds no weights"),
+    (lambda folder: change_config(folder, r=3), "weights of rank 4 .* says 3"),
+    (lambda folder: change_config(folder, lora_alpha="8"), "no number lora_alpha"),
+    (lambda folder: change_config(folder, rank_pattern={"(": 4}), "is no regular expression"),
+    (lambda folder: rmtree(folder), "is not a directory"),
+]
+REFUSED = [(partial(change_config, **fields), UnsupportedError, said, "llama") for fields, said in MORE_THAN_LORA]
+REFUSED += OTHER_LAYERS + [(change, (CheckpointError, ArgumentError), said, "llama") for change, said in NOT_WHOLE]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message", "architecture"), REFUSED, ids=[said for _, _, said, _ in REFUSED]
+)
+def test_adapters_that_are_more_than_lora_or_not_whole_are_refused_by_name(
+    change, error, message, architecture, tmp_path
+):
+    adapted().save_pretrained(tmp_path / "it")
+    change(tmp_path / "it")
+    engine = PromptLookup.from_pretrained(tiny_model(architecture))
+    with pytest.raises(error, match=message):
+        engine.load_adapter("it", tmp_path / "it")
+    assert engine.adapters == []
 
 
 def test_a_text_at_the_end_of_the_context_has_its_adapter_to_the_end(adapters):
     engine = make_engine(adapters)
     ids = torch.randint(3, VOCAB, (1, CONTEXT - 16), generator=torch.Generator().manual_seed(9))
-    check_rows(engine.generate(ids, adapter="one", **GREEDY), adapters, ["one"], ids=ids, mask=torch.ones_like(ids))
+    check_rows(engine.generate(ids, adapter="one", **GREEDY), adapters, ["one"], ids=ids)
 
 
 def test_threads_may_load_adapters_while_others_write(adapters):

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from helpers.generation import ON_BOTH_CACHES, Steps, noted, same_undrafted
 from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch
 from helpers.scheduling import launch_ahead
-from redrafter import ArgumentError, DraftTarget, Engine, ReDrafter
+from redrafter import ArgumentError, DraftTarget, ReDrafter
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
-from redrafter.scheduler.prefill import Chunk, PrefilledRows, Prefiller
-from redrafter.scheduler.row_caches import RowCaches
+from redrafter.scheduler.prefill import Prefiller
 from redrafter.scheduler.running_batch import RunningBatch
 
 ENDS = [2, 5, 11, 30, 31, 32, 40]
@@ -40,18 +40,9 @@ WAYS = {
 SLOW = pytest.mark.filterwarnings("ignore:.*your own code runs in Python")
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
-
-
 def engine_of(llama, max_batch_size: int = 256) -> ReDrafter:
     options = EngineOptions(max_batch_size=max_batch_size)
     return ReDrafter(Target(llama), tiny_drafter(), TreeShape(3, 3, 10), options=options)
-
-
-def dense(engine: Engine) -> Engine:
-    return engine
 
 
 @pytest.fixture
@@ -61,27 +52,21 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @SLOW
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("speculate", [True, False])
-@pytest.mark.parametrize("on", [dense, paged])
+@ON_BOTH_CACHES
 @pytest.mark.parametrize("at_once", [1, 3, 4])
-def test_prompts_that_wait_for_their_turn_give_the_same_texts(llama, on, at_once, speculate, way):
+def test_prompts_that_wait_for_their_turn_give_the_same_texts(llama, on, at_once, way):
     ids, mask = uneven_batch(rows=11)
-    arguments = {"max_new_tokens": 18, "eos_token_id": ENDS, "speculate": speculate} | WAYS[way]
+    arguments = {"max_new_tokens": 18, "eos_token_id": ENDS} | WAYS[way]
     expected = engine_of(llama).generate(ids, mask, **arguments)
-    assert torch.equal(on(engine_of(llama, at_once)).generate(ids, mask, **arguments), expected)
+    assert torch.equal(same_undrafted(on(engine_of(llama, at_once)), ids, mask, **arguments), expected)
 
 
 @SLOW
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("on", [dense, paged])
+@ON_BOTH_CACHES
 def test_no_step_has_more_rows_than_allowed_and_none_of_a_row_that_has_ended(llama, monkeypatch, on, way):
-    rows, prepare = [], RunningBatch.prepare_step
-
-    def prepare_step(batch: RunningBatch, *args: object) -> object:
-        rows.append([sequence.ended for sequence in batch.rows])
-        return prepare(batch, *args)
-
-    monkeypatch.setattr(RunningBatch, "prepare_step", prepare_step)
+    ended = lambda step, batch, *_: [sequence.ended for sequence in batch.rows]  # noqa: E731
+    rows = noted(monkeypatch, RunningBatch, "prepare_step", ended)
     ids, mask = uneven_batch(rows=11)
     on(engine_of(llama, 4)).generate(ids, mask, max_new_tokens=30, eos_token_id=ENDS, **WAYS[way])
     assert max(map(len, rows)) == 4
@@ -99,13 +84,7 @@ def test_rows_wait_for_blocks_that_others_of_their_call_hold(llama, way):
 
 
 def test_prompts_are_read_together_while_others_are_decoded(llama, monkeypatch):
-    sizes, forward = [], Prefiller.forward
-
-    def counted(self: Prefiller, chunks: list[Chunk], caches: RowCaches) -> PrefilledRows:
-        sizes.append(len(chunks))
-        return forward(self, chunks, caches)
-
-    monkeypatch.setattr(Prefiller, "forward", counted)
+    sizes = noted(monkeypatch, Prefiller, "forward", lambda read, prefiller, chunks, caches: len(chunks))
     ids, mask = uneven_batch(rows=21)
     engine_of(llama, 8).generate(ids, mask, max_new_tokens=30, eos_token_id=ENDS, do_sample=False)
     assert sizes[0] == 8
@@ -153,21 +132,12 @@ def test_scores_are_those_of_the_tokens_when_steps_are_launched_ahead(llama):
 
 
 def test_a_streamer_hears_of_every_row_in_turn(llama):
-    heard: dict[int, list[int]] = {}
-
-    class Listener:
-        def put_step(self, row: int, tokens: list[int], accepted: int, ended: bool) -> None:
-            heard.setdefault(row, []).extend(tokens)
-
-        def end(self) -> None:
-            heard[-1] = []
-
-    ids, mask = uneven_batch(rows=5)
-    out = engine_of(llama, 2).generate(ids, mask, max_new_tokens=9, do_sample=False, streamer=Listener())
-    assert heard.pop(-1) == []
-    for row, tokens in heard.items():
+    steps, (ids, mask) = Steps(), uneven_batch(rows=5)
+    out = engine_of(llama, 2).generate(ids, mask, max_new_tokens=9, do_sample=False, streamer=steps)
+    assert steps.ends == 1
+    for row, tokens in steps.texts.items():
         assert out[row, ids.shape[1] :][: len(tokens)].tolist() == tokens
-    assert sorted(heard) == [0, 1, 2, 3, 4]
+    assert sorted(steps.texts) == [0, 1, 2, 3, 4]
 
 
 def test_a_deadline_ends_rows_that_wait_too(llama):
@@ -182,18 +152,15 @@ def test_a_deadline_ends_rows_that_wait_too(llama):
         assert torch.equal(columns[0][:2].argmax(-1), out[:2, -1])
 
 
-@pytest.mark.parametrize("on", [dense, paged])
+@ON_BOTH_CACHES
 def test_an_interrupted_call_leaves_an_engine_that_works(llama, on):
     ids, mask = uneven_batch(rows=5)
     engine = on(engine_of(llama, 2))
     expected = engine.generate(ids, mask, max_new_tokens=9, do_sample=False)
 
-    class Interrupts:
+    class Interrupts(Steps):
         def put_step(self, *args: object) -> None:
             raise KeyboardInterrupt
-
-        def end(self) -> None:
-            pass
 
     with pytest.raises(KeyboardInterrupt):
         engine.generate(ids, mask, max_new_tokens=9, do_sample=False, streamer=Interrupts())

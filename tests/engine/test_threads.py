@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -30,20 +30,19 @@ def _threads_take_turns_often() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def engine_of(kind: str) -> Engine:
-    model = tiny_model("gemma2" if kind == "layers" else "llama")
-    if kind == "drafter":
-        return with_tree(model, tiny_drafter(), 3, 3)
-    if kind == "layers":
-        return with_tree(model, random_drafter(target_layers=(0, 2)), 3, 3)
-    if kind == "draft model":
-        return DraftTarget.from_pretrained(model, tiny_model("gpt2", num_hidden_layers=1), draft_len=3, num_beams=2)
-    return PromptLookup.from_pretrained(model)
+KINDS = {
+    "drafter": lambda: with_tree(tiny_model("llama"), tiny_drafter(), 3, 3),
+    "layers": lambda: with_tree(tiny_model("gemma2"), random_drafter(target_layers=(0, 2)), 3, 3),
+    "draft model": lambda: DraftTarget.from_pretrained(
+        tiny_model("llama"), tiny_model("gpt2", num_hidden_layers=1), draft_len=3, num_beams=2
+    ),
+    "lookup": lambda: PromptLookup.from_pretrained(tiny_model("llama")),
+}
 
 
-@pytest.mark.parametrize("kind", ["drafter", "layers", "draft model", "lookup"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_threads_that_share_an_engine_write_what_each_writes_alone(kind):
-    engine = engine_of(kind)
+    engine = KINDS[kind]()
 
     def work(index: int) -> torch.Tensor:
         ids, mask = uneven_batch(rows=1 + index % 3, longest=5 + index, seed=index)
@@ -73,14 +72,8 @@ def test_threads_may_share_a_model_between_engines_and_with_plain_forwards():
 
 def test_first_requests_at_once_make_one_set_of_graphs(monkeypatch):
     made = []
-
-    def slowly(*_: object, **__: object) -> object:
-        time.sleep(0.05)
-        made.append(object())
-        return made[-1]
-
-    monkeypatch.setattr(PagedMemory, "on", slowly)
-    engine = with_tree(tiny_model("llama"), tiny_drafter(), 2, 2)
+    monkeypatch.setattr(PagedMemory, "on", lambda *_, **__: time.sleep(0.05) or made.append(object()) or made[-1])
+    engine = KINDS["drafter"]()
     assert len(set(in_threads(lambda _: engine.open_graphs(), 4))) == len(made) == 1
 
 
@@ -113,30 +106,25 @@ def prompts(rows: int, length: int) -> torch.Tensor:
 def test_a_call_waits_for_blocks_that_a_call_of_another_thread_holds(waiting):
     greedy = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
     batches, gate = [prompts(12, 9), prompts(2, 11)], Gate()
-    expected = [engine_of("drafter").generate(batch, **greedy) for batch in batches]
-    engine = paged(engine_of("drafter"), blocks=1 + 8 * 4)
+    expected = [KINDS["drafter"]().generate(batch, **greedy) for batch in batches]
+    engine = paged(KINDS["drafter"](), blocks=1 + 8 * 4)
 
     def work(index: int) -> torch.Tensor:
-        if not index:
-            return engine.generate(batches[0], streamer=gate, **greedy)
-        assert gate.reached.wait(300)
-        return engine.generate(batches[1], **greedy)
+        if index == 2:  # opens the gate once the second call waits
+            assert waiting.wait(300)
+            gate.opened.set()
+            return torch.empty(0)
+        assert index == 0 or gate.reached.wait(300)
+        return engine.generate(batches[index], streamer=None if index else gate, **greedy)
 
-    def open_when_one_waits(index: int) -> torch.Tensor:
-        if index < 2:
-            return work(index)
-        assert waiting.wait(300)
-        gate.opened.set()
-        return torch.empty(0)
-
-    assert all(map(torch.equal, in_threads(open_when_one_waits, 3), expected))
+    assert all(map(torch.equal, in_threads(work, 3), expected))
     assert engine.graphs.blocks.num_free_blocks == engine.graphs.blocks.num_blocks
     assert not engine.graphs.turns
 
 
 @pytest.mark.parametrize("kind", ["drafter", "draft model"])
 def test_calls_that_fill_the_cache_together_all_come_to_their_ends(kind):
-    engine = paged(engine_of(kind), blocks=8)
+    engine = paged(KINDS[kind](), blocks=8)
 
     def work(index: int) -> torch.Tensor:
         return engine.generate(prompts(3, 5 + index), max_new_tokens=12, **WAYS[index % len(WAYS)])
@@ -146,34 +134,37 @@ def test_calls_that_fill_the_cache_together_all_come_to_their_ends(kind):
         assert torch.equal(beside_others, expected)
 
 
-def test_what_never_fits_is_refused_though_others_hold_blocks(waiting):
-    engine, gate = paged(engine_of("drafter"), blocks=5), Gate()
+def beside_one_that_holds_blocks(engine: Engine, new: int, then: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """Do something while a call of another thread stands still after its first token; return what both gave."""
+    gate = Gate()
 
     def work(index: int) -> torch.Tensor:
         if not index:
-            return engine.generate(prompts(1, 5), max_new_tokens=4, do_sample=False, streamer=gate)
+            return engine.generate(prompts(1, 9), max_new_tokens=new, do_sample=False, streamer=gate)
         assert gate.reached.wait(300)
+        out = then()
+        gate.opened.set()
+        return out
+
+    return in_threads(work, 2)
+
+
+def test_what_never_fits_is_refused_though_others_hold_blocks(waiting):
+    engine = paged(KINDS["drafter"](), blocks=5)
+
+    def refused() -> torch.Tensor:
         with pytest.raises(CacheFullError):
             engine.generate(prompts(1, 60), max_new_tokens=20, do_sample=False)
-        gate.opened.set()
         return torch.empty(0)
 
-    assert in_threads(work, 2)[0].shape[1] > 5
+    assert beside_one_that_holds_blocks(engine, 4, refused)[0].shape[1] > 9
     assert not waiting.is_set()
 
 
 def test_a_call_whose_deadline_passes_while_it_waits_returns_its_prompts(waiting):
-    engine, gate = paged(engine_of("drafter"), blocks=5), Gate()
-
-    def work(index: int) -> torch.Tensor:
-        if not index:
-            return engine.generate(prompts(1, 9), max_new_tokens=20, do_sample=False, streamer=gate)
-        assert gate.reached.wait(300)
-        out = engine.generate(prompts(1, 9), max_new_tokens=20, do_sample=False, max_time=0.2)
-        gate.opened.set()
-        return out
-
-    out = in_threads(work, 2)[1]
+    engine = paged(KINDS["drafter"](), blocks=5)
+    late = {"max_new_tokens": 20, "do_sample": False, "max_time": 0.2}
+    out = beside_one_that_holds_blocks(engine, 20, lambda: engine.generate(prompts(1, 9), **late))[1]
     assert out.dtype == torch.long
     assert torch.equal(out, prompts(1, 9))
     assert waiting.is_set()

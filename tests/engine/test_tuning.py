@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from helpers.generation import noted, same_undrafted
 from helpers.models import CONTEXT, VOCAB, tiny_drafter, tiny_model, uneven_batch
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.app.loading import Pair
@@ -23,20 +24,15 @@ from redrafter.engine.tuning import (
 )
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
-from redrafter.scheduler.captured_step import CapturedStep
 from redrafter.scheduler.running_batch import RunningBatch
 
-SHAPES = {1: TreeShape(3, 4, 9), 2: None, 4: TreeShape(1, 3, 4), 8: TreeShape(5, 2, 11)}
+SHAPES: dict[int, TreeShape | None] = {1: TreeShape(3, 4, 9), 2: None, 4: TreeShape(1, 3, 4), 8: TreeShape(5, 2, 11)}
 
 
-def tuned(target, drafter, shapes=SHAPES, /, **changes) -> Tuning:
-    measured_on = {
-        "device": device_name(target.device),
-        "dtype": "float32",
-        "target": target_fingerprint(target),
-        "drafter": drafter_fingerprint(drafter),
-    }
-    return Tuning(shapes, **(measured_on | changes))
+def tuned(target, drafter=None, shapes=SHAPES, /, **changes) -> Tuning:
+    drafter = drafter or tiny_drafter()
+    facts = {"device": device_name(target.device), "dtype": "float32", "target": target_fingerprint(target)}
+    return Tuning(shapes, **(facts | {"drafter": drafter_fingerprint(drafter)} | changes))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +48,7 @@ def home(monkeypatch, tmp_path):
 
 def test_a_tuning_is_read_as_it_was_written(target, tmp_path):
     facts = {"versions": {"torch": "2"}, "prompts": "p.txt", "date": "today", "measured": ({"batch": 1},)}
-    tuning = tuned(target, tiny_drafter(), step_costs={1: 1.2, 4: 1.5}, **facts)
+    tuning = tuned(target, step_costs={1: 1.2, 4: 1.5}, **facts)
     path = tmp_path / "some" / "where.json"
     tuning.write(path)
     assert Tuning.read(path) == tuning
@@ -61,10 +57,10 @@ def test_a_tuning_is_read_as_it_was_written(target, tmp_path):
 
 
 def test_a_tuning_without_step_costs_is_read(target, tmp_path):
-    document = tuned(target, tiny_drafter()).to_dict()
+    document = tuned(target).to_dict()
     del document["step_costs"]
     (tmp_path / "old.json").write_text(json.dumps(document))
-    assert Tuning.read(tmp_path / "old.json") == tuned(target, tiny_drafter())
+    assert Tuning.read(tmp_path / "old.json") == tuned(target)
 
 
 @pytest.mark.parametrize(
@@ -72,12 +68,12 @@ def test_a_tuning_without_step_costs_is_read(target, tmp_path):
 )
 def test_drafting_pauses_by_the_measured_cost_of_a_step(target, rows, cost, monkeypatch):
     monkeypatch.setattr(ReDrafter, "pauses", True)
-    tuning = tuned(target, tiny_drafter(), step_costs={1: 1.2, 4: 2.5})
+    tuning = tuned(target, step_costs={1: 1.2, 4: 2.5})
     assert ReDrafter(target, tiny_drafter(), tuning=tuning).draft_step_cost(rows) == cost
 
 
 def test_the_entry_of_the_smallest_size_that_holds_the_rows(target):
-    tuning = tuned(target, tiny_drafter())
+    tuning = tuned(target)
     assert [tuning.shape_for(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 500)] == [
         SHAPES[size] for size in (1, 2, 4, 4, 8, 8, 8, 8)
     ]
@@ -86,41 +82,24 @@ def test_the_entry_of_the_smallest_size_that_holds_the_rows(target):
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "seed": 5, "temperature": 1.3}])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9])
 def test_a_tuning_changes_no_token(target, rows, sampling, monkeypatch):
-    taken, prepare = [], RunningBatch.prepare_step
-
-    def prepare_step(batch: RunningBatch, *args: object) -> CapturedStep:
-        step = prepare(batch, *args)
-        taken.append((len(batch.rows), step.proposer))
-        return step
-
-    monkeypatch.setattr(RunningBatch, "prepare_step", prepare_step)
-    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target, tiny_drafter()))
+    taken = noted(monkeypatch, RunningBatch, "prepare_step", lambda step, batch, *_: (len(batch.rows), step.proposer))
+    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target))
     ids, mask = uneven_batch(rows)
     how = {"max_new_tokens": 14, "eos_token_id": None, "return_dict_in_generate": True, **sampling}
-    out = engine.generate(ids, mask, **how)
+    out = same_undrafted(engine, ids, mask, **how)
+    taken = [(count, proposer) for count, proposer in taken if proposer is engine.proposer_for(count)]
     assert taken[0][0] == rows
-    assert all(proposer is engine.proposer_for(count) for count, proposer in taken)
     assert out.stats.drafted == sum(count * (proposer.nodes - 1) for count, proposer in taken)
-    assert torch.equal(out.sequences, engine.generate(ids, mask, speculate=False, **how).sequences)
 
 
-@pytest.mark.parametrize("rows", [rows for rows, shape in SHAPES.items() if shape is not None])
-def test_a_tuned_shape_is_one_proposer(target, rows):
-    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target, tiny_drafter()))
-    proposer = engine.proposer_for(rows)
-    assert proposer is engine.proposer_for(rows)
-    assert TreeShape(proposer.beams, proposer.depth, proposer.nodes) == SHAPES[rows]
-
-
-def test_a_size_without_a_shape_is_decoded_plainly(target):
-    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target, tiny_drafter()))
-    assert isinstance(engine.proposer_for(2), PlainProposer)
-    assert engine.proposer_for(2) is engine.proposer_for(2)
-
-
-def test_sizes_of_other_shapes_have_other_proposers(target):
-    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target, tiny_drafter()))
-    assert engine.proposer_for(1) is not engine.proposer_for(4)
+def test_each_shape_is_one_proposer_and_a_size_without_one_is_decoded_plainly(target):
+    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target))
+    proposers = {rows: engine.proposer_for(rows) for rows in SHAPES}
+    assert all(engine.proposer_for(rows) is proposer for rows, proposer in proposers.items())
+    assert isinstance(proposers.pop(2), PlainProposer)
+    for rows, proposer in proposers.items():
+        assert TreeShape(proposer.beams, proposer.depth, proposer.nodes) == SHAPES[rows]
+    assert len(set(proposers.values())) == 3
 
 
 @pytest.mark.parametrize("asked", [{"num_beams": 2}, {"draft_len_per_beam": 4}, {"node_budget": 3}])
@@ -150,12 +129,30 @@ def test_a_tuning_is_picked_up(llama, target, home):
     assert ReDrafter.from_pretrained(llama, other_drafter).tuning is None
 
 
-def test_a_drafter_trained_anew_has_a_tuning_of_its_own(target):
-    drafter = tiny_drafter()
-    before = drafter_fingerprint(drafter)
-    assert before == drafter_fingerprint(tiny_drafter())
+def trained_anew(drafter):
     drafter.lm_head.weight.data *= 1.2
-    assert drafter_fingerprint(drafter) != before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [trained_anew],
+        [lambda drafter: quantize_drafter(drafter, "fp8"), lambda drafter: quantize_drafter(drafter, "fp8_dynamic")],
+        [
+            lambda drafter: drafter.config.update({"context_window": 8}),
+            lambda drafter: drafter.config.update({"context_window": 9}),
+            lambda drafter: drafter.config.update({"context_window": 9, "context_heads": 8}),
+        ],
+    ],
+    ids=["trained anew", "quantised", "reads more of the text"],
+)
+def test_other_drafters_have_tunings_of_their_own(changes):
+    found = {drafter_fingerprint(tiny_drafter()), drafter_fingerprint(tiny_drafter())}
+    for change in changes:
+        drafter = tiny_drafter()
+        change(drafter)
+        found.add(drafter_fingerprint(drafter))
+    assert len(found) == 1 + len(changes)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8_dynamic"])
@@ -165,56 +162,30 @@ def test_each_way_to_quantise_has_tunings_of_its_own(scheme):
     assert f"-float32-{scheme}-" in tuning_path(Target(model), tiny_drafter()).name
 
 
-def test_each_way_to_quantise_a_drafter_has_tunings_of_its_own():
-    drafters = [tiny_drafter() for _ in range(3)]
-    for drafter, scheme in zip(drafters, ("fp8", "fp8_dynamic"), strict=False):
-        quantize_drafter(drafter, scheme)
-    assert len({drafter_fingerprint(drafter) for drafter in drafters}) == 3
-
-
-def test_drafters_that_read_more_or_less_of_the_text_have_tunings_of_their_own():
-    drafter = tiny_drafter()
-    found = {drafter_fingerprint(drafter)}
-    for changes in ({"context_window": 8}, {"context_window": 9}, {"context_window": 9, "context_heads": 8}):
-        drafter.config.update(changes)
-        found.add(drafter_fingerprint(drafter))
-    assert len(found) == 4
-
-
 @pytest.mark.parametrize(
     ("what", "other"),
     [("device", "NVIDIA H200"), ("dtype", "bfloat16"), ("target", "00000000"), ("drafter", "00000000")],
 )
 def test_a_tuning_of_anything_else_is_refused_with_both_values(llama, target, tmp_path, what, other):
     path = tmp_path / "tuning.json"
-    tuned(target, tiny_drafter(), **{what: other}).write(path)
-    here = getattr(tuned(target, tiny_drafter()), what)
+    tuned(target, **{what: other}).write(path)
+    here = getattr(tuned(target), what)
     with pytest.raises(MismatchError, match=f"{path} was measured on another {what}: {other}, .* {here};"):
         ReDrafter.from_pretrained(llama, tiny_drafter(), tuning=path)
+
+
+SHAPE = '{"shapes": {"1": null}, '
+WRONG_SHAPES = ("{}", '{"one": null}', '{"0": null}', '{"1": 5}', '{"1": {"num_beams": 0}}', '{"1": {"beams": 5}}')
+WRONG_COSTS = ("[]", '{"one": 1.2}', '{"2": 1.2}', '{"1": "1.2"}', '{"1": 0}')
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "[]",
-        '{"shapes": ',
-        "{}",
-        '{"shapes": {}, ...}',
-        '{"shapes": {"one": null}, ...}',
-        '{"shapes": {"0": null}, ...}',
-        '{"shapes": {"1": 5}, ...}',
-        '{"shapes": {"1": {"num_beams": 0}}, ...}',
-        '{"shapes": {"1": {"beams": 5}}, ...}',
-        '{"shapes": {"1": null}}',
-        '{"shapes": {"1": null}, "colour": "blue", ...}',
-        '{"shapes": {"1": null}, "measured": 5, ...}',
-        '{"shapes": {"1": null}, "measured": [5], ...}',
-        '{"shapes": {"1": null}, "step_costs": [], ...}',
-        '{"shapes": {"1": null}, "step_costs": {"one": 1.2}, ...}',
-        '{"shapes": {"1": null}, "step_costs": {"2": 1.2}, ...}',
-        '{"shapes": {"1": null}, "step_costs": {"1": "1.2"}, ...}',
-        '{"shapes": {"1": null}, "step_costs": {"1": 0}, ...}',
+        *("", "[]", '{"shapes": ', "{}", '{"shapes": {"1": null}}'),
+        *(f'{{"shapes": {wrong}, ...}}' for wrong in WRONG_SHAPES),
+        *(SHAPE + f"{wrong}, ...}}" for wrong in ('"colour": "blue"', '"measured": 5', '"measured": [5]')),
+        *(SHAPE + f'"step_costs": {wrong}, ...}}' for wrong in WRONG_COSTS),
     ],
 )
 @pytest.mark.parametrize("named", [False, True])
@@ -241,12 +212,12 @@ def test_a_tuning_that_is_not_there_is_an_error_when_named(llama, tmp_path):
 def test_a_tuning_that_cannot_be_written_is_an_error(target, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ArgumentError, match="cannot write"):
-        tuned(target, tiny_drafter()).write(tmp_path / "file" / "tuning.json")
+        tuned(target).write(tmp_path / "file" / "tuning.json")
 
 
 def test_a_shape_that_the_drafter_cannot_have_is_refused(target):
     with pytest.raises(ArgumentError, match=f"num_beams={VOCAB + 1}"):
-        ReDrafter(target, tiny_drafter(), tuning=tuned(target, tiny_drafter(), {1: TreeShape(VOCAB + 1, 2, 3)}))
+        ReDrafter(target, tiny_drafter(), tuning=tuned(target, None, {1: TreeShape(VOCAB + 1, 2, 3)}))
 
 
 def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():

@@ -39,12 +39,7 @@ EAGLE_FORMS: dict[str, dict] = {
     "joined norm": {"norm_before_fc": True, "num_key_value_heads": 4, "head_dim": 6},
     "narrow": {"width": 24, "own_embedding": True, "target_layers": [0, 1, 2]},
     "yarn": {
-        "rope": {
-            "rope_type": "yarn",
-            "rope_theta": 1000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 24,
-        }
+        "rope": {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 24}
     },
 }
 

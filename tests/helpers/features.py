@@ -28,7 +28,7 @@ from helpers.targets import CHUNKED
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.checkpoints.merged import TreeShape
-from redrafter.drafting.prompt_lookup import PromptLookupProposer
+from redrafter.drafting.prompt_lookup import PromptLookupProposer, TextBeside
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import Tuning
@@ -116,7 +116,7 @@ def recurrent(model: PreTrainedModel, options: EngineOptions, shape: TreeShape, 
 def draft_target(model: PreTrainedModel, options: EngineOptions, **shape: Any) -> DraftTarget:
     """Make an engine whose drafts are often right: the model drafts for itself, and for images a tiny Llama."""
     recurs = model.config.model_type in ("lfm2", "mamba2")
-    other = recurrent_model(model.config.model_type) if recurs else tiny_model("llama")
+    other = recurrent_model(model.config.model_type) if recurs else tiny_model("llama", max_position_embeddings=384)
     return DraftTarget(Target(model), Target(other.to(model.dtype)), **{"draft_len": 3, **shape}, options=options)
 
 
@@ -133,6 +133,13 @@ def sharing(model: PreTrainedModel, options: EngineOptions, drafter: Any = None)
     return ReDrafter(Target(model), drafter, tuning=tuning, options=options)
 
 
+def beside_text(engine: ReDrafter) -> ReDrafter:
+    """Add what the text says to the drafts of an engine, whatever its rows pay for the nodes."""
+    both = TextBeside(engine.proposer, 6)
+    engine.proposer_for = lambda rows: both
+    return engine
+
+
 def head(model: PreTrainedModel) -> Any:
     return random_head(**EAGLE_FORMS["published"], **sized(model))
 
@@ -143,14 +150,25 @@ ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
     "drafter": lambda model, options: recurrent(model, options, TreeShape(4, 4, 999)),
     "drafter's chain": lambda model, options: recurrent(model, options, TreeShape(1, 4, 999)),
     "context": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), context_drafter(**sized(model))),
+    "drafter and text": lambda model, options: beside_text(recurrent(model, options, TreeShape(4, 4, 10))),
     "shared nodes": sharing,
     "EAGLE": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), head(model)),
+    "EAGLE and text": lambda model, options: beside_text(recurrent(model, options, TreeShape(1, 3, 999), head(model))),
     "EAGLE's chain": lambda model, options: recurrent(model, options, TreeShape(1, 4, 999), head(model)),
     "EAGLE's shared nodes": lambda model, options: sharing(model, options, head(model)),
     "draft model": draft_target,
     "draft model's tree": lambda model, options: draft_target(model, options, num_beams=3, node_budget=6),
     "other vocabulary": other_vocabulary,
 }
+
+
+def make_engine(name: str, model: PreTrainedModel | None = None, **options: Any) -> Engine:
+    """Make an engine of that name on a model whose texts do not end by themselves; None for a new tiny Llama."""
+    model = model or tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    return ENGINES[name](model, EngineOptions(**options))
+
+
 WATCHED: dict[str, Callable[[], AbstractContextManager]] = {
     "context": checked_windows,
     "EAGLE": checked_drafts,
@@ -245,8 +263,7 @@ def pair(feature: str, engine: str) -> Pair:
     """Return the pair of a feature and an engine; the same one for all tests."""
     made = FEATURES[feature]
     model = made.model().to(made.dtype)
-    model.generation_config.eos_token_id = None
-    found = ENGINES[engine](model, EngineOptions(**made.options))
+    found = make_engine(engine, model, **made.options)
     with_adapters: dict[str | None, PreTrainedModel] = {None: model}
     if made.adapters:
         folder = Path(mkdtemp())

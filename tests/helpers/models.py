@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
-from redrafter.cache.dense import stored_as
 from redrafter.cache.host_blocks import HostBlocks
+from redrafter.cache.kv_cache import stored_as
 from redrafter.cache.paged import KVCachePool
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.drafter_types import Drafter

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -94,14 +94,12 @@ def dense_scheduler(engine: Engine, max_batch_size: int, speculate: bool = True)
     return Scheduler(engine, None, limits, speculate, batch)
 
 
-def alone(engine: Engine, sequence: TokenSequence) -> list[int]:
-    """Return what `generate` writes for a sequence without drafts."""
+def alone(engine: Engine, sequence: TokenSequence, speculate: bool = False) -> list[int]:
+    """Return what `generate` writes for a sequence, without drafts unless told."""
     params = sequence.params
-    kinds = {"do_sample": False}
-    if not params.greedy:
-        kinds = {"do_sample": True, "seed": params.seed}
-        kinds |= {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    kinds |= {name: getattr(params, name) for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")}
+    names = ["repetition_penalty", "frequency_penalty", "presence_penalty"]
+    names += [] if params.greedy else ["seed", "temperature", "top_k", "top_p", "min_p"]
+    kinds = {"do_sample": not params.greedy} | {name: getattr(params, name) for name in names}
     if params.min_new_tokens:
         kinds["min_new_tokens"] = params.min_new_tokens
     if params.logit_bias:
@@ -111,7 +109,8 @@ def alone(engine: Engine, sequence: TokenSequence) -> list[int]:
     kinds["attention_mask"] = torch.ones_like(ids)  # a text that is continued may hold the id of padding
     kinds["adapter"] = None if sequence.adapter is None else sequence.adapter.name
     kinds |= getattr(sequence.sink, "images", {})
-    found = engine.generate(ids, max_new_tokens=sequence.max_new_tokens, eos_token_id=ends, speculate=False, **kinds)
+    kinds |= {"max_new_tokens": sequence.max_new_tokens, "eos_token_id": ends, "speculate": speculate}
+    found = engine.generate(ids, **kinds)
     return found[0, ids.shape[1] :].tolist()
 
 
@@ -121,13 +120,38 @@ def run(scheduler: Scheduler, sequences: list[TokenSequence], apart: int = 0) ->
         scheduler.submit(each)
         for _ in range(apart):
             scheduler.round()
-    for _ in range(10_000):
-        if scheduler.idle:
-            break
-        scheduler.round()
-    assert scheduler.idle
+    go_on(scheduler)
     for each in sequences:
         assert each.sink.deltas[-1].error is None, each.sink.deltas[-1].error
+
+
+def go_on(served: Scheduler) -> None:
+    """Run rounds until all sequences have ended, whether or not with an error."""
+    for _ in range(10_000):
+        if served.idle:
+            return
+        served.round()
+    raise AssertionError("the rounds do not end")
+
+
+def same_alone(engine: Engine, sequences: Iterable[TokenSequence]) -> None:
+    """Fail unless each sequence has written what it writes alone."""
+    for each in sequences:
+        assert each.sink.tokens == alone(engine, each)
+
+
+def run_as_alone(served: Scheduler, sequences: list[TokenSequence], apart: int = 0) -> None:
+    """Serve sequences, and fail unless each writes what it writes alone and nothing is held at the end."""
+    run(served, sequences, apart)
+    same_alone(served.engine, sequences)
+    nothing_is_held(served)
+
+
+def until_stepping(served: Scheduler, *sequences: TokenSequence) -> None:
+    """Submit sequences, and run rounds until so many rows step."""
+    served.submit(*sequences)
+    while len(served.batch.rows) < len(sequences):
+        served.round()
 
 
 def random_sequences(count: int, seed: int = 0, longest: int = 40, max_new_tokens: int = 24) -> list[TokenSequence]:
@@ -146,3 +170,16 @@ def nothing_is_held(scheduler: Scheduler) -> None:
         assert manager.num_free_blocks == manager.num_blocks
         assert manager.num_holds == 0
     assert not scheduler.batch.state.active.any()
+
+
+def without_drafts(sequences: list[TokenSequence]) -> list[TokenSequence]:
+    """Let every other sequence verify no drafts, and return all of them."""
+    for each in sequences[::2]:
+        each.params = replace(each.params, speculate=False)
+    return sequences
+
+
+def rejection_sampled(engine: Engine, sequence: TokenSequence) -> list[int]:
+    """Return what `generate` writes for a sequence, by rejection sampling unless the sequence takes no drafts."""
+    params = sequence.params
+    return alone(engine, sequence, speculate=not params.greedy and params.speculate)

@@ -26,7 +26,7 @@ from redrafter import Engine, MismatchError, ReDrafter, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import State
-from redrafter.model.drafter_inputs import decoder_layers, join_hidden
+from redrafter.model.forward_batch import decoder_layers, join_hidden
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.train.teacher import Teacher
@@ -212,7 +212,7 @@ def test_the_output_of_the_last_layer_is_what_the_final_norm_reads():
 def test_a_prompt_of_many_chunks_leaves_the_features_of_its_last_token(masked):
     model, prompts = tiny_model("mistral"), torch.randint(3, VOCAB, (2, 11))
     target = Target(model)
-    target.prompt_reader.use_masks_on_dense_cache(masked)
+    target.prompt_reader.masks_on_dense = masked
     target.read_aux_hidden((1,))
     cache = target.new_cache(2)
     cache.reserve(16)

@@ -15,7 +15,7 @@ from redrafter.attention import invariant_attention
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.kernels import invariant_linear
-from redrafter.model.batch_invariance import check_rows
+from redrafter.model.batch_invariance import check_rows, small_pool
 from redrafter.model.forward_batch import ForwardBatch
 from redrafter.model.target import Target
 from redrafter.tree.token_tree import chain, tree_of
@@ -243,6 +243,6 @@ def test_a_target_is_made_so_once():
     bound = target("llama", torch.float32)
     forward = bound.varlen_forward
     bound.make_batch_invariant()
-    check_rows(bound)
+    check_rows(forward, small_pool(bound.paged_shapes))
     assert bound.varlen_forward is forward
     assert bound.varlen.ok

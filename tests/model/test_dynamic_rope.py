@@ -97,7 +97,7 @@ def test_prompts_that_are_read_in_parts_have_the_frequencies_of_the_whole(monkey
     model = growing_model("llama")
     engine = paged(with_tree(model, tiny_drafter(), 4, 3))
     if masked:
-        engine.target.prompt_reader.read_in_chunks()
+        engine.target.prompt_reader.masks = True
     ids, mask = prompts_of([100, 70, 20])
     out = engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
     assert torch.equal(out[:, -NEW:], alone(model, ids, mask))
@@ -176,7 +176,7 @@ def test_one_compiled_forward_gives_all_tokens_their_frequencies(monkeypatch):
     monkeypatch.setattr("redrafter.attention.tree_attention._operator", lambda plan, device: tree_attention)
     model, counter = growing_model("llama"), CompileCounter()
     engine = paged(with_tree(model, tiny_drafter(), 4, 3))
-    engine.target.prompt_reader.read_in_chunks()
+    engine.target.prompt_reader.masks = True
     compile = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda run, fullgraph, options: compile(run, fullgraph=fullgraph, backend=counter)

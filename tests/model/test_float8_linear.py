@@ -18,9 +18,15 @@ from redrafter.checkpoints.models import quantize_drafter, quantize_model
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.float8_inputs import round_inputs
 from redrafter.model.batch_invariance import support_of
-from redrafter.model.fused_linear import FusedLinears, linear_calls, same_inputs
+from redrafter.model.linear_layers import (
+    Float8Linear,
+    FusedLinears,
+    float8_scheme,
+    linear_calls,
+    quantize_linears,
+    same_inputs,
+)
 from redrafter.model.patch import ModelPatch
-from redrafter.model.quantization import Float8Linear, float8_scheme, quantize_linears
 from redrafter.model.target import Target
 
 NEW = 20
@@ -303,6 +309,7 @@ def test_experts_that_stay_as_they_are_are_told():
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_batch_invariance_is_refused_by_name(scheme):
     model = quantized(scheme=scheme)
-    assert "its weights are FP8" in str(support_of(Target(model)).reason)
+    target = Target(model)
+    assert "its weights are FP8" in str(support_of(target, target.paged_shapes).reason)
     with pytest.raises(UnsupportedError, match=rf"leave out quantization='{scheme}' \(--quantization {scheme}\)"):
         ReDrafter(Target(model), tiny_drafter(), options=EngineOptions(batch_invariant=True))

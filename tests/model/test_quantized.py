@@ -23,8 +23,7 @@ from redrafter.attention.mask import visible_slots
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.convert.convert_checkpoint import merge
 from redrafter.convert.sources import open_base
-from redrafter.model.fused_linear import linear_calls
-from redrafter.model.quantization import is_quantized, shared_scales
+from redrafter.model.linear_layers import is_quantized, linear_calls, shared_scales
 from redrafter.model.target import Target
 
 PROMPT, NEW = torch.tensor([[5, 6, 7, 8]]), 40

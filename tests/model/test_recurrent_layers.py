@@ -110,7 +110,7 @@ def test_a_commit_of_another_nodes_state_is_seen_in_the_text(monkeypatch, archit
 def reader(request, target, monkeypatch):
     """Read prompts in a way that the target can, until the test ends."""
     if request.param == "side by side":
-        monkeypatch.setattr(target.prompt_reader, "_masks_on_dense", True)
+        monkeypatch.setattr(target.prompt_reader, "masks_on_dense", True)
     elif not target.prompt_reader.reads_without_masks(target.new_cache(1)):
         pytest.skip("its attention cannot be replaced")
 
@@ -273,7 +273,7 @@ def test_states_that_are_not_in_the_cache_are_refused_with_the_reason(architectu
 
 def test_adapters_are_refused(one_of_few):
     with pytest.raises(UnsupportedError, match=r"keep recurrent states.*merge"):
-        one_of_few.load_adapter("mine", LoraWeights("mine", {}), 1, 8)
+        one_of_few.adapters.load("mine", LoraWeights("mine", {}), 1, 8)
 
 
 def test_images_are_refused(one_of_few):

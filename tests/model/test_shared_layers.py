@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from helpers.models import paged, row_texts, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import Engine
-from redrafter.cache.dense import DenseCache, LayerShape
+from redrafter.cache.dense import DenseCache
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool
 from redrafter.model.target import Target
 
@@ -84,7 +85,7 @@ def test_on_the_paged_cache_a_layer_attends_to_the_pool_of_the_one_it_shares_wit
 def test_a_layer_that_stores_nothing_takes_no_memory_and_no_keys():
     cache = DenseCache([SHAPE, SHAPE.storing_nothing()], rows=2)
     cache.reserve(16)
-    assert sum(len(pool.data) for pool in cache.pools) == 2
+    assert sum(len(pool) for pool in cache.pools) == 2
     assert cache.layers[1].keys is None
     with pytest.raises(RuntimeError, match="stored nothing in a plain forward"):
         cache.update(torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), 1)

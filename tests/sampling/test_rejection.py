@@ -106,12 +106,7 @@ def test_a_draft_is_kept_as_often_as_the_two_distributions_overlap():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("draft_len", "draws", "sampling"),
-    [
-        (3, 200_000, {}),
-        (2, 50_000, {}),
-        (1, 50_000, {}),
-        (3, 50_000, {"temperature": 0.7, "top_k": 4}),
-    ],
+    [(3, 200_000, {}), (2, 50_000, {}), (1, 50_000, {}), (3, 50_000, {"temperature": 0.7, "top_k": 4})],
 )
 def test_texts_have_the_targets_distribution(models, draft_len, draws, sampling):
     engine = DraftTarget.from_pretrained(*models, draft_len=draft_len, acceptance="rejection")

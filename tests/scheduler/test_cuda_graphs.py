@@ -1,18 +1,16 @@
 """Captured steps are shared between requests; here they run uncaptured, on a paged cache."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
+from helpers.generation import same_undrafted
 from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, Engine
 from redrafter.scheduler.captured_step import CapturedStep, GraphCapturer
 
 NEW = 12
 IDS, MASK = uneven_batch()
-# Pairs of requests that differ in settings alone: the second makes no step of its own.
-PAIRS = {
+SAMPLED = {
     "top_p": ({"top_p": 0.9, "top_k": 0}, {"top_p": 0.4, "top_k": 0}),
     "top_k": ({"top_k": 12}, {"top_k": 3}),
     "min_p": ({"min_p": 0.05, "top_k": 0}, {"min_p": 0.3, "top_k": 0}),
@@ -36,6 +34,9 @@ GREEDY = {
     "bias": ({"logit_bias": {4: 3.0, 6: -2.0}}, {"logit_bias": {7: -100.0}}),
     "min_length": ({"min_length": 16}, {"min_length": 19, "eos_token_id": [2, 30]}),
 }
+# Pairs of requests that differ in settings alone: the second makes no step of its own.
+PAIRS = {f"sampled {name}": [{"do_sample": True, "seed": 3} | each for each in pair] for name, pair in SAMPLED.items()}
+PAIRS |= {f"greedy {name}": [{"do_sample": False} | each for each in pair] for name, pair in GREEDY.items()}
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CapturedStep]]:
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[CapturedStep]:
     """Every step that is made from here on."""
     made: list[CapturedStep] = []
     monkeypatch.setattr(GraphCapturer, "capture", lambda self, step: made.append(step))
@@ -62,42 +63,21 @@ def check_shared(steps: list[CapturedStep]) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_sampling_with_other_settings_makes_no_step(engine, steps, name):
-    dense = with_tree(engine.model, engine.drafter, 3, 3)
-    first, second = ({"do_sample": True, "seed": 3} | settings for settings in PAIRS[name])
-    expected = [write(dense, **first), write(dense, **second)]
-    assert torch.equal(write(engine, **first), expected[0])
-    assert torch.equal(write(engine, **second), expected[1])
-    assert torch.equal(write(engine, **first), expected[0])  # settings that were loaded in between are gone
-    check_shared(steps)
-    for settings, text in zip((first, second), expected, strict=True):
-        assert torch.equal(write(engine, speculate=False, **settings), text)
-
-
-@pytest.mark.parametrize("name", GREEDY)
-def test_greedy_decoding_with_other_settings_makes_no_step(engine, steps, name):
-    first, second = ({"do_sample": False} | settings for settings in GREEDY[name])
+def test_other_settings_make_no_step(engine, steps, name):
+    first, second = PAIRS[name]
     texts = [write(engine, **settings) for settings in (first, second, first)]
     check_shared(steps)
-    assert torch.equal(texts[0], texts[2])
+    assert torch.equal(texts[0], texts[2])  # settings that were loaded in between are gone
+    dense = with_tree(engine.model, engine.drafter, 3, 3)
     for settings, text in zip((first, second), texts, strict=False):
+        assert torch.equal(write(dense, **settings), text)
         assert torch.equal(write(engine, speculate=False, **settings), text)
-        if not settings.keys() & {
-            "frequency_penalty",
-            "presence_penalty",
-            "min_length",
-            "min_new_tokens",
-            "logit_bias",
-        }:
-            expected = engine.model.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, **settings)
-            assert torch.equal(text, expected)
 
 
 def test_steps_are_captured_once_for_the_same_constants_and_anew_for_others(engine, steps):
     made = []
     for size in (2, 2, 3):
-        text = write(engine, do_sample=False, no_repeat_ngram_size=size)
-        assert torch.equal(text, write(engine, do_sample=False, no_repeat_ngram_size=size, speculate=False))
+        same_undrafted(engine, IDS, MASK, max_new_tokens=NEW, do_sample=False, no_repeat_ngram_size=size)
         made.append(sum(step.proposer is not engine.plain for step in steps))
     assert made[0] == made[1] < made[2]
 
@@ -106,19 +86,16 @@ def test_rows_that_are_left_keep_their_settings_in_a_smaller_batch(engine, steps
     ids, mask = uneven_batch(rows=5)
     settings = {"temperature": [0.6, 0.9, 1.2, 0.8, 1.0], "top_p": 0.9, "repetition_penalty": 1.1, "seed": 4}
     settings |= {"do_sample": True, "max_new_tokens": 30, "eos_token_id": [2, 5, 11, 30, 31, 32, 40]}
-    out = engine.generate(ids, mask, return_dict_in_generate=True, **settings)
-    sizes = {len(step.state.length) for step in steps}
-    assert len(sizes) > 1  # or no batch became smaller
-    assert torch.equal(out.sequences, engine.generate(ids, mask, speculate=False, **settings))
-    assert torch.equal(out.sequences, with_tree(engine.model, engine.drafter, 3, 3).generate(ids, mask, **settings))
+    text = same_undrafted(engine, ids, mask, **settings)
+    assert len({len(step.state.length) for step in steps}) > 1  # or no batch became smaller
+    assert torch.equal(text, with_tree(engine.model, engine.drafter, 3, 3).generate(ids, mask, **settings))
 
 
 @pytest.mark.parametrize("acceptance", ["match", "rejection"])
 def test_a_draft_model_sees_the_settings_that_were_loaded(steps, acceptance):
     models = tiny_model("llama"), tiny_model("gpt2", num_hidden_layers=1)
     engine, dense = (DraftTarget.from_pretrained(*models, draft_len=3, acceptance=acceptance) for _ in range(2))
-    engine = paged(engine)
-    common = {"do_sample": True, "seed": 3, "top_k": 0}
+    engine, common = paged(engine), {"do_sample": True, "seed": 3, "top_k": 0}
     write(engine, top_p=0.9, **common)
     text = write(engine, top_p=0.5, **common)
     check_shared(steps)

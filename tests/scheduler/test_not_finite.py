@@ -8,13 +8,22 @@ import pytest
 import torch
 
 from helpers.adapters import saved
-from helpers.eagle import random_head
-from helpers.models import paged, tiny_drafter, tiny_model, with_tree
+from helpers.features import make_engine
+from helpers.generation import ON_BOTH_CACHES, noted
+from helpers.models import tiny_model
 from helpers.recurrent import recurrent_model
-from helpers.scheduling import KINDS, alone, dense_scheduler, make_sequence, nothing_is_held, scheduler
+from helpers.scheduling import (
+    KINDS,
+    alone,
+    dense_scheduler,
+    go_on,
+    make_sequence,
+    nothing_is_held,
+    same_alone,
+    scheduler,
+)
 from redrafter import DraftTarget, Engine
 from redrafter.drafting.eagle import EagleDrafter
-from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.errors import NotFiniteError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
@@ -26,9 +35,7 @@ BAD = 90  # an id in no prompt but those that are to fail
 
 @pytest.fixture
 def engine() -> Engine:
-    model = tiny_model("llama")
-    model.generation_config.eos_token_id = None
-    return with_tree(model, tiny_drafter(), 4, 4)
+    return make_engine("drafter")
 
 
 @contextmanager
@@ -53,19 +60,14 @@ CACHES = pytest.mark.parametrize(
 
 def serve(served: Scheduler, *sequences: TokenSequence) -> None:
     served.submit(*sequences)
-    for _ in range(1000):
-        if served.idle:
-            return
-        served.round()
-    raise AssertionError("the rounds do not end")
+    go_on(served)
 
 
 def check(engine: Engine, fine: list[TokenSequence], failed: list[TokenSequence]) -> None:
     for each in failed:
         last = each.sink.deltas[-1]
         assert (last.finish, type(last.error)) == ("error", NotFiniteError)
-    for each in fine:
-        assert each.sink.tokens == alone(engine, each)
+    same_alone(engine, fine)
 
 
 @CACHES
@@ -130,22 +132,23 @@ def test_blocks_of_a_row_that_failed_are_found_by_nobody(ahead, engine):
     nothing_is_held(served)
 
 
+def rejecting() -> Engine:
+    return DraftTarget(make_engine("undrafted").target, Target(tiny_model("llama")), acceptance="rejection")
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Engine(Target(tiny_model("llama")), PromptLookupProposer(2, 3)),
-        lambda: DraftTarget(Target(tiny_model("llama")), Target(tiny_model("llama")), draft_len=3),
-        lambda: DraftTarget(
-            Target(tiny_model("llama")), Target(tiny_model("llama")), draft_len=3, acceptance="rejection"
-        ),
-        lambda: DraftTarget(Target(recurrent_model("lfm2")), Target(recurrent_model("lfm2")), draft_len=3),
+        lambda: make_engine("prompt lookup"),
+        lambda: make_engine("draft model"),
+        rejecting,
+        lambda: make_engine("draft model", recurrent_model("lfm2")),
     ],
     ids=["prompt lookup", "draft model", "rejection", "recurrent states"],
 )
 @CACHES
 def test_whatever_drafts_leaves_nothing_behind(on, make: Callable[[], Engine]):
     engine = make()
-    engine.model.generation_config.eos_token_id = None
     served, before = on(engine), make_sequence([7, 8], 50, KINDS["greedy"])
     serve(served, before)
     accepted, after = before.stats.accepted, make_sequence([7, 8], 50, KINDS["greedy"])
@@ -159,10 +162,8 @@ def test_whatever_drafts_leaves_nothing_behind(on, make: Callable[[], Engine]):
 
 @CACHES
 def test_a_head_that_reads_the_cache_drafts_by_numbers_again(on, monkeypatch):
-    engine = with_tree(tiny_model("llama"), random_head(), 4, 3)
-    engine.model.generation_config.eos_token_id = None
-    served, step, drafted = on(engine), EagleDrafter.step, []
-    monkeypatch.setattr(EagleDrafter, "step", lambda *args: drafted.append(step(*args)) or drafted[-1])
+    engine = make_engine("EAGLE")
+    served, drafted = on(engine), noted(monkeypatch, EagleDrafter, "step")
     failed = [make_sequence([*range(3, 70 + n), BAD, *range(30, 32)], 8, KINDS["greedy"]) for n in range(3)]
     with not_finite(engine):
         serve(served, *failed)
@@ -183,7 +184,7 @@ def test_scores_of_a_prompt_that_are_no_numbers_are_an_error(new, engine):
     assert fine.sink.deltas[-1].finish == "length"
 
 
-@pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
+@ON_BOTH_CACHES
 def test_a_call_says_which_row_failed_and_the_next_one_is_right(on, engine):
     ids = torch.tensor([[5, 6, 7], [5, BAD, 7], [8, 9, 4]])
     expected = engine.generate(ids, max_new_tokens=20, do_sample=False, speculate=False)
@@ -199,10 +200,7 @@ def test_a_largest_logit_that_is_infinite_is_an_error_and_one_that_is_never_writ
     for value, failing in ((torch.inf, True), (-torch.inf, False)):
         served, each = on(engine), make_sequence([5, 6, 7], 6, KINDS["greedy"])
         with monkeypatch.context() as patch:
-            patch.setattr(
-                engine.model.lm_head,
-                "forward",
-                lambda hidden, value=value: head(hidden).index_fill(-1, torch.tensor([90]), value),
-            )
+            changed = lambda hidden, value=value: head(hidden).index_fill(-1, torch.tensor([90]), value)  # noqa: E731
+            patch.setattr(engine.model.lm_head, "forward", changed)
             serve(served, each)
             check(engine, [] if failing else [each], [each] if failing else [])

@@ -5,19 +5,17 @@ and of the batch's buffers, so that unlike ones meet in one forward.
 """
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-import torch
+from transformers import PreTrainedModel
 
-from helpers.models import VOCAB, tiny_drafter, tiny_model, with_tree
+from helpers.features import make_engine
+from helpers.generation import noted
+from helpers.models import VOCAB, tiny_model
 from helpers.scheduling import KINDS, Sink, alone, dense_scheduler, make_sequence, nothing_is_held, scheduler
-from helpers.vocabularies import renumbered
-from redrafter import DraftTarget, Engine
-from redrafter.drafting.prompt_lookup import PromptLookupProposer
+from redrafter import Engine
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler import running_batch
 from redrafter.scheduler.prefill import ChunkBuffers
@@ -31,32 +29,11 @@ MAX_NEW = 24
 LONGEST_BLOCKS = 14  # of a text of the greatest length, with what a step may overshoot; in another vocabulary, 24
 
 
-def llama() -> Target:
-    model = tiny_model("llama", max_position_embeddings=512)
-    model.generation_config.eos_token_id = None
-    return Target(model)
+NAMES = ("drafter", "context", "draft model's tree", "other vocabulary", "prompt lookup")
 
 
-def drafted_with_context() -> Engine:
-    drafter = tiny_drafter(recurrence="gated", target_layers=(0, 1), context_window=12, context_head_dim=8)
-    with torch.no_grad():
-        drafter.context.out.weight.mul_(20)  # or nothing that is read would show
-    return with_tree(llama().model, drafter, 4, 3)
-
-
-def drafted_in_another_vocabulary() -> Engine:
-    target = llama()
-    draft_model, vocabulary = renumbered(target.model, 0.67)
-    return DraftTarget(target, Target(draft_model), draft_len=3, vocabulary=vocabulary)
-
-
-ENGINES: dict[str, Callable[[], Engine]] = {
-    "drafter": lambda: with_tree(llama().model, tiny_drafter(), 4, 4),
-    "context": drafted_with_context,
-    "draft model": lambda: DraftTarget(llama(), llama(), draft_len=3, num_beams=2),
-    "another vocabulary": drafted_in_another_vocabulary,
-    "prompt lookup": lambda: Engine(llama(), PromptLookupProposer(2, 4)),
-}
+def model() -> PreTrainedModel:
+    return tiny_model("llama", max_position_embeddings=512)
 
 
 @dataclass(frozen=True)
@@ -71,7 +48,7 @@ class Text:
 
 @pytest.fixture(scope="module")
 def texts() -> list[Text]:
-    made, plain = random.Random(0), Engine(llama(), PromptLookupProposer(1, 1))
+    made, plain = random.Random(0), make_engine("undrafted", model())
     beginnings = [[made.randrange(3, VOCAB) for _ in range(max(LENGTHS))] for _ in range(3)]
     kinds, texts = list(KINDS.values()), []
     for number, length in enumerate(made.sample(LENGTHS * 3, 3 * len(LENGTHS))):
@@ -86,9 +63,9 @@ def texts() -> list[Text]:
     return texts
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=NAMES)
 def engine(request: pytest.FixtureRequest) -> tuple[str, Engine]:
-    return request.param, ENGINES[request.param]()
+    return request.param, make_engine(request.param, model())
 
 
 def random_scheduler(engine: Engine, kind: str, made: random.Random) -> Scheduler:
@@ -119,9 +96,8 @@ def run_schedule(engine: Engine, texts: list[Text], seed: str) -> Scheduler:
     served, count = random_scheduler(engine, kind, made), made.randrange(6, 16)
     first = made.randrange(len(texts) - count)
     left = made.choice((made.choices(texts, k=count), texts[first : first + count][::-1]))  # taken from its end
-    often = {"mixed prefill": 0.2, "few blocks": 0.4}.get(kind) or made.choice(
-        (0.1, 0.8)
-    )  # that one comes between two rounds
+    # How often one comes between two rounds.
+    often = {"mixed prefill": 0.2, "few blocks": 0.4}.get(kind) or made.choice((0.1, 0.8))
     sent: list[tuple[Text, TokenSequence]] = []
     for _ in range(5000):
         while left and made.random() < often:
@@ -137,9 +113,7 @@ def run_schedule(engine: Engine, texts: list[Text], seed: str) -> Scheduler:
     assert served.idle
     for text, sequence in sent:
         last = sequence.sink.deltas[-1]
-        assert last.finish in (("cancelled", "stop", "length") if sequence.cancelled else ("stop", "length")), (
-            last.error
-        )
+        assert last.finish in {"stop", "length"} | ({"cancelled"} if sequence.cancelled else set()), last.error
         written = tuple(sequence.sink.tokens)
         expected = text.written[: len(written)] if last.finish == "cancelled" else text.written
         assert written == expected, f"seed {seed}, a prompt of {len(text.prompt)} tokens"
@@ -154,15 +128,9 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 KINDS_OF_SCHEDULES = ("few blocks", "mixed prefill", "dense", "one row")
 
 
-@pytest.fixture
-def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of prompts that steps have read chunks of."""
-    counts, load = [], ChunkBuffers.load
-    monkeypatch.setattr(ChunkBuffers, "load", lambda self, chunks: counts.append(len(chunks)) or load(self, chunks))
-    return counts
-
-
-def check(engine: tuple[str, Engine], texts: list[Text], chunks: list[int], seeds: range) -> None:
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(100, 151), marks=pytest.mark.slow)], ids=str)
+def test_texts_of_random_schedules_are_those_of_plain_decoding(engine, texts, seeds, monkeypatch):
+    chunks = noted(monkeypatch, ChunkBuffers, "load")
     preempted = onboarded = 0
     for seed in seeds:
         kind = KINDS_OF_SCHEDULES[seed % len(KINDS_OF_SCHEDULES)]
@@ -175,12 +143,3 @@ def check(engine: tuple[str, Engine], texts: list[Text], chunks: list[int], seed
     assert preempted
     assert onboarded
     assert chunks or engine[1].draft_model is not None  # which must read each prompt, in a forward of its own
-
-
-def test_texts_of_random_schedules_are_those_of_plain_decoding(engine, texts, chunks):
-    check(engine, texts, chunks, range(12))
-
-
-@pytest.mark.slow
-def test_texts_of_many_random_schedules_are_those_of_plain_decoding(engine, texts, chunks):
-    check(engine, texts, chunks, range(100, 151))

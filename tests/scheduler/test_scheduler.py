@@ -1,4 +1,4 @@
-"""Requests of every kind side by side write what each would alone."""
+"""Requests side by side: what is reused, cancelled and refused, and what an error ends."""
 
 import math
 import random
@@ -8,7 +8,20 @@ import pytest
 import torch
 
 from helpers.models import VOCAB, tiny_drafter, tiny_model, with_tree
-from helpers.scheduling import KINDS, Sink, alone, make_sequence, nothing_is_held, random_sequences, run, scheduler
+from helpers.scheduling import (
+    KINDS,
+    Sink,
+    alone,
+    go_on,
+    make_sequence,
+    nothing_is_held,
+    random_sequences,
+    run,
+    run_as_alone,
+    same_alone,
+    scheduler,
+    until_stepping,
+)
 from redrafter import DraftTarget
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -18,16 +31,7 @@ from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.engine_process.engine import warm_up
 
-
-@pytest.mark.parametrize("speculate", [True, False])
-@pytest.mark.parametrize("name", KINDS)
-def test_a_request_writes_what_generate_does(name, speculate, engine):
-    mine = [make_sequence([5, 6, 7, 9], 20, KINDS[name]), make_sequence([8] * 30, 13, KINDS[name])]
-    served = scheduler(engine, speculate=speculate)
-    run(served, mine)
-    for each in mine:
-        assert each.sink.tokens == alone(engine, each)
-    nothing_is_held(served)
+GREEDY = KINDS["greedy"]
 
 
 def test_a_draft_model_elsewhere_is_refused(monkeypatch):
@@ -38,38 +42,25 @@ def test_a_draft_model_elsewhere_is_refused(monkeypatch):
 
 
 def test_nobody_is_put_back_where_that_is_promised(engine):
-    sequences = random_sequences(12, longest=30, max_new_tokens=30)
     served = scheduler(engine, blocks=14, guaranteed_no_evict=True)
-    run(served, sequences)
+    run_as_alone(served, random_sequences(12, longest=30, max_new_tokens=30))
     assert served.preempted == 0
-    for each in sequences:
-        assert each.sink.tokens == alone(engine, each)
 
 
-def test_a_beginning_that_was_read_is_not_read_again(engine):
+@pytest.mark.parametrize("reuse", [True, False])
+def test_a_beginning_that_was_read_is_read_again_only_where_nothing_is_reused(engine, reuse):
     system = [3 + n % 60 for n in range(40)]
-    first, second = make_sequence([*system, 7], 9, KINDS["sampled"]), make_sequence([*system, 9], 9, KINDS["greedy"])
-    served = scheduler(engine)
-    run(served, [first])
-    run(served, [second])
-    assert (first.reused, second.reused) == (0, 40 // BLOCK_SIZE * BLOCK_SIZE)
-    assert second.sink.tokens == alone(engine, second)
-    other = scheduler(engine, reuse=False)
-    again = make_sequence(second.prompt, 9, KINDS["greedy"])
-    run(other, [make_sequence([*system, 7], 9, KINDS["sampled"])])
-    run(other, [again])
-    assert again.reused == 0
-    assert again.sink.tokens == second.sink.tokens
+    first, second = make_sequence([*system, 7], 9, KINDS["sampled"]), make_sequence([*system, 9], 9, GREEDY)
+    served = scheduler(engine, reuse=reuse)
+    for each in (first, second):
+        run_as_alone(served, [each])
+    assert (first.reused, second.reused) == (0, 40 // BLOCK_SIZE * BLOCK_SIZE * reuse)
 
 
 def test_a_long_prompt_does_not_hold_running_texts_up(engine):
     served = scheduler(engine, max_num_tokens=64)
-    short, long = (
-        make_sequence([5], 20, KINDS["greedy"]),
-        make_sequence([5 + n % 50 for n in range(70)], 4, KINDS["greedy"]),
-    )
-    served.submit(short)
-    served.round()
+    short, long = make_sequence([5], 20, GREEDY), make_sequence([5 + n % 50 for n in range(70)], 4, GREEDY)
+    until_stepping(served, short)
     served.submit(long)
     before = short.written
     while not long.written:
@@ -77,14 +68,13 @@ def test_a_long_prompt_does_not_hold_running_texts_up(engine):
         assert short.ended or short.written > before
         before = short.written
     run(served, [])
-    assert long.sink.tokens == alone(engine, long)
+    same_alone(engine, [long])
 
 
 def test_a_cancelled_request_is_gone_after_a_round(engine):
     sequences = random_sequences(9, max_new_tokens=40)
     served = scheduler(engine, max_batch_size=4, max_num_tokens=40)
-    for each in sequences:
-        served.submit(each)
+    served.submit(*sequences)
     served.round()
     served.round()
     gone = [sequences[0], sequences[5], sequences[8]]  # one that runs, and two that wait
@@ -93,15 +83,13 @@ def test_a_cancelled_request_is_gone_after_a_round(engine):
     served.round()
     assert all(each.sink.deltas[-1].finish == "cancelled" for each in gone)
     run(served, [])
-    for each in sequences:
-        if each not in gone:
-            assert each.sink.tokens == alone(engine, each)
+    same_alone(engine, [each for each in sequences if each not in gone])
     nothing_is_held(served)
 
 
 def test_log_probabilities_are_the_models_own(engine):
     each = make_sequence([5, 6, 7], 12, SamplingParams(temperature=0.7, seed=3, logprobs=4))
-    run(scheduler(engine), [each, make_sequence([9], 3, KINDS["greedy"])])
+    run(scheduler(engine), [each, make_sequence([9], 3, GREEDY)])
     told = [line for delta in each.sink.deltas for line in delta.logprobs]
     assert len(told) == len(each.sink.tokens) == 12
     with torch.no_grad():
@@ -119,104 +107,49 @@ def test_a_log_probability_is_a_number_even_of_what_the_model_never_writes(engin
     monkeypatch.setattr(engine.model.lm_head, "forward", lambda hidden: head(hidden).index_fill(-1, never, -math.inf))
     each = make_sequence([5, 6, 7], 6, SamplingParams(temperature=0, logprobs=VOCAB))
     run(scheduler(engine), [each])
-    told = [line for delta in each.sink.deltas for line in delta.logprobs]
-    assert len(told) == 6
-    assert all(min(likeliest.values()) == -9999 for _, likeliest in told)
+    told = [min(likeliest.values()) for delta in each.sink.deltas for _, likeliest in delta.logprobs]
+    assert told == [-9999] * 6
 
 
 def test_a_text_ends_where_it_is_told_to(engine):
-    whole = alone(engine, make_sequence([5, 6, 7], 20, KINDS["greedy"]))
-    seen: list[int] = []
-
-    def stops(tokens: list[int]) -> int | None:
-        seen.extend(tokens)
-        return next((i for i, token in enumerate(tokens) if token == whole[7]), None)
-
-    each = TokenSequence([5, 6, 7], 20, KINDS["greedy"], Sink(), stops)
+    whole = alone(engine, make_sequence([5, 6, 7], 20, GREEDY))
+    stops = lambda tokens: next((i for i, token in enumerate(tokens) if token == whole[7]), None)  # noqa: E731
+    each = TokenSequence([5, 6, 7], 20, GREEDY, Sink(), stops)
     run(scheduler(engine), [each])
-    end = whole.index(whole[7]) + 1
-    assert each.sink.tokens == whole[:end]
+    assert each.sink.tokens == whole[: whole.index(whole[7]) + 1]
     assert each.sink.deltas[-1].finish == "stop"
 
 
-def test_what_cannot_be_served_is_refused(engine):
+@pytest.mark.parametrize(
+    ("prompt", "params", "says"),
+    [
+        ([], GREEDY, "empty"),
+        ([1] * 200, GREEDY, "a text may have"),
+        ([VOCAB], GREEDY, "out of range"),
+        ([-1], GREEDY, "out of range"),
+        ([5], SamplingParams(min_new_tokens=10**20), "must be from"),
+        ([5], SamplingParams(stop_token_ids=frozenset({VOCAB})), "out of range"),
+        ([5], SamplingParams(logit_bias={-1: 1.0}), "out of range"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(engine, prompt, params, says):
+    with pytest.raises(ArgumentError, match=says):
+        scheduler(engine, blocks=6).submit(make_sequence(prompt, 5, params))
+
+
+def test_more_than_may_wait_are_refused(engine):
     served = scheduler(engine, blocks=6, max_queue_size=2, max_batch_size=1)
-    for prompt, says in (
-        ([], "empty"),
-        ([1] * 200, "a text may have"),
-        ([VOCAB], "out of range"),
-        ([-1], "out of range"),
-    ):
-        with pytest.raises(ArgumentError, match=says):
-            served.submit(make_sequence(prompt, 5, KINDS["greedy"]))
-    for params in (
-        SamplingParams(min_new_tokens=10**20),
-        SamplingParams(stop_token_ids=frozenset({VOCAB})),
-        SamplingParams(logit_bias={-1: 1.0}),
-    ):
-        with pytest.raises(ArgumentError, match=r"out of range|must be from"):
-            served.submit(make_sequence([5], 5, params))
     for _ in range(3):  # one has a place
-        served.submit(make_sequence([5], 5, KINDS["greedy"]))
+        served.submit(make_sequence([5], 5, GREEDY))
     with pytest.raises(QueueFullError, match="max_queue_size is 2"):
-        served.submit(make_sequence([5], 5, KINDS["greedy"]))
+        served.submit(make_sequence([5], 5, GREEDY))
     run(served, [])
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        "running_batch.RunningBatch.add",
-        "running_batch.RunningBatch.update_block_tables",
-        "running_batch.RunningBatch.step",
-        "running_batch.draw_first_tokens",
-        "prefill.Prefiller.forward",
-    ],
-)
-def test_nothing_hangs_and_nothing_is_held_after_an_error_anywhere(step, engine, monkeypatch):
-    served, sequences = scheduler(engine), random_sequences(5)
+def fail_once(served, where: str, monkeypatch) -> None:
+    """Let a function of the scheduler fail in one round."""
     with monkeypatch.context() as patched:
-        patched.setattr(f"redrafter.scheduler.{step}", lambda *_, **__: 1 / 0)
-        for each in sequences:
-            served.submit(each)
-        for _ in range(3):
-            served.round()
-    assert served.idle
-    assert all(isinstance(each.sink.deltas[-1].error, ZeroDivisionError) for each in sequences)
-    later = random_sequences(3, seed=4)
-    run(served, later)
-    assert all(each.sink.tokens == alone(engine, each) for each in later)
-    nothing_is_held(served)
-
-
-def test_a_short_prompt_completes_beside_a_chunk_that_is_longer_than_all_buffers():
-    model = tiny_model("llama", max_position_embeddings=1024)
-    model.generation_config.eos_token_id = None
-    engine = with_tree(model, tiny_drafter(), 2, 3)
-    sequences = [make_sequence([3 + n % 90 for n in range(length)], 8, KINDS["greedy"]) for length in (600, 10, 353)]
-    served = scheduler(engine, max_num_tokens=512)
-    run(served, sequences)
-    for each in sequences:
-        assert each.sink.tokens == alone(engine, each)
-
-
-def fail_once(served, failing: str, monkeypatch) -> tuple[list[TokenSequence], list[TokenSequence]]:
-    """Let rows run, then fail once while other prompts wait or are read; return those that ran, and the others."""
-    running = [make_sequence([5 + n, 6], 30, KINDS["greedy"]) for n in range(3)]
-    served.submit(*running)
-    served.round()
-    assert len(served.batch.rows) == 3
-    waiting = [make_sequence([5 + n, *range(9, 69)], 12, KINDS["sampled"]) for n in range(3)]
-    served.submit(*waiting)
-    with monkeypatch.context() as patched:
-        patched.setattr(f"redrafter.scheduler.{failing}", lambda *_, **__: 1 / 0)
-        served.round()
-    run_on(served)
-    return running, waiting
-
-
-def run_on(served) -> None:
-    while not served.idle:
+        patched.setattr(f"redrafter.scheduler.{where}", lambda *_, **__: 1 / 0)
         served.round()
 
 
@@ -224,62 +157,74 @@ def failed(sequence: TokenSequence) -> bool:
     return isinstance(sequence.sink.deltas[-1].error, ZeroDivisionError)
 
 
-def test_a_step_that_fails_ends_its_rows_and_no_others(engine, monkeypatch):
-    served = scheduler(engine, max_num_tokens=64)
-    served.mixed_prefill = False
-    running, waiting = fail_once(served, "running_batch.RunningBatch.step", monkeypatch)
-    assert all(map(failed, running))
-    for each in waiting:
-        assert each.sink.tokens == alone(engine, each)
-    nothing_is_held(served)
+FORWARD = ["prefill.Prefiller.forward", "running_batch.draw_first_tokens", "running_batch.RunningBatch.add"]
+STEP = "running_batch.RunningBatch.step"
 
 
-@pytest.mark.parametrize(
-    "step", ["prefill.Prefiller.forward", "running_batch.draw_first_tokens", "running_batch.RunningBatch.add"]
-)
-def test_a_forward_over_prompts_that_fails_ends_these_and_no_others(step, engine, monkeypatch):
-    served = scheduler(engine)
+@pytest.mark.parametrize("where", [*FORWARD, STEP, "running_batch.RunningBatch.update_block_tables"])
+def test_nothing_hangs_and_nothing_is_held_after_an_error_anywhere(where, engine, monkeypatch):
+    served, sequences = scheduler(engine), random_sequences(5)
+    served.submit(*sequences)
+    for _ in range(3):
+        fail_once(served, where, monkeypatch)
+    assert served.idle
+    assert all(map(failed, sequences))
+    run_as_alone(served, random_sequences(3, seed=4))
+
+
+@pytest.mark.parametrize("where", [*FORWARD, STEP])
+def test_what_fails_ends_the_rows_or_the_prompts_that_it_was_about_and_no_others(where, engine, monkeypatch):
+    served = scheduler(engine, max_num_tokens=64 if where == STEP else 8192)
     served.mixed_prefill = False
-    running, waiting = fail_once(served, step, monkeypatch)
-    assert all(map(failed, waiting))
-    for each in running:
-        assert each.sink.tokens == alone(engine, each)
+    running = [make_sequence([5 + n, 6], 30, GREEDY) for n in range(3)]
+    waiting = [make_sequence([5 + n, *range(9, 69)], 12, KINDS["sampled"]) for n in range(3)]
+    until_stepping(served, *running)
+    served.submit(*waiting)
+    fail_once(served, where, monkeypatch)
+    go_on(served)
+    ended, others = (running, waiting) if where == STEP else (waiting, running)
+    assert all(map(failed, ended))
+    same_alone(engine, others)
     nothing_is_held(served)
 
 
 def test_a_text_whose_criterion_fails_ends_alone(engine):
     others = random_sequences(3)
-    wrong = TokenSequence([5, 6, 7], 20, KINDS["greedy"], Sink(), lambda tokens: 1 / 0)
+    wrong = TokenSequence([5, 6, 7], 20, GREEDY, Sink(), lambda tokens: 1 / 0)
     served = scheduler(engine)
     served.submit(*others, wrong)
-    run_on(served)
+    go_on(served)
     assert failed(wrong)
-    for each in others:
-        assert each.sink.tokens == alone(engine, each)
+    same_alone(engine, others)
     nothing_is_held(served)
 
 
 def test_a_batch_without_memory_for_longer_rows_goes_on_with_those_it_has(engine, monkeypatch):
     served = scheduler(engine)
-    short, long = make_sequence([5, 6], 30, KINDS["greedy"]), make_sequence([7, 8], 30, KINDS["greedy"])
-    served.submit(short)
-    for _ in range(2):
-        served.round()
+    short, long = make_sequence([5, 6], 30, GREEDY), make_sequence([7, 8], 30, GREEDY)
+    until_stepping(served, short)
+    served.mixed_prefill = False
+    served.submit(long)
     with monkeypatch.context() as patched:
         patched.setattr(served.batch, "_positions", 0)  # as if the next sequence were longer than all before
         patched.setattr("redrafter.scheduler.row_caches.PagedRows.reserve", lambda *_: 1 / 0)
-        served.mixed_prefill = False
-        served.submit(long)
         served.read()
     assert failed(long)
-    run_on(served)
-    assert short.sink.tokens == alone(engine, short)
+    go_on(served)
+    same_alone(engine, [short])
+
+
+def test_a_short_prompt_completes_beside_a_chunk_that_is_longer_than_all_buffers():
+    model = tiny_model("llama", max_position_embeddings=1024)
+    model.generation_config.eos_token_id = None
+    served = scheduler(with_tree(model, tiny_drafter(), 2, 3), max_num_tokens=512)
+    run_as_alone(served, [make_sequence([3 + n % 90 for n in range(length)], 8, GREEDY) for length in (600, 10, 353)])
 
 
 def test_ten_thousand_blocks_later_nothing_is_lost(engine):
     """Rows come, end, are preempted and are cancelled, again and again."""
     served, made = scheduler(engine, blocks=20, max_batch_size=6, max_num_tokens=70), random.Random(1)
-    for seed in range(20):
+    for seed in range(8):
         sequences = random_sequences(12, seed=seed, longest=30, max_new_tokens=20)
         for each in sequences:
             served.submit(each)
@@ -292,7 +237,7 @@ def test_ten_thousand_blocks_later_nothing_is_lost(engine):
         nothing_is_held(served)
 
 
-@pytest.mark.parametrize("limits", [{"max_batch_size": 6}, {"max_batch_size": 1, "max_queue_size": 2}], ids=str)
+@pytest.mark.parametrize("limits", [{"max_batch_size": 3}, {"max_batch_size": 1, "max_queue_size": 2}], ids=str)
 def test_after_a_warm_up_no_step_is_new_and_nothing_is_left(limits, engine):
     served = scheduler(engine, **limits)
     warm_up(served)
@@ -303,8 +248,6 @@ def test_after_a_warm_up_no_step_is_new_and_nothing_is_left(limits, engine):
     assert served.idle
     assert not served.preempted
     served.limits = replace(served.limits, max_queue_size=0)
-    run(served, sequences, 1)
+    run_as_alone(served, sequences, 1)
     assert not sequences[0].reused
     assert set(served.batch.captured_steps) == kept
-    for each in sequences:
-        assert each.sink.tokens == alone(engine, each)

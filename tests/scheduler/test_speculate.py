@@ -1,14 +1,24 @@
-"""Rows without drafts beside rows with them, and drafts that rejection sampling accepts."""
+"""Rows without drafts beside rows with them, drafts that rejection sampling accepts, and pauses of drafting."""
 
 from dataclasses import replace
 
 import pytest
 
 from helpers.models import tiny_drafter, tiny_model, with_tree
-from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, random_sequences, run, scheduler
-from helpers.speculation import rejection_sampled, rejection_sampling, without_drafts
-from redrafter import DraftTarget
+from helpers.scheduling import (
+    KINDS,
+    alone,
+    make_sequence,
+    random_sequences,
+    rejection_sampled,
+    run,
+    run_as_alone,
+    scheduler,
+    without_drafts,
+)
+from redrafter import DraftTarget, boxed_pair
 from redrafter.cli import main
+from redrafter.drafting.draft_length import FIRST_PAUSE, DraftPauses
 from redrafter.model.target import Target
 
 
@@ -21,44 +31,35 @@ def models() -> tuple[Target, Target]:
 
 @pytest.mark.parametrize("kind", ["drafter", "draft model"])
 def test_a_row_without_drafts_stands_beside_rows_with_them(kind, models):
-    engine = with_tree(models[0].model, tiny_drafter(), 4, 4)
-    if kind == "draft model":
-        engine = DraftTarget(*models, draft_len=3)
-    sequences = without_drafts(random_sequences(16, seed=3))
-    served = scheduler(engine, blocks=60, max_batch_size=6, max_num_tokens=80)
-    run(served, sequences, 1)
-    for each in sequences:
-        assert each.sink.tokens == alone(engine, each)
-        if not each.params.speculate:
-            assert each.stats.draft_steps == 0
-            assert all(len(delta.tokens) < 2 for delta in each.sink.deltas)
+    engine = DraftTarget(*models, draft_len=3)
+    if kind == "drafter":
+        engine = with_tree(models[0].model, tiny_drafter(), 4, 4)
+    sequences = without_drafts(random_sequences(12, seed=3))
+    run_as_alone(scheduler(engine, blocks=60, max_batch_size=6, max_num_tokens=80), sequences, 1)
+    for each in sequences[::2]:
+        assert each.stats.draft_steps == 0
+        assert all(len(delta.tokens) < 2 for delta in each.sink.deltas)
     assert any(each.stats.draft_steps for each in sequences[1::2])
-    nothing_is_held(served)
 
 
 def test_rows_that_all_want_no_drafts_step_plainly(models):
-    engine = DraftTarget(*models, draft_len=3)
-    served = scheduler(engine)
-    sequences = [make_sequence([5, 6, 7], 6, replace(KINDS["sampled"], speculate=False)) for _ in range(2)]
-    run(served, sequences)
-    assert {step.proposer for step in served.batch.captured_steps.values()} == {engine.plain}
-    assert sequences[0].sink.tokens == alone(engine, sequences[0])
+    served = scheduler(DraftTarget(*models, draft_len=3))
+    run_as_alone(served, [make_sequence([5, 6, 7], 6, replace(KINDS["sampled"], speculate=False)) for _ in range(2)])
+    assert {step.proposer for step in served.batch.captured_steps.values()} == {served.engine.plain}
 
 
 def test_what_a_draft_model_may_not_have_read_is_not_found_again(models):
-    engine = DraftTarget(*models, draft_len=3)
-    served = scheduler(engine)
+    served = scheduler(DraftTarget(*models, draft_len=3))
     first = make_sequence(list(range(3, 23)), 30, replace(KINDS["greedy"], speculate=False))
     run(served, [first])
     second = make_sequence([*first.tokens, 5], 4, KINDS["greedy"])
-    run(served, [second])
+    run_as_alone(served, [second])
     assert second.reused == 16  # of the prompt alone
-    assert second.sink.tokens == alone(engine, second)
 
 
 def test_rejection_sampling_accepts_what_generate_does(models):
-    engine = rejection_sampling(*models)
-    sequences = without_drafts(random_sequences(16, seed=5))
+    engine = DraftTarget(*models, draft_len=3, acceptance="rejection")
+    sequences = without_drafts(random_sequences(12, seed=5))
     run(scheduler(engine, max_batch_size=5, max_num_tokens=60), sequences, 1)
     for each in sequences:
         assert each.sink.tokens == rejection_sampled(engine, each)
@@ -66,8 +67,6 @@ def test_rejection_sampling_accepts_what_generate_does(models):
 
 
 def test_a_base_writes_plainly_where_that_is_asked(tmp_path, capsys):
-    from redrafter import boxed_pair
-
     for file in boxed_pair().iterdir():
         if file.is_file() and file.name != "redrafter.json":
             (tmp_path / file.name).symlink_to(file)
@@ -79,3 +78,23 @@ def test_a_base_writes_plainly_where_that_is_asked(tmp_path, capsys):
     text = capsys.readouterr().out
     assert main(["generate", "--max-new-tokens", "8", "Once upon a time"]) == 0
     assert capsys.readouterr().out == text
+
+
+def cost_of(rows: int) -> float | None:
+    return None if rows > 8 else 1.25 if rows < 4 else 2.0
+
+
+def test_each_cost_has_pauses_of_its_own_and_rows_without_one_always_draft():
+    pauses = DraftPauses(cost_of)
+    for rows in (2, 4):
+        for _ in range(4):
+            pauses.gain(rows).observe(rows, 3 * rows // 2)
+    assert [pauses.gain(rows).should_draft() for rows in (4, 8, 2)] == [False, False, True]
+    assert pauses.gain(9) is None
+
+
+def test_sizes_of_one_cost_pause_together():
+    pauses = DraftPauses(lambda rows: 1.5)
+    pauses.gain(8).observe(8, 9)
+    assert not any(pauses.gain(1 + step % 3).should_draft() for step in range(FIRST_PAUSE))
+    assert pauses.gain(1).should_draft()

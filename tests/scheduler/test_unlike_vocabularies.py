@@ -2,61 +2,52 @@
 
 import pytest
 
+from helpers.features import make_engine
 from helpers.models import tiny_model
-from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, run, scheduler
+from helpers.scheduling import KINDS, go_on, make_sequence, nothing_is_held, run, run_as_alone, same_alone, scheduler
 from helpers.vocabularies import renumbered
 from redrafter import CacheFullError, DraftTarget
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
 
+LONG = list(range(3, 63))
+
 
 @pytest.fixture(scope="module")
 def engine():
-    model = tiny_model("llama")
-    model.generation_config.eos_token_id = None
-    draft_model, vocabulary = renumbered(model, 0.67)
-    return DraftTarget(Target(model), Target(draft_model), draft_len=3, vocabulary=vocabulary)
-
-
-def check(engine, served, sequences):
-    for sequence in sequences:
-        assert sequence.sink.tokens == alone(engine, sequence)
-    nothing_is_held(served)
-    assert served.graphs.draft_blocks.num_holds == 0
+    return make_engine("other vocabulary")
 
 
 def test_a_prefix_is_found_in_both_caches(engine):
     served = scheduler(engine)
-    first = make_sequence(list(range(3, 63)), 8, KINDS["greedy"])
+    first, second = make_sequence(LONG, 8, KINDS["greedy"]), make_sequence([*LONG, 5, 6], 8, KINDS["greedy"])
     run(served, [first])
-    second = make_sequence([*range(3, 63), 5, 6], 8, KINDS["greedy"])
     served.submit(second)
     served.read()
     assert second.reused == 3 * BLOCK_SIZE
     assert second.draft_block_table.reused >= 3 * BLOCK_SIZE
     assert second.draft_prefilled == second.draft_length(len(second.prompt))
     run(served, [])
-    check(engine, served, [first, second])
+    same_alone(engine, [first, second])
+    nothing_is_held(served)
 
 
 def test_a_draft_text_that_never_fits_ends_with_an_error(engine):
-    served = scheduler(engine, blocks=7)
-    sequence = make_sequence(list(range(3, 63)), 2, KINDS["greedy"])
+    served, sequence = scheduler(engine, blocks=7), make_sequence(LONG, 2, KINDS["greedy"])
     served.submit(sequence)
-    while not served.idle:
-        served.round()
+    go_on(served)
     assert isinstance(sequence.sink.deltas[-1].error, CacheFullError)
     assert served.graphs.blocks.num_holds == served.graphs.draft_blocks.num_holds == 0
 
 
 def test_room_for_a_draft_text_is_looked_for_once_while_none_is_freed(engine, monkeypatch):
     served = scheduler(engine, blocks=40)
-    running, waiting = (make_sequence(list(range(3, 3 + count)), 60, KINDS["greedy"]) for count in (9, 60))
+    running, waiting = (make_sequence(LONG[:count], 60, KINDS["greedy"]) for count in (9, 60))
     served.submit(running)
     while running.row is None:
         served.round()
-    blocks = served.graphs.draft_blocks
-    admit, attempts = blocks.admit, []
+    blocks, attempts = served.graphs.draft_blocks, []
+    admit = blocks.admit
     others = admit([3], (blocks.num_free_blocks - 1) * BLOCK_SIZE)
     monkeypatch.setattr(blocks, "admit", lambda *given: (attempts.append(given), admit(*given))[1])
     served.submit(waiting)
@@ -65,7 +56,8 @@ def test_room_for_a_draft_text_is_looked_for_once_while_none_is_freed(engine, mo
     assert len(attempts) == 1
     blocks.release(others)
     run(served, [])
-    check(engine, served, [running, waiting])
+    same_alone(engine, [running, waiting])
+    nothing_is_held(served)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
@@ -79,5 +71,5 @@ def test_each_row_keeps_its_own_draft_text(kind):
     sequences = [
         make_sequence(list(range(3 + row, 12 + 3 * row)), 1 + 4 * count, KINDS[kind]) for row, count in enumerate(steps)
     ]
-    run(scheduler(engine, max_batch_size=3), sequences)
+    run_as_alone(scheduler(engine, max_batch_size=3), sequences)
     assert [sequence.stats.accepted for sequence in sequences] == [3 * count for count in steps]

@@ -1,6 +1,5 @@
 """A step costs what the text that is there costs, whatever room was reserved for another sequence before."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -8,8 +7,9 @@ import torch
 
 from helpers.adapters import saved
 from helpers.eagle import random_head
+from helpers.generation import noted
 from helpers.models import paged, tiny_drafter, tiny_model, with_tree
-from helpers.scheduling import alone, make_sequence, nothing_is_held, random_sequences, run, scheduler
+from helpers.scheduling import make_sequence, random_sequences, run, run_as_alone, same_alone, scheduler
 from redrafter import DraftTarget, Engine, PromptLookup
 from redrafter.engine import idle_batches
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -23,51 +23,30 @@ CONTEXT = 4096
 GREEDY, TOP_P = SamplingParams(temperature=0), SamplingParams(top_p=0.8, seed=3)
 PENALISED = SamplingParams(temperature=0, frequency_penalty=0.3, repetition_penalty=1.2)
 TEXT = [3 + token * 5 % 90 for token in range(40)]
+ENGINES = {
+    "drafter": lambda model: with_tree(model, tiny_drafter(), 3, 3),
+    "EAGLE": lambda model: with_tree(model, random_head(max_position_embeddings=CONTEXT), 3, 3),
+    "prompt lookup": lambda model: PromptLookup.from_pretrained(model, ngram=3, draft_len=4),
+    "draft model": lambda model: DraftTarget.from_pretrained(model, tiny_model("gpt2", num_hidden_layers=1)),
+}
 
 
-def recurrent(model: torch.nn.Module) -> Engine:
-    return with_tree(model, tiny_drafter(), 3, 3)
-
-
-def eagle(model: torch.nn.Module) -> Engine:
-    return with_tree(model, random_head(max_position_embeddings=CONTEXT), 3, 3)
-
-
-def lookup(model: torch.nn.Module) -> Engine:
-    return PromptLookup.from_pretrained(model, ngram=3, draft_len=4)
-
-
-def draft_model(model: torch.nn.Module) -> Engine:
-    return DraftTarget.from_pretrained(model, tiny_model("gpt2", num_hidden_layers=1), draft_len=3)
-
-
-ENGINES = pytest.mark.parametrize("make", [recurrent, eagle, lookup, draft_model])
-
-
-def target(context: int = CONTEXT) -> torch.nn.Module:
+def make(name: str = "drafter", context: int = CONTEXT) -> Engine:
     model = tiny_model("llama", max_position_embeddings=context)
     model.generation_config.eos_token_id = None
-    return model
+    return ENGINES[name](model)
 
 
 @pytest.fixture
-def taken(monkeypatch) -> Iterator[list[CapturedStep]]:
+def taken(monkeypatch) -> list[CapturedStep]:
     """Every step that is taken from here on."""
-    taken, prepare = [], RunningBatch.prepare_step
-
-    def prepare_step(batch: RunningBatch, *args: object) -> CapturedStep:
-        taken.append(prepare(batch, *args))
-        return taken[-1]
-
-    monkeypatch.setattr(RunningBatch, "prepare_step", prepare_step)
-    yield taken
+    return noted(monkeypatch, RunningBatch, "prepare_step")
 
 
-@ENGINES
+@pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("params", [GREEDY, PENALISED], ids=["greedy", "penalised"])
-def test_after_a_long_sequence_was_cancelled_steps_see_as_few_positions_as_before(make, params, taken):
-    engine = make(target())
-    served = scheduler(engine, blocks=600)
+def test_after_a_long_sequence_was_cancelled_steps_see_as_few_positions_as_before(name, params, taken):
+    served = scheduler(make(name), blocks=600)
     for reserved in (False, True):
         if reserved:
             long = make_sequence(TEXT, CONTEXT - 100, GREEDY)
@@ -80,49 +59,39 @@ def test_after_a_long_sequence_was_cancelled_steps_see_as_few_positions_as_befor
         sequence = make_sequence(TEXT, 12, params)
         run(served, [sequence])
         assert {(step.state.tokens.shape[1], step.cache.window) for step in taken} == {(256, 256)}
-        assert sequence.sink.tokens == alone(engine, sequence)
+        same_alone(served.engine, [sequence])
 
 
-@ENGINES
-def test_a_text_goes_on_from_window_to_window(make, taken):
-    engine = make(target(1024))
-    served = scheduler(engine)
-    sequences = [
-        make_sequence(TEXT[: 5 * row] * 6, 150, params) for row, params in ((6, GREEDY), (8, TOP_P), (1, PENALISED))
-    ]
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_text_goes_on_from_window_to_window(name, taken):
+    served = scheduler(make(name, 1024))
+    kinds = ((39, GREEDY), (40, TOP_P), (5, PENALISED))
+    sequences = [make_sequence(TEXT[:count] * 6, 40, params) for count, params in kinds]
     run(served, sequences, 2)
     assert {256, 512} <= {step.state.tokens.shape[1] for step in taken}
-    for sequence in sequences:
-        assert sequence.sink.tokens == alone(engine, sequence)
-    greedy = sequences[0]
-    ids = torch.tensor([greedy.prompt])
-    expected = engine.model.generate(ids, max_new_tokens=150, do_sample=False)[0, ids.shape[1] :]
-    assert greedy.sink.tokens == expected.tolist()
-    nothing_is_held(served)
+    same_alone(served.engine, sequences)
+    ids = torch.tensor([sequences[0].prompt])
+    expected = served.engine.model.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :]
+    assert sequences[0].sink.tokens == expected.tolist()
 
 
 def test_a_head_reads_the_positions_of_the_window_alone(monkeypatch):
-    engine = eagle(target())
-    served, read, read_past = scheduler(engine, blocks=600), list[int](), type(engine.drafter).read_past
-
-    def read_past_counted(self: object, keys: torch.Tensor, *rest: object) -> object:
-        read.append(keys.shape[1])
-        return read_past(self, keys, *rest)
-
-    monkeypatch.setattr(type(engine.drafter), "read_past", read_past_counted)
+    engine = make("EAGLE")
+    served = scheduler(engine, blocks=600)
+    read = noted(monkeypatch, type(engine.drafter), "read_past", lambda past, head, keys, *rest: keys.shape[1])
     served.batch.reserve(CONTEXT)
     run(served, [make_sequence(TEXT, 12, GREEDY)])
     assert set(read) == {256}
 
 
 def test_buffers_are_not_longer_than_the_longest_text():
-    served = scheduler(recurrent(target(1024)))
+    served = scheduler(make(context=1024))
     served.batch.reserve(1024)
     assert served.batch.state.tokens.shape[1] == -(-(1024 + served.batch.overshoot) // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def test_steps_hold_logits_only_where_a_sequence_asks_for_them():
-    served = scheduler(recurrent(target()))
+    served = scheduler(make())
     run(served, [make_sequence(TEXT, 8, params) for params in (GREEDY, TOP_P)])
     assert not any(step.num_bytes for step in served.batch.captured_steps.values())
     asking = make_sequence(TEXT, 8, replace(GREEDY, logprobs=2))
@@ -133,16 +102,13 @@ def test_steps_hold_logits_only_where_a_sequence_asks_for_them():
 
 def test_only_the_steps_that_were_used_last_are_kept(monkeypatch):
     monkeypatch.setattr(running_batch, "MAX_CAPTURED_STEPS", 2)
-    engine = recurrent(target())
-    served, sequences = scheduler(engine), random_sequences(9)
-    run(served, sequences, 1)
+    served = scheduler(make())
+    run_as_alone(served, random_sequences(9), 1)
     assert len(served.batch.captured_steps) == 2
-    for sequence in sequences:
-        assert sequence.sink.tokens == alone(engine, sequence)
 
 
 def test_steps_of_old_adapter_stacks_are_forgotten(tmp_path):
-    engine = recurrent(target())
+    engine = make()
     served = scheduler(engine)
     for name, layers in (("one", ["q_proj"]), ("two", ["o_proj"])):  # each changes layers that none did before
         engine.load_adapter(name, saved(tmp_path / name, target_modules=layers)[1])
@@ -172,18 +138,15 @@ def test_a_step_has_the_processors_that_its_rows_ask_for(params, expected):
 
 @pytest.mark.parametrize("few", [1, 2])
 def test_where_few_rows_are_cut_the_others_write_what_they_do_alone(few, taken):
-    engine = recurrent(target())
     others = [GREEDY, SamplingParams(seed=1), PENALISED, SamplingParams(temperature=0.7, seed=2, presence_penalty=0.4)]
     kinds = [*(replace(TOP_P, top_k=20 * row, seed=row) for row in range(few)), *(others * 4)[: 16 - few]]
     sequences = [make_sequence(TEXT[row:], 8 + row, params) for row, params in enumerate(kinds)]
-    run(scheduler(engine, blocks=400), sequences)
-    for sequence in sequences:
-        assert sequence.sink.tokens == alone(engine, sequence)
+    run_as_alone(scheduler(make(), blocks=400), sequences)
     assert any(type(step.sampler.processors[-1]).__name__ == "OfSomeRows" for step in taken)
 
 
 def test_idle_batches_are_given_up_in_the_order_of_their_last_use(monkeypatch):
-    engine = paged(recurrent(target()), blocks=300)
+    engine = paged(make(), blocks=300)
     kinds = [1, 2, 4]  # rows whose settings are as large as the vocabulary: each number has a batch of its own
 
     def write(rows: int) -> list[int]:

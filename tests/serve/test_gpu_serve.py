@@ -7,8 +7,16 @@ import torch
 
 from helpers.chats import tiny_tokenizer
 from helpers.models import tiny_drafter, tiny_model, with_tree
-from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, random_sequences, run
-from helpers.speculation import rejection_sampled, rejection_sampling, without_drafts
+from helpers.scheduling import (
+    KINDS,
+    alone,
+    make_sequence,
+    nothing_is_held,
+    random_sequences,
+    rejection_sampled,
+    run,
+    without_drafts,
+)
 from redrafter import DraftTarget, Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.grammar.grammar import Grammar
@@ -54,8 +62,8 @@ def test_rows_without_drafts_share_captured_steps(make):
 def test_drafts_are_kept_by_their_odds_in_captured_steps():
     models = [tiny_model("llama"), tiny_model("qwen2", num_hidden_layers=1)]
     models[0].generation_config.eos_token_id = None
-    engine = rejection_sampling(*(Target(model.cuda()) for model in models))
-    engine.options = OPTIONS
+    targets = (Target(model.cuda()) for model in models)
+    engine = DraftTarget(*targets, draft_len=3, acceptance="rejection", options=OPTIONS)
     sequences = without_drafts(random_sequences(24, seed=5))
     scheduler = served(engine, max_batch_size=5)
     run(scheduler, sequences, apart=1)

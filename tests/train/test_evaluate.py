@@ -374,6 +374,7 @@ def test_the_document_is_complete(measured):
     names = ["3x2, 5 nodes", "3x2, 2 nodes", "3x2, 7 nodes", "3x2, final beams", "1x2, 3 nodes", "1x2, 2 nodes"]
     for one in document["temperatures"]:
         assert [tree["tree"] for tree in one["trees"]] == names
+        assert one["prompt_length"] is None
         assert one["all_texts"]["texts"] == 3
         assert one["all_texts"]["tokens"] <= 72
 

@@ -18,14 +18,13 @@ from helpers.models import with_tree
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
 from redrafter.app.loading import Pair
 from redrafter.checkpoints.merged import boxed_pair
-from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.data.documents import encode_documents
 from redrafter.data.rows import Row, fingerprint, read_rows
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.model.target import Target
 from redrafter.train.regenerate import answer_writer
-from redrafter.train.regenerate.answer_writer import BaseLimits, Task, choose_batch, ids_after
+from redrafter.train.regenerate.answer_writer import Task, choose_batch, ids_after
 from redrafter.train.regenerate.command import load, parse, regenerate
 from redrafter.train.regenerate.config import RegenerateConfig
 from redrafter.train.regenerate.journal import Journal, merge
@@ -275,16 +274,6 @@ def test_longest_prompt_ends_a_conversation_and_keeps_its_first_turns(pair, conf
     assert row["finish"] == "length"
 
 
-def test_a_turn_that_finds_no_room_is_told_from_an_answer_that_ended():
-    limits, roomy = BaseLimits(frozenset({EOS}), VOCAB, 20), BaseLimits(frozenset({EOS}), VOCAB, 60)
-    for given, finish in ((limits, "length"), (roomy, "eos")):
-        task = Task(0, ROWS[0], 0, 0.0, [[5], [6] * 50])
-        task.add_prompt(given)
-        task.add_answer([7, EOS], given)
-        assert task.done == (finish == "length")
-        assert task.finish == finish
-
-
 def test_a_base_that_ends_at_once_leaves_nothing_to_learn(pair, config):
     config = replace(config, max_new_tokens=1)
     with pytest.raises(CheckpointError, match=r"none of 1 rows could be answered; t:1: the base ended at once"):
@@ -390,14 +379,6 @@ def test_a_file_of_somebody_elses_is_not_gone_on_with(tmp_path):
     assert (tmp_path / "own.jsonl.partial").read_text() == "notes\n"
 
 
-def test_rows_stand_in_their_order_whatever_order_they_were_done_in(tmp_path):
-    with Journal(tmp_path / "own.jsonl", {}) as journal:
-        for number in (8, 3, 16):
-            journal.add([{"row": number, "loss_mask": [1]}])
-        journal.finish({})
-    assert [row["row"] for row in lines(tmp_path / "own.jsonl")] == [3, 8, 16]
-
-
 def test_an_output_that_is_there_is_kept_unless_asked(pair, config):
     Path(config.output).write_text("mine")
     with pytest.raises(ArgumentError, match="--overwrite"):
@@ -489,7 +470,3 @@ def test_killed_at_any_moment_the_same_command_goes_on(saved, tmp_path):
     assert not partial.exists()
     summary = json.loads(Path(f"{own}.json").read_text())
     assert (summary["input"], summary["success"], summary["errors"], summary["skipped"]) == (120, 120, 0, 0)
-
-
-def test_tokenizer_that_was_saved_is_the_same(saved):
-    assert fingerprint(load_tokenizer(saved / "base")) == fingerprint(tiny_tokenizer())

@@ -26,9 +26,7 @@ FIELDS: dict[str, dict[str, dict[str, Any]]] = {
         "llama3": {"rope_parameters": LLAMA3},
         "dynamic": {"rope_parameters": ROPE | {"rope_type": "dynamic"}},
     },
-    "ministral3": {
-        "scaled": {"rope_parameters": ROPE | {"rope_type": "yarn", "llama_4_scaling_beta": 0.5}},
-    },
+    "ministral3": {"scaled": {"rope_parameters": ROPE | {"rope_type": "yarn", "llama_4_scaling_beta": 0.5}}},
     "phi3": {"longrope": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}},
     "stablelm": {"parallel": {"use_parallel_residual": True, "qk_layernorm": True}},
 }

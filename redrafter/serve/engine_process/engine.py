@@ -14,8 +14,8 @@ from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError
 from redrafter.files.dtype_names import dtype_name
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
+from redrafter.model.linear_layers import float8_scheme
 from redrafter.model.lora import Adapter
-from redrafter.model.quantization import float8_scheme
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.paged_memory import MOST_ROWS
 from redrafter.scheduler.prefill import ROOMS

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from redrafter.app.config_file import convert_value, options_by_name, unknown_key
+from redrafter.app.config_file import convert_value, options_by_name
 from redrafter.app.flags import read_options
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ArgumentError, MissingDependencyError, ReDrafterError, how_to_install
@@ -59,15 +59,13 @@ def app(args: Mapping[str, Any]) -> "Application":
         raise ArgumentError(
             f"{elsewhere[0]} is no option of the application: it belongs to http_options of Serve's config"
         )
-    if unknown := sorted(set(args) - set(known)):
-        raise unknown_key("the application's args", unknown[0], known)
     values = {}
     for name, value in args.items():
         # What was typed after `serve run` is a text, whatever the option holds.
-        if isinstance(value, str) and known[name].hint not in (str, str | None):
+        if isinstance(value, str) and name in known and known[name].hint not in (str, str | None):
             with suppress(ValueError):  # told below, where it is of another type
                 value = json.loads(value.lower() if value in ("True", "False") else value)
-        values[name] = convert_value("the application's args", name, value, known[name])
+        values[name] = convert_value("the application's args", name, value, known)
     given = Namespace(**values | {"ray": True})
     options = read_options(ServeOptions, given)
     keys = collect_keys(options.api_key, options.api_key_file)

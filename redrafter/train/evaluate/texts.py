@@ -66,16 +66,9 @@ def write_texts(
 ) -> Texts:
     """Let the base continue each prompt by plain decoding, at a temperature and under no other setting.
 
-    Args:
-        target: The base.
-        prompts: Token ids of each prompt.
-        new_tokens: Tokens written after each prompt, at most.
-        temperature: Temperature; 0 for greedy.
-        seed: Prompt i is continued under `seed + i`.
-        end_ids: Ids that end a text; those of the generation config when None.
-        batch_size: Prompts decoded at once.
-        options: Options of the engine.
-        report: Called after each batch with the number of texts that are done.
+    Prompt i, token ids, is continued by at most `new_tokens` tokens under `seed + i`; temperature 0 is greedy.
+    `end_ids` end a text; those of the generation config when None. `batch_size` prompts are decoded at once, and
+    `report` is called after each batch with the number of texts that are done.
     """
     engine = Engine(target, PlainProposer(), options)
     ends = sorted(end_tokens(target.model) if end_ids is None else end_ids)
@@ -238,10 +231,7 @@ class PromptSource:
 def cut_prompt(ids: list[int], length: int, bos: int | None) -> list[int]:
     """Return the last `length` tokens of a prompt, with the BOS that it begins with in place of the first of them.
 
-    Args:
-        ids: Token ids of the prompt, `length` or more.
-        length: Tokens that are left, 2 or more.
-        bos: Id that begins a text; None for none.
+    `length`, 2 or more, is at most that of the prompt; `bos` is the id that begins a text; None for none.
     """
     first = ids[:1] if ids[0] == bos else []
     return first + ids[len(ids) - length + len(first) :]

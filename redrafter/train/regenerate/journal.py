@@ -133,6 +133,13 @@ class Journal:
                 )
 
 
+def check_output(output: Path, flag: str, overwrite: bool) -> None:
+    """Raise `ArgumentError` if the file that `flag` names cannot be written, or is there and is not to be replaced."""
+    check_writable(output, flag)
+    if output.exists() and not overwrite:
+        raise ArgumentError(f"{flag} {output} is there already; name another, or pass --overwrite")
+
+
 def write_output(output: Path, lines: Iterable[bytes], failed: Iterable[bytes], summary: dict[str, Any]) -> None:
     """Write lines such that `output` appears last and whole, and beside it the failed rows and the summary.
 
@@ -212,23 +219,17 @@ class _Shard:
 
 
 def merge(output: Path, paths: Sequence[Path], *, overwrite: bool = False) -> dict[str, Any]:
-    """Write the rows of all shards of a run to `output`, in the order of the data set.
+    """Write the rows of all shards of a run, in any order, to `output`, in the order of the data set.
 
-    Args:
-        output: File to write. The rows that failed and the summary are written beside it.
-        paths: Outputs of the shards, in any order.
-        overwrite: Replace a file that is there already.
-
-    Returns the summary.
+    The rows that failed and the summary, which is returned, are written beside it. With `overwrite`, a file that is
+    there already is replaced.
 
     Raises:
         ArgumentError: The output cannot be written, or a shard is of another run, missing or given twice.
         CheckpointError: A shard has not finished or is not whole.
 
     """
-    check_writable(output, "OUTPUT")
-    if output.exists() and not overwrite:
-        raise ArgumentError(f"{output} is there already; name another, or pass --overwrite")
+    check_output(output, "OUTPUT", overwrite)
     shards = [_Shard.read(path) for path in paths]
     _check_one_run(shards)
     total = {name: sum(shard.summary[name] for shard in shards) for name in COUNTS}

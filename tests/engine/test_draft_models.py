@@ -1,0 +1,152 @@
+"""Draft models that are refused, those that know the same texts in other tokens, and how far they draft."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from helpers.generation import ON_BOTH_CACHES, same_undrafted
+from helpers.models import VOCAB, tiny_model, uneven_batch
+from helpers.tokenizers import TEXTS, byte_level, sentencepiece_like
+from redrafter import ArgumentError, CheckpointError, DraftTarget, MismatchError, UnsupportedError
+from redrafter.drafting.draft_length import AdaptiveDraftLength
+
+IDS, MASK = uneven_batch()
+
+
+def save(path, tokens, **changes):
+    """Write a tiny model beside a tokenizer of these tokens."""
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token=tokens[0]))
+    PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(path)
+    tiny_model("llama", **changes).save_pretrained(path)
+    return str(path)
+
+
+def test_models_that_write_with_other_tokens_are_refused(tmp_path):
+    words = [f"word{id}" for id in range(VOCAB)]
+    model = save(tmp_path / "model", words)
+    padded = save(tmp_path / "padded", words, vocab_size=128, num_hidden_layers=1)
+    other = save(tmp_path / "other", [*words[:5], "else", *words[6:]], num_hidden_layers=1)
+    more = save(tmp_path / "more", [*words, "more"], vocab_size=128, num_hidden_layers=1)
+    engine = DraftTarget.from_pretrained(model, padded)  # a larger table alone is padding
+    same_undrafted(engine, IDS, MASK, max_new_tokens=8, do_sample=False)
+    with pytest.raises(MismatchError, match=r"97 tokens against 97, id 5 is 'word5' in one and 'else' in the other"):
+        DraftTarget.from_pretrained(model, other)
+    with pytest.raises(MismatchError, match="97 tokens against 98, id 97 is None in one and 'more' in the other"):
+        DraftTarget.from_pretrained(model, more)
+    with pytest.raises(MismatchError, match="word5"):  # loaded models have a name too
+        DraftTarget.from_pretrained(engine.model, type(engine.model).from_pretrained(other))
+    with pytest.raises(MismatchError, match="word5"):
+        DraftTarget.from_pretrained(engine.target, other)
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        (tmp_path / "other" / "tokenizer.json").unlink()
+        (tmp_path / "other" / "tokenizer_config.json").unlink()
+        DraftTarget.from_pretrained(model, other)
+    DraftTarget.from_pretrained(model, tiny_model("gpt2"))  # without one there is nothing to compare
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        *(({"draft_len": bad}, ArgumentError, "draft_len") for bad in (0, -1, True, "4", 2.0, None)),
+        *(({"num_beams": bad}, ArgumentError, "num_beams") for bad in (0, False, "3")),
+        *(({"node_budget": bad}, ArgumentError, "node_budget") for bad in (0, True, 1.5)),
+        *(({"adaptive": bad}, ArgumentError, "adaptive") for bad in ("yes", 1, None)),
+        ({"acceptance": "x"}, ArgumentError, "acceptance must be one of match, rejection, got 'x'"),
+        ({"acceptance": None}, ArgumentError, "acceptance"),
+        ({"acceptance": "rejection", "num_beams": 2}, UnsupportedError, "num_beams=2"),
+        ({"num_beams": VOCAB + 1}, ArgumentError, f"num_beams={VOCAB + 1}"),
+        ({"max_input_len": 0}, ArgumentError, "max_input_len"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(llama, arguments, error, named):
+    with pytest.raises(error, match=named):
+        DraftTarget.from_pretrained(llama, llama, **arguments)
+
+
+def test_a_row_whose_drafts_are_kept_is_drafted_far():
+    def after(*accepted, cost=0.1, rows=None, drafted=8):
+        lengths = AdaptiveDraftLength(
+            {length: length for length in range(1, 9)}, len(accepted), lambda rows: cost * rows
+        )
+        for _ in range(40):
+            for row, kept in enumerate(accepted):
+                if kept is not None:
+                    lengths.observe(row, kept, drafted)
+        return lengths.choose(rows or range(len(accepted)))
+
+    assert after(8) == 8
+    assert after(0) == 1
+    assert 1 < after(2) < 8
+    assert after(8, cost=1.5) == 1  # a draft that costs more than it can bring
+    assert after(8, 8, cost=0.8) == after(8, 8, rows=[0], cost=1.6) == 1
+    assert after(8, 8, rows=[0], cost=0.4) == 8  # the rows of the step count, not those that wait or have ended
+    assert after(8, 0, rows=[0]) == 8
+    assert after(8, 0, rows=[1]) == 1
+    assert after(8, None) > 1  # of a row that stands still nothing is reported
+    assert after(3, drafted=3) == 8  # what was not drafted was not refused either
+
+
+def test_how_long_ago_decides_what_a_draft_counts():
+    lengths = AdaptiveDraftLength({length: length for length in (1, 2, 4, 8)}, 1, lambda rows: 0.1)
+    for _ in range(30):
+        lengths.observe(0, 8, 8)
+    assert lengths.choose([0]) == 8
+    chosen = []
+    for _ in range(40):
+        lengths.observe(0, 0, 8)
+        chosen.append(lengths.choose([0]))
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[-1] == 1
+
+
+def trained(tokenizer, layers):
+    """Return a tiny model that has learned the texts by heart, more or less."""
+    model = tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=layers, initializer_range=0.05).train()
+    ids = torch.tensor([id for text in TEXTS for id in tokenizer(text).input_ids])
+    optimizer, generator = torch.optim.AdamW(model.parameters(), lr=0.01), torch.Generator().manual_seed(1)
+    for _ in range(80):
+        starts = torch.randint(0, len(ids) - 48, (16,), generator=generator)
+        batch = torch.stack([ids[start : start + 48] for start in starts])
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+MAKERS = {
+    "bytes 300": lambda: byte_level(TEXTS, 300),
+    "bytes 700": lambda: byte_level(TEXTS, 700, special=["<bos>", "<eos>", "<|user|>"]),
+    "sentencepiece": lambda: sentencepiece_like(TEXTS, 500),
+}
+
+
+@pytest.fixture(scope="module")
+def learned():
+    tokenizers = {name: make() for name, make in MAKERS.items()}
+    return {name: (trained(tokenizer, 2), tokenizer) for name, tokenizer in tokenizers.items()}
+
+
+@pytest.mark.slow
+@ON_BOTH_CACHES
+@pytest.mark.parametrize(
+    ("target", "draft", "least"),
+    [
+        ("bytes 700", "sentencepiece", 1.3),
+        ("sentencepiece", "bytes 700", 1.3),
+        # Of a draft model that knows whole words, pieces of them are no likely draft.
+        ("bytes 300", "sentencepiece", 1.0),
+        ("bytes 700", "bytes 300", 1.0),
+    ],
+)
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}])
+def test_models_that_know_the_same_texts_draft_for_each_other(learned, on, target, draft, least, sampling):
+    (model, tokenizer), (draft_model, draft_tokenizer) = learned[target], learned[draft]
+    engine = on(DraftTarget.from_pretrained(model, draft_model, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer))
+    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
+    prompts = ["The quick fox", "The lazy river flows over the", "The", "Here we"]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True)
+    arguments = {"max_new_tokens": 40, "eos_token_id": None, "return_dict_in_generate": True} | sampling
+    out = same_undrafted(engine, batch.input_ids, batch.attention_mask, **arguments)
+    assert out.stats.tokens_per_step > least

@@ -1,0 +1,171 @@
+"""Which parts of prompts are read when: in forwards of their own, or in those of steps, beside the rows' trees."""
+
+import random
+
+import pytest
+
+from helpers.generation import noted
+from helpers.scheduling import make_sequence, run, run_as_alone, same_alone, scheduler, until_stepping
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.prefill import (
+    MIN_FORWARD_TOKENS,
+    TARGET_SECONDS,
+    Prefiller,
+    PrefillPace,
+    choose_chunks,
+    padded_tokens,
+)
+from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.sequence import TokenSequence
+
+GREEDY = SamplingParams(temperature=0)
+SAMPLED = SamplingParams(temperature=0.8, seed=5)
+
+
+def prompt(length: int, first: int = 3) -> list[int]:
+    return [(first + 7 * index) % 60 + 1 for index in range(length)]
+
+
+def begin_beside(served: Scheduler, rows: int, prompts: list[list[int]], params: SamplingParams) -> list[TokenSequence]:
+    """Let some rows run, then submit prompts, and return all sequences when they have ended."""
+    running = [make_sequence(prompt(5 + row), 40, params) for row in range(rows)]
+    until_stepping(served, *running)
+    late = [make_sequence(tokens, 12, params) for tokens in prompts]
+    served.submit(*late)
+    run(served, [])
+    return [*running, *late]
+
+
+@pytest.fixture
+def forwards(monkeypatch) -> list[int]:
+    """The numbers of prompts of all forwards over prompts alone."""
+    return noted(monkeypatch, Prefiller, "forward", lambda read, prefiller, chunks, caches: len(chunks))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("rows", "lengths", "limits"),
+    [(3, lengths, {}) for lengths in ([1], [9], [30, 2], [1, 1, 1], [64], [70])] + [(2, [50], {"max_num_tokens": 40})],
+    ids=str,
+)
+def test_prompts_read_beside_rows_change_no_token(engine, forwards, rows, lengths, limits, params):
+    served = scheduler(engine, **limits)
+    sequences = begin_beside(served, rows, [prompt(length, 11 * length) for length in lengths], params)
+    assert sum(forwards) == rows  # those of the first rows
+    same_alone(engine, sequences)
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths", "params"),
+    [(1, [8, 9], GREEDY), (2, [8], SamplingParams(temperature=0, prompt_logprobs=1))],
+    ids=["more prompts than rows", "a prompt that is scored"],
+)
+def test_some_prompts_are_read_alone(engine, forwards, rows, lengths, params):
+    begin_beside(scheduler(engine), rows, [prompt(length) for length in lengths], params)
+    assert sum(forwards) == 3
+
+
+def test_a_long_prompt_beside_rows_lets_them_go_on(engine):
+    served = scheduler(engine, max_num_tokens=30)
+    running, late, rounds = make_sequence(prompt(5), 60, GREEDY), make_sequence(prompt(60), 2, GREEDY), 0
+    served.submit(running)
+    while not running.sink.deltas:
+        served.round()
+    served.submit(late)
+    while not late.sink.deltas:
+        before = len(running.sink.deltas)
+        served.round()
+        rounds += 1
+        assert len(running.sink.deltas) > before or running.ended
+    assert rounds > 2
+
+
+def test_a_prompt_does_not_wait_for_rows_whose_trees_use_up_the_limit(engine):
+    served = scheduler(engine, max_num_tokens=20)  # the trees of two rows have 34 nodes
+    running = [make_sequence(prompt(5 + row), 60, GREEDY) for row in range(2)]
+    until_stepping(served, *running)
+    late = make_sequence(prompt(8), 2, GREEDY)
+    served.submit(late)
+    for _ in range(3):
+        served.round()
+    assert late.sink.deltas
+    assert not any(each.ended for each in running)
+
+
+def test_what_a_prompt_beside_rows_left_in_the_cache_is_found(engine):
+    served, shared = scheduler(engine), prompt(48, 2)
+    same_alone(engine, begin_beside(served, 2, [shared], GREEDY))
+    again = make_sequence([*shared, 5], 8, GREEDY)
+    run_as_alone(served, [again])
+    assert again.reused >= 48
+
+
+def reading(*left: int) -> list[TokenSequence]:
+    return [make_sequence([5] * tokens, 4, GREEDY) for tokens in left]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_short_prompt_is_read_beside_a_long_one_and_the_long_one_gets_on(padded):
+    texts = reading(5000, 4000, 3)
+    [shares] = choose_chunks(texts, 256, padded, chunked=True)
+    found = dict(shares)
+    assert found[texts[2]] == 3
+    assert found[texts[0]] >= 64
+    assert padded_tokens(shares, padded) <= 256
+    texts = reading(5000, *[3] * 200)
+    [shares] = choose_chunks(texts, 256, padded, chunked=True)
+    found = dict(shares)
+    assert found[texts[0]] >= 3
+    assert sum(found.get(each, 0) == 3 for each in texts[1:]) >= 42
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_what_a_forward_reads_fits_and_everything_is_read(padded, chunked):
+    made = random.Random(padded + 2 * chunked)
+    for _ in range(300):
+        texts = reading(*(made.choice((1, 3, 20, 300)) for _ in range(made.randrange(1, 9))))
+        budget, forwards = made.choice((16, 60, 500)), 0
+        while texts:
+            for shares in choose_chunks(texts, budget, padded, chunked):
+                assert shares
+                assert len(dict(shares)) == len(shares)
+                for each, share in shares:
+                    assert 0 < share <= each.prefill_length - each.prefilled
+                    assert chunked or share == each.prefill_length
+                    each.prefilled += share
+                alone_and_whole = not chunked and len(shares) == 1
+                assert padded_tokens(shares, padded) <= budget or alone_and_whole
+            oldest = texts[0]
+            assert oldest.prefilled
+            assert chunked or oldest.prefilled == oldest.prefill_length
+            texts = [each for each in texts if each.prefilled < each.prefill_length]
+            forwards += 1
+            assert forwards < 400
+
+
+def test_the_pace_follows_the_machine():
+    pace = PrefillPace(8192)
+    for _ in range(20):
+        pace.measure(pace.tokens, pace.tokens * 1e-3)  # a thousand tokens a second
+    assert pace.tokens == pytest.approx(1000 * TARGET_SECONDS, rel=0.1)
+    pace.measure(3, 0.02)  # a short prompt is slow by the token, and says nothing
+    assert pace.tokens == pytest.approx(1000 * TARGET_SECONDS, rel=0.1)
+    pace.measure(pace.tokens, 100.0)  # one that stood still for a while does not slow all that follow
+    assert pace.tokens >= MIN_FORWARD_TOKENS
+    for _ in range(20):
+        pace.measure(pace.tokens, 1e-4)
+    assert pace.tokens == 8192
+    for _ in range(20):
+        pace.measure(pace.tokens, 1e3)
+    assert pace.tokens == MIN_FORWARD_TOKENS
+
+
+def test_no_round_reads_more_than_its_pace(engine, monkeypatch):
+    served = scheduler(engine)
+    chunks = noted(monkeypatch, served.prefiller, "forward", lambda read, chosen, _: max(count for _, count in chosen))
+    monkeypatch.setattr(PrefillPace, "measure", lambda self, tokens, seconds: None)
+    served.prefiller.pace.tokens = 2 * BLOCK_SIZE
+    run_as_alone(served, [make_sequence([3 + n % 50 for n in range(75)], 4, GREEDY)])
+    assert chunks == [32, 32, 11]

@@ -1,0 +1,163 @@
+"""The queue of waiting sequences: whose turn it is."""
+
+import random
+
+import pytest
+
+from helpers.scheduling import KINDS, Sink
+from redrafter.scheduler.sequence import TokenSequence
+from redrafter.scheduler.waiting_queue import MAX_REMEMBERED_CLIENTS, SPARE_HEAP_ENTRIES, WaitingQueue
+
+
+def make_sequence(client: str) -> TokenSequence:
+    return TokenSequence([5, 6, 7], 4, KINDS["greedy"], Sink(), client=client)
+
+
+class Slow:
+    """The same queue, with everything searched for."""
+
+    def __init__(self) -> None:
+        self.waiting: list[TokenSequence] = []
+        self.placed: list[TokenSequence] = []
+        self.used: dict[str, float] = {}
+        self.fair = 0.0
+
+    def places(self, client: str) -> int:
+        return sum(each.client == client for each in self.placed)
+
+    def add(self, sequence: TokenSequence) -> None:
+        if all(each.client != sequence.client for each in self.waiting):
+            self.used[sequence.client] = max(self.used.get(sequence.client, 0), self.fair)
+        self.waiting.append(sequence)
+
+    def firsts(self) -> list[TokenSequence]:
+        """Of every client whose turn it may be, the first text."""
+        heads = {each.client: each for each in reversed(self.waiting)}.values()
+        if not heads:
+            return []
+        rank = {each: (self.places(each.client) > 0, self.used[each.client]) for each in heads}
+        return [each for each in heads if rank[each] == min(rank.values())]
+
+    def start(self, sequence: TokenSequence) -> None:
+        self.fair = max(self.fair, min(self.used[each.client] for each in self.waiting))
+        self.waiting.remove(sequence)
+        self.placed.append(sequence)
+
+    def charge(self, sequence: TokenSequence, tokens: int) -> None:
+        self.used[sequence.client] += tokens
+        self.fair += tokens / len({each.client for each in (*self.waiting, *self.placed)})
+
+    def put_back(self, sequence: TokenSequence) -> None:
+        self.placed.remove(sequence)
+        self.waiting.insert(0, sequence)
+
+    def check(self, queue: WaitingQueue) -> None:
+        first = queue.first()
+        assert (first in self.firsts()) if self.waiting else first is None
+        assert len(queue) == len(self.waiting)
+        assert queue.waiting_clients == len({each.client for each in self.waiting})
+        for client in self.used:
+            assert queue.waiting(client) == sum(each.client == client for each in self.waiting)
+            assert queue.running(client) == self.places(client)
+
+
+@pytest.mark.parametrize("clients", [1, 3, 40])
+def test_the_queue_agrees_with_a_slow_obvious_one(clients):
+    made, queue, slow = random.Random(clients), WaitingQueue(), Slow()
+    for _ in range(1200):
+        action = made.random()
+        if action < 0.35 and len(slow.waiting) < 60:
+            new = make_sequence(f"{made.randrange(clients)}")
+            queue.add(new)
+            slow.add(new)
+        elif action < 0.6 and slow.waiting:
+            first = queue.first()
+            queue.start(first)
+            slow.start(first)
+        elif action < 0.7 and slow.waiting:
+            gone = made.choice(slow.waiting)
+            queue.remove(gone)
+            slow.waiting.remove(gone)
+        elif slow.placed:
+            placed = made.choice(slow.placed)
+            tokens = made.randrange(30)
+            queue.charge(placed, tokens)
+            slow.charge(placed, tokens)
+            if action < 0.75:
+                queue.put_back(placed)
+                slow.put_back(placed)
+            elif action < 0.9:
+                queue.end(placed)
+                slow.placed.remove(placed)
+        slow.check(queue)
+    assert sorted(map(id, queue.clear())) == sorted(map(id, slow.waiting))
+    assert len(queue) == queue.waiting_clients == 0
+    assert queue.first() is None
+
+
+def test_a_million_clients_leave_nothing_behind():
+    queue = WaitingQueue()
+    stays = make_sequence("stays")
+    queue.add(stays)
+    for number in range(30_000):
+        each = make_sequence(f"{number}")
+        queue.add(each)
+        if number % 3 == 0:
+            queue.remove(each)
+            continue
+        queue.start(each)
+        queue.charge(each, 1 + number % 7)
+        queue.end(each)
+    assert queue.clients == 1
+    assert queue.remembered_clients <= MAX_REMEMBERED_CLIENTS
+    assert all(size <= 2 + SPARE_HEAP_ENTRIES for size in queue.heap_sizes)
+
+
+def test_who_comes_back_has_no_claim_to_the_past_and_no_clean_slate():
+    queue = WaitingQueue()
+    greedy, modest = make_sequence("greedy"), make_sequence("modest")
+    for each in (greedy, modest):
+        queue.add(each)
+        queue.start(each)
+    queue.charge(greedy, 1000)  # of which 500 were its share
+    for each in (greedy, modest):
+        queue.end(each)
+    late = [make_sequence("late") for _ in range(3)]
+    again = [make_sequence("greedy") for _ in range(3)]
+    for each in (*again, *late):
+        queue.add(each)
+    order = []
+    while (first := queue.first()) is not None:
+        queue.start(first)
+        queue.charge(first, 400)
+        order.append(first.client)
+    # Each is given one place; then the one with fewer tokens goes first until both have had as many.
+    assert order == ["late", "greedy", "late", "late", "greedy", "greedy"]
+
+
+def test_no_number_of_new_clients_keeps_an_older_one_waiting():
+    queue, places = WaitingQueue(), []
+    for client in ("old", "other"):
+        places.append(make_sequence(client))
+        queue.add(places[-1])
+        queue.start(places[-1])
+    queue.charge(places[0], 1000)
+    queue.end(places.pop(0))
+    old, new = make_sequence("old"), []
+    queue.add(old)
+    for number in range(1000):  # more clients come all the time than places become free
+        new += [make_sequence(f"{number}, once"), make_sequence(f"{number}, once more")]
+        for each in new[-2:]:
+            queue.add(each)
+        new = [each for each in new if each in queue]
+        while len(new) > 10:
+            queue.remove(new.pop(0))
+        first = queue.first()
+        if first is old:
+            break
+        queue.start(first)
+        queue.charge(first, 40)
+        places.append(first)
+        if len(places) > 4:
+            queue.end(places.pop(0))
+    assert first is old
