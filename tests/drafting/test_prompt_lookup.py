@@ -132,7 +132,7 @@ def test_a_grafted_tree_has_the_paths_of_both_and_keeps_the_longer():
                 assert kept[row] >= agreed - 1 + 4
 
 
-@pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
+@ON_BOTH_CACHES
 @pytest.mark.parametrize(
     "how", [{"do_sample": False}, {"do_sample": True, "seed": 3, "top_k": 5}], ids=["greedy", "sampled"]
 )

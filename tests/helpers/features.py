@@ -135,7 +135,7 @@ def sharing(model: PreTrainedModel, options: EngineOptions, drafter: Any = None)
 
 def beside_text(engine: ReDrafter) -> ReDrafter:
     """Add what the text says to the drafts of an engine, whatever its rows pay for the nodes."""
-    both = TextBeside(engine.proposer, 6)
+    both = TextBeside(engine.proposer, 3)
     engine.proposer_for = lambda rows: both
     return engine
 
