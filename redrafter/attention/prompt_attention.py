@@ -172,7 +172,7 @@ def prompt_attention(
 
 
 def _mask_for_other_threads(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Make no mask for a forward of ours, and transformers' additive one for a forward of another thread."""
+    # A forward of ours needs none; one of another thread meanwhile has transformers' additive one.
     return None if RUNNING_PLAN.get(None) is not None else ALL_MASK_ATTENTION_FUNCTIONS["eager"](*args, **kwargs)
 
 
@@ -185,15 +185,9 @@ def _is_past_window(kind: AttentionKind, first: int) -> bool:
 
 
 def _blocks(kind: AttentionKind, piece: Piece) -> Iterator[tuple[int, int, int]]:
-    """Cut a piece of a prompt into blocks of successive tokens whose attention is computed in one call.
-
-    All tokens of a block see back to the same slot: the first one of the prompt, or of their chunk. Only where a
-    sliding window no longer reaches the beginning of the prompt does each token see back to a slot of its own; a block
-    has at most `MAX_EDGE_TOKENS` of such tokens.
-
-    Yields three positions: of the block's first token, after its last token, and of the first slot that any of its
-    tokens sees.
-    """
+    """Yield the first token of each block whose attention is one call, the token after it, and the first slot seen."""
+    # All tokens of a block see back to one slot: the first of the prompt, or of their chunk. Only where a sliding
+    # window no longer reaches the beginning of the prompt does each see back to a slot of its own.
     first = piece.first
     while first < piece.end:
         end, reach = piece.end, 0

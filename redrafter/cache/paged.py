@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -201,13 +202,10 @@ def stack_block_tables(block_tables: Sequence[BlockTable], device: torch.device,
 
 
 def _free_memory(device: torch.device, ranks: Ranks) -> int:
-    """Return the bytes that are free on a device; ranks on a CPU share its memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    import psutil
-
-    return psutil.virtual_memory().available // ranks.size
+    return psutil.virtual_memory().available // ranks.size  # ranks on a CPU share its memory
 
 
 def _flatten_with_spare(x: Tensor) -> Tensor:

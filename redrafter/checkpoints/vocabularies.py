@@ -40,7 +40,7 @@ def map_unlike_vocabularies(
     taken to have one vocabulary where no tokenizer is given, and none is found under their names.
 
     The result is None where the tokenizers give the same text the same ids. A tokenizer that is None is the one
-    beside its model.
+    stored with its model.
 
     Raises:
         CheckpointError: If a tokenizer that was named, or that of a model given by name, cannot be loaded.
@@ -101,7 +101,7 @@ def map_vocabularies(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTra
     for id, text in (names | target.of_id).items():
         if id in pairs:
             draft_ids[id], is_shared[id] = pairs[id], True
-        # What comes next depends most on what stands last.
+        # The next token depends most on the last pieces.
         read = [pairs[id]] if id in pairs else draft.split(text)[-MAX_PIECES:] or [0]
         pieces[id, : len(read)], counts[id] = torch.tensor(read), len(read)
     # The draft model's text begins as its tokenizer begins each text, unless the target's text has such a token.

@@ -16,9 +16,8 @@ from redrafter.bench.standing_batch import SHARING_ROWS
 from redrafter.bench.tuner import DEEPER_LENGTHS, LENGTHS, Tuner, candidates, choose, describe, table
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.engine.redrafter import ReDrafter
-from redrafter.engine.tuning import Tuning, device_name, drafter_fingerprint, target_fingerprint, tuning_path
+from redrafter.engine.tuning import Tuning, measured_on, tuning_path
 from redrafter.errors import ArgumentError
-from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import check_picture, format_table, output_file, versions
 from redrafter.measure.run import Workload
@@ -57,10 +56,7 @@ def run(args: argparse.Namespace) -> int:
     rows = table(tuner.timings, shapes)
     tuning = Tuning(
         shapes,
-        device=device_name(engine.target.device),
-        dtype=dtype_name(engine.target.dtype),
-        target=target_fingerprint(engine.target),
-        drafter=drafter_fingerprint(engine.drafter),
+        **measured_on(engine.target, engine.drafter),
         versions={name: version for name, version in versions().items() if version},
         step_costs={row["batch"]: round(row["step_cost"], 3) for row in rows if row["shape"] is not None},
         prompts=Path(options.prompts or "prompts.jsonl").name,

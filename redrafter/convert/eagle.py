@@ -142,23 +142,20 @@ def _as_dict(value: Any) -> Mapping[str, Any]:
 
 
 def split_tensors(tensors: Mapping[str, LazyTensor], config: EagleConfig, directory: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of a head by this project's names, without those that nothing reads."""
+    """Return the tensors of a head by this project's names, without those that nothing reads.
+
+    `draft_ids`, the target's id of each of the head's ids, `[V']` int64, is left out of a head that has all in order.
+    """
     renamed = {
         re.sub(r"^layers\.0\.", "midlayer.", name): tensor
         for name, tensor in tensors.items()
         if not _UNREAD.fullmatch(name)
     }
-    ids = _draft_ids(tensors, config, directory)
-    return renamed if ids is None else renamed | {"draft_ids": ids}
-
-
-def _draft_ids(tensors: Mapping[str, LazyTensor], config: EagleConfig, directory: Path) -> LazyTensor | None:
-    """Return the target's id of each of the head's ids, `[V']` int64; None where the head has all ids in order."""
     size = config.draft_vocab_size
     if "d2t" not in tensors:
         if size is not None:
             raise CheckpointError(f"{directory} has no tensor d2t, which maps its {size} ids to the base's")
-        return None
+        return renamed
     offsets = tensors["d2t"].read(0, tensors["d2t"].length).long()
     ids = offsets + torch.arange(len(offsets))
     if len(ids) != (size or config.vocab_size):
@@ -174,8 +171,8 @@ def _draft_ids(tensors: Mapping[str, LazyTensor], config: EagleConfig, directory
     if size is None:
         if not torch.equal(ids, torch.arange(len(ids))):
             raise CheckpointError(f"{directory} has all ids of its base, and d2t puts them in another order")
-        return None
-    return memory_tensor("d2t", ids)
+        return renamed
+    return renamed | {"draft_ids": memory_tensor("d2t", ids)}
 
 
 def is_same(one: LazyTensor, other: LazyTensor) -> bool:

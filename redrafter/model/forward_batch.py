@@ -68,20 +68,6 @@ class ForwardBatch:
         of_nodes = of_rows.expand(-1, self.tree.new).flatten()[self.nodes]
         return of_nodes if of_chunks is None else torch.cat([of_nodes, of_chunks])
 
-    @property
-    def token_rope_lengths(self) -> Tensor:
-        """`rope_lengths` of each token, `[T]` int64."""
-        of_rows = torch.zeros_like(self.length) if self.rope_lengths is None else self.rope_lengths
-        return self.flat(of_rows[:, None], None if self.chunks is None else self.chunks.by_token(self.chunks.prompts))
-
-    @property
-    def token_adapters(self) -> Tensor | None:
-        """`adapters` of each token, `[T]` int64; None where there are none."""
-        if self.adapters is None:
-            return None
-        of_chunks = None if self.chunks is None else self.chunks.by_token(self.chunks.adapters)
-        return self.flat(self.adapters[:, None], of_chunks)
-
 
 @dataclass(frozen=True)
 class ForwardOutput:

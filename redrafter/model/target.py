@@ -233,7 +233,7 @@ class Target(BoundModel):
 
     def new_cache(self, rows: int) -> DenseCache:
         """Return an empty dense cache for `rows` rows."""
-        return self._caches.new_dense(rows, self.shapes)
+        return self._caches.new_dense(self.shapes, rows)
 
     @property
     def feature_size(self) -> int:

@@ -206,7 +206,6 @@ def read_config(files: Sequence[str], options: Sequence[type], only: Collection[
 
 
 def _entries(file: str) -> list[tuple[str, Any]]:
-    """Return the keys and values of a file, those of its `runtime` part among them."""
     content = read_object(file, json5=True)
     runtime = check_object(f"{file}: runtime", content.pop("runtime", {}))
     return [*content.items(), *runtime.items()]

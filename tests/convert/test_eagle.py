@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from helpers.conversion import convert, refused, weights
 from helpers.eagle import EAGLE_FORMS, eagle_dir, random_head, speculators_dir
-from helpers.models import HIDDEN, VOCAB, tiny_model
+from helpers.models import VOCAB, tiny_model
 from redrafter import CheckpointError, EagleDrafter, MismatchError, ReDrafter
 from redrafter.cli import main as redrafter
 
@@ -155,17 +155,3 @@ def test_tensors_that_do_not_fit_are_named(change, says, tmp_path, capsys):
     tensors = weights(source) | change
     save_file({name: x for name, x in tensors.items() if x is not None}, source / "model.safetensors")
     assert says in refused(capsys, drafter=source, to="drafter", output=tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        ({"vocab_size": VOCAB + 1}, f"a vocabulary of {VOCAB}"),
-        ({"hidden_size": 2 * HIDDEN}, f"a hidden size of {HIDDEN}"),
-    ],
-    ids=["vocabulary", "hidden size"],
-)
-def test_a_base_of_other_sizes_is_refused(sizes, says, tmp_path, capsys):
-    source = speculators_dir(tmp_path / "theirs", random_head(**EAGLE_FORMS["published"]))
-    tiny_model("llama", **sizes).save_pretrained(tmp_path / "other")
-    assert says in refused(capsys, base=tmp_path / "other", drafter=source, output=tmp_path / "out")

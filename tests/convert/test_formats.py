@@ -481,61 +481,55 @@ def test_a_dry_run_shows_the_map_and_writes_nothing(pair, tmp_path, capsys):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"hidden_size": True},
-        {"exit_dim": 10**19},
-        {"vocab_size": "97"},
-        {"num_draft_layers": 10**6},
-        {"num_draft_layers": -1},
-        {"rnn": "false"},
-        {"target_layers": None},
-        {"target_layers": 3},
-        {"draft_vocab_size": [1]},
-        {"trained_draft_len": "2"},
-        {"base_embedding_norms": []},
-        {"base_embedding_norms": ["a"] * 8},
-        {"dtype": "x"},
-    ],
-    ids=str,
-)
-def test_a_drafters_config_that_cannot_be_is_refused(change, tmp_path, capsys):
-    tiny_drafter().save_pretrained(tmp_path / "ours")
-    changed(tmp_path / "ours", **change)
+WRONG_VALUES = {
+    "hidden_size": [True],
+    "exit_dim": [10**19],
+    "vocab_size": ["97"],
+    "num_draft_layers": [10**6, -1],
+    "rnn": ["false"],
+    "target_layers": [None, 3],
+    "draft_vocab_size": [[1]],
+    "trained_draft_len": ["2"],
+    "base_embedding_norms": [[], ["a"] * 8],
+    "dtype": ["x"],
+}
+WRONG_CONFIGS = [(name, value, "") for name, values in WRONG_VALUES.items() for value in values]
+OTHER_TENSORS = [("num_draft_layers", 3, "layers.2"), ("draft_vocab_size", 49, "instead of")]
+
+
+@pytest.mark.parametrize(("name", "value", "says"), [*WRONG_CONFIGS, *OTHER_TENSORS])
+def test_a_drafters_config_that_cannot_be_is_refused(name, value, says, tmp_path, capsys):
+    tiny_drafter(draft_vocab_size=50).save_pretrained(tmp_path / "ours")
+    changed(tmp_path / "ours", **{name: value})
     message = refused(capsys, drafter=tmp_path / "ours", to="apple", output=tmp_path / "out")
     assert str(tmp_path / "ours") in message
+    assert says in message
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
-TRTLLM_CONFIGS = [
-    {"mapping": [2]},
-    {"mapping": {"tp_size": "2"}},
-    {"mapping": {"tp_size": 10**9}},
-    {"mapping": {"tp_size": 2, "pp_size": 2}},
-    {"quantization": "x"},
-    {"vocab_size": ...},
-    {"dtype": 5},
-    {"num_attention_heads": 0},
-    {"num_attention_heads": 8},
-    {"num_key_value_heads": 4},
-    {"num_hidden_layers": 4},
-    {"intermediate_size": 40},
-    {"embedding_sharding_dim": 5, "use_parallel_embedding": True},
-    {"redrafter_drafter_config": [1]},
-    {"redrafter_greedy_search": "yes"},
-    {"redrafter_is_rnn": "false"},
-    {"redrafter_num_layers": 3},
-    {"base_model_architecture": []},
-    {"base_model_architecture": "FalconForCausalLM"},
-]
+TRTLLM_VALUES = {
+    "mapping": [[2], {"tp_size": "2"}, {"tp_size": 10**9}, {"tp_size": 2, "pp_size": 2}],
+    "quantization": ["x"],
+    "vocab_size": [...],
+    "dtype": [5],
+    "num_attention_heads": [0, 8],
+    "num_key_value_heads": [4],
+    "num_hidden_layers": [4],
+    "intermediate_size": [40],
+    "embedding_sharding_dim": [5],
+    "redrafter_drafter_config": [[1]],
+    "redrafter_greedy_search": ["yes"],
+    "redrafter_is_rnn": ["false"],
+    "redrafter_num_layers": [3],
+    "base_model_architecture": [[], "FalconForCausalLM"],
+}
 
 
-def test_configs_of_tensorrt_llm_that_cannot_be_are_refused(trtllm, tmp_path, capsys):
-    whole = (trtllm / "config.json").read_text()
-    for change in TRTLLM_CONFIGS:
-        (trtllm / "config.json").write_text(whole)
-        changed(trtllm, redrafter_base_config=..., **change)
+@pytest.mark.parametrize("name", TRTLLM_VALUES)
+def test_a_config_of_tensorrt_llm_that_cannot_be_is_refused(name, trtllm, tmp_path, capsys):
+    changed(trtllm, redrafter_base_config=..., use_parallel_embedding=name == "embedding_sharding_dim")
+    for value in TRTLLM_VALUES[name]:
+        changed(trtllm, **{name: value})
         refused(capsys, base=trtllm, output=tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
@@ -569,9 +563,17 @@ def test_a_base_that_is_not_whole_is_refused(pair, tmp_path, capsys):
     ):
         save_file(updated(whole, change), base / "model.safetensors")
         assert says in refused(capsys, **options, to="trtllm")
-    for index in ({}, {"weight_map": None}, {"weight_map": {"a": "../b.safetensors"}}, {"weight_map": {"a": 1}}):
+    for index, says in (
+        ({}, "has no weight_map"),
+        ({"weight_map": None}, "has no weight_map"),
+        ({"weight_map": {"a": "../b.safetensors"}}, "no file of that directory"),
+        ({"weight_map": {"a": 1}}, "no file of that directory"),
+        ({"weight_map": {"lost": "model.safetensors"}}, "tensors that no file has: lost"),
+    ):
         (base / "model.safetensors.index.json").write_text(json.dumps(index))
-        assert "index.json" in refused(capsys, **options)
+        message = refused(capsys, **options)
+        assert "index.json" in message
+        assert says in message
     (base / "config.json").write_text("[" * 100_000)
     assert "is not JSON" in refused(capsys, **options)
 

@@ -166,7 +166,7 @@ def make_engine(name: str, model: PreTrainedModel | None = None, **options: Any)
     """Make an engine of that name on a model whose texts do not end by themselves; None for a new tiny Llama."""
     model = model or tiny_model("llama")
     model.generation_config.eos_token_id = None
-    return ENGINES[name](model, EngineOptions(**options))
+    return ENGINES[name](model, EngineOptions(**{"draft_from_text": False} | options))
 
 
 WATCHED: dict[str, Callable[[], AbstractContextManager]] = {

@@ -39,7 +39,7 @@ def recurrent_model(model_type: str) -> PreTrainedModel:
     return random_model(model_type, variants(model_type)[0])
 
 
-def generated_alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, new: int) -> Tensor:
+def generated_alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, new: int, **arguments: object) -> Tensor:
     """Return what `model.generate` writes of each row greedily, without padding and without the others, `[B, P + new]`.
 
     Args:
@@ -47,10 +47,11 @@ def generated_alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, new: int)
         ids: Left-padded prompts, `[B, P]`.
         mask: `[B, P]`.
         new: Tokens to write.
+        arguments: Others of `generate`.
     """
-    rows = []
+    rows, arguments = [], {"max_new_tokens": new, "do_sample": False, **arguments}
     for row, seen in zip(ids, mask.bool(), strict=True):
         prompt = row[seen][None]
-        text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False)
+        text = model.generate(prompt, attention_mask=torch.ones_like(prompt), **arguments)
         rows.append(torch.cat([row[~seen], text[0]]))
     return torch.stack(rows)

@@ -49,7 +49,6 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
     Raises:
         ArgumentError: The options do not suit the pair, or leave no prompt.
         CheckpointError: A row of the prompts cannot be read.
-
     """
     engine, proposer = pair.engine, pair.engine.proposer
     assert isinstance(engine, ReDrafter)

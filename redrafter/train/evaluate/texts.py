@@ -217,7 +217,6 @@ class PromptSource:
             yield Path(file or "prompts").name.split(".")[0], read_prompts(file)
 
     def _rows_by_category(self) -> Iterator[tuple[str, list[Row]]]:
-        """Yield the rows of each category of each file."""
         for name, found in self._rows():
             rows: dict[str, list[Row]] = {}
             for row in found:
@@ -249,7 +248,6 @@ def read_training_texts(
         ArgumentError: There is no row to train on.
         CheckpointError: A row cannot be read or teaches nothing.
         MismatchError: A row has ids of another tokenizer.
-
     """
     rows = [row for row in read_rows(files) if row.split in (None, "train")]
     if not rows:

@@ -47,7 +47,6 @@ def regenerate(
     Raises:
         ArgumentError: The output exists, or was begun with other settings.
         CheckpointError: No row could be answered.
-
     """
     target = pair.engine.target
     # All that the answers depend on; another drafter, device or batch size may finish a run.

@@ -83,7 +83,6 @@ class Journal:
         return record
 
     def _lines(self, rows: Set[int]) -> Iterator[bytes]:
-        """Yield the lines of some rows, in the order of the data set."""
         with open(self.path, "rb") as lines:
             for row in sorted(rows):
                 lines.seek(self.done[row])
@@ -122,7 +121,6 @@ class Journal:
                 self.totals[name] += record["batch"][name]
 
     def _check(self, saved: dict[str, Any]) -> None:
-        """Raise `ArgumentError` if the settings of the file are not those of this run."""
         for name, setting in self._settings.items():
             if saved.get(name) != setting:
                 values = (tuple(value) if isinstance(value, list) else value for value in (saved.get(name), setting))
@@ -227,7 +225,6 @@ def merge(output: Path, paths: Sequence[Path], *, overwrite: bool = False) -> di
     Raises:
         ArgumentError: The output cannot be written, or a shard is of another run, missing or given twice.
         CheckpointError: A shard has not finished or is not whole.
-
     """
     check_output(output, "OUTPUT", overwrite)
     shards = [_Shard.read(path) for path in paths]
@@ -239,7 +236,6 @@ def merge(output: Path, paths: Sequence[Path], *, overwrite: bool = False) -> di
 
 
 def _merge_rows(shards: Sequence[_Shard], suffix: str = "") -> Iterator[bytes]:
-    """Yield the lines of all shards in the order of the data set."""
     with ExitStack() as stack:
         yield from (
             line for _, line in heapq.merge(*(stack.enter_context(closing(shard.rows(suffix))) for shard in shards))
@@ -247,7 +243,6 @@ def _merge_rows(shards: Sequence[_Shard], suffix: str = "") -> Iterator[bytes]:
 
 
 def _check_one_run(shards: Sequence[_Shard]) -> None:
-    """Raise `ArgumentError` unless the shards are all of one run's, each once."""
     first, count = shards[0], shard_numbers(shards[0].settings["shard"])[1]
     by_index: dict[int, _Shard] = {}
     for shard in shards:
