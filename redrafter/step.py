@@ -97,10 +97,7 @@ def step(
     # 1. Draft. The root of the tree is the pending token. The drafter sees the noise that the target will draw with.
     noise = sampler.noise(state.length + 1, (proposer.without_text or proposer).depth + 1)  # [B, K+1, V]
     tree = proposer.propose(state, sampler, noise, cache, draft_cache).of_first(target.ranks)  # [B, N]
-    if noise is not None and tree.levels >= noise.shape[1]:  # what the text adds is copied, without looking at noise
-        noise = torch.cat(
-            [noise, sampler.noise(state.length + 1 + noise.shape[1], tree.levels + 1 - noise.shape[1])], 1
-        )
+    noise = sampler.noise(state.length + 1, tree.levels + 1, known=noise)  # drafts that the text adds may be deeper
 
     # 2. Verify. One forward computes the target's logits and hidden states at all nodes.
     batch = ForwardBatch(

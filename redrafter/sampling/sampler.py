@@ -94,10 +94,17 @@ class Sampler:
         processors = (p.map(lambda x: x.to(device)) if isinstance(p, RowProcessor) else p for p in self.processors)
         return replace(self, processors=tuple(processors), **tensors)
 
-    def noise(self, position: Tensor, count: int) -> Tensor | None:
-        """Return the noise of `count` tokens from `position` `[B]` on, `[B, count, V]` float32; None if greedy."""
+    def noise(self, position: Tensor, count: int, known: Tensor | None = None) -> Tensor | None:
+        """Return the noise of `count` tokens from `position` `[B]` on, `[B, count, V]` float32; None if greedy.
+
+        What is `known` of it, that of the first tokens, is not computed again, and returned whole where it is more.
+        """
         if self.seeds is None:
             return None
+        if known is not None:
+            first = known.shape[1]
+            more = self.noise(position + first, count - first) if count > first else None
+            return known if more is None else torch.cat([known, more], dim=1)
         positions = position[:, None] + torch.arange(count, device=position.device)
         if kernels.TRITON and position.is_cuda:
             noise = kernels.gumbel(streams(self.seeds, positions), len(self.ids))

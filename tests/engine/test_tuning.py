@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.generation import noted, same_undrafted
-from helpers.models import CONTEXT, VOCAB, tiny_drafter, tiny_model, uneven_batch
+from helpers.models import CONTEXT, DRAFTER_ALONE, VOCAB, tiny_drafter, tiny_model, uneven_batch
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
@@ -14,6 +14,7 @@ from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import quantize_drafter, quantize_model
 from redrafter.drafting.draft_length import STEP_COSTS
 from redrafter.drafting.proposer import PlainProposer
+from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import (
     Tuning,
     default_shape,
@@ -250,7 +251,11 @@ def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size():
             """Read none."""
 
     gpu = OnGPU()
-    engine = ReDrafter(gpu, tiny_drafter())
+    both = ReDrafter(gpu, tiny_drafter())
+    assert both.proposer_for(1) is both.proposer_for(1)
+    assert [both.proposer_for(rows).nodes for rows in (1, 4, 8)] == [42, 32, 16]  # with what is copied from the text
+    assert both.proposer_for(1).without_text is both.proposer_for(4).without_text is both.proposer
+    engine = ReDrafter(gpu, tiny_drafter(), options=DRAFTER_ALONE)
     assert engine.proposer_for(1) is engine.proposer_for(4) is engine.proposer
     assert (engine.proposer_for(16).beams, engine.proposer_for(16).nodes) == (5, 8)
     assert engine.proposer_for(64).shared_nodes == 128
@@ -259,12 +264,12 @@ def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size():
 
 
 def test_an_untuned_cpu_verifies_fewer_nodes_in_larger_batches(target):
-    engine = ReDrafter(target, tiny_drafter())
+    engine = ReDrafter(target, tiny_drafter(), options=DRAFTER_ALONE)
     proposers = [engine.proposer_for(rows) for rows in (1, 2, 4, 5, 8, 16, 17, 500)]
     assert [proposer.nodes for proposer in proposers] == [12, 12, 12, 8, 8, 4, 1, 1]
     assert proposers[0] is proposers[2] is engine.proposer
     assert [proposer.depth for proposer in proposers[3:6]] == [3, 3, 2]
-    asked = ReDrafter(target, tiny_drafter(), TreeShape(node_budget=20))
+    asked = ReDrafter(target, tiny_drafter(), TreeShape(node_budget=20), options=DRAFTER_ALONE)
     assert {asked.proposer_for(rows) for rows in (1, 8, 64, 500)} == {asked.proposer}
 
 

@@ -17,6 +17,7 @@ from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import State
 from redrafter.engine.modes import kv_dtype_of
+from redrafter.engine.options import EngineOptions
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
@@ -24,6 +25,8 @@ from redrafter.scheduler.paged_memory import PagedMemory, prepare
 from redrafter.tree.token_tree import Tree, tree_of
 
 VOCAB, HIDDEN, CONTEXT = 97, 32, 96
+
+DRAFTER_ALONE = EngineOptions(draft_from_text=False)  # trees have the drafter's nodes and no copied ones
 
 
 _COMMON = {
@@ -194,7 +197,7 @@ def assert_close_by_scale(found: Tensor, expected: Tensor, part: float) -> None:
 
 def with_tree(model: PreTrainedModel, drafter: Drafter, beams: int, depth: int, nodes: int = 999) -> ReDrafter:
     """Make an engine that drafts trees of `beams` x `depth` with a drafter, cut to the `nodes` best nodes."""
-    return ReDrafter(Target(model), drafter, TreeShape(beams, depth, nodes))
+    return ReDrafter(Target(model), drafter, TreeShape(beams, depth, nodes), options=DRAFTER_ALONE)
 
 
 def engine_with_config(**settings: object) -> tuple[ReDrafter, PreTrainedModel]:
