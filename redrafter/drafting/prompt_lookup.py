@@ -131,7 +131,7 @@ class TextBeside:
     @property
     def sizes(self) -> dict[str, int] | None:
         """The other proposer's sizes, and what is copied."""
-        return (self.without_text.sizes or {}) | {"text_len": self.draft_len}
+        return (self.without_text.sizes or {}) | {"draft_from_text": self.draft_len}
 
     @property
     def scratch_slots(self) -> int:

@@ -153,8 +153,10 @@ class ReDrafter(Engine):
         if shape is None:
             return self.plain
         proposer = self._propose(self.target, shape)
-        count = text_nodes(rows, proposer.nodes, self.target.device.type) if self.options.draft_from_text else 0
-        if not count or proposer.shared_nodes is not None:
+        # Recurrent layers are called once for each level, and a chain would add as many levels as it has drafts.
+        copies = self.options.draft_from_text and proposer.shared_nodes is None and not self.target.keeps_states
+        count = text_nodes(rows, proposer.nodes, self.target.device.type) if copies else 0
+        if not count:
             return proposer
         return self._with_text.setdefault((id(proposer), count), TextBeside(proposer, count))
 

@@ -14,7 +14,6 @@ from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import quantize_drafter, quantize_model
 from redrafter.drafting.draft_length import STEP_COSTS
 from redrafter.drafting.proposer import PlainProposer
-from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import (
     Tuning,
     default_shape,
@@ -242,7 +241,7 @@ def test_rows_of_an_untuned_gpu_share_nodes_where_each_has_few():
 
 def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size():
     class OnGPU(Target):
-        device, varlen = torch.device("cuda"), Support()
+        device, varlen, keeps_states = torch.device("cuda"), Support(), False
 
         def __init__(self) -> None:
             """Bind no model."""

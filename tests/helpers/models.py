@@ -144,7 +144,7 @@ class Scripted:
     depth: int
     offset: int = 0
 
-    model = shared_nodes = sizes = None
+    model = shared_nodes = sizes = without_text = None
 
     @property
     def scratch_slots(self) -> int:
