@@ -6,9 +6,8 @@ Most models here compute in float64, in which other shapes of products move no n
 import pytest
 import torch
 
-from helpers.models import VOCAB, Scripted, paged, tiny_drafter, tiny_model, uneven_batch
+from helpers.models import CHUNKED, VOCAB, Scripted, paged, tiny_drafter, tiny_model, uneven_batch
 from helpers.steps import read_prompts
-from helpers.targets import CHUNKED
 from redrafter import ArgumentError, DraftTarget, Engine, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions

@@ -20,11 +20,10 @@ from transformers import PreTrainedModel
 from helpers.adapters import adapted, saved
 from helpers.context_drafter import checked_windows, context_drafter
 from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
-from helpers.models import tiny_drafter, tiny_model, uneven_batch
+from helpers.models import CHUNKED, tiny_drafter, tiny_model, uneven_batch
 from helpers.recurrent import generated_alone, recurrent_model
 from helpers.scheduling import KINDS, alone, make_sequence, seeing_sequence
 from helpers.seeing_models import UNEVEN, prompts_with_images, tiny_seeing_model
-from helpers.targets import CHUNKED
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.checkpoints.merged import TreeShape

@@ -21,14 +21,7 @@ PROMPTS = ["Once upon a time", "The old man looked at the sea and", "def add(a, 
 
 
 class Program:
-    """`redrafter serve` in a process of its own.
-
-    Attributes:
-        process: The process.
-        url: Its address.
-        log: Lines of its log so far.
-        first_metrics: Its metrics before the first request, if somebody has noted them.
-    """
+    """`redrafter serve` in a process of its own, with its address and the lines of its log so far."""
 
     first_metrics: dict[str, float]
     ready_word = "curl"  # in the line that says that it serves

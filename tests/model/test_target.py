@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.models import ARCHITECTURES, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.models import ARCHITECTURES, CHUNKED, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.steps import read_prompts, verify
-from helpers.targets import CHUNKED
 from redrafter import CheckpointError, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.model.target import Target
