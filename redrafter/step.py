@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
-from redrafter.cache.paged import KVCache
+from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.draft_model import commit_drafts
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.model.forward_batch import ForwardBatch

@@ -9,13 +9,12 @@ What is typed on the command line wins over every file, and a later file over an
 
 import argparse
 import json
-import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from redrafter.app.flags import flag
+from redrafter.app.flags import flag, union_arms
 from redrafter.app.parser import Parser
 from redrafter.errors import ArgumentError, did_you_mean
 
@@ -33,7 +32,7 @@ class Option(NamedTuple):
     @property
     def arms(self) -> tuple[Any, ...]:
         """The types of a union; of another type, that alone."""
-        return get_args(self.hint) if get_origin(self.hint) in (Union, types.UnionType) else (self.hint,)
+        return union_arms(self.hint)
 
     @property
     def element(self) -> Any:
@@ -65,7 +64,7 @@ class ConfigParser(Parser):
         self._config: dict[str, Any] = {}
         self.add_argument(
             "--config",
-            action=_ReadConfig,
+            type=self._load_config,
             default=argparse.SUPPRESS,
             metavar="FILE",
             help="read options from a JSON object with the names of the options below as keys; flags win over the "
@@ -76,46 +75,31 @@ class ConfigParser(Parser):
         """Parse a command line, then fill in from the files what it leaves out."""
         self._config = {}
         parsed, unknown = super().parse_known_args(args, namespace)
+        vars(parsed).pop("config", None)
         for name, value in self._config.items():
             if not hasattr(parsed, name):
                 setattr(parsed, name, value)
         return parsed, unknown
 
-    def load_config(self, path: str) -> None:
+    def _load_config(self, path: str) -> None:
         """Remember the options of a file, which need not be typed any more. A mistake in it ends the program."""
         flags = {action.dest: action for action in self._actions}
         known = {name: option for name, option in self._options.items() if name in flags}
+        config: dict[str, Any] = {}
         try:
-            self._config |= _read(path, known)
+            for key, value in read_object(path).items():
+                name = key.replace("-", "_")
+                if name in config:
+                    raise ArgumentError(f"{path}: {key} is given twice")
+                config[name] = convert_value(path, key, value, known)
         except ArgumentError as error:
             self.error(" ".join(str(error).split()))
-        for name in self._config:
+        self._config |= config
+        for name in config:
             flags[name].required = False
 
 
-class _ReadConfig(argparse.Action):
-    """The action of `--config FILE`: read the file into the parser."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
-        assert isinstance(parser, ConfigParser)
-        parser.load_config(values)
-
-
-def _read(path: str, known: dict[str, Option]) -> dict[str, Any]:
-    """Read the options of a file, where `known` are those that the command takes."""
-    config: dict[str, Any] = {}
-    for key, value in read_object(path).items():
-        name = key.replace("-", "_")
-        if name not in known:
-            raise unknown_key(path, key, known)
-        if name in config:
-            raise ArgumentError(f"{path}: {key} is given twice")
-        config[name] = convert_value(path, key, value, known[name])
-    return config
-
-
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make the dict of a JSON object. Raises `ValueError` for a key that it gives twice."""
     for index, (key, _) in enumerate(pairs):
         if any(key == other for other, _ in pairs[:index]):
             raise ValueError(f"{key} is given twice")
@@ -157,23 +141,31 @@ def check_object(file: str | Path, document: Any) -> dict[str, Any]:
     return document
 
 
-def unknown_key(file: str | Path, key: str, known: dict[str, Option], aliases: Iterable[str] = ()) -> ArgumentError:
-    """Return the error that names a file's key which is no option, with the option or alias to write in its place."""
-    name = key.replace("-", "_")
-    positive = name.removeprefix("no_")
-    if name != positive and positive in known and known[positive].hint is bool:
-        hint = f'; write "{positive}": false'
-    else:
-        hint = did_you_mean(name, [*known, *aliases])
-    return ArgumentError(f"{file}: {key} is not an option of this command{hint}")
-
-
-def convert_value(file: str | Path, key: str, value: Any, option: Option) -> Any:
+def convert_value(
+    file: str | Path, key: str, value: Any, known: Mapping[str, Option], aliases: Mapping[str, str] | None = None
+) -> Any:
     """Convert the JSON value of a file's key to what its option holds.
 
+    Args:
+        file: The file, as errors name it.
+        key: The key: an option's name with dashes or underscores, or an alias.
+        value: The value.
+        known: The options by name.
+        aliases: Names of options by their aliases.
+
     Raises:
-        ArgumentError: If the value is of another type, naming the file, the key and what is expected.
+        ArgumentError: The key is no option, or the value of another type; it says what may be meant.
     """
+    aliases = aliases or {}
+    name = key.replace("-", "_")
+    option = known.get(aliases.get(name, name))
+    if option is None:
+        positive = name.removeprefix("no_")
+        if name != positive and positive in known and known[positive].hint is bool:
+            hint = f'; write "{positive}": false'
+        else:
+            hint = did_you_mean(name, [*known, *aliases])
+        raise ArgumentError(f"{file}: {key} is not an option of this command{hint}")
     try:
         return _convert(value, option)
     except (ValueError, OverflowError, argparse.ArgumentTypeError):
@@ -188,8 +180,7 @@ def _convert(value: Any, option: Option) -> Any:
     if value is None and type(None) in option.arms:
         return None
     if choices := metadata.get("choices"):
-        if isinstance(value, str):
-            value = metadata.get("type", str)(value)
+        value = metadata.get("type", str)(value) if isinstance(value, str) else value
         if value not in choices:
             raise ValueError
     if option.element is None:

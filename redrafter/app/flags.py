@@ -10,7 +10,7 @@ import os
 import shlex
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from redrafter.options import option as option
@@ -70,6 +70,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def union_arms(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union; of another type, that alone."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
 def format_value(value: Any) -> str:
     """Format an option's value as it would be typed on a command line."""
     if isinstance(value, tuple):
@@ -98,7 +103,7 @@ def add_options(
             continue
         argument = {key: value for key, value in item.metadata.items() if key not in ("path", "commands")}
         negated = item.default is True
-        kind = _without_none(hints[item.name])
+        kind = next(arm for arm in union_arms(hints[item.name]) if arm is not type(None))
         if kind is bool and "type" not in argument:
             argument["action"] = "store_false" if negated else "store_true"
             argument["help"] = ("do not " if negated else "") + argument["help"]
@@ -134,22 +139,13 @@ def format_command(words: Sequence[str], options: Any) -> str:
         elif isinstance(value, tuple) and "type" in item.metadata:
             line += [flag(item.name), format_value(value)]
         else:
-            values = value if isinstance(value, tuple) else (value,)
-            line += [flag(item.name), *(_format_short(item, part) for part in values)]
+            parts = value if isinstance(value, tuple) else (value,)
+            if item.metadata.get("path"):
+                parts = tuple(os.path.basename(os.path.abspath(part)) for part in parts)
+            elif item.name == "model":
+                parts = (short_name(value),)
+            line += [flag(item.name), *map(format_value, parts)]
     return shlex.join(line)
-
-
-def _without_none(hint: Any) -> Any:
-    """Return `int` for the type hint `int | None`."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return next(arm for arm in get_args(hint) if arm is not type(None))
-    return hint
-
-
-def _format_short(item: Field[Any], value: Any) -> str:
-    if item.metadata.get("path"):
-        return os.path.basename(os.path.abspath(value))
-    return short_name(value) if item.name == "model" else format_value(value)
 
 
 def short_name(path: str) -> str:

@@ -116,10 +116,7 @@ _TRTLLM: dict[str, tuple[FlagMeaning, ...]] = {
     "--length-penalty": (Refused(_NO_BEAM_SEARCH, GENERATING),),
     "--early-stopping": (Refused(_NO_BEAM_SEARCH, GENERATING),),
     "--beam-search-diversity-rate": (Refused(_NO_BEAM_SEARCH, GENERATING),),
-    "--streaming": (
-        Noted("text is printed as it is made", PRINTING),
-        Refused('"stream": true in a request', SERVING),
-    ),
+    "--streaming": (Noted("text is printed as it is made", PRINTING), Refused('"stream": true in a request', SERVING)),
     "--streaming-interval": (Noted("each step's text is printed as it is made", PRINTING, word_count=1),),
     "--output-generation-logits": (Noted("drafts are accepted by logits without it", GENERATING),),
     "--output-logits-npy": (Refused(_NO_FILES, "--num-return-sequences"),),

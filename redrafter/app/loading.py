@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from redrafter.app.templates import find_template
 from redrafter.checkpoints.adapters import read_adapter, split_name
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
-from redrafter.engine.call import StepStreamer
 from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import SHAPE_FILE, check_path
@@ -60,14 +59,17 @@ def check_options(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadO
         if name is not None:
             check_path(name)
     options, draft = apply_draft_target_config(options, draft)
-    if launched_processes() > 1:  # each has a device of its own
-        _check_shared(options, draft)
-        return options.model or boxed_model(), options, draft
-    if options.device is None:
-        options = replace(options, device="cuda" if torch.cuda.is_available() else "cpu")
+    shared, default = launched_processes() > 1, "cuda" if torch.cuda.is_available() else "cpu"
+    if shared and options.tuning not in ("auto", "none"):
+        raise ArgumentError(f"--tuning {options.tuning} was measured in one process; leave it out under torchrun")
     for flag, device in (("device", options.device), ("draft-device", draft.draft_device)):
-        _check_device(flag, device)
-    limit_threads(torch.device(options.device or "cpu").type)
+        if shared and device is not None:
+            raise ArgumentError(f"--{flag} {device}: torchrun gives each process a device of its own; leave it out")
+        if device is not None:
+            _check_device(flag, device)
+    limit_threads(torch.device(options.device or default).type)
+    if not shared:
+        options = replace(options, device=options.device or default)
     return options.model or boxed_model(), options, draft
 
 
@@ -111,12 +113,9 @@ class Pair:
         engine = load_engine(method, name, options, draft)
         return cls(name, method, drafting_model_name(method, name, options, draft), tokenizer, engine)
 
-    def run(
-        self, prompts: Prompts, options: GenerationOptions, *, streamer: StepStreamer | None, **arguments: Any
-    ) -> Run:
+    def run(self, prompts: Prompts, options: GenerationOptions, **arguments: Any) -> Run:
         """Decode prompts in one timed batch; `arguments` of `Engine.generate` win over those from `options`."""
-        arguments = self.arguments(options) | {"streamer": streamer} | arguments
-        return timed_run(self.engine, prompts, pad_token_of(self.tokenizer), **arguments)
+        return timed_run(self.engine, prompts, pad_token_of(self.tokenizer), **self.arguments(options) | arguments)
 
     def arguments(self, options: GenerationOptions) -> dict[str, Any]:
         """Return the arguments of `Engine.generate` that the options stand for."""
@@ -142,8 +141,12 @@ class Pair:
             texts = (space + word for word in options.bad_words for space in ("", " "))
             spellings = dict.fromkeys(tuple(self.tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
             arguments["bad_words_ids"] = [list(ids) for ids in spellings if ids]
-        self._check_ids("logit-bias", options.logit_bias or ())
-        self._check_ids("stop-token-ids", options.stop_token_ids)
+        size = self.engine.target.vocab_size
+        for flag, ids in (("logit-bias", options.logit_bias or ()), ("stop-token-ids", options.stop_token_ids)):
+            if wrong := [token for token in ids if not 0 <= token < size]:
+                raise ArgumentError(
+                    f"--{flag} {wrong[0]} is no token: the model's vocabulary has the ids 0 to {size - 1}"
+                )
         if options.stop_token_ids:
             arguments["eos_token_id"] = [*end_tokens(self.engine.model), *options.stop_token_ids]
         if sampling and self.engine.model.generation_config.top_k is None:
@@ -151,12 +154,6 @@ class Pair:
         if options.stop:
             arguments |= {"stop_strings": list(options.stop), "tokenizer": self.tokenizer}
         return arguments
-
-    def _check_ids(self, flag: str, ids: Collection[int]) -> None:
-        """Raise `ArgumentError` for a token id outside of the model's vocabulary."""
-        size = self.engine.target.vocab_size
-        if wrong := [token for token in ids if not 0 <= token < size]:
-            raise ArgumentError(f"--{flag} {wrong[0]} is no token: the model's vocabulary has the ids 0 to {size - 1}")
 
 
 class ChatEncoder:
@@ -182,19 +179,7 @@ class ChatEncoder:
         return self._tokenizer(text, add_special_tokens=False).input_ids
 
 
-def _check_shared(options: LoadOptions, draft: DraftOptions) -> None:
-    """Raise `ArgumentError` for options that processes which share a model cannot have."""
-    for flag, value in (("device", options.device), ("draft-device", draft.draft_device)):
-        if value is not None:
-            raise ArgumentError(f"--{flag} {value}: torchrun gives each process a device of its own; leave it out")
-    if options.tuning not in ("auto", "none"):
-        raise ArgumentError(f"--tuning {options.tuning} was measured in one process; leave it out under torchrun")
-    limit_threads("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _check_device(flag: str, device: str | None) -> None:
-    if device is None:
-        return
+def _check_device(flag: str, device: str) -> None:
     try:
         torch.empty(1, device=device).item()
     except (RuntimeError, AssertionError) as error:

@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:  # refused here and not in `parse_args`, since only this parser knows the name of the command
             flag = unknown[0].partition("=")[0]
-            if owner := _owner(flag):
+            if owner := _in_table(flag)[0]:
                 self.error(f"{flag} is {owner}'s and has no meaning in `{self.prog}`: leave it out")
             hint = did_you_mean(flag, self._option_string_actions) if flag.startswith("-") else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
@@ -93,8 +93,12 @@ class Parser(argparse.ArgumentParser):
                 translated.append((name.replace("_", "-") if is_flag else name) + equals + value)
                 continue
             if isinstance(meaning, Refused):
-                self.error(f"{name} is {_owner(name)}'s; here: {meaning.instead}")
-            most = self._max_words(meaning)
+                self.error(f"{name} is {_in_table(name)[0]}'s; here: {meaning.instead}")
+            most = ALL_WORDS  # that belong to the flag, of those after it
+            if isinstance(meaning, Noted):
+                most = meaning.word_count
+            elif isinstance(meaning, Alias) and not meaning.repeated:
+                most = int(meaning.value is None and self._option_string_actions[meaning.option].nargs != 0)
             next_flag = (at for at, word in enumerate(words) if word.startswith("-") and " " not in word)
             values = [value] if equals else words[: next(next_flag, len(words))][:most]
             if equals and not most:
@@ -104,7 +108,7 @@ class Parser(argparse.ArgumentParser):
             if not equals:
                 del words[: len(values)]
             if isinstance(meaning, Noted):
-                print_message("note", f"{name} is {_owner(name)}'s; not needed here: {meaning.reason}")
+                print_message("note", f"{name} is {_in_table(name)[0]}'s; not needed here: {meaning.reason}")
             elif isinstance(meaning, Positional):
                 translated += values
             elif meaning.value is not None:
@@ -112,16 +116,6 @@ class Parser(argparse.ArgumentParser):
             else:
                 translated += [f"{meaning.option}={value}" for value in values] or [meaning.option]
         return translated
-
-    def _max_words(self, meaning: Noted | Positional | Alias) -> int:
-        """Return how many of the words after a flag belong to it at most."""
-        if isinstance(meaning, Noted):
-            return meaning.word_count
-        if isinstance(meaning, Positional):
-            return ALL_WORDS
-        if meaning.value is not None or self._option_string_actions[meaning.option].nargs == 0:
-            return 0
-        return ALL_WORDS if meaning.repeated else 1
 
     def error(self, message: str) -> NoReturn:
         """Print an error as one line on stderr and exit with code 2."""
@@ -135,19 +129,14 @@ def find_meaning(word: str, parser: Parser) -> FlagMeaning | None:
     """
     if parser.has_option(word.partition("=")[0]):
         return None
-    owner = _owner(word)
-    meanings = () if owner is None else FLAGS[owner][_table_name(word)]
+    _, meanings = _in_table(word)
     return next((meaning for meaning in meanings if parser.fits(meaning)), None)
 
 
-def _owner(word: str) -> str | None:
-    """Return whose flag a word of a command line is, with or without `=value`; None if the table does not have it."""
-    return next((owner for owner, flags in FLAGS.items() if _table_name(word) in flags), None)
-
-
-def _table_name(word: str) -> str:
-    """Return a flag as the table spells it: without `=value`, with dashes for underscores."""
-    return word.partition("=")[0].replace("_", "-")
+def _in_table(word: str) -> tuple[str, Sequence[FlagMeaning]]:
+    """Return whose flag a word is, with or without `=value`, and what it means; nothing if the table has it not."""
+    name = word.partition("=")[0].replace("_", "-")
+    return next(((owner, flags[name]) for owner, flags in FLAGS.items() if name in flags), ("", ()))
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

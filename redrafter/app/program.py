@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from io import TextIOBase
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
 from redrafter.parallel.launched import launched_processes, process_rank
@@ -42,14 +42,6 @@ def run_command(command: Callable[[], int]) -> int:
             code = command()
         sys.stdout.flush()
         return code
-    except ReDrafterError as error:
-        print_message("error", error)
-        return 2
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "redrafter":
-            raise
-        print_message("error", f"{error.name} is not installed; type: {how_to_install()}")
-        return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -57,11 +49,18 @@ def run_command(command: Callable[[], int]) -> int:
         # The reader of stdout has closed it. Without this, the interpreter reports an error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except ReDrafterError as error:
+        message = str(error)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "redrafter":
+            raise
+        message = f"{error.name} is not installed; type: {how_to_install()}"
     except OSError as error:
         if error.filename is None:
             raise
-        print_message("error", f"{error.filename}: {error.strerror}")
-        return 2
+        message = f"{error.filename}: {error.strerror}"
+    print_message("error", message)
+    return 2
 
 
 def print_message(kind: str, message: object) -> None:
@@ -70,7 +69,6 @@ def print_message(kind: str, message: object) -> None:
 
 
 def _show_own_messages_only() -> None:
-    """Print this library's warnings and log messages as one line each, and those of other libraries not at all."""
     import huggingface_hub
     import transformers
 
@@ -83,45 +81,38 @@ def _show_own_messages_only() -> None:
     transformers.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
 
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        print_message("warning", message)
-
     warnings.simplefilter("ignore")
     warnings.filterwarnings("always", category=UserWarning, module=r"redrafter(\.|$)")
-    warnings.showwarning = show
+    warnings.showwarning = lambda message, *_, **__: print_message("warning", message)
 
 
 def run_rank(name: str, command: Callable[[], int]) -> int:
     """Run the command of this name as one of several processes, and return its exit code."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    if name not in SHARED_COMMANDS:
-        command = partial(run_command, partial(_refuse, name))
-    return record(command if process_rank() == 0 else lambda: _run_silently(command))() or 0
+    def refuse() -> NoReturn:
+        raise ArgumentError(
+            f"torchrun has started {launched_processes()} processes, which can share a model in "
+            f"{', '.join(SHARED_COMMANDS)} alone: start `redrafter {name}` without torchrun"
+        )
 
+    def run_silently() -> int:  # on a rank other than 0; what ends it is said, unless rank 0 is ended by the same
+        said = _LastTexts()
+        try:
+            with redirect_stdout(said), redirect_stderr(said):
+                code = run()
+        except Exception:
+            time.sleep(SILENT_SECONDS)
+            raise
+        if code == 2:
+            time.sleep(SILENT_SECONDS)
+        if code:
+            lines = [line for line in "".join(said.texts).splitlines() if line.strip()] or ["ended with an error"]
+            print_message(f"rank {process_rank()}", lines[-1].removeprefix("redrafter: "))
+        return code
 
-def _refuse(name: str) -> NoReturn:
-    raise ArgumentError(
-        f"torchrun has started {launched_processes()} processes, which can share a model in "
-        f"{', '.join(SHARED_COMMANDS)} alone: start `redrafter {name}` without torchrun"
-    )
-
-
-def _run_silently(command: Callable[[], int]) -> int:
-    """Run a command on a rank other than 0; what ends it is said, unless rank 0 is ended by the same."""
-    said = _LastTexts()
-    try:
-        with redirect_stdout(said), redirect_stderr(said):
-            code = command()
-    except Exception:
-        time.sleep(SILENT_SECONDS)
-        raise
-    if code == 2:
-        time.sleep(SILENT_SECONDS)
-    if code:
-        lines = [line for line in "".join(said.texts).splitlines() if line.strip()] or ["ended with an error"]
-        print_message(f"rank {process_rank()}", lines[-1].removeprefix("redrafter: "))
-    return code
+    run = command if name in SHARED_COMMANDS else partial(run_command, refuse)
+    return record(run if process_rank() == 0 else run_silently)() or 0
 
 
 class _LastTexts(TextIOBase):

@@ -5,6 +5,7 @@ same numbers are added in the same order: its keys are visited by position, in t
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from einops import rearrange, repeat
@@ -48,7 +49,7 @@ invariant_attention = attention_operator(
 )
 
 
-class _Places:
+class _Places(NamedTuple):
     """Locates the positions of the texts of T tokens in the pools.
 
     Attributes:
@@ -59,8 +60,11 @@ class _Places:
         path: Offset along its row of each token's ancestor at each depth, `[T, N]` int64; read from `committed` on.
     """
 
-    def __init__(self, table: Tensor, own: Tensor, end: Tensor, committed: Tensor, path: Tensor):
-        self.table, self.own, self.end, self.committed, self.path = table, own, end, committed, path
+    table: Tensor
+    own: Tensor
+    end: Tensor
+    committed: Tensor
+    path: Tensor
 
     @classmethod
     def of(cls, rows: TokenRows) -> "_Places":
@@ -83,19 +87,13 @@ class _Places:
         chunk, index = _owners(chunk_starts, chunks)
         own = rows.chunk_lengths[chunk] + index
         in_chunk = cls(rows.by_chunk().long()[chunk], own, own + 1, own + 1, path.new_zeros(len(own), nodes))
-        return in_tree._and(in_chunk)
-
-    def _and(self, other: "_Places") -> "_Places":
-        """Return the places of these tokens and of others behind them."""
-        width = max(self.table.shape[1], other.table.shape[1])
-        tables = [pad(x.table, (0, width - x.table.shape[1])) for x in (self, other)]
-        pairs = zip(*((x.own, x.end, x.committed, x.path) for x in (self, other)), strict=True)
-        return _Places(torch.cat(tables), *(torch.cat(pair) for pair in pairs))
+        width = max(in_tree.table.shape[1], in_chunk.table.shape[1])
+        tables = torch.cat([pad(x.table, (0, width - x.table.shape[1])) for x in (in_tree, in_chunk)])
+        return cls(tables, *map(torch.cat, zip(in_tree[1:], in_chunk[1:], strict=True)))
 
     def at(self, tokens: slice) -> "_Places":
         """Return the places of `TOKENS` tokens, the last ones of which may be padding that sees nothing."""
-        parts = (x[tokens] for x in (self.table, self.own, self.end, self.committed, self.path))
-        return _Places(*(_padded(part) for part in parts))
+        return _Places(*(_padded(x[tokens]) for x in self))
 
     def new_slots(self) -> Tensor:
         """Return the slot of each token, `[T]` int64."""
@@ -127,7 +125,7 @@ def _padded(x: Tensor) -> Tensor:
     return torch.cat([x, x.new_zeros(TOKENS - len(x), *x.shape[1:])])
 
 
-class _State:
+class _State(NamedTuple):
     """The state of a softmax over some positions: the highest score, the sum of weights, and the weighted values.
 
     Attributes:
@@ -136,8 +134,9 @@ class _State:
         acc: Values in proportion to the weights, `[M, H, G, dv]`.
     """
 
-    def __init__(self, top: Tensor, total: Tensor, acc: Tensor):
-        self.top, self.total, self.acc = top, total, acc
+    top: Tensor
+    total: Tensor
+    acc: Tensor
 
     @classmethod
     def empty(cls, query: Tensor, width: int) -> "_State":
@@ -197,7 +196,7 @@ def _attend(query: Tensor, inputs: AttentionInputs, places: _Places) -> Tensor:
             inside = inside.and_tile(
                 scores.masked_fill(hidden[:, :, None], -torch.inf), v.masked_fill(hidden[..., None], 0)
             )
-        state = state.and_then(inside.top, inside.total, inside.acc)
+        state = state.and_then(*inside)
     if sinks is not None:
         top = repeat(sinks.float(), "(h g) -> m h g 1", m=TOKENS, h=heads)
         state = state.and_then(top, torch.ones_like(top), torch.zeros_like(state.acc))

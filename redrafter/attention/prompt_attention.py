@@ -19,7 +19,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from redrafter.attention.mask import AttentionKind, additive_mask
 from redrafter.attention.tree_attention import explicit_attention, register_attention
 from redrafter.attention.tree_plan import RUNNING_PLAN
-from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import read_slots, write_slots
 
 
@@ -62,72 +61,45 @@ def cut_prompts(start: Sequence[int], length: Sequence[int], max_tokens: int) ->
 
 
 @dataclass(frozen=True)
-class PagedPrompt:
-    """Where a paged cache keeps the rows of a forward over pieces.
-
-    Attributes:
-        pools: Per layer, the pools of its keys and values, as in `Plan`.
-        new: Slots of the T tokens that are read, `[T]` int64.
-        seen: Per piece, the slots of its row from the first token to the piece's last, `[end]` int64.
-    """
-
-    pools: tuple[tuple[Tensor, int, Tensor, int] | None, ...]
-    new: Tensor
-    seen: list[Tensor]
-
-    @classmethod
-    def of(cls, pools: Any, table: Tensor, pieces: Sequence[Piece]) -> "PagedPrompt":
-        """Look up the slots of a forward's tokens."""
-        positions = torch.arange(max(piece.end for piece in pieces))
-        blocks, offsets = positions // BLOCK_SIZE, positions % BLOCK_SIZE
-        seen = [table[p.row].long()[blocks[: p.end]] * BLOCK_SIZE + offsets[: p.end] for p in pieces]
-        return cls(pools, torch.cat([slots[p.first :] for p, slots in zip(pieces, seen, strict=True)]), seen)
-
-    def store(self, layer: int, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Store a layer's new keys and values, and yield what each piece attends to.
-
-        Yields per piece keys `[H, end, d]` and values `[H, end, dv]`, from its row's first token on.
-        """
-        home = self.pools[layer]
-        assert home is not None, "a layer attends to what it did not attend to when the model was bound"
-        keys, key_layer, values, value_layer = home
-        sides = ((keys[key_layer], key), (values[value_layer], value))
-        for pool, states in sides:
-            write_slots(pool, self.new, states.transpose(0, 1))
-        for slots in self.seen:
-            k, v = (read_slots(pool, slots, states.dtype).transpose(0, 1) for pool, states in sides)
-            yield k, v
-
-
-@dataclass(frozen=True)
 class PromptPlan:
-    """What attention must know of one forward over pieces of prompts, T tokens one behind the other.
+    """What attention must know of one forward over pieces of prompts, T tokens one after the other.
 
     Attributes:
         pieces: What the forward reads.
         kinds: Kind of attention of each layer.
-        paged: Where keys and values go; None where the model hands them to a `DenseCache` itself.
+        new: Slots in which the T tokens are stored, `[T]` int64.
+        pools: Per layer, the pools of its keys and values, as in `Plan`; None where the model hands its keys and values
+            to a `DenseCache` itself.
+        seen: Per piece, the slots of its row from the first token to the piece's last in these pools, `[end]` int64.
         masks: Masks along the edges of windows, made when first needed, by tokens, slots and dtype.
     """
 
     pieces: Sequence[Piece]
     kinds: Sequence[AttentionKind]
-    paged: PagedPrompt | None = None
+    new: Tensor
+    pools: tuple[tuple[Tensor, int, Tensor, int] | None, ...] | None = None
+    seen: Sequence[Tensor] = ()
     masks: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def attended(self, layer: int, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the keys and values that each piece attends to, `[H, S, d]`, from its row's first token on.
 
-        They reach to the piece's end or further.
-
-        They reach to the piece's end or further. Given are those of the new tokens, `[1, H, T, d]`, or all that a
-        `DenseCache` holds, `[B, H, S, d]`.
+        They reach to the piece's end or further. Given are those of the new tokens, `[1, H, T, d]`, which are stored,
+        or all that a `DenseCache` holds, `[B, H, S, d]`.
         """
-        if self.paged is not None:
-            yield from self.paged.store(layer, key[0], value[0])
+        if self.pools is None:
+            for piece in self.pieces:
+                yield key[piece.row], value[piece.row]
             return
-        for piece in self.pieces:
-            yield key[piece.row], value[piece.row]
+        home = self.pools[layer]
+        assert home is not None, "a layer attends to what it did not attend to when the model was bound"
+        keys, key_layer, values, value_layer = home
+        sides = ((keys[key_layer], key[0]), (values[value_layer], value[0]))
+        for store, states in sides:
+            write_slots(store, self.new, states.transpose(0, 1))
+        for slots in self.seen:
+            k, v = (read_slots(store, slots, states.dtype).transpose(0, 1) for store, states in sides)
+            yield k, v
 
     def window_edge_mask(self, count: int, slots: int, dtype: torch.dtype) -> Tensor:
         """Return the mask of successive tokens that a sliding window lets see equally many slots each.
@@ -200,7 +172,7 @@ def prompt_attention(
 
 
 def _mask_for_other_threads(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Make no mask for a forward of ours, and transformers' additive one for a forward of another thread."""
+    # A forward of ours needs none; one of another thread meanwhile has transformers' additive one.
     return None if RUNNING_PLAN.get(None) is not None else ALL_MASK_ATTENTION_FUNCTIONS["eager"](*args, **kwargs)
 
 
@@ -213,15 +185,9 @@ def _is_past_window(kind: AttentionKind, first: int) -> bool:
 
 
 def _blocks(kind: AttentionKind, piece: Piece) -> Iterator[tuple[int, int, int]]:
-    """Cut a piece of a prompt into blocks of successive tokens whose attention is computed in one call.
-
-    All tokens of a block see back to the same slot: the first one of the prompt, or of their chunk. Only where a
-    sliding window no longer reaches the beginning of the prompt does each token see back to a slot of its own; a block
-    has at most `MAX_EDGE_TOKENS` of such tokens.
-
-    Yields three positions: of the block's first token, after its last token, and of the first slot that any of its
-    tokens sees.
-    """
+    """Yield the first token of each block whose attention is one call, the token after it, and the first slot seen."""
+    # All tokens of a block see back to one slot: the first of the prompt, or of their chunk. Only where a sliding
+    # window no longer reaches the beginning of the prompt does each see back to a slot of its own.
     first = piece.first
     while first < piece.end:
         end, reach = piece.end, 0

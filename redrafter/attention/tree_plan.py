@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -46,8 +46,8 @@ class PromptChunks:
         """Return empty room for P = `count` chunks, with M = `blocks` blocks in each block table."""
         with device:
             tokens, starts = torch.zeros(count * TOKENS_PER_CHUNK, dtype=torch.long), torch.zeros(count + 1).long()
-            table = torch.zeros(count, blocks, dtype=torch.int32)
-            return cls(tokens, starts, starts[:-1].clone(), table, starts[:-1].clone(), starts[:-1].clone())
+            lengths, adapters, prompts = (starts[:-1].clone() for _ in range(3))
+            return cls(tokens, starts, lengths, torch.zeros(count, blocks, dtype=torch.int32), adapters, prompts)
 
     @property
     def count(self) -> int:
@@ -119,8 +119,9 @@ class Plan:
     @cached_property
     def trees(self) -> "RowsPlan":
         """The rows of the trees, as attention on a CPU takes them."""
-        (rows, nodes, new, _), starts = self.tensors.sizes, self.tensors.starts
-        length, depth, ancestors, table = self.tensors.by_row()
+        tensors = TokenRows(*self.tensors)  # compressed-tensors' layers hand on a plain tuple of its tensors
+        (rows, nodes, new, _), starts = tensors.sizes, tensors.starts
+        length, depth, ancestors, table = tensors.by_row()
         offsets = torch.arange(int(length.max()) + nodes)
         slots = _slots(table, offsets)
         scratch = slots.gather(1, length[:, None] + torch.arange(nodes - new, nodes))  # [B, M]
@@ -137,7 +138,7 @@ class Plan:
     @cached_property
     def chunks(self) -> list["RowsPlan"]:
         """The rows that chunks with tokens are, one of each, as attention on a CPU takes them."""
-        plans, rows = [], self.tensors
+        plans, rows = [], TokenRows(*self.tensors)
         spans = itertools.pairwise(rows.chunk_starts.tolist()[:-1])
         for (first, end), length, table in zip(spans, rows.chunk_lengths.tolist(), rows.by_chunk(), strict=False):
             if end > first:
@@ -160,6 +161,7 @@ class RowsPlan:
         length: Committed tokens of each row, `[B]` int64.
         depth: Depth of each node, `[B, N]` int64.
         ancestors: Whether each new node descends from a node, or is it, `[B, M, N]` bool.
+        masks: Masks that were made already, by window, chunk size, dtype and group.
     """
 
     tokens: slice
@@ -169,6 +171,7 @@ class RowsPlan:
     length: Tensor
     depth: Tensor
     ancestors: Tensor
+    masks: dict[tuple[int, int, torch.dtype, int], Tensor] = field(default_factory=dict)
 
     def by_row(self, x: Tensor) -> Tensor:
         """Return what belongs to the tokens, `[T, ...]`, by row, `[B, M, ...]`; 0 for nodes that a row has not."""
@@ -181,11 +184,6 @@ class RowsPlan:
     def flat(self, x: Tensor) -> Tensor:
         """Return what belongs to the new nodes, `[B, M, ...]`, for the tokens in their order."""
         return x.flatten(0, 1) if self.index is None else x.flatten(0, 1)[self.index]
-
-    @cached_property
-    def masks(self) -> dict[tuple[int, int, torch.dtype, int], Tensor]:
-        """Masks that were made already, by window, chunk size, dtype and group."""
-        return {}
 
     def mask(self, window: int, chunk_size: int, dtype: torch.dtype, group: int) -> Tensor:
         """Return a layer's additive mask `[B, 1, G M, S]`, repeated G times; a window or chunk of 0 is no bound."""

@@ -10,9 +10,9 @@ import re
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 from urllib.parse import urlsplit
 
 from redrafter.errors import ArgumentError
@@ -50,13 +50,8 @@ class Address:
         if not known or "@" in parts.netloc or parts.query or parts.fragment or " " in url:
             raise ArgumentError(f"--url must be like http://127.0.0.1:8000, got {url!r}")
         tls, path = parts.scheme == "https", parts.path.rstrip("/").removesuffix("/v1")
-        return cls(
-            url=f"{parts.scheme}://{parts.netloc}{path}",
-            host=str(parts.hostname),
-            port=port or (443 if tls else 80),
-            path=path,
-            tls=tls,
-        )
+        url = f"{parts.scheme}://{parts.netloc}{path}"
+        return cls(url, str(parts.hostname), port or (443 if tls else 80), path, tls)
 
 
 class Connection:
@@ -125,7 +120,6 @@ _tls_context = lru_cache(ssl.create_default_context)  # which reads all certific
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Return the status of an answer, and its headers by their names in lower case."""
     first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").rstrip().split("\r\n")
     status = re.match(r"HTTP/1\.[01] (\d{3})", first)
     if status is None:
@@ -151,13 +145,9 @@ async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str], take
 
 
 def _error_message(body: bytes) -> str:
-    """Return the message in the body of an error: OpenAI's `error.message`, or else the body's text."""
-    text = body.decode(errors="replace").strip()
-    try:
-        error: Any = json.loads(text)
-        text = str(error["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        pass  # an error of another server, or of a proxy before it
+    text = body.decode(errors="replace")
+    with suppress(ValueError, LookupError, TypeError):  # an error of another server, or of a proxy before it
+        text = str(json.loads(text)["error"]["message"])
     return " ".join(text.split())[:MAX_MESSAGE] or "no message"
 
 

@@ -130,16 +130,15 @@ def pad_model(
     for layer in padded.model.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
-    for big, small_layer in zip(padded.model.layers, model.model.layers, strict=False):  # further layers add nothing
-        _scale_norm(big.input_layernorm.weight, small_layer.input_layernorm.weight)
-        _scale_norm(big.post_attention_layernorm.weight, small_layer.post_attention_layernorm.weight)
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            _corner(
-                _by_head(getattr(big.self_attn, name).weight, name, shape),
-                _by_head(getattr(small_layer.self_attn, name).weight, name, model.config),
-            )
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            _corner(getattr(big.mlp, name).weight, getattr(small_layer.mlp, name).weight)
+    for big, layer in zip(padded.model.layers, model.model.layers, strict=False):  # further layers add nothing
+        ours = dict(big.named_parameters())
+        for name, weight in layer.named_parameters():
+            if name.startswith("self_attn"):
+                _corner(_by_head(ours[name], name, shape), _by_head(weight, name, model.config))
+            elif name.startswith("mlp"):
+                _corner(ours[name], weight)
+            else:
+                _scale_norm(ours[name], weight)
     return padded
 
 
@@ -246,7 +245,6 @@ def _connect_context(padded: Any, drafter: Any) -> None:
 
 
 def _silence(layer: nn.Linear, first: int) -> None:
-    """Set the outputs of a layer from `first` on to zero."""
     layer.weight[first:] = 0
     if layer.bias is not None:
         layer.bias[first:] = 0
@@ -255,9 +253,8 @@ def _silence(layer: nn.Linear, first: int) -> None:
 def _check_fits(config: Any, shape: PadShape) -> None:
     if config.model_type != "llama":
         raise ArgumentError(f"only a model of type 'llama' can be padded, got {config.model_type!r}")
-    for name in ("attention_bias", "mlp_bias"):
-        if getattr(config, name):
-            raise ArgumentError(f"only a Llama without biases can be padded, but this one has {name}=True")
+    if bias := next((name for name in ("attention_bias", "mlp_bias") if getattr(config, name)), None):
+        raise ArgumentError(f"only a Llama without biases can be padded, but this one has {bias}=True")
     if config.head_dim != shape.head_dim:
         raise ArgumentError(f"head_dim cannot be padded: the model has {config.head_dim}, the shape {shape.head_dim}")
     for name, value in asdict(shape).items():
@@ -285,7 +282,6 @@ def _random_on(module: Any, device: str | torch.device, dtype: torch.dtype, seed
 
 
 def _corner(big: Tensor, small: Tensor) -> None:
-    """Write `small` into the leading corner of `big`, of as many dims."""
     big[tuple(slice(size) for size in small.shape)].copy_(small)
 
 
@@ -297,10 +293,10 @@ def _scale_norm(big: Tensor, small: Tensor) -> None:
 def _by_head(weight: Tensor, name: str, shape: Any) -> Tensor:
     """Split the axis of heads by key-value head, so that a corner keeps each head with the key-value head it reads."""
     groups, head_dim = shape.num_key_value_heads, shape.head_dim
-    if name in ("k_proj", "v_proj"):
+    if "k_proj" in name or "v_proj" in name:
         return weight.unflatten(0, (groups, head_dim))  # [kv, head_dim, D]
     heads = (groups, shape.num_attention_heads // groups, head_dim)
-    return weight.unflatten(int(name == "o_proj"), heads)  # [kv, group, head_dim, D], o_proj [D, kv, group, head_dim]
+    return weight.unflatten(int("o_proj" in name), heads)  # [kv, group, head_dim, D], o_proj [D, kv, group, head_dim]
 
 
 def _connect(

@@ -6,7 +6,7 @@ What comes out is throughput, percentiles of what users wait for, and whether th
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ BUSY_CLIENT = 0.8  # share of processor time from which on the client limits wha
 COLUMNS = [("server", 6), ("at once", 7), ("tok/s", 8), ("steady", 8), ("req/s", 7)]
 COLUMNS += [("first p50", 9), ("p99", 7), ("gap p50", 7), ("p99", 7), ("per token", 9), ("all p50", 8), ("p99", 8)]
 COLUMNS += [("failed", 6), ("tokens in", 9), ("out", 7), ("same texts", 10), ("client", 6)]
+TIMES = ("first_token", "chunk_gap", "request")
 
 
 @dataclass
@@ -36,52 +37,23 @@ class Completion:
     completion_tokens: int = 0
     error: str | None = None  # why the request failed; None where it did not
 
-
-class CompletionStream:
-    """Reads the body of a streamed completion, and notes its chunks with the times at which they come."""
-
-    def __init__(self, completion: Completion):
-        self._completion, self._lines = completion, EventLines()
-        self._texts: list[str] = []
-        self._done = False
-
-    def take(self, piece: bytes) -> None:
-        """Read a piece of the answer's body. Raises `RequestFailedError` where it is no stream of completions."""
-        now = time.perf_counter()
-        for data in self._lines.feed(piece):
-            if data == b"[DONE]":
-                self._done = True
-                continue
-            try:
-                self._note(json.loads(data), now)
-            except (ValueError, AttributeError, LookupError, TypeError) as error:
-                shown = data[:80].decode(errors="replace")
-                raise RequestFailedError(f"an event of the stream is no chunk of a completion: {shown}") from error
-
-    def _note(self, event: Any, now: float) -> None:
-        if event.get("error"):
-            error = event["error"]
-            raise RequestFailedError(f"in the stream: {error.get('message') if isinstance(error, dict) else error}")
-        completion = self._completion
-        if event.get("choices"):
-            completion.chunk_times.append(now)
-            text = event["choices"][0].get("text") or ""
-            if not isinstance(text, str):
-                raise TypeError(text)
-            if text:
-                completion.text_times.append(now)
-                self._texts.append(text)
-        if event.get("usage"):
-            completion.prompt_tokens = int(event["usage"]["prompt_tokens"])
-            completion.completion_tokens = int(event["usage"]["completion_tokens"])
-
-    def finish(self) -> None:
-        """Note the text. Raises `RequestFailedError` if the stream ended early or told no usage."""
-        if not self._done:
-            raise RequestFailedError("the stream ended without [DONE]")
-        if not self._completion.completion_tokens or not self._completion.chunk_times:
-            raise RequestFailedError("the stream told no usage of tokens, which stream_options.include_usage asks for")
-        self._completion.text = "".join(self._texts)
+    def note(self, data: bytes, now: float) -> None:
+        """Note an event of the stream; raise `RequestFailedError` where it is no chunk of a completion."""
+        try:
+            event = json.loads(data)
+            if error := event.get("error"):
+                raise RequestFailedError(f"in the stream: {error.get('message') if isinstance(error, dict) else error}")
+            if event.get("choices"):
+                self.chunk_times.append(now)
+                if text := event["choices"][0].get("text"):
+                    self.text += text  # only a str can be added
+                    self.text_times.append(now)
+            if usage := event.get("usage"):
+                self.prompt_tokens = int(usage["prompt_tokens"])
+                self.completion_tokens = int(usage["completion_tokens"])
+        except (ValueError, AttributeError, LookupError, TypeError) as error:
+            shown = data[:80].decode(errors="replace")
+            raise RequestFailedError(f"an event of the stream is no chunk of a completion: {shown}") from error
 
 
 class LoadError(ReDrafterError):
@@ -181,41 +153,50 @@ async def run_load(server: Server, load: Load, concurrency: int, num_requests: i
         LoadError: Every request before the timed ones failed.
     """
     connections = [Connection(server.address, server.key) for _ in range(concurrency)]
+
+    async def drive(count: int) -> list[Completion]:
+        completions: list[Completion] = []
+        indices = iter(range(count))  # which all slots take from, each as soon as its last request has ended
+
+        async def fill_slot(connection: Connection) -> None:
+            for index in indices:
+                completions.append(await _complete(connection, index, load.body(index, server.model)))
+
+        await asyncio.gather(*map(fill_slot, connections))
+        return completions
+
     try:
-        warm_up = await _drive(connections, server, load, concurrency)
+        warm_up = await drive(concurrency)
         if all(completion.error for completion in warm_up):
             raise LoadError(f"no request was answered; the first: {warm_up[0].error}")
         began, cpu_began = time.perf_counter(), time.process_time()
-        completions = await _drive(connections, server, load, num_requests)
+        completions = await drive(num_requests)
         ended = time.perf_counter()
-        cpu_share = (time.process_time() - cpu_began) / (ended - began)
-        return LoadRun(concurrency, completions, began, ended, cpu_share)
+        return LoadRun(concurrency, completions, began, ended, (time.process_time() - cpu_began) / (ended - began))
     finally:
         for connection in connections:
             connection.close()
 
 
-async def _drive(connections: list[Connection], server: Server, load: Load, num_requests: int) -> list[Completion]:
-    """Send requests over all connections, the next one over each as soon as the last has ended."""
-    completions: list[Completion] = []
-    indices = iter(range(num_requests))  # which all slots take from
-
-    async def fill_slot(connection: Connection, indices: Iterator[int]) -> None:
-        for index in indices:
-            completions.append(await _complete(connection, index, load.body(index, server.model)))
-
-    await asyncio.gather(*(fill_slot(connection, indices) for connection in connections))
-    return completions
-
-
 async def _complete(connection: Connection, index: int, body: bytes) -> Completion:
     """Send one request, and time its stream; a failure is noted, not raised."""
-    completion = Completion(index, time.perf_counter())
-    stream = CompletionStream(completion)
-    request = connection.request("POST", "/v1/completions", body, stream.take)
+    completion, lines, done = Completion(index, time.perf_counter()), EventLines(), False
+
+    def take(piece: bytes) -> None:
+        nonlocal done
+        now = time.perf_counter()
+        for data in lines.feed(piece):
+            if data == b"[DONE]":
+                done = True
+            else:
+                completion.note(data, now)
+
     try:
-        await asyncio.wait_for(request, MAX_REQUEST_SECONDS)
-        stream.finish()
+        await asyncio.wait_for(connection.request("POST", "/v1/completions", body, take), MAX_REQUEST_SECONDS)
+        if not done:
+            raise RequestFailedError("the stream ended without [DONE]")
+        if not completion.completion_tokens or not completion.chunk_times:
+            raise RequestFailedError("the stream told no usage of tokens, which stream_options.include_usage asks for")
         completion.sent = connection.sent_at  # many may begin at once, and each waits for its turn in this process
     except RequestFailedError as error:
         completion.error = str(error)
@@ -243,23 +224,18 @@ def steady_span(completions: Sequence[Completion], concurrency: int) -> tuple[fl
     if len(completions) < concurrency:
         return None
     first = sorted(completions, key=lambda completion: completion.index)[:concurrency]
-    begin = max(completion.chunk_times[0] if completion.chunk_times else completion.ended for completion in first)
-    end = sorted(completion.ended for completion in completions)[len(completions) - concurrency]
+    begin = max([*completion.chunk_times, completion.ended][0] for completion in first)
+    end = sorted(completion.ended for completion in completions)[-concurrency]
     return (begin, end) if begin < end else None
 
 
 def tokens_between(completions: Sequence[Completion], begin: float, end: float) -> float:
     """Return how many tokens came after `begin` and until `end`; a completion's are spread evenly on its chunks."""
-    total = 0.0
-    for completion in completions:
-        times = completion.chunk_times
-        inside = sum(begin < time <= end for time in times)
-        total += completion.completion_tokens * inside / max(len(times), 1)
-    return total
+    shares = (sum(begin < at <= end for at in one.chunk_times) / max(len(one.chunk_times), 1) for one in completions)
+    return sum(one.completion_tokens * share for one, share in zip(completions, shares, strict=True))
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Return the median and the 99th percentile in milliseconds; None of no times."""
     return {f"p{share}": 1e3 * percentile(seconds, share / 100) for share in (50, 99)} if seconds else None
 
 
@@ -269,7 +245,7 @@ def summarize(run: LoadRun, max_new_tokens: int) -> dict[str, Any]:
     Failed requests count under `failed` only. Where all failed, times are None.
     """
     answered, seconds = run.answered, run.ended - run.began
-    errors = [completion.error for completion in run.completions if completion.error is not None]
+    errors = [completion.error for completion in run.completions if completion.error]
     tokens = sum(completion.completion_tokens for completion in answered)
     span = steady_span(run.completions, run.concurrency)
     chunks = sum(len(completion.chunk_times) for completion in answered)
@@ -317,34 +293,23 @@ def run_server_suite(report: Report, servers: Sequence[Server], load: Load, num_
                 summary = summarize(run, load.max_new_tokens)
                 same_texts = {"equal_texts": sum(same), "compared_texts": len(same)}
                 report.add("loads", {"server": number} | summary | same_texts)
-                speeds = ("tokens_per_second", "steady_tokens_per_second", "requests_per_second")
-                table.row(
-                    number,
-                    concurrency,
-                    *(summary[name] for name in speeds),
-                    *_pair(summary["first_token_ms"]),
-                    *_pair(summary["chunk_gap_ms"]),
-                    summary["ms_per_token"],
-                    *_pair(summary["request_ms"]),
-                    *(summary[name] for name in ("failed", "prompt_tokens", "completion_tokens")),
-                    f"{sum(same)}/{len(same)}",
-                    f"{summary['client_cpu_share']:.2f}",
-                )
+                speeds = (summary[f"{name}_per_second"] for name in ("tokens", "steady_tokens", "requests"))
+                times = (summary[f"{name}_ms"] or dict.fromkeys(("p50", "p99")) for name in TIMES)
+                first, gap, whole = (pair.values() for pair in times)
+                counts = (summary[name] for name in ("failed", "prompt_tokens", "completion_tokens"))
+                busy, equal = summary["client_cpu_share"], f"{sum(same)}/{len(same)}"
+                waits = (*first, *gap, summary["ms_per_token"], *whole)
+                table(number, concurrency, *speeds, *waits, *counts, equal, f"{busy:.2f}")
                 # What the reader of a row must know beside it; failed requests are also an error of the report.
                 if summary["failed"]:
                     failed = f"{summary['failed']} of {summary['requests']} requests failed"
                     message = f"{failed}; the first: {summary['first_error']}"
                     report.line(f"  {message}")
-                    report.add_error(name, message)
+                    report.add("errors", {"section": name, "error": message})
                 if summary["short_texts"]:
                     report.line(
                         f"  {summary['short_texts']} texts have fewer than {load.max_new_tokens} tokens: the server's "
                         "context ends there, or it takes no ignore_eos"
                     )
-                if summary["client_cpu_share"] > BUSY_CLIENT:
-                    busy = f"{summary['client_cpu_share']:.0%}"
-                    report.line(f"  the client limits this: it was busy for {busy} of the time")
-
-
-def _pair(times: dict[str, float] | None) -> Iterable[float | None]:
-    return (None, None) if times is None else times.values()
+                if busy > BUSY_CLIENT:
+                    report.line(f"  the client limits this: it was busy for {busy:.0%} of the time")

@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from operator import eq
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from redrafter.errors import first_line
 from redrafter.measure.differences import find_differences
 from redrafter.measure.floors import resident_bytes
-from redrafter.measure.run import Arrival, Prompts, Repeats, Run, Stopwatch, Workload, padded, run_in_turn
+from redrafter.measure.run import Arrival, Prompts, Repeats, Run, Workload, run_in_turn, transformers_run
 
 MAX_RIVAL_PROMPTS = 4  # prompts that rivals continue, one at a time
 LOOKUP_TOKENS = 10  # drafts per step of Hugging Face's prompt lookup
@@ -94,7 +93,8 @@ def peak_memory(work: Workload) -> dict[str, int] | None:
     """
     if work.device.type != "cuda":
         return None
-    weights, pools = resident_bytes(work.engine.model, work.engine.drafter), work.engine.kv_pool_bytes
+    weights, graphs = resident_bytes(work.engine.model, work.engine.drafter), work.engine.graphs
+    pools = 0 if graphs is None else sum(pool.nbytes for pool in graphs.store.pools)
     beyond, reserved = torch.cuda.max_memory_allocated(work.device), torch.cuda.max_memory_reserved(work.device)
     known = weights + pools
     return {"weights": weights, "pools": pools, "beyond": beyond - known, "reserved": reserved - known}
@@ -144,20 +144,26 @@ def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) 
     """
     prompts = [work.prompts[i % len(work.prompts)] for i in range(min(MAX_RIVAL_PROMPTS, work.num_prompts))]
     work.run(prompts[:1], True)
-    ours = [work.run([prompt], True) for prompt in prompts]
+    speed = Repeats([[work.run([prompt], True) for prompt in prompts]]).tokens_per_second[0]
     plain = [work.run([prompt], False).tokens[0] for prompt in prompts]
-    speed = sum(run.count for run in ours) / sum(run.seconds for run in ours)
     for name in names:
         rival: dict[str, Any] = {"name": name, "what": name, "prompts": len(prompts)}
         rival |= dict.fromkeys(("tokens_per_second", "speedup", "first_request_s", "same_texts", "error"))
         try:
             rival["what"], arguments = _rival_arguments(work, name, assistant)
-            texts, seconds = zip(*_run_rival(work, prompts, name == "static", arguments), strict=True)
-            theirs = len(prompts) * work.max_new_tokens / sum(seconds[1:])
+            # A static cache is compiled for its length: with prompts padded to one length, it is compiled once.
+            arguments["pad"] = (max(map(len, prompts)) if name == "static" else 0, work.pad_token)
+            arguments |= work.arguments()
+            first, *rest = (
+                transformers_run(work.engine.model, prompt, work.seed, **arguments) for prompt in (prompts[0], *prompts)
+            )
+            if wrong := next((run.count for run in rest if run.count != work.max_new_tokens), None):
+                raise RuntimeError(f"it wrote {wrong} tokens, not {work.max_new_tokens}")
+            theirs = Repeats([rest]).tokens_per_second[0]
             rival |= {"tokens_per_second": theirs, "speedup": speed / theirs}  # ours over theirs
-            rival["first_request_s"] = seconds[0]  # which compiles
+            rival["first_request_s"] = first.seconds  # which compiles
             if not work.temperature:  # that plain decoding wrote too; a sampling rival draws other noise
-                rival["same_texts"] = sum(map(eq, texts[1:], plain))
+                rival["same_texts"] = sum(run.tokens[0] == text for run, text in zip(rest, plain, strict=True))
         except Exception as error:
             rival["error"] = f"{type(error).__name__}: {first_line(error)}"
         yield rival
@@ -181,21 +187,3 @@ def _rival_arguments(work: Workload, name: str, assistant: str | None) -> tuple[
     model = model.to(work.device).eval()
     model.generation_config.eos_token_id = None
     return f"assisted generation, {assistant}", {"assistant_model": model}
-
-
-def _run_rival(
-    work: Workload, prompts: Prompts, static: bool, arguments: dict[str, Any]
-) -> Iterator[tuple[list[int], float]]:
-    """Yield text and seconds of each prompt alone, after a first call that is timed apart because it compiles."""
-    ids, mask = padded(prompts, work.pad_token)
-    for index in (0, *range(len(prompts))):
-        # A static cache is compiled for its length: with prompts padded to one length, it is compiled once.
-        begin = 0 if static else int(mask.shape[1] - mask[index].sum())
-        prompt_ids, prompt_mask = (x[index : index + 1, begin:].to(work.device) for x in (ids, mask))
-        torch.manual_seed(work.seed)
-        with Stopwatch(work.device) as watch:
-            out = work.engine.model.generate(prompt_ids, attention_mask=prompt_mask, **work.arguments(), **arguments)
-        text = out[0, prompt_ids.shape[1] :].tolist()
-        if len(text) != work.max_new_tokens:
-            raise RuntimeError(f"it wrote {len(text)} tokens, not {work.max_new_tokens}")
-        yield text, watch.seconds

@@ -6,14 +6,13 @@ A batch is held at one position in the middle of its texts, so that the same ste
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import Proposer, SearchProposer
-from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.call import Call
 from redrafter.engine.engine import Engine
 from redrafter.engine.request import Request
@@ -21,7 +20,6 @@ from redrafter.errors import CacheFullError, first_line
 from redrafter.measure.floors import Bandwidth, forward_bytes, slot_bytes
 from redrafter.measure.run import Prompts, Workload, median_ms
 from redrafter.model.forward_batch import ForwardBatch
-from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.captured_step import capture
 from redrafter.scheduler.running_batch import RunningBatch
@@ -29,31 +27,32 @@ from redrafter.scheduler.scheduler import Scheduler
 from redrafter.tree.token_tree import Tree
 
 ALLOCATION_STEPS = 20  # steps that allocations are counted over
+SHARING_ROWS = 16  # rows that share the `shared_nodes` of a proposer, and from which on sharing nodes is tried
 
 
-@dataclass(frozen=True)
 class OneProposer:
-    """The models of an engine with one proposer for any number of rows, as a scheduler takes them."""
+    """The models of an engine with one proposer, made for the rows that there are, as a scheduler takes them."""
 
-    target: Target
-    draft_model: Target | None
-    plain: Proposer
-    proposer: Proposer
-    rejection_sampling: bool = False
-    draft_vocabulary: VocabularyMap | None = None
-
-    @classmethod
-    def of(cls, engine: Engine, proposer: Proposer) -> "OneProposer":
-        """Return the models of an engine with this proposer alone."""
-        vocabulary = None if proposer.model is None else engine.draft_vocabulary
-        return cls(engine.target, proposer.model, engine.plain, proposer, engine.rejection_sampling, vocabulary)
+    def __init__(self, engine: Engine, proposer: Proposer):
+        self.target, self.plain, self.proposer, self.draft_model = engine.target, engine.plain, proposer, proposer.model
+        self.draft_vocabulary = None if proposer.model is None else engine.draft_vocabulary
+        self.rejection_sampling = engine.rejection_sampling
+        # By rows; the same object each time, as captured steps are kept by it.
+        self._made: dict[int, Proposer] = {}
 
     def proposer_for(self, rows: int) -> Proposer:
-        """Return the proposer."""
-        return self.proposer
+        """Return the proposer for a batch of `rows` rows."""
+        return self._made.setdefault(rows, at_size(self.proposer, rows))
 
     def draft_step_cost(self, rows: int) -> None:
         """Return None: every step drafts."""
+
+
+def at_size(proposer: Proposer, rows: int) -> Proposer:
+    """Return a proposer for a batch of `rows` rows: where these share nodes, as many for each as in other batches."""
+    if not isinstance(proposer, SearchProposer) or proposer.shared_nodes is None:
+        return proposer
+    return replace(proposer, shared_nodes=proposer.shared_nodes * rows // SHARING_ROWS)
 
 
 class StandingBatch:
@@ -112,21 +111,20 @@ class StandingBatch:
             waited = first_line(error)
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-        before = self._allocations()
-        for _ in range(ALLOCATION_STEPS):
-            self.restore()
-            self.captured.replay().read()
-        found = self._allocations() - before
-        return {"no_wait": waited is None, "waited": waited, "allocations": found, "steps": ALLOCATION_STEPS}
-
-    def _allocations(self) -> int:
-        return torch.cuda.memory_stats(self.device)["allocation.all.allocated"]
+        counts = []
+        for steps in (0, ALLOCATION_STEPS):
+            for _ in range(steps):
+                self.restore()
+                self.captured.replay().read()
+            counts.append(torch.cuda.memory_stats(self.device)["allocation.all.allocated"])
+        allocations = counts[1] - counts[0]
+        return {"no_wait": waited is None, "waited": waited, "allocations": allocations, "steps": ALLOCATION_STEPS}
 
 
 @contextmanager
 def opened(engine: Engine, request: Request, proposer: Proposer) -> Iterator[tuple[Scheduler, Call]]:
     """Prefill all rows of a request in a scheduler of their own, whose steps the caller takes with one proposer."""
-    with engine.scheduler_for(request, models=OneProposer.of(engine, proposer)) as scheduler:
+    with engine.scheduler_for(request, models=OneProposer(engine, proposer)) as scheduler:
         call = Call(request)
         scheduler.overlap = False
         with call.queued(scheduler):
@@ -137,12 +135,17 @@ def opened(engine: Engine, request: Request, proposer: Proposer) -> Iterator[tup
 
 
 @contextmanager
-def open_standing_batch(work: Workload, texts: Prompts, proposer: Proposer, *, advance: int) -> Iterator[StandingBatch]:
+def open_standing_batch(
+    work: Workload, proposer: Proposer, rows: int, *, context: int | None = None
+) -> Iterator[StandingBatch]:
     """Open a batch that stands still, and close it when the context is left. For use in inference mode.
 
-    Rows begin with `texts`, and stand still once some row has `advance` new tokens; 0 for none beyond the prefill's.
+    Rows stand still after `context` tokens; if None, once some row has written half of what it is to write after a
+    prompt of the workload.
     """
     work.engine.forget_prefixes()
+    texts = work.batches(rows)[0] if context is None else long_texts(work.prompts, rows, context)
+    advance = work.max_new_tokens // 2 if context is None else 0
     with opened(work.engine, make_request(work, texts, work.max_new_tokens + proposer.depth + 1), proposer) as found:
         scheduler, call = found
         while max(len(row.text) for row in call.rows) < advance:
@@ -189,7 +192,7 @@ def measure_parts(
     What is returned is an entry of the document's `parts`. A floor is bytes over copy bandwidth.
     """
     proposer, target = work.proposer(rows, speculate), work.engine.target
-    with _open(work, rows, asked, proposer) as batch:
+    with open_standing_batch(work, proposer, rows, context=asked) as batch:
         step = batch.step_ms()
         propose = batch.propose(proposer)
         tree = propose()
@@ -224,16 +227,10 @@ def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Draft
     proposer = work.proposer(rows, speculate=True)
     if not isinstance(proposer, SearchProposer):
         return None
-    with _open(work, rows, None, proposer) as batch:
+    with open_standing_batch(work, proposer, rows) as batch:
         ms = batch.part_ms(batch.propose(replace(proposer, drafter=drafter)))
     ids, floor = drafter.lm_head.out_features, bandwidth.ms(drafter.draft_bytes(proposer.depth))
     return {"batch_size": rows, "ids": ids, "draft_ms": ms, "floor_ms": floor}
-
-
-def _open(work: Workload, rows: int, asked: int | None, proposer: Any) -> Any:
-    if asked is None:
-        return open_standing_batch(work, work.batches(rows)[0], proposer, advance=work.max_new_tokens // 2)
-    return open_standing_batch(work, long_texts(work.prompts, rows, asked), proposer, advance=0)
 
 
 def random_drafter(drafter: Drafter, ids: int) -> Drafter:

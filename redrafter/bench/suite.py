@@ -35,9 +35,23 @@ def run_suite(report: Report, work: Workload, options: BenchOptions) -> None:
         _steady_states(report, work, options, options.waves)
     if bandwidth is not None:
         _parts(report, work, options, bandwidth, speedups)
-        _heads(report, work, options, bandwidth)
+        table = report.table("drafting with a random head of so many ids, in ms", HEADS_COLUMNS)
+        for ids in options.draft_vocab_sizes:
+            with report.section(f"a draft vocabulary of {ids}"):
+                drafter = random_drafter(work.engine.drafter, ids)
+                for rows in options.batch_sizes:
+                    if head := measure_head(work, bandwidth, rows, drafter):
+                        report.add("heads", head)
+                        table(rows, ids, *_over(head["draft_ms"], head["floor_ms"]))
     if options.against:
-        _rivals(report, work, options)
+        table = report.table("Hugging Face's generate at batch 1, on the first prompts", RIVALS_COLUMNS)
+        with report.section("rivals"):
+            for rival in measure_rivals(work, options.against, options.assistant_model):
+                report.add("rivals", rival)
+                same = None if rival["same_texts"] is None else f"{rival['same_texts']} of {rival['prompts']}"
+                table(rival["name"], rival["tokens_per_second"], rival["speedup"], same, rival["first_request_s"])
+                report.line(f"  {rival['what']}" + (f"; failed: {rival['error']}" if rival["error"] else ""))
+                report.progress(f"rival {rival['name']} done")
     if options.plots is not None:
         with report.section("plots"):
             report.document["plots"] = [str(path) for path in draw(report.document, Path(options.plots))]
@@ -52,7 +66,7 @@ def _speedups(report: Report, work: Workload, options: BenchOptions) -> dict[int
             result = speedups[rows] = measure_speedup(work, rows, options.repeats)
             report.add("batches", result)
             plain, fast, equality = result["plain"], result["speculative"], result["equality"]
-            table.row(
+            table(
                 rows,
                 plain["tokens_per_second"],
                 fast["tokens_per_second"],
@@ -63,31 +77,27 @@ def _speedups(report: Report, work: Workload, options: BenchOptions) -> dict[int
                 "yes" if equality["equal"] else f"no, {equality['divergent']}/{equality['rows']}",
             )
     for rows, result in speedups.items():
-        _details(report, rows, result)
-    return speedups
-
-
-def _details(report: Report, rows: int, result: dict[str, Any]) -> None:
-    depths = " ".join(f"{share:.2f}" for share in result["accepted_by_depth"]) or "speculation is off"
-    plain_s, fast_s = (result[way]["first_request_s"] for way in ("plain", "speculative"))
-    report.line(
-        f"batch {rows}: share of steps that accept 1, 2, ... drafts: {depths}; first request {plain_s:.2f} s plain, "
-        f"{fast_s:.2f} s speculative"
-    )
-    first = result["equality"]["first"]
-    if first is not None:
-        kind = "a near-tie" if first["near_tie"] else "OTHER TOKENS, which rounding does not explain,"
-        line = f"  {kind} at new token {first['token']} of prompt {first['prompt']}"
-        if first["margin"] is not None:
-            largest, which = result["equality"]["largest_margin"], "" if first["top_two"] else "not "
-            line += f"; the best logit leads by {first['margin']:.3g} ({which}these two; most of any: {largest:.3g})"
-        report.line(line)
-    if result["memory"] is not None:
-        gib = {name: size / 2**30 for name, size in result["memory"].items()}
+        depths = " ".join(f"{share:.2f}" for share in result["accepted_by_depth"]) or "speculation is off"
+        plain_s, fast_s = (result[way]["first_request_s"] for way in ("plain", "speculative"))
         report.line(
-            "  peak memory: {weights:.2f} GiB weights, {pools:.2f} GiB pools of keys and values, {beyond:.3f} GiB "
-            "beyond them ({reserved:.3f} GiB reserved)".format(**gib)
+            f"batch {rows}: share of steps that accept 1, 2, ... drafts: {depths}; first request {plain_s:.2f} s "
+            f"plain, {fast_s:.2f} s speculative"
         )
+        first, largest = result["equality"]["first"], result["equality"]["largest_margin"]
+        if first is not None:
+            kind = "a near-tie" if first["near_tie"] else "OTHER TOKENS, which rounding does not explain,"
+            lead = ""
+            if first["margin"] is not None:
+                which = "these two" if first["top_two"] else "not these two"
+                lead = f"; the best logit leads by {first['margin']:.3g} ({which}; most of any: {largest:.3g})"
+            report.line(f"  {kind} at new token {first['token']} of prompt {first['prompt']}{lead}")
+        if result["memory"] is not None:
+            gib = {name: size / 2**30 for name, size in result["memory"].items()}
+            report.line(
+                "  peak memory: {weights:.2f} GiB weights, {pools:.2f} GiB pools of keys and values, {beyond:.3f} GiB "
+                "beyond them ({reserved:.3f} GiB reserved)".format(**gib)
+            )
+    return speedups
 
 
 def _steady_states(report: Report, work: Workload, options: BenchOptions, waves: int) -> None:
@@ -99,7 +109,7 @@ def _steady_states(report: Report, work: Workload, options: BenchOptions, waves:
             plain, fast = result["plain"], result["speculative"]
             speeds = (way[f"{name}tokens_per_second"] for way in (plain, fast) for name in ("", "steady_"))
             ratio = fast["tokens_per_second"] / plain["tokens_per_second"]
-            table.row(rows, result["prompts"], *speeds, ratio, fast["tokens_per_step"])
+            table(rows, result["prompts"], *speeds, ratio, fast["tokens_per_step"])
     report.line("steady: from when all rows have begun until the last text begins")
 
 
@@ -118,10 +128,11 @@ def _parts(
                     if asked is None and rows in speedups:
                         parts["host_gap_ms"] = speedups[rows][way]["step_wall_ms"] - parts["step_ms"]
                     report.add("parts", parts)
-                    pairs = ((parts[f"{part}_ms"], parts[f"{part}_floor_ms"]) for part in ("draft", "verify"))
-                    times = (each for ms, floor in pairs for each in (ms, floor, _over(ms, floor)))
+                    draft, verify = (
+                        _over(parts[f"{part}_ms"], parts[f"{part}_floor_ms"]) for part in ("draft", "verify")
+                    )
                     context = f"{parts['context']}{'*' if parts['beyond'] else ''}"
-                    table.row(rows, context, way, parts["step_ms"], *times, parts["rest_ms"], parts["host_gap_ms"])
+                    table(rows, context, way, parts["step_ms"], *draft, *verify, parts["rest_ms"], parts["host_gap_ms"])
                     measured.append(parts)
     if any(parts["beyond"] for parts in measured):
         report.line("* beyond the model's context: only times mean anything")
@@ -129,8 +140,7 @@ def _parts(
         report.line(
             "contexts are the prompts' texts one after the other, over and over, each row from another token on"
         )
-    checks = [parts["checks"] for parts in measured if parts["checks"] is not None]
-    if checks:
+    if checks := [parts["checks"] for parts in measured if parts["checks"] is not None]:
         waits = sorted({check["waited"] for check in checks if check["waited"] is not None})
         allocations, steps = (sum(check[name] for check in checks) for name in ("allocations", "steps"))
         report.line(
@@ -139,29 +149,5 @@ def _parts(
         )
 
 
-def _heads(report: Report, work: Workload, options: BenchOptions, bandwidth: Bandwidth) -> None:
-    table = report.table("drafting with a random head of so many ids, in ms", HEADS_COLUMNS)
-    for ids in options.draft_vocab_sizes:
-        with report.section(f"a draft vocabulary of {ids}"):
-            drafter = random_drafter(work.engine.drafter, ids)
-            for rows in options.batch_sizes:
-                head = measure_head(work, bandwidth, rows, drafter)
-                if head is not None:
-                    report.add("heads", head)
-                    ms, floor = head["draft_ms"], head["floor_ms"]
-                    table.row(rows, ids, ms, floor, _over(ms, floor))
-
-
-def _rivals(report: Report, work: Workload, options: BenchOptions) -> None:
-    table = report.table("Hugging Face's generate at batch 1, on the first prompts", RIVALS_COLUMNS)
-    with report.section("rivals"):
-        for rival in measure_rivals(work, options.against, options.assistant_model):
-            report.add("rivals", rival)
-            same = None if rival["same_texts"] is None else f"{rival['same_texts']} of {rival['prompts']}"
-            table.row(rival["name"], rival["tokens_per_second"], rival["speedup"], same, rival["first_request_s"])
-            report.line(f"  {rival['what']}" + (f"; failed: {rival['error']}" if rival["error"] else ""))
-            report.progress(f"rival {rival['name']} done")
-
-
-def _over(ms: float | None, floor: float | None) -> float | None:
-    return None if ms is None or not floor else ms / floor
+def _over(ms: float | None, floor: float | None) -> tuple[float | None, float | None, float | None]:
+    return ms, floor, None if ms is None or not floor else ms / floor

@@ -9,13 +9,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 
-from redrafter.bench.standing_batch import OneProposer, make_request, opened
+from redrafter.bench.standing_batch import SHARING_ROWS, OneProposer, at_size, make_request, opened
 from redrafter.checkpoints.merged import TreeShape
+from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.engine.call import Call, GenerateOutput
 from redrafter.engine.request import Request
@@ -26,7 +28,6 @@ LENGTHS = (3, 5)  # draft lengths per beam that are tried
 DEEPER_LENGTHS = (7, 10)  # tried one after the other, while a tree of the longest length so far is the fastest
 NODE_BUDGETS = (4, 8, 16)  # tried beside all nodes of the lattice
 SHARED_NODES_PER_ROW = (2, 4, 8)  # of trees whose rows share nodes, on average
-SHARING_ROWS = 16  # rows from which on sharing nodes is tried; with fewer, each has nodes enough for what is likely
 MIN_RATIO = 1.03  # times plain decoding's speed, for a tree to be chosen; less is noise
 MAX_BATCH_NODES = 1024  # nodes of a batch in one forward; past it any GPU is bound by arithmetic
 WARM_UP_STEPS, TIMED_STEPS = 2, 10
@@ -80,10 +81,10 @@ class Tuner:
         """Measure trees in their order, then those of `deeper` lengths from short to long while they pay."""
         patch: Any = nullcontext()
         if self.work.device.type == "cuda":
-            import torch._dynamo.config as dynamo_config
+            from torch._dynamo import config  # takes seconds to import
 
             # Past its eight shapes torch.compile would compile no more, and steps would be timed uncompiled.
-            patch = dynamo_config.patch(recompile_limit=256, accumulated_recompile_limit=4096)
+            patch = config.patch(recompile_limit=256, accumulated_recompile_limit=4096)
         with patch:
             self._run(trees, deeper_lengths)
 
@@ -98,13 +99,14 @@ class Tuner:
         if not self.sizes:
             raise ArgumentError("not even the smallest batch fits into memory: give shorter --prompts")
         self._forget()
-        for index, tree in enumerate(self._with_deeper(trees, deeper_lengths)):
-            place = f"{index + 1}/{len(trees)}" if index < len(trees) else "deeper"
-            nodes = f"{nodes_per_row(shape_of(tree), SHARING_ROWS)} nodes"
-            nodes += "" if tree.shared_nodes is None else " a row, shared"
+        longer = (tree for length in deeper_lengths for tree in deeper(trees[0], self.timings, length))
+        for index, tree in enumerate(chain(trees, longer)):
             if index and self._late():
                 self.open_sizes |= {size for size in self.sizes if _fits(tree, size)}
                 continue
+            place = f"{index + 1}/{len(trees)}" if index < len(trees) else "deeper"
+            shared = "" if tree.shared_nodes is None else " a row, shared"
+            nodes = f"{nodes_per_row(shape_of(tree), SHARING_ROWS)} nodes{shared}"
             tokens_per_step = self.tokens_per_step(tree)
             timed = self._timed(tree, tokens_per_step, self._sizes_of(tree), first=not index)
             times = ", ".join(f"{timing.step_ms:.2f} at {timing.batch}" for timing in timed)
@@ -115,12 +117,6 @@ class Tuner:
             self._forget()
         if self.open_sizes:
             self.report(f"{self.seconds:g} seconds are over; not all was measured (--seconds gives more)")
-
-    def _with_deeper(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int]) -> Iterator[SearchProposer]:
-        """Yield `trees`, and those of each deeper length once all before them are measured."""
-        yield from trees
-        for length in deeper_lengths:
-            yield from deeper(trees[0], self.timings, length)
 
     def _sizes_of(self, tree: SearchProposer) -> Iterator[int]:
         """Yield batch sizes to time a tree at, from small to large, until a smaller tree is far ahead."""
@@ -149,31 +145,29 @@ class Tuner:
             self.timings.append(timed[-1])
         return timed
 
+    @torch.inference_mode()
     def tokens_per_step(self, proposer: Proposer) -> float:
         """Return tokens per step over texts of `max_new_tokens` after each prompt, in batches that fit into memory."""
-        while True:
+        emitted = steps = 0
+        ends = frozenset(end_tokens(self.engine.model))
+        prompts = self.work.prompts[:MAX_WRITING_PROMPTS]
+        models = OneProposer(self.engine, proposer)
+        for start in range(0, len(prompts), self._rows):
+            request = self.request(prompts[start : start + self._rows], self.work.max_new_tokens, ends)
             try:
-                return self._count_tokens_per_step(proposer)
+                with self.engine.scheduler_for(request, models=models) as scheduler:
+                    out = Call(request).decode(scheduler)
             except NO_MEMORY:
                 if self._rows == 1:
                     raise
-            self._rows //= 2
-
-    @torch.inference_mode()
-    def _count_tokens_per_step(self, proposer: Proposer) -> float:
-        emitted = steps = 0
-        eos = self.engine.model.generation_config.eos_token_id
-        ends = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
-        prompts = self.work.prompts[:MAX_WRITING_PROMPTS]
-        models = _SizedProposer.of(self.engine, proposer)
-        for start in range(0, len(prompts), self._rows):
-            request = self.request(prompts[start : start + self._rows], self.work.max_new_tokens, ends)
-            with self.engine.scheduler_for(request, models=models) as scheduler:
-                out = Call(request).decode(scheduler)
+                break
             assert isinstance(out, GenerateOutput)
             assert out.stats is not None
             emitted, steps = emitted + out.stats.emitted, steps + out.stats.steps
-        return emitted / steps if steps else 1.0
+        else:
+            return emitted / steps if steps else 1.0
+        self._rows //= 2  # outside of the handler, whose error would keep what was allocated
+        return self.tokens_per_step(proposer)
 
     @torch.inference_mode()
     def step_ms(self, proposer: Proposer, size: int) -> float:
@@ -208,26 +202,12 @@ class Tuner:
         return time.monotonic() > self._deadline
 
     def _forget(self) -> None:
-        """Free the captured steps of a tree that is done with, and their memory."""
         self.engine.drop_graphs()
         if self.work.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-@dataclass(frozen=True)
-class _SizedProposer(OneProposer):
-    """The models of an engine with one proposer, made for the rows that there are."""
-
-    # What it was made into, by rows; the same object each time, as captured steps are kept by it.
-    made: dict[int, Proposer] = field(default_factory=dict)
-
-    def proposer_for(self, rows: int) -> Proposer:
-        """Return the proposer for a batch of `rows` rows."""
-        return self.made.setdefault(rows, at_size(self.proposer, rows))
-
-
 def _fits(tree: SearchProposer, size: int) -> bool:
-    """Tell whether a tree is to be timed at a batch size."""
     nodes = size * nodes_per_row(shape_of(tree), SHARING_ROWS)
     return nodes <= MAX_BATCH_NODES and (tree.shared_nodes is None or size >= SHARING_ROWS)
 
@@ -241,12 +221,8 @@ def _left_behind(timing: Timing, other: Timing) -> bool:
 
 def _extents(timing: Timing) -> tuple[int, int, int]:
     """Return beams, draft length and nodes of a row's tree, with which the work of a step grows."""
-    shape = timing.shape
-    if shape is None:
-        return 0, 0, 1
-    assert shape.num_beams
-    assert shape.draft_len_per_beam
-    return shape.num_beams, shape.draft_len_per_beam, nodes_per_row(shape, timing.batch)
+    shape = timing.shape or TreeShape()
+    return shape.num_beams or 0, shape.draft_len_per_beam or 0, nodes_per_row(timing.shape, timing.batch)
 
 
 def candidates(
@@ -283,26 +259,17 @@ def deeper(own: SearchProposer, timings: Sequence[Timing], length: int) -> list[
     They are as wide as the trees that are the fastest at a batch size and as deep as any; where none of the deepest is,
     still deeper ones are not worth the time. Each has as many nodes as that tree, or all of its lattice.
     """
-    measured = [timing.shape for timing in timings if timing.shape is not None]
-    deepest = max((shape.draft_len_per_beam or 0 for shape in measured), default=0)
+    deepest = max(_extents(timing)[1] for timing in timings)
     sizes = set[tuple[int, int]]()
     for shape in choose(timings, set()).values():
         if shape is not None and shape.draft_len_per_beam == deepest and shape.shared_nodes is None:
-            assert shape.num_beams
-            assert shape.node_budget
-            sizes |= {(nodes, shape.num_beams) for nodes in (shape.node_budget, 1 + shape.num_beams * length)}
+            beams = shape.num_beams or 0
+            sizes |= {(nodes_per_row(shape, 1), beams), (1 + beams * length, beams)}
     return [
         replace(own, beams=beams, depth=length, nodes=nodes, shared_nodes=None)
         for nodes, beams in sorted(sizes)
         if nodes > length  # fewer nodes reach no draft at that depth
     ]
-
-
-def at_size(proposer: Proposer, rows: int) -> Proposer:
-    """Return a proposer for a batch of `rows` rows: where these share nodes, as many for each as in other batches."""
-    if not isinstance(proposer, SearchProposer) or proposer.shared_nodes is None:
-        return proposer
-    return replace(proposer, shared_nodes=proposer.shared_nodes * rows // SHARING_ROWS)
 
 
 def shape_of(proposer: Proposer) -> TreeShape | None:
@@ -324,8 +291,7 @@ def nodes_per_row(shape: TreeShape | None, batch: int) -> int:
     """Return how many nodes a step verifies for each row of a batch, on average."""
     if shape is None:
         return 1
-    assert shape.node_budget
-    return shape.node_budget if shape.shared_nodes is None else shape.shared_nodes // batch
+    return (shape.node_budget or 1) if shape.shared_nodes is None else shape.shared_nodes // batch
 
 
 def choose(timings: Sequence[Timing], open_sizes: set[int]) -> dict[int, TreeShape | None]:
@@ -343,19 +309,16 @@ def choose(timings: Sequence[Timing], open_sizes: set[int]) -> dict[int, TreeSha
     return shapes
 
 
-def step_costs(timings: Sequence[Timing], shapes: dict[int, TreeShape | None]) -> dict[int, float]:
-    """Return the time of a step with each tree that was chosen, in steps of plain decoding, by batch size."""
-    return {row["batch"]: row["step_cost"] for row in table(timings, shapes) if row["shape"] is not None}
-
-
 def table(timings: Sequence[Timing], shapes: dict[int, TreeShape | None]) -> list[dict[str, Any]]:
-    """Return a row per batch size: the timing of the tree chosen, plain decoding's speed, and both ratios to plain."""
+    """Return a row per batch size: the timing of the tree chosen, plain decoding's speed, and both ratios to plain.
+
+    `step_cost` is the time of a step in steps of plain decoding.
+    """
     by_key = {(timing.batch, timing.shape): timing for timing in timings}
     rows = []
     for batch, shape in sorted(shapes.items()):
         chosen, plain = by_key[batch, shape], by_key[batch, None]
-        speed, plain_speed = chosen.tokens_per_second, plain.tokens_per_second
-        cost = chosen.step_ms / plain.step_ms
-        ratios = {"plain_tokens_per_second": plain_speed, "ratio": speed / plain_speed, "step_cost": cost}
-        rows.append(chosen.to_dict() | ratios)
+        row = chosen.to_dict() | {"plain_tokens_per_second": plain.tokens_per_second}
+        row["ratio"] = chosen.tokens_per_second / plain.tokens_per_second
+        rows.append(row | {"step_cost": chosen.step_ms / plain.step_ms})
     return rows

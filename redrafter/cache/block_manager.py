@@ -73,9 +73,7 @@ class _Node:
 
 
 class _Root(_Node):
-    """The root of one salt's trie, without a block of its own; every text stored under the salt hangs below it."""
-
-    def __init__(self, salt: Hashable):
+    def __init__(self, salt: Hashable):  # has no block; every text stored under the salt hangs below it
         super().__init__(0, None, ())
         self.salt = salt
 
@@ -291,22 +289,17 @@ class BlockManager:
         """Return the longest chain of full blocks, stored under `salt`, that `tokens` begin with."""
         chain: list[_Node] = []
         node: _Node | None = self._roots.get(salt)
-        if node is None:
-            return chain
         for start in range(0, len(tokens), BLOCK_SIZE):  # the tokens of a last block that is not full match no child
-            child = node.children.get(tuple(tokens[start : start + BLOCK_SIZE]))
-            if child is None:
+            node = node and node.children.get(tuple(tokens[start : start + BLOCK_SIZE]))
+            if node is None:
                 break
-            chain.append(child)
-            node = child
+            chain.append(node)
         return chain
 
     def _take_free_block(self) -> int:
-        """Return a block that no row holds; one that stores no text, if there is one."""
-        return self._empty.popleft() if self._empty else self._evict()
-
-    def _evict(self) -> int:
-        """Return the least recently used idle block; its text goes on on the host, or is forgotten."""
+        """Return a block that no row holds: one without a text, or the one that was used least recently."""
+        if self._empty:
+            return self._empty.popleft()
         block, _ = self._idle.popitem(last=False)
         node = self._nodes.pop(block)
         node.block = 0

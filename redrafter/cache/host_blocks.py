@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -60,8 +61,6 @@ class HostBlocks:
         Raises:
             ArgumentError: There is no room for a block, or less memory than that is free.
         """
-        import psutil
-
         free = psutil.virtual_memory().available
         on_device = sum(pool.nbytes for stores in groups for store in stores for pool in store.pools)
         if num_bytes > free:
@@ -86,32 +85,22 @@ class HostBlocks:
             pairs, size = list(sources.items()), len(self._staging[0])
             for start in range(0, len(pairs), size):
                 targets, read = zip(*pairs[start : start + size], strict=True)
+                blocks, host_blocks = (read, targets) if to_host else (targets, read)
+                index = to_device(blocks, self._device, torch.long)
                 if to_host:
-                    self._copy_to_host(read, targets)
-                else:
-                    self._copy_to_device(read, targets)
-
-    def _copy_to_host(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
-        """Copy as many blocks of the device as the staging buffers have room for to the host."""
-        index = to_device(blocks, self._device, torch.long)
-        self._wait_for_copies()
-        for pool, staging in zip(self._pools, self._staging, strict=True):
-            torch.index_select(pool, 0, index, out=staging[: len(blocks)])
-        with self._beside_computing():
-            for memory, staging in zip(self._memory, self._staging, strict=True):
-                for first, host_block, count in _runs(host_blocks):
-                    memory[host_block : host_block + count].copy_(staging[first : first + count], non_blocking=True)
-
-    def _copy_to_device(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy as many blocks of the host as the staging buffers have room for to the device."""
-        index = to_device(blocks, self._device, torch.long)
-        with self._beside_computing():
-            for memory, staging in zip(self._memory, self._staging, strict=True):
-                for first, host_block, count in _runs(host_blocks):
-                    staging[first : first + count].copy_(memory[host_block : host_block + count], non_blocking=True)
-        self._wait_for_copies()
-        for pool, staging in zip(self._pools, self._staging, strict=True):
-            pool.index_copy_(0, index, staging[: len(blocks)])
+                    self._wait_for_copies()
+                    for pool, staging in zip(self._pools, self._staging, strict=True):
+                        torch.index_select(pool, 0, index, out=staging[: len(blocks)])
+                with self._beside_computing():
+                    for memory, staging in zip(self._memory, self._staging, strict=True):
+                        for first, host_block, count in _runs(host_blocks):
+                            both = memory[host_block : host_block + count], staging[first : first + count]
+                            target, source = both if to_host else reversed(both)
+                            target.copy_(source, non_blocking=True)
+                if not to_host:
+                    self._wait_for_copies()
+                    for pool, staging in zip(self._pools, self._staging, strict=True):
+                        pool.index_copy_(0, index, staging[: len(blocks)])
 
     @contextmanager
     def _beside_computing(self) -> Iterator[None]:

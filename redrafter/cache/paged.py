@@ -1,29 +1,30 @@
 """A KV cache in blocks that any row may hold, so that rows share memory and a shared prefix is computed once."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from redrafter import kernels
-from redrafter.attention.prompt_attention import PagedPrompt, Piece
+from redrafter.attention.mask import AttentionKind
+from redrafter.attention.prompt_attention import Piece, PromptPlan
 from redrafter.attention.tree_plan import Plan, PromptChunks
 from redrafter.cache.block_manager import BlockTable
-from redrafter.cache.dense import DenseCache, LayerShape, group_by_shape, states_of
+from redrafter.cache.kv_cache import KVCache, LayerShape, allocate, states_of
 from redrafter.cache.states import RowStates, StatesOfRows
 from redrafter.cache.to_device import to_device
 from redrafter.errors import CacheFullError
 from redrafter.kernels.attention_inputs import TokenRows
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.kernels.cache_format import as_bytes, round_trip, write_slots
+from redrafter.kernels.cache_format import round_trip
 from redrafter.parallel.ranks import ALONE, Ranks
-from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import Tree, chain
 
 
@@ -49,15 +50,13 @@ class KVCachePool:
         self.states = RowStates(kept, 1 + rows) if kept else None
         self.num_blocks, self.has_drafter_layer = num_blocks, shapes[-1].of_drafter
         self.fp8 = next((s.dtype for s in shapes if s.heads and s.dtype.itemsize == 1), None)
-        self.pools: list[Tensor] = []
-        stores: dict[tuple[int, str], tuple[Tensor, int]] = {}
-        for (heads, dim, dtype, device), members in group_by_shape(shapes).items():
-            self.pools.append(
-                torch.zeros(len(members), num_blocks * BLOCK_SIZE, heads, dim, dtype=dtype, device=device)
-            )
-            stores |= {member: (self.pools[-1], index) for index, member in enumerate(members)}
+        self.pools, places = allocate(shapes, num_blocks * BLOCK_SIZE)
         sources = [i if shape.heads else shape.source for i, shape in enumerate(shapes)]
-        self.layer_pools = tuple(None if i is None else (*stores[i, "keys"], *stores[i, "values"]) for i in sources)
+        homes = [None if i is None else places[i][:2] for i in sources]
+        self.layer_pools = tuple(
+            None if home is None else (self.pools[home[0][0]], home[0][1], self.pools[home[1][0]], home[1][1])
+            for home in homes
+        )
 
     @property
     def rows(self) -> int | None:
@@ -108,7 +107,7 @@ class KVCachePool:
         return [cls(shapes, scale * num_blocks, rows) for shapes, scale in zip(models, scales, strict=True)]
 
 
-class PagedCache:
+class PagedCache(KVCache):
     """Keys and values of the rows of a batch, in blocks of a pool.
 
     Shapes are fixed and nothing is read on the host, so its methods can be captured in a CUDA graph.
@@ -116,16 +115,13 @@ class PagedCache:
     Attributes:
         pool: The memory that the blocks are in.
         table: Blocks of each row in order of position, `[B, M]` int32; 0 where a row has fewer.
-        window: Slots per row, `M * BLOCK_SIZE`.
-        has_drafter_layer: Whether the last layer is what a drafter stores.
-        states: The recurrent states of the rows; None for a model without.
     """
 
     def __init__(self, pool: KVCachePool, table: Tensor, rows: Tensor | None = None):
         """Make a cache of blocks `[B, M]` int32; recurrent states, if any, are in `rows` `[B]` int64 of the pool."""
-        self.pool, self.table, self.has_drafter_layer = pool, table, pool.has_drafter_layer
+        self.pool, self.pools, self.table, self.has_drafter_layer = pool, pool.pools, table, pool.has_drafter_layer
         self.window = table.shape[1] * BLOCK_SIZE
-        self.states: StatesOfRows | None = None
+        self.states = None
         if pool.states is not None:
             rows = torch.zeros(len(table), dtype=torch.long, device=table.device) if rows is None else rows
             self.states = StatesOfRows(pool.states, rows)
@@ -165,39 +161,26 @@ class PagedCache:
         """Yield the cache of rows `rows` `[B']` int64 alone, to be written from their first slot on."""
         yield PagedCache(self.pool, self.table[rows], None if self.states is None else self.states.rows[rows])
 
-    def plan_prefill(self, forward: Sequence[Piece]) -> PagedPrompt:
-        """Return the slots that a forward over pieces of prompts stores its tokens in, and those it attends to."""
-        return PagedPrompt.of(self.pool.layer_pools, self.table, forward)
-
-    def commit_states(self, length: Tensor, path: Path, active: Tensor) -> None:
-        """Keep the recurrent states after accepted nodes; see `DenseCache.commit_states`."""
-        if self.states is not None:
-            self.states.commit(length, path, active)
+    def plan_prefill(self, pieces: Sequence[Piece], kinds: Sequence[AttentionKind]) -> PromptPlan:
+        """Look up the slots that a forward over pieces of prompts stores its tokens in, and those it attends to."""
+        positions = torch.arange(max(piece.end for piece in pieces))
+        blocks, offsets = positions // BLOCK_SIZE, positions % BLOCK_SIZE
+        seen = [self.table[p.row].long()[blocks[: p.end]] * BLOCK_SIZE + offsets[: p.end] for p in pieces]
+        new = torch.cat([slots[p.first :] for p, slots in zip(pieces, seen, strict=True)])
+        return PromptPlan(pieces, kinds, new, self.pool.layer_pools, seen)
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:
-        """Move the keys and values of accepted nodes next to those of the committed tokens; see `DenseCache.commit`."""
-        if nodes.shape[1] == 1:
-            return  # the root is in its final slot already
-        if kernels.TRITON and length.is_cuda:
-            for pool in self.pool.pools:
-                kernels.commit(pool, self.table, length, nodes)
-            return
-        source = self.slots(length[:, None] + nodes)
-        target = self.slots(length[:, None] + torch.arange(nodes.shape[1], device=nodes.device))
-        for pool in map(as_bytes, self.pool.pools):
-            pool.index_copy_(1, target, pool.index_select(1, source))
+        """Move the keys and values of accepted nodes as `KVCache.commit` does, on a GPU by one launch a pool."""
+        if not (kernels.TRITON and length.is_cuda and nodes.shape[1] > 1):
+            return super().commit(length, nodes)
+        for pool in self.pools:
+            kernels.commit(pool, self.table, length, nodes)
 
-    def read_drafter_layer(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a drafter remembers of the tokens at positions; see `DenseCache.read_drafter_layer`."""
-        slots = self.slots(positions)
-        keys, values = (store.index_select(0, slots).unflatten(0, positions.shape) for store in self.drafter_stores())
-        return keys, values
-
-    def drafter_stores(self) -> tuple[Tensor, Tensor]:
-        """Return where a drafter's keys and values are, by slot; see `DenseCache.drafter_stores`."""
-        pools = self.pool.layer_pools[-1]
-        assert pools is not None, "the last layer is a drafter's"
-        keys, key_layer, values, value_layer = pools
+    def stores(self, layer: int) -> tuple[Tensor, ...]:
+        """Return where the keys and values that a layer attends to are; see `KVCache.stores`."""
+        home = self.pool.layer_pools[layer]
+        assert home is not None, "a layer that stores something has a pool"
+        keys, key_layer, values, value_layer = home
         return keys[key_layer], values[value_layer]
 
     def slots(self, row_slots: Tensor) -> Tensor:
@@ -219,46 +202,15 @@ def stack_block_tables(block_tables: Sequence[BlockTable], device: torch.device,
 
 
 def _free_memory(device: torch.device, ranks: Ranks) -> int:
-    """Return the bytes that are free on a device; ranks on a CPU share its memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    import psutil
-
-    return psutil.virtual_memory().available // ranks.size
+    return psutil.virtual_memory().available // ranks.size  # ranks on a CPU share its memory
 
 
 def _flatten_with_spare(x: Tensor) -> Tensor:
     """Return a flat copy with one more entry at its end, which `TokenRows` explains."""
     return torch.cat([x.flatten(), x.new_zeros(1)])
-
-
-KVCache: TypeAlias = DenseCache | PagedCache
-"""Keys and values of the rows of a batch, in either form."""
-
-
-def fill_first_slots(cache: KVCache, states: Iterable[tuple[int, Sequence[Tensor]]]) -> None:
-    """Put keys and values into the first slots of a cache's only row.
-
-    Args:
-        cache: The cache of one row, with as many slots.
-        states: Layers that store something, each with the keys and values of P tokens, `[1, heads, P, dim]`, and
-            behind them, on a dense cache, the keys of an indexer, `[1, P, dim]`, of a layer that has one.
-    """
-    for layer, (keys, values, *index_keys) in states:
-        count = keys.shape[2]
-        if isinstance(cache, DenseCache):
-            cache.write_after(torch.zeros(1, dtype=torch.long, device=keys.device), count)
-            cache.update(keys, values, layer)
-            if index_keys:
-                cache.update_indexer(index_keys[0], layer)
-            continue
-        slots = cache.slots(torch.arange(count, device=keys.device)[None])
-        pools = cache.pool.layer_pools[layer]
-        assert pools is not None, "a layer that stores something has a pool"
-        keys_pool, k, values_pool, v = pools
-        write_slots(keys_pool[k], slots, keys[0].transpose(0, 1))
-        write_slots(values_pool[v], slots, values[0].transpose(0, 1))
 
 
 class RoundingCache(DynamicCache):

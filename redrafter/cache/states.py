@@ -131,23 +131,11 @@ class StatesOfRows:
         parents = tree.parents.expand(len(nodes), -1, -1).gather(2, index)  # [L, B, W]
         roots = torch.where(index[0] == 0, before, 1 + before + parents[0]).clamp(0, self._count - 2)
         entries = torch.where(nodes == new, self._count - 1, (1 + before + index).clamp(0, self._count - 2))
-        return TreeLevels(
-            nodes,
-            self._among_level_before(index, parents),
-            self._of_all_rows(entries).flatten(),
-            self._of_all_rows(roots).flatten(),
-        )
-
-    @staticmethod
-    def _among_level_before(index: Tensor, parents: Tensor) -> Tensor:
-        """Return the index of each parent among the nodes of all rows at the level before, `[L, B * W]` int64.
-
-        `index` and `parents` are those of nodes and their parents in their row's tree, `[L, B, W]` int64; those of a
-        level are successive.
-        """
+        # Nodes of a level are successive in their row's tree, so a parent's place among them follows from the first.
         rows, width = index.shape[1:]
         first = torch.arange(rows, device=index.device)[:, None] * width
-        return (first + (parents - index[:, :, :1].roll(1, dims=0)).clamp(0, width - 1)).flatten(1)
+        above_level = (first + (parents - index[:, :, :1].roll(1, dims=0)).clamp(0, width - 1)).flatten(1)
+        return TreeLevels(nodes, above_level, self._of_all_rows(entries).flatten(), self._of_all_rows(roots).flatten())
 
     def _of_all_rows(self, entries: Tensor) -> Tensor:
         """Return the index of entries `[..., B, W]` of each row among those of all rows."""

@@ -34,7 +34,7 @@ _MEANINGS = {
     "use_dora": "DoRA",
     "modules_to_save": "whole layers beside LoRA",
     "trainable_token_indices": "rows of the embedding",
-    "layer_replication": "layers that stand in the model twice",
+    "layer_replication": "layers that are in the model twice",
     "target_parameters": "LoRA on parameters of no layer, such as fused experts",
     "alora_invocation_tokens": "aLoRA",
     "lora_bias": "biases of LoRA's own",
@@ -77,7 +77,6 @@ def merge_adapter(model: nn.Module, path: str | Path) -> None:
 
 
 def _check_config(path: str | Path, config: Mapping[str, Any]) -> None:
-    """Refuse by name what is more than LoRA on linear layers."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise _unsupported(path, f"it is a {kind} adapter, and only LORA is computed for each row by itself")

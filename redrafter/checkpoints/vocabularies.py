@@ -40,7 +40,7 @@ def map_unlike_vocabularies(
     taken to have one vocabulary where no tokenizer is given, and none is found under their names.
 
     The result is None where the tokenizers give the same text the same ids. A tokenizer that is None is the one
-    beside its model.
+    stored with its model.
 
     Raises:
         CheckpointError: If a tokenizer that was named, or that of a model given by name, cannot be loaded.
@@ -101,10 +101,13 @@ def map_vocabularies(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTra
     for id, text in (names | target.of_id).items():
         if id in pairs:
             draft_ids[id], is_shared[id] = pairs[id], True
-        # What comes next depends most on what stands last.
+        # The next token depends most on the last pieces.
         read = [pairs[id]] if id in pairs else draft.split(text)[-MAX_PIECES:] or [0]
         pieces[id, : len(read)], counts[id] = torch.tensor(read), len(read)
-    return VocabularyMap(pieces, counts, draft_ids, is_shared, _start(tokenizer, draft_tokenizer))
+    # The draft model's text begins as its tokenizer begins each text, unless the target's text has such a token.
+    first, begins = draft_tokenizer.bos_token_id, draft_tokenizer("").input_ids
+    has_first = first is not None and begins[:1] == [first] and tokenizer("").input_ids[:1] != [tokenizer.bos_token_id]
+    return VocabularyMap(pieces, counts, draft_ids, is_shared, (first,) if has_first else ())
 
 
 def _pair_special(
@@ -122,14 +125,6 @@ def _pair_special(
         if special and id not in pairs and draft_id not in pairs.values():
             pairs[id] = draft_id
     return pairs
-
-
-def _start(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    # The draft model's first token, where its tokenizer begins each text with one and the target's does not.
-    first, begins = draft_tokenizer.bos_token_id, draft_tokenizer("").input_ids
-    if first is None or begins[:1] != [first] or tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]:
-        return ()
-    return (first,)
 
 
 def _difference(vocabulary: dict[str, int], draft_vocabulary: dict[str, int]) -> str:
@@ -162,7 +157,9 @@ class _TokenBytes:
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "_TokenBytes":
         """Read the vocabulary of a tokenizer, which is byte-level BPE or like sentencepiece."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        parts = "" if backend is None else _describe(backend.decoder) + _describe(backend.pre_tokenizer)
+        both = () if backend is None else (backend.decoder, backend.pre_tokenizer)
+        states = [part.__getstate__() for part in both if part is not None]
+        parts = "".join(json.dumps(json.loads(state), ensure_ascii=False) for state in states)  # so `SPACE` is found
         byte_level = '"ByteLevel"' in parts
         kind = "it is not of the tokenizers library" if backend is None else f"it is {type(backend.model).__name__}"
         if backend is None or not (byte_level or SPACE in parts) or "WordPiece" in kind:
@@ -203,11 +200,6 @@ class _TokenBytes:
         except UnicodeDecodeError:  # part of a character
             by_byte = {self.of_id[id]: id for id in self.byte_ids}
             return [by_byte[text[i : i + 1]] for i in range(len(text)) if text[i : i + 1] in by_byte]
-
-
-def _describe(part: Any) -> str:
-    # JSON with characters as they are, so that `SPACE` is found in it
-    return "" if part is None else json.dumps(json.loads(part.__getstate__()), ensure_ascii=False)
 
 
 # The byte of each character of byte-level BPE: printable ones are themselves, others come from 256 on.

@@ -3,7 +3,6 @@
 A command imports its modules when it runs, so that `--help` does not wait for torch.
 """
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
@@ -62,134 +61,109 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"redrafter {__version__}")
     commands = parser.add_commands()
-    _add_generate(commands)
-    _add_chat(commands)
-    _add_compare(commands)
-    _add_tune(commands)
-    _add_bench(commands)
-    for name, (_, shown) in SCRIPTS.items():
-        commands.add_parser(name, help=shown, add_help=False)
-    return parser
+    loading, generating = (LoadOptions, "loading", ()), (GenerationOptions, "generating", ())
+    drafting = (DraftOptions, "drafting without a drafter", ())
 
+    def add(name: str, help: str, description: str, examples: Sequence[str], *groups: Any, **types: Any) -> Parser:
+        """Add a command; `groups` are its dataclasses of options, their titles, and fields that are no flags."""
+        epilog = "\n".join(["examples:", *(f"  {example}" for example in examples)])
+        added = commands.add_parser(name, help=help, description=description, epilog=epilog)
+        for options, title, without in groups:
+            add_options(added, options, title, without=without, types=types)
+        return added
 
-def _add_generate(commands: Any) -> None:
-    parser = commands.add_parser(
+    generate = add(
         "generate",
-        help="generate text from prompts",
-        description="Generate text from prompts. Text is printed while it is generated; on a terminal, accepted\n"
+        "generate text from prompts",
+        "Generate text from prompts. Text is printed while it is generated; on a terminal, accepted\n"
         "drafts are green. Several prompts are one batch: their texts are printed in order, each after a\n"
         "line with its prompt.",
-        epilog="examples:\n"
-        '  redrafter generate --model my-base --drafter my-drafter "Once upon a time"\n'
-        '  redrafter generate --temperature 0.7,0.2 --seed 1 "Once upon a time" "The old man"\n'
-        "  redrafter generate --file prompts.txt --temperature 0.8 --seed 1 --json > out.json\n"
-        '  redrafter generate --model my-vision-base --chat-template --image cat.png "What is this?"',
+        (
+            'redrafter generate --model my-base --drafter my-drafter "Once upon a time"',
+            'redrafter generate --temperature 0.7,0.2 --seed 1 "Once upon a time" "The old man"',
+            "redrafter generate --file prompts.txt --temperature 0.8 --seed 1 --json > out.json",
+            'redrafter generate --model my-vision-base --chat-template --image cat.png "What is this?"',
+        ),
+        loading,
+        drafting,
+        generating,
+        temperature=temperatures,
     )
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue (default: all of stdin)")
-    parser.add_argument("--file", metavar="FILE", help="text file with one prompt a line; blank lines are skipped")
-    parser.add_argument("--chat-template", action="store_true", help="use each prompt as a user's turn of a chat")
-    parser.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="image that is shown before the prompt, with --chat-template, for a model that sees (may be repeated)",
-    )
-    parser.add_argument(
-        "--num-return-sequences", type=int, default=1, metavar="N", help="texts per prompt (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="also decode plainly, and print whether the tokens are equal and how much faster speculation is",
-    )
-    add_json(parser)
-    _add_color(parser)
-    add_options(parser, LoadOptions, "loading")
-    add_options(parser, DraftOptions, "drafting without a drafter")
-    add_options(parser, GenerationOptions, "generating", types={"temperature": temperatures})
-
-
-def _add_chat(commands: Any) -> None:
-    parser = commands.add_parser(
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue (default: all of stdin)")
+    generate.add_argument("--file", metavar="FILE", help="text file with one prompt a line; blank lines are skipped")
+    generate.add_argument("--chat-template", action="store_true", help="use each prompt as a user's turn of a chat")
+    shown = "image that is shown before the prompt, with --chat-template, for a model that sees (may be repeated)"
+    generate.add_argument("--image", action="append", default=[], metavar="FILE", help=shown)
+    copies = "texts per prompt (default: %(default)s)"
+    generate.add_argument("--num-return-sequences", type=int, default=1, metavar="N", help=copies)
+    compared = "also decode plainly, and print whether the tokens are equal and how much faster speculation is"
+    generate.add_argument("--compare", action="store_true", help=compared)
+    add_json(generate)
+    chat = add(
         "chat",
-        help="chat with a model",
-        description="Chat with a model that has a chat template; each line of input is a turn.\n"
+        "chat with a model",
+        "Chat with a model that has a chat template; each line of input is a turn.\n"
         "/stats prints the speed so far, /reset forgets the chat, /exit or Ctrl-D ends it, Ctrl-C stops an answer.\n"
         "When the context is full, the oldest turns are forgotten.",
-        epilog="examples:\n"
-        '  redrafter chat --model my-base --drafter my-drafter --system "Answer in one sentence."\n'
-        "  printf 'Hello\\nAnd who are you?\\n' | redrafter chat",
+        (
+            'redrafter chat --model my-base --drafter my-drafter --system "Answer in one sentence."',
+            "printf 'Hello\\nAnd who are you?\\n' | redrafter chat",
+        ),
+        loading,
+        drafting,
+        generating,
     )
-    parser.add_argument("--system", metavar="TEXT", help="system message")
-    _add_color(parser)
-    add_options(parser, LoadOptions, "loading")
-    add_options(parser, DraftOptions, "drafting without a drafter")
-    add_options(parser, GenerationOptions, "generating")
-
-
-def _add_compare(commands: Any) -> None:
-    parser = commands.add_parser(
+    chat.add_argument("--system", metavar="TEXT", help="system message")
+    colours = "colour accepted drafts; auto colours on a terminal unless NO_COLOR is set (default: %(default)s)"
+    for each in (generate, chat):
+        each.add_argument("--color", choices=("auto", "always", "never"), default="auto", help=colours)
+    add(
         "compare",
-        help="compare drafting methods on the same prompts",
-        description="Measure plain decoding, a drafter, a draft model and prompt lookup, as far as they are given, on\n"
+        "compare drafting methods on the same prompts",
+        "Measure plain decoding, a drafter, a draft model and prompt lookup, as far as they are given, on\n"
         "the same prompts with the same model. Prints a table, where texts differ, and one JSON document as\n"
         "the last line. Exit code 1 when a method that promises the tokens of plain decoding generated\n"
         "others, except where the logits of both tokens were a near-tie.",
-        epilog="examples:\n"
-        "  redrafter compare --model my-70b --draft-model my-1b --prompts prompts.json --max-input-len 200\n"
-        "  redrafter compare --model my-base --drafter my-drafter --batch-size 8 --temperature 0.7 --seed 1",
+        (
+            "redrafter compare --model my-70b --draft-model my-1b --prompts prompts.json --max-input-len 200",
+            "redrafter compare --model my-base --drafter my-drafter --batch-size 8 --temperature 0.7 --seed 1",
+        ),
+        (CompareOptions, "comparing", ()),
+        (LoadOptions, "loading", ("max_input_len",)),
+        (DraftOptions, "drafting without a drafter", ("prompt_lookup",)),
+        (GenerationOptions, "generating", ("speculate", *NOT_IN_COMPARE)),
     )
-    add_options(parser, CompareOptions, "comparing")
-    add_options(parser, LoadOptions, "loading", without=("max_input_len",))
-    add_options(parser, DraftOptions, "drafting without a drafter", without=("prompt_lookup",))
-    add_options(parser, GenerationOptions, "generating", without=("speculate", *NOT_IN_COMPARE))
-
-
-def _add_tune(commands: Any) -> None:
-    parser = commands.add_parser(
+    tune = add(
         "tune",
-        help="find the best tree shape for each batch size",
-        description="Measure, on your prompts and this device, how fast trees of several shapes are at several batch\n"
+        "find the best tree shape for each batch size",
+        "Measure, on your prompts and this device, how fast trees of several shapes are at several batch\n"
         "sizes. Prints the best shape for each batch size, or `off` where plain decoding is faster, and writes them\n"
         "where `from_pretrained` and the other commands find them. They change the speed, never the text.",
-        epilog="examples:\n"
-        "  redrafter tune --model my-base --drafter my-drafter --prompts my-prompts.jsonl\n"
-        "  redrafter tune --batch-sizes 1,4 --beams 5 --lengths 5 --seconds 60 --plot tuning.png",
+        (
+            "redrafter tune --model my-base --drafter my-drafter --prompts my-prompts.jsonl",
+            "redrafter tune --batch-sizes 1,4 --beams 5 --lengths 5 --seconds 60 --plot tuning.png",
+        ),
+        (TuneOptions, "measuring", ()),
+        (LoadOptions, "loading", ("num_beams", "draft_len_per_beam", "node_budget", "tuning")),
     )
-    add_json(parser)
-    add_options(parser, TuneOptions, "measuring")
-    add_options(
-        parser,
-        LoadOptions,
-        "loading",
-        without=("num_beams", "draft_len_per_beam", "node_budget", "tuning"),
-    )
-
-
-def _add_bench(commands: Any) -> None:
-    parser = commands.add_parser(
+    add_json(tune)
+    add(
         "bench",
-        help="measure how fast a model and its drafter are, or a server, and where the time goes",
-        description="Measure plain decoding and speculation in turn on the same prompts: tokens per second by batch\n"
+        "measure how fast a model and its drafter are, or a server, and where the time goes",
+        "Measure plain decoding and speculation in turn on the same prompts: tokens per second by batch\n"
         "size, the time of each part of a step beside the time to move its bytes, whether the tokens are\n"
         "equal, and, with --against, Hugging Face's own generate. With --url, measure servers under load\n"
         "instead. Tables on stdout, one JSON document as its last line, progress on stderr.",
-        epilog="examples:\n"
-        "  redrafter bench --max-new-tokens 64\n"
-        "  redrafter bench --model my-base --drafter my-drafter --dtype bfloat16 \\\n"
-        "      --batch-sizes 1,8,64 --against eager,static,assisted --plots plots --json bench.json\n"
-        "  redrafter bench --url http://127.0.0.1:8000 --concurrency 1,8,32 --prompts prompts.jsonl",
+        (
+            "redrafter bench --max-new-tokens 64",
+            "redrafter bench --model my-base --drafter my-drafter --dtype bfloat16 \\\n"
+            "      --batch-sizes 1,8,64 --against eager,static,assisted --plots plots --json bench.json",
+            "redrafter bench --url http://127.0.0.1:8000 --concurrency 1,8,32 --prompts prompts.jsonl",
+        ),
+        loading,
+        (BenchOptions, "measuring", ()),
+        (ServerOptions, "measuring servers", ()),
     )
-    add_options(parser, LoadOptions, "loading")
-    add_options(parser, BenchOptions, "measuring")
-    add_options(parser, ServerOptions, "measuring servers")
-
-
-def _add_color(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="colour accepted drafts; auto colours on a terminal unless NO_COLOR is set (default: %(default)s)",
-    )
+    for name, (_, summary) in SCRIPTS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    return parser

@@ -25,15 +25,13 @@ from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.engine.tuning import find_tuning
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.files.atomic_file import check_writable
 from redrafter.files.checkpoint_kind import check_path
 from redrafter.measure.prompts import encode, read_prompts
-from redrafter.measure.report import Report, check_picture, facts, head
+from redrafter.measure.report import Report, check_picture, describe_versions, facts, head, output_file, versions
 from redrafter.measure.run import Workload
 from redrafter.model.target import Target
 from redrafter.parallel.launched import launched_processes, process_rank
 from redrafter.serve.network.api_keys import KEY_VARIABLE
-from redrafter.version import __version__
 
 # Options of `bench` that mean something to a server; all others are refused with --url.
 SERVER_OPTIONS = frozenset({"json", "max_new_tokens", "model", "num_prompts", "prompts", "seed", "temperature"})
@@ -68,24 +66,15 @@ def _bench_pair(args: argparse.Namespace) -> int:
             options = replace(options, json=None, plots=None)
     if options.pad_to is not None and options.pad_to not in SHAPES:
         raise ArgumentError(f"--pad-to knows {', '.join(SHAPES)}, got {options.pad_to!r}")
-    if options.plots is not None:
-        check_picture(Path(options.plots), "--plots", folder=True)
+    check_picture(options.plots, "--plots", folder=True)
     if options.assistant_model:
         check_path(options.assistant_model)
-    path = _json_path(options)
-    rows = read_prompts(options.prompts)
+    path, rows = output_file(options.json, "--json"), read_prompts(options.prompts)
     pair = Pair.load(load) if options.pad_to is None else _padded(load, options)
     engine = pair.engine
     assert isinstance(engine, ReDrafter)
-    work = Workload.of(
-        engine,
-        pair.tokenizer,
-        prompts=encode(rows, pair.tokenizer, **options.cut),
-        num_prompts=options.num_prompts,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-    )
+    work = Workload.of(engine, pair.tokenizer, encode(rows, pair.tokenizer, **options.cut), options)
+    work.check()
     least, most = engine.shape.num_beams or 1, engine.target.vocab_size
     for ids in options.draft_vocab_sizes:
         if not least <= ids <= most:
@@ -100,14 +89,6 @@ def _bench_pair(args: argparse.Namespace) -> int:
     report.line(*head(known))
     run_suite(report, work, options)
     return report.finish()
-
-
-def _json_path(options: BenchOptions) -> Path | None:
-    """Return the file of `--json`, which is checked before anything is loaded."""
-    if options.json is None:
-        return None
-    check_writable(Path(options.json), "--json")
-    return Path(options.json)
 
 
 def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
@@ -143,19 +124,21 @@ def _bench_servers(args: argparse.Namespace) -> int:
             hint = f", and {INSTEAD[item.name]}" if item.name in INSTEAD else ""
             raise ArgumentError(f"{name} has no meaning with --url: leave it out{hint}")
     options, asked = read_options(BenchOptions, args), read_options(ServerOptions, args)
-    path = _json_path(options)
+    path = output_file(options.json, "--json")
     prompts = [_text(row) for row in read_prompts(options.prompts)]
     load = Load(prompts, options.max_new_tokens, options.temperature, options.seed)
     num_requests = {
         concurrency: asked.num_requests or max(options.num_prompts, MIN_REQUESTS_PER_SLOT * concurrency)
         for concurrency in asked.concurrency
     }
-    key, addresses = _api_key(asked), [Address.parse(url) for url in asked.url]  # all, before any is asked
+    key = next(filter(None, (asked.api_key, *map(os.environ.get, KEY_VARIABLES))), None)
+    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+        raise ArgumentError("an API key must be of printable ASCII characters, without spaces")
+    addresses = [Address.parse(url) for url in asked.url]  # all, before any is asked
     servers = [asyncio.run(find_server(address, getattr(args, "model", None), key)) for address in addresses]
     # The conditions of the measurement, without the API key.
     words = ["KEY" if asked.api_key and asked.api_key in word else word for word in sys.argv[1:]]
     typed = asdict(options) | asdict(asked) | {"api_key": None}
-    versions = {"redrafter": __version__, "python": platform.python_version()}
     document: dict[str, Any] = {
         "command": shlex.join(["redrafter", *words]),
         "servers": [
@@ -164,7 +147,7 @@ def _bench_servers(args: argparse.Namespace) -> int:
         ],
         "prompts": options.prompts or SHIPPED_PROMPTS,
         "client": f"{platform.machine()} CPU, {os.cpu_count()} cores, one process",
-        "versions": versions,
+        "versions": {name: version for name, version in versions().items() if name in ("redrafter", "python")},
         "options": {name: value for name, value in typed.items() if name in SERVER_OPTIONS or hasattr(asked, name)},
     }
     report = Report(document, path=path)
@@ -173,7 +156,7 @@ def _bench_servers(args: argparse.Namespace) -> int:
         known = "".join(f", {fact}" for fact in (server.kind, server.version) if fact)
         report.line(f"server {number}: {server.address.url}, model {server.model}{known}")
     report.line(
-        f"client: {document['client']}; " + ", ".join(f"{name} {version}" for name, version in versions.items()),
+        f"client: {document['client']}; {describe_versions(document)}",
         f"{len(load.prompts)} prompts from {document['prompts']}; {load.max_new_tokens} new tokens, "
         f"end of text ignored; temperature {load.temperature:g}, seed {load.seed} and up",
         "prompts come again: a server that keeps keys and values of earlier prompts need not read them anew",
@@ -183,17 +166,7 @@ def _bench_servers(args: argparse.Namespace) -> int:
 
 
 def _text(row: Row) -> str:
-    """Return the text that a row's prompt is. Raises `ArgumentError` where it is none."""
     text = row.prompt if row.prompt is not None else row.text
     if not text:
         raise ArgumentError(f"{row.where} has no plain text to send to /v1/completions: with --url, rows need a prompt")
     return text
-
-
-def _api_key(asked: ServerOptions) -> str | None:
-    """Return the key of the command line, or that of the environment, or None."""
-    given = (asked.api_key, *(os.environ.get(name) for name in KEY_VARIABLES))
-    key = next(filter(None, given), None)
-    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
-        raise ArgumentError("an API key must be of printable ASCII characters, without spaces")
-    return key

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import sys
+from itertools import cycle
 
 from redrafter.app.flags import read_options
 from redrafter.app.loading import ChatEncoder, Pair
@@ -19,7 +20,25 @@ def run(args: argparse.Namespace) -> int:
     """Run the command: answer each line of stdin until it ends or the user types /exit."""
     options = read_options(GenerationOptions, args)
     pair = Pair.load(read_options(LoadOptions, args), read_options(DraftOptions, args), options.speculate)
-    chat = _Chat(pair, options, args.system, use_color(args.color, sys.stdout))
+    encoder = ChatEncoder(pair)
+    history = History(encoder, args.system, pair.engine.target.context, options.max_new_tokens)
+    runs: list[Run] = []
+
+    def answer(question: str) -> None:
+        ids, forgotten = history.prompt(question)
+        if forgotten:
+            what = "turn is" if forgotten == 1 else f"{forgotten} turns are"
+            print(f"(the context is full: the oldest {what} forgotten)", file=sys.stderr)
+        printer = Printer(pair.tokenizer, [None], sys.stdout, color=use_color(args.color, sys.stdout))
+        ends = [*encoder.eos, *options.stop_token_ids]
+        try:
+            runs.append(pair.run([ids], options, streamer=printer, eos_token_id=ends))
+        except KeyboardInterrupt:  # what was printed before it is remembered
+            printer.end()
+            if not printer.texts[0]:
+                return
+        history.turns.append((question, printer.texts[0]))
+
     interactive = sys.stdin.isatty()
     if interactive:
         with contextlib.suppress(ImportError):
@@ -38,11 +57,16 @@ def run(args: argparse.Namespace) -> int:
             continue
         if line == "/exit":
             return 0
-        if line.startswith("/") and len(line.split()) == 1:
-            chat.command(line)
+        if line == "/reset":
+            history.turns.clear()
+            print("the talk so far is forgotten", file=sys.stderr)
+        elif line == "/stats":
+            print(_totals(runs), file=sys.stderr)
+        elif line.startswith("/") and len(line.split()) == 1:
+            print(f"there is no {line}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         elif line:
             try:
-                chat.answer(line)
+                answer(line)
             except ReDrafterError as error:
                 if not interactive:  # end with an exit code that a script sees
                     raise
@@ -65,16 +89,12 @@ class History:
         """Return the token ids of the chat with a new question, and how many old turns were forgotten for it."""
         before = len(self.turns)
         while True:
-            ids = self._encoder.encode(self._messages(question))
+            texts = [text for turn in self.turns for text in turn] + [question]
+            turns = zip(cycle(("user", "assistant")), texts, strict=False)
+            ids = self._encoder.encode([*self._head, *({"role": role, "content": text} for role, text in turns)])
             if not self.turns or self._context is None or len(ids) + self._answer_tokens <= self._context:
                 return ids, before - len(self.turns)
             del self.turns[0]
-
-    def _messages(self, question: str) -> list[dict[str, str]]:
-        messages = list(self._head)
-        for asked, answered in self.turns:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        return [*messages, {"role": "user", "content": question}]
 
 
 def _totals(runs: list[Run]) -> str:
@@ -88,39 +108,3 @@ def _totals(runs: list[Run]) -> str:
         f"{tokens / seconds:.1f} tokens/s, {total.tokens_per_step:.2f} tokens per step"
         + (f"; share of steps that accepted 1, 2, ... drafts: {' '.join(shares)}" if shares else "")
     )
-
-
-class _Chat:
-    """A chat with a loaded pair: its history, its totals, and how answers are printed."""
-
-    def __init__(self, pair: Pair, options: GenerationOptions, system: str | None, color: bool):
-        self._pair, self._options, self._color = pair, options, color
-        self._encoder = ChatEncoder(pair)
-        self._history = History(self._encoder, system, pair.engine.target.context, options.max_new_tokens)
-        self._runs: list[Run] = []
-
-    def command(self, line: str) -> None:
-        """Run a line that begins with a slash."""
-        if line == "/reset":
-            self._history.turns.clear()
-            print("the talk so far is forgotten", file=sys.stderr)
-        elif line == "/stats":
-            print(_totals(self._runs), file=sys.stderr)
-        else:
-            print(f"there is no {line}; there are {', '.join(COMMANDS)}", file=sys.stderr)
-
-    def answer(self, question: str) -> None:
-        """Print the answer to a question, and remember as much of it as was printed before an interrupt."""
-        ids, forgotten = self._history.prompt(question)
-        if forgotten:
-            what = "turn is" if forgotten == 1 else f"{forgotten} turns are"
-            print(f"(the context is full: the oldest {what} forgotten)", file=sys.stderr)
-        printer = Printer(self._pair.tokenizer, [None], sys.stdout, color=self._color)
-        ends = [*self._encoder.eos, *self._options.stop_token_ids]
-        try:
-            self._runs.append(self._pair.run([ids], self._options, streamer=printer, eos_token_id=ends))
-        except KeyboardInterrupt:
-            printer.end()
-            if not printer.texts[0]:
-                return
-        self._history.turns.append((question, printer.texts[0]))

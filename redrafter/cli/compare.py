@@ -2,13 +2,11 @@
 
 import argparse
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.engines import (
@@ -29,12 +27,10 @@ from redrafter.checkpoints.merged import holds_drafter
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.engine.call import GenerateStats
 from redrafter.errors import ArgumentError
-from redrafter.files.atomic_file import check_writable
 from redrafter.measure.differences import Difference, describe_differences, find_differences
 from redrafter.measure.prompts import encode, read_prompts
-from redrafter.measure.report import Report, conditions, describe_pair
-from redrafter.measure.run import Prompts, Repeats, Run, Stopwatch, describe_stats, run_in_turn
-from redrafter.scheduler.sequence import Stats
+from redrafter.measure.report import Report, conditions, describe_pair, output_file
+from redrafter.measure.run import Prompts, Repeats, Run, describe_stats, run_in_turn, transformers_run
 
 ASSISTED = "HF assisted"
 WARM_UP_TOKENS = 8  # new tokens of a warm-up run on a CPU; on a GPU a warm-up run is whole, to capture all graphs
@@ -53,23 +49,24 @@ class Method(Repeats):
         """Whether the method promises the tokens of plain decoding."""
         return not (self.pair.engine.rejection_sampling and self.generation.sampling)
 
-    def run(self, batch: Prompts, generation: GenerationOptions) -> Run:
-        """Decode a batch of prompts, given as token ids, and time it."""
-        self.pair.engine.forget_prefixes()
-        return self.pair.run(batch, generation, streamer=None)
+    def run(self, batch: Prompts, first: int, **changes: Any) -> Run:
+        """Decode a batch with `first` prompts before it, under changed options, and time it.
 
-    def run_after(self, batch: Prompts, first: int) -> Run:
-        """Decode a batch with `first` prompts before it: prompt i has the seed `seed + i`, whatever the batch size."""
+        Prompt i has the seed `seed + i`, whatever the batch size.
+        """
         seed = self.generation.seed
-        return self.run(batch, replace(self.generation, seed=None if seed is None else seed + first))
+        seeded = replace(self.generation, seed=None if seed is None else seed + first)
+        self.pair.engine.forget_prefixes()
+        return self.decode(batch, replace(seeded, **changes))
+
+    def decode(self, batch: Prompts, generation: GenerationOptions) -> Run:
+        """Decode a batch of prompts, given as token ids, and time it."""
+        return self.pair.run(batch, generation)
 
 
 @dataclass
 class AssistedMethod(Method):
-    """Assisted generation of transformers with the pair's draft model and transformers' own settings.
-
-    A step is a forward pass of the target; the first one reads the prompt too.
-    """
+    """Assisted generation of transformers with the pair's draft model and transformers' own settings."""
 
     draft_tokenizer: PreTrainedTokenizerBase | None = None  # of the draft model, where it is not the target's
 
@@ -78,30 +75,18 @@ class AssistedMethod(Method):
         """Whether the tokens are those of plain decoding: not when sampling, since transformers draws other noise."""
         return not self.generation.sampling
 
-    def run(self, batch: Prompts, generation: GenerationOptions) -> Run:
+    def decode(self, batch: Prompts, generation: GenerationOptions) -> Run:
         """Decode prompts, given as token ids, one after the other, and time that."""
         model, draft = self.pair.engine.model, self.pair.engine.draft_model
         assert draft is not None
-        arguments = self.pair.arguments(generation)
+        arguments = self.pair.arguments(generation) | {"assistant_model": draft.model, "count": True}
         seed = arguments.pop("seed") or 0
         del arguments["speculate"]
         if self.draft_tokenizer is not None:
             arguments |= {"tokenizer": self.pair.tokenizer, "assistant_tokenizer": self.draft_tokenizer}
-        texts, stats = [], []
-        with Stopwatch(model.device) as watch:
-            for row, prompt in enumerate(batch):
-                ids = torch.tensor([prompt], device=model.device)  # [1, P]
-                torch.manual_seed(seed + row)
-                forwards = Counter[str]()
-                hook = model.register_forward_hook(lambda *_, forwards=forwards: forwards.update(["target"]))
-                mask = torch.ones_like(ids)
-                try:
-                    out = model.generate(ids, attention_mask=mask, assistant_model=draft.model, **arguments)
-                finally:
-                    hook.remove()
-                texts.append(out[0, len(prompt) :].tolist())
-                stats.append(Stats(steps=forwards["target"], emitted=len(texts[-1])))
-        return Run(texts, GenerateStats.of(stats, None), watch.seconds)
+        runs = [transformers_run(model, prompt, seed + row, **arguments) for row, prompt in enumerate(batch)]
+        stats = GenerateStats.of([run.stats for run in runs], None)
+        return Run([run.tokens[0] for run in runs], stats, sum(run.seconds for run in runs))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,12 +101,9 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError("--assisted is for --draft-model: give that too")
     if options.assisted and generation.stop:
         raise ArgumentError("--assisted takes no --stop: transformers' assisted generation has no tokenizer for it")
-    rows = read_prompts(options.prompts)
-    output = None if options.output is None else Path(options.output)
-    if output is not None:
-        check_writable(output, "--output")
-        if options.prompts is not None and output.resolve() == Path(options.prompts).resolve():
-            raise ArgumentError("--output would overwrite the prompts: give another name")
+    rows, output = read_prompts(options.prompts), output_file(options.output, "--output")
+    if output is not None and options.prompts is not None and output.resolve() == Path(options.prompts).resolve():
+        raise ArgumentError("--output would overwrite the prompts: give another name")
     pairs = _load_pairs(*check_options(load, draft))
     prompts, left_out = select_prompts(
         encode(rows, pairs[0].tokenizer, **options.cut), options, pairs[0].engine.target.context
@@ -133,35 +115,44 @@ def run(args: argparse.Namespace) -> int:
     if options.assisted:
         methods.append(_assisted_method(pairs, generation, load.trust_remote_code))
     batches = [prompts[start : start + options.batch_size] for start in range(0, len(prompts), options.batch_size)]
+    most = generation.max_new_tokens
+    short = most if pairs[0].engine.target.device.type == "cuda" else min(WARM_UP_TOKENS, most)
     for method in methods:  # one batch of each size, so that no timed run is the first of its kind
-        on_gpu = method.pair.engine.target.device.type == "cuda"
-        most = method.generation.max_new_tokens if on_gpu else WARM_UP_TOKENS
-        short = replace(method.generation, max_new_tokens=min(most, method.generation.max_new_tokens))
         for batch in {len(batch): batch for batch in batches}.values():
-            method.run(batch, short)
-    lengths = [len(prompt) for prompt in prompts]
-    found = {"count": len(prompts), "left_out": left_out, "shortest": min(lengths), "longest": max(lengths)}
+            method.run(batch, 0, max_new_tokens=short)
+    least, longest = (f(map(len, prompts)) for f in (min, max))
+    found = {"count": len(prompts), "left_out": left_out, "shortest": least, "longest": longest}
     facts = conditions(pairs[0].engine.target) | {
         "model": pairs[0].name,
         "prompts": {"file": options.prompts} | found,
         "options": asdict(load) | asdict(draft) | asdict(generation) | asdict(options),
     }
-    report = Report(facts, path=output, flag="--output")
+    report = Report(facts, path=output)
     report.line(
         *describe_pair(facts),
-        f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, {left_out} longer ones left out; "
-        f"{options.batch_size} at once, up to {generation.max_new_tokens} new tokens each, "
-        f"temperature {generation.temperature:g}",
+        f"{len(prompts)} prompts of {least} to {longest} tokens, {left_out} longer ones left out; "
+        f"{options.batch_size} at once, up to {most} new tokens each, temperature {generation.temperature:g}",
     )
-    ran = run_in_turn([method.run_after for method in methods], batches, options.repeats, report.progress)
+    ran = run_in_turn([method.run for method in methods], batches, options.repeats, report.progress)
     for method, runs in zip(methods, ran, strict=True):
         method.repeats = runs.repeats
     decode = pairs[0].tokenizer.decode
     report.document["texts"] = [
         {"prompt": decode(prompt), "plain": decode(text)} for prompt, text in zip(prompts, plain.texts(), strict=True)
     ]
-    same = _report_results(methods, prompts, options, report)
-    return report.finish() or int(not same)
+    table, failed = report.table("", COLUMNS), False
+    for method in methods:
+        result = _result(method, plain, prompts, compare=not options.disable_output_comparison)
+        # A difference of transformers' own method is no failure of ours.
+        failed |= result["first_difference"] is not None and not isinstance(method, AssistedMethod)
+        report.add("ways", result)
+        kept = f"{result['accepted'] / result['drafted']:.0%}" if result["drafted"] else None
+        ties = f", {result['near_ties']} near-ties" if result["near_ties"] else ""
+        same = None if result["same"] is None else f"{result['same']} of {len(prompts)}{ties}"
+        speeds = (result[name] for name in ("tokens_per_second", "speedup", "tokens_per_step"))
+        table(result["way"], *speeds, kept, same)
+        report.line(*describe_differences(result["differences"], result["way"]))
+    return report.finish() or int(failed)
 
 
 def _load_pairs(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]:
@@ -211,58 +202,28 @@ def select_prompts(
     return short_enough[: options.num_prompts], len(prompts) - len(short_enough)
 
 
-def _report_results(methods: Sequence[Method], prompts: Prompts, options: CompareOptions, report: Report) -> bool:
-    """Report the result of each method.
-
-    Returns:
-        Whether every method of this library that promises plain decoding's tokens has them, but for near-ties.
-    """
-    plain, table, same = methods[0], report.table("", COLUMNS), True
-    for method in methods:
-        result = _result(method, plain, prompts, compare=not options.disable_output_comparison)
-        if not isinstance(method, AssistedMethod):  # a difference of transformers' own method is no failure of ours
-            same = same and result["first_difference"] is None
-        report.add("ways", result)
-        kept = f"{result['accepted'] / result['drafted']:.0%}" if result["drafted"] else None
-        ties = f", {result['near_ties']} near-ties" if result["near_ties"] else ""
-        found = None if result["same"] is None else f"{result['same']} of {len(prompts)}{ties}"
-        speeds = (result[name] for name in ("tokens_per_second", "speedup", "tokens_per_step"))
-        table.row(result["way"], *speeds, kept, found)
-        report.line(*describe_differences(result["differences"], result["way"]))
-    return same
-
-
 def _result(method: Method, plain: Method, prompts: Prompts, *, compare: bool) -> dict[str, Any]:
-    """Summarise the runs of a method, and `compare` its outputs with those of plain decoding if it promises these.
-
-    Returns:
-        An entry of `ways` in the JSON document: the method (`way`), the `name` of its drafter or draft model and the
-        `shape` that it drafts, where it has such; `tokens`; `seconds`, `tokens_per_second` and `speedup` over plain
-        decoding, each the median over repeats; how speculation went in the first repeat; how many outputs are the
-        `same` and how many differ at `near_ties`, None where they are not compared; prompt and token of the
-        `first_difference` that is no near-tie; and the worst of the `differences` of each output that differs.
-    """
-    rows = max(len(run.tokens) for run in method.repeats[0])
-    same = near_ties = None
+    """Return a method's entry of `ways` in the document; outputs are compared where plain decoding's are promised."""
+    pair, rows = method.pair, max(len(run.tokens) for run in method.repeats[0])
+    compared = compare and method is not plain and method.exact
     differences: list[Difference] = []
-    if method is not plain and method.exact and compare:
+    if compared:
         outputs = [method.texts(repeat) for repeat in range(len(method.repeats))]
         arguments, decode = plain.pair.arguments(plain.generation), plain.pair.tokenizer.decode
         differences = find_differences(plain.pair.engine, arguments, prompts, plain.texts(), outputs, decode)
-        same, near_ties = len(prompts) - len(differences), sum(difference.near_tie for difference in differences)
-    pair = method.pair
-    true_differences = ((each.prompt, each.token) for each in differences if not each.near_tie)
+    true_differences = [(each.prompt, each.token) for each in differences if not each.near_tie]
     return {
         "way": pair.method,
         "name": pair.drafting_model,
         "shape": pair.engine.proposer_for(rows).sizes if pair.method in DRAFTING_METHODS else None,
         "tokens": sum(map(len, method.texts())),
+        # The next three are medians over repeats; `describe_stats` is of the first one.
         "seconds": statistics.median(method.seconds),
         "tokens_per_second": statistics.median(method.tokens_per_second),
         "speedup": method.speedup(plain),
         **describe_stats(method.stats),
-        "same": same,
-        "near_ties": near_ties,
-        "first_difference": next(true_differences, None),
-        "differences": differences,
+        "same": len(prompts) - len(differences) if compared else None,  # how many outputs
+        "near_ties": len(differences) - len(true_differences) if compared else None,
+        "first_difference": next(iter(true_differences), None),
+        "differences": differences,  # the worst one of each output that differs
     }

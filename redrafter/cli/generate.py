@@ -44,8 +44,17 @@ def run(args: argparse.Namespace) -> int:
         )
     load = read_options(LoadOptions, args)
     pair = Pair.load(load, read_options(DraftOptions, args), options.speculate)
-    ids, extra = _encode(pair, prompts, args, options, load.trust_remote_code)
-    extra["num_return_sequences"] = copies
+    extra: dict[str, Any] = {"num_return_sequences": copies}  # what `Engine.generate` takes beside the ids
+    if args.chat_template:
+        chat = ChatEncoder(pair)
+        extra["eos_token_id"] = [*chat.eos, *options.stop_token_ids]
+    if args.image:
+        ids, images = encode_with_images(pair, prompts[0], args.image, load.trust_remote_code)
+        extra |= images
+    elif args.chat_template:
+        ids = [chat.encode([{"role": "user", "content": prompt}]) for prompt in prompts]
+    else:
+        ids = [pair.tokenizer(prompt).input_ids for prompt in prompts]
     texts = [prompt for prompt in prompts for _ in range(copies)]  # the prompt of each output row
     if isinstance(options.temperature, tuple):
         extra["temperature"] = [temperature for temperature in options.temperature for _ in range(copies)]
@@ -53,30 +62,32 @@ def run(args: argparse.Namespace) -> int:
     def printer(out: TextIO) -> Printer | None:
         if args.json:
             return None
-        rows = len(texts)
-        headings = [_heading(row, rows, prompt) if rows > 1 else None for row, prompt in enumerate(texts)]
+        lines = (" ".join(prompt.split()) for prompt in texts)
+        shown = [line if len(line) <= MAX_HEADING_CHARS else line[: MAX_HEADING_CHARS - 3] + "..." for line in lines]
+        rows = len(shown)
+        headings = [f"[{row}/{rows}] {line}" if rows > 1 else None for row, line in enumerate(shown, 1)]
         return Printer(pair.tokenizer, headings, out, color=use_color(args.color, out))
 
     if args.compare:
         short = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens))
         for speculate in (True, False):
-            pair.run(ids, replace(short, speculate=speculate), streamer=None, **extra)
+            pair.run(ids, replace(short, speculate=speculate), **extra)
     speculative = pair.run(ids, options, streamer=printer(sys.stdout), **extra)
+    stats = speculative.stats
     print(
         f"{speculative.count} tokens in {speculative.seconds:.2f} s, {speculative.tokens_per_second:.1f} tokens/s, "
-        f"{speculative.stats.tokens_per_step:.2f} tokens per step",
+        f"{stats.tokens_per_step:.2f} tokens per step",
         file=sys.stderr,
     )
     comparison = None
     if args.compare:
         # The same seeds, and the same work of formatting, so that the times compare.
-        seeds = {} if speculative.stats.seeds is None else {"seed": speculative.stats.seeds}
+        seeds = {} if stats.seeds is None else {"seed": stats.seeds}
         streamer = printer(io.StringIO())
         plain = pair.run(ids, replace(options, speculate=False), streamer=streamer, **extra | seeds)
         # Rejection sampling promises the distribution only.
         comparison = _compare(speculative, plain, tokens=not (pair.engine.rejection_sampling and options.sampling))
     if args.json:
-        stats = speculative.stats
         document = {
             "prompts": texts,  # of each output row, as all lists
             "texts": [pair.tokenizer.decode(row, skip_special_tokens=True) for row in speculative.tokens],
@@ -96,25 +107,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _encode(
-    pair: Pair, prompts: list[str], args: argparse.Namespace, options: GenerationOptions, trust_remote_code: bool
-) -> tuple[list[list[int]], dict[str, Any]]:
-    """Return the token ids of each prompt, and what `Engine.generate` takes beside them."""
-    if not args.chat_template:
-        return [pair.tokenizer(prompt).input_ids for prompt in prompts], {}
-    chat = ChatEncoder(pair)
-    extra: dict[str, Any] = {"eos_token_id": [*chat.eos, *options.stop_token_ids]}
-    if args.image:
-        ids, images = encode_with_images(pair, prompts[0], args.image, trust_remote_code)
-        return [ids], extra | images
-    return [chat.encode([{"role": "user", "content": prompt}]) for prompt in prompts], extra
-
-
 def _compare(speculative: Run, plain: Run, *, tokens: bool) -> dict[str, Any]:
     """Compare with plain decoding of the same prompts; tokens only where speculation promises them."""
-    pairs = zip(speculative.tokens, plain.tokens, strict=True) if tokens else ()
-    indices = ((row, first_difference(*pair)) for row, pair in enumerate(pairs))
-    difference = next(((row, index) for row, index in indices if index is not None), None)
+    found = map(first_difference, speculative.tokens, plain.tokens) if tokens else ()
+    difference = next(((row, index) for row, index in enumerate(found) if index is not None), None)
     speedup = plain.seconds / speculative.seconds
     verdict = "the same tokens" if tokens else "tokens not compared"
     if difference is not None:
@@ -139,7 +135,13 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     try:
         if args.prompts:
             prompts = list(args.prompts)
-            _refuse_model(prompts, named=hasattr(args, "model"))
+            model = next((prompt for prompt in prompts if Path(prompt, "config.json").is_file()), None)
+            if model is not None and not hasattr(args, "model"):
+                words = ["redrafter", "generate", "--model", model, *(word for word in prompts if word != model)]
+                raise ArgumentError(
+                    f"{model} is the directory of a model, and would be a text that the pair in the box continues: "
+                    f"type {shlex.join(words)}; to continue that text, pipe it in"
+                )
         elif args.file is not None:
             lines = Path(args.file).read_text(encoding="utf-8-sig").splitlines()
             prompts = [line for line in lines if line.strip()]
@@ -147,8 +149,12 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
             raise ArgumentError(
                 'no prompt: give one, as in `redrafter generate "Once upon a time"`, or --file, or pipe it in'
             )
-        else:
-            prompts = [_read_stdin().removesuffix("\n")]
+        elif launched_processes() == 1:
+            prompts = [sys.stdin.read().removesuffix("\n")]
+        else:  # processes of torchrun share stdin: rank 0 reads it and tells the others
+            join_ranks(launched_processes())
+            ranks = Ranks.of_world()
+            prompts = [ranks.from_first(sys.stdin.read() if ranks.rank == 0 else "").removesuffix("\n")]
         "".join(prompts).encode()  # fails for arguments that are not UTF-8, which the shell passes on
     except OSError as error:
         raise ArgumentError(f"cannot read {args.file or 'stdin'}: {error.strerror}") from error
@@ -159,35 +165,10 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _refuse_model(prompts: list[str], named: bool) -> None:
-    """Raise `ArgumentError` for a prompt that is a model's directory, where no other model is named."""
-    model = next((prompt for prompt in prompts if Path(prompt, "config.json").is_file()), None)
-    if model is not None and not named:
-        meant = shlex.join(["redrafter", "generate", "--model", model, *(word for word in prompts if word != model)])
-        raise ArgumentError(
-            f"{model} is the directory of a model, and would be a text that the pair in the box continues: type "
-            f"{meant}; to continue that text, pipe it in"
-        )
-
-
-def _read_stdin() -> str:
-    """Return all of stdin, which processes of torchrun share: rank 0 reads it and tells the others."""
-    if launched_processes() == 1:
-        return sys.stdin.read()
-    join_ranks(launched_processes())
-    ranks = Ranks.of_world()
-    return ranks.from_first(sys.stdin.read() if ranks.rank == 0 else "")
-
-
-def _heading(row: int, rows: int, prompt: str) -> str:
-    line = " ".join(prompt.split())
-    return f"[{row + 1}/{rows}] " + (line if len(line) <= MAX_HEADING_CHARS else line[: MAX_HEADING_CHARS - 3] + "...")
-
-
 def encode_with_images(
     pair: Pair, prompt: str, files: Sequence[str], trust_remote_code: bool
-) -> tuple[list[int], dict[str, Any]]:
-    """Return the token ids of a turn of a chat that shows the images of files and then says the prompt.
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Return the token ids of a turn of a chat that shows the images of files and then says the prompt, as one row.
 
     Beside them comes what `Engine.generate` takes of the images.
 
@@ -199,7 +180,16 @@ def encode_with_images(
     if not target.images.ok:
         raise UnsupportedError(f"{target.name} takes no images: {target.images.reason}; leave out --image")
     processor = load_processor(pair.name, trust_remote_code=trust_remote_code)
-    content = [*({"type": "image", "image": _open(file)} for file in files), {"type": "text", "text": prompt}]
+    from PIL import Image, ImageOps  # which the processor has asked for
+
+    content: list[dict[str, Any]] = []
+    for file in files:
+        try:
+            with Image.open(file) as image:
+                content.append({"type": "image", "image": ImageOps.exif_transpose(image).convert("RGB")})
+        except (OSError, ValueError, SyntaxError) as error:
+            raise ArgumentError(f"--image {file} cannot be read: {first_line(error)}") from error
+    content.append({"type": "text", "text": prompt})
     try:
         inputs = processor.apply_chat_template(
             [{"role": "user", "content": content}],
@@ -211,14 +201,4 @@ def encode_with_images(
         )
     except (ValueError, TypeError, LookupError) as error:
         raise ArgumentError(f"the model's processor refuses an image: {first_line(error)}") from error
-    return inputs["input_ids"][0].tolist(), {name: inputs[name] for name in inputs if name in target.image_inputs}
-
-
-def _open(file: str) -> Any:
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(file) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
-        raise ArgumentError(f"--image {file} cannot be read: {first_line(error)}") from error
+    return inputs["input_ids"].tolist(), {name: inputs[name] for name in inputs if name in target.image_inputs}

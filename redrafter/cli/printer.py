@@ -31,9 +31,9 @@ class Printer:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, headings: Sequence[str | None], out: TextIO, *, color: bool = False
     ):
-        self._out, self._color, self._headings = out, color, headings
+        self._out, self._color = out, color
         self._detokenizers = [Detokenizer(tokenizer) for _ in headings]
-        self._waiting: list[list[str]] = [[] if line is None else [line + "\n"] for line in headings]
+        self._waiting = ["" if line is None else line + "\n" for line in headings]
         self._ended = [False] * len(headings)
         self._turn = 0
         self.texts = [""] * len(headings)
@@ -45,7 +45,7 @@ class Printer:
         target's own.
         """
         self._add(row, self._detokenizers[row].push(tokens[:accepted]), drafted=True)
-        self._add(row, self._detokenizers[row].push(tokens[accepted:]), drafted=False)
+        self._add(row, self._detokenizers[row].push(tokens[accepted:]))
         if ended:
             self._end(row)
         self._print()
@@ -57,21 +57,20 @@ class Printer:
                 self._end(row)
         self._print()
 
-    def _add(self, row: int, text: str, *, drafted: bool) -> None:
-        if text:
-            self.texts[row] += text
-            self._waiting[row].append(f"{GREEN}{text}{RESET}" if drafted and self._color else text)
+    def _add(self, row: int, text: str, *, drafted: bool = False) -> None:
+        self.texts[row] += text
+        self._waiting[row] += f"{GREEN}{text}{RESET}" if text and drafted and self._color else text
 
     def _end(self, row: int) -> None:
         self._ended[row] = True
-        self._add(row, self._detokenizers[row].finish(), drafted=False)
-        self._waiting[row].append("\n")
+        self._add(row, self._detokenizers[row].finish())
+        self._waiting[row] += "\n"
 
     def _print(self) -> None:
-        while self._turn < len(self._waiting):
-            self._out.write("".join(self._waiting[self._turn]))
-            self._waiting[self._turn].clear()
-            if not self._ended[self._turn]:
+        for row in range(self._turn, len(self._waiting)):
+            self._turn = row
+            self._out.write(self._waiting[row])
+            self._waiting[row] = ""
+            if not self._ended[row]:
                 break
-            self._turn += 1
         self._out.flush()

@@ -12,26 +12,15 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.bench.options import TuneOptions
 from redrafter.bench.plot import draw_tuning
-from redrafter.bench.tuner import (
-    DEEPER_LENGTHS,
-    LENGTHS,
-    SHARING_ROWS,
-    Tuner,
-    candidates,
-    choose,
-    describe,
-    step_costs,
-    table,
-)
+from redrafter.bench.standing_batch import SHARING_ROWS
+from redrafter.bench.tuner import DEEPER_LENGTHS, LENGTHS, Tuner, candidates, choose, describe, table
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.engine.redrafter import ReDrafter
-from redrafter.engine.tuning import Tuning, device_name, drafter_fingerprint, target_fingerprint, tuning_path
+from redrafter.engine.tuning import Tuning, measured_on, tuning_path
 from redrafter.errors import ArgumentError
-from redrafter.files.atomic_file import check_writable
-from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.prompts import encode, read_prompts
-from redrafter.measure.report import check_picture, format_table, versions
-from redrafter.measure.run import Workload, pad_token_of
+from redrafter.measure.report import check_picture, format_table, output_file, versions
+from redrafter.measure.run import Workload
 
 CPU_BATCH_SIZES = (1, 2, 4)
 GPU_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -46,18 +35,10 @@ COLUMNS = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `redrafter tune`: find the fastest draft tree for each batch size, and write the tuning file.
-
-    The time of a step and the tokens per step are measured with trees of many shapes (beams, steps, nodes; from 16 rows
-    on also nodes that rows share) and with plain decoding. For each batch size, the shape with the most tokens per
-    second is chosen, or none where no tree is much faster than plain decoding. The choices are written to the file of
-    `--out`, by default the one that `ReDrafter.from_pretrained` looks for, and printed as a table.
-    """
+    """Run the command: choose the fastest tree for each batch size, print them, and write the tuning file."""
     options = read_options(TuneOptions, args)
-    if options.plot is not None:
-        check_picture(Path(options.plot))
-    if options.out is not None:
-        check_writable(Path(options.out), "--out")
+    check_picture(options.plot)
+    out = output_file(options.out, "--out")
     prompts = read_prompts(options.prompts)
     pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
     engine, proposer = pair.engine, pair.engine.proposer
@@ -68,33 +49,22 @@ def run(args: argparse.Namespace) -> int:
     trees = candidates(proposer, options.beams, options.lengths or LENGTHS, share=share)
     if not trees:
         raise ArgumentError(f"the drafter's vocabulary is smaller than --beams {min(options.beams)}")
-    work = Workload(
-        engine,
-        encode(prompts, pair.tokenizer, **options.cut),
-        pad_token_of(pair.tokenizer),
-        num_prompts=1,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-    )
+    work = Workload.of(engine, pair.tokenizer, encode(prompts, pair.tokenizer, **options.cut), options)
     tuner = Tuner(work, sizes, options.seconds, lambda line: print(line, file=sys.stderr, flush=True))
     tuner.run(trees, () if options.lengths else DEEPER_LENGTHS)
     shapes = choose(tuner.timings, tuner.open_sizes)
+    rows = table(tuner.timings, shapes)
     tuning = Tuning(
         shapes,
-        device=device_name(engine.target.device),
-        dtype=dtype_name(engine.target.dtype),
-        target=target_fingerprint(engine.target),
-        drafter=drafter_fingerprint(engine.drafter),
+        **measured_on(engine.target, engine.drafter),
         versions={name: version for name, version in versions().items() if version},
-        step_costs={size: round(cost, 3) for size, cost in step_costs(tuner.timings, shapes).items()},
+        step_costs={row["batch"]: round(row["step_cost"], 3) for row in rows if row["shape"] is not None},
         prompts=Path(options.prompts or "prompts.jsonl").name,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         measured=tuple(timing.to_dict() for timing in tuner.timings),
     )
-    path = Path(options.out) if options.out is not None else tuning_path(engine.target, engine.drafter)
+    path = out or tuning_path(engine.target, engine.drafter)
     tuning.write(path)
-    rows = table(tuner.timings, shapes)
     cells = ((row["batch"], describe(shapes[row["batch"]]), *map(row.get, COLUMNS.values())) for row in rows)
     lines = format_table(["batch", "shape", *COLUMNS], cells, indent="")
     print(*lines, sep="\n", file=sys.stderr if args.json else sys.stdout)

@@ -57,16 +57,17 @@ def merge(
         ArgumentError: When the output cannot be written or the shape cannot be searched. Nothing is written then.
     """
     shape = shape or TreeShape()
-    config = ConvertConfig(
-        base_model_checkpoint_dir=str(base),
-        drafter_model_dir=str(drafter),
-        output_dir=str(output),
-        redrafter_num_beams=shape.num_beams,
-        redrafter_draft_len_per_beam=shape.draft_len_per_beam,
-        node_budget=shape.node_budget,
-        overwrite=overwrite,
+    convert(
+        ConvertConfig(
+            base_model_checkpoint_dir=str(base),
+            drafter_model_dir=str(drafter),
+            output_dir=str(output),
+            redrafter_num_beams=shape.num_beams,
+            redrafter_draft_len_per_beam=shape.draft_len_per_beam,
+            node_budget=shape.node_budget,
+            overwrite=overwrite,
+        )
     )
-    convert(config)
     return Path(output)
 
 
@@ -97,8 +98,7 @@ def convert(
     kind = OUTPUT_KINDS[config.to]
     check_output_folder(output, config.overwrite, flag="--output-dir", what=kind, replaceable=partial(_holds, kind))
     plan.check_space(output)
-    lock = Lock()
-    total = plan.bytes_to_write(output)
+    lock, total = Lock(), plan.bytes_to_write(output)
     with tqdm(total=total, unit="B", unit_scale=True, disable=None if show_progress else True) as bar:
 
         def progress(count: int) -> None:
@@ -116,13 +116,6 @@ def _holds(kind: str, path: Path) -> bool:
     return False
 
 
-def _print_key_map(plan: ConversionPlan) -> None:
-    rows = [("from", "to", "shape", "dtype"), *plan.key_map()]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
 
@@ -130,7 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse(argv, "redrafter convert")
         if config.dry_run:
             plan = plan_conversion(config)
-            _print_key_map(plan)
+            rows = [("from", "to", "shape", "dtype"), *plan.key_map()]
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            for row in rows:
+                print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
             for note in plan.notes:
                 print_message("note", note)
             return 0

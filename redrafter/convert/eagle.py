@@ -42,7 +42,7 @@ _UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.i
 
 def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], directory: Path) -> EagleConfig:
     """Convert the config of a head in either format; its tensors tell whether it has embeddings of its own."""
-    ours = _of_speculators(config, directory) if SPECULATORS_KEY in config else _of_eagle(config, directory)
+    read = _of_speculators if SPECULATORS_KEY in config else _of_eagle
     layer = _layer_config(config.get("transformer_layer_config", config), directory)
     draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size
     return EagleConfig(
@@ -64,7 +64,7 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
         fc_norm=bool(config.get("fc_norm")),
         own_embedding=EMBEDDING in tensors,
         draft_vocab_size=None if draft_vocab_size == layer.vocab_size else draft_vocab_size,
-        **ours,
+        **read(config, directory),
     )
 
 
@@ -129,11 +129,8 @@ def _layer_config(config: Mapping[str, Any], directory: Path) -> Any:
 
 
 def _ascending(ids: Any, directory: Path) -> list[int]:
-    if (
-        not isinstance(ids, Sequence)
-        or not all(type(i) is int and i >= 0 for i in ids)
-        or list(ids) != sorted(set(ids))
-    ):
+    numbers = isinstance(ids, Sequence) and all(type(i) is int and i >= 0 for i in ids)
+    if not numbers or list(ids) != sorted(set(ids)):
         raise UnsupportedError(
             f"{directory / 'config.json'} has {LAYER_IDS}={ids!r}; layer numbers that ascend are read"
         )
@@ -145,23 +142,20 @@ def _as_dict(value: Any) -> Mapping[str, Any]:
 
 
 def split_tensors(tensors: Mapping[str, LazyTensor], config: EagleConfig, directory: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of a head by this project's names, without those that nothing reads."""
+    """Return the tensors of a head by this project's names, without those that nothing reads.
+
+    `draft_ids`, the target's id of each of the head's ids, `[V']` int64, is left out of a head that has all in order.
+    """
     renamed = {
         re.sub(r"^layers\.0\.", "midlayer.", name): tensor
         for name, tensor in tensors.items()
         if not _UNREAD.fullmatch(name)
     }
-    ids = _draft_ids(tensors, config, directory)
-    return renamed if ids is None else renamed | {"draft_ids": ids}
-
-
-def _draft_ids(tensors: Mapping[str, LazyTensor], config: EagleConfig, directory: Path) -> LazyTensor | None:
-    """Return the target's id of each of the head's ids, `[V']` int64; None where the head has all ids in order."""
     size = config.draft_vocab_size
     if "d2t" not in tensors:
         if size is not None:
             raise CheckpointError(f"{directory} has no tensor d2t, which maps its {size} ids to the base's")
-        return None
+        return renamed
     offsets = tensors["d2t"].read(0, tensors["d2t"].length).long()
     ids = offsets + torch.arange(len(offsets))
     if len(ids) != (size or config.vocab_size):
@@ -177,8 +171,8 @@ def _draft_ids(tensors: Mapping[str, LazyTensor], config: EagleConfig, directory
     if size is None:
         if not torch.equal(ids, torch.arange(len(ids))):
             raise CheckpointError(f"{directory} has all ids of its base, and d2t puts them in another order")
-        return None
-    return memory_tensor("d2t", ids)
+        return renamed
+    return renamed | {"draft_ids": memory_tensor("d2t", ids)}
 
 
 def is_same(one: LazyTensor, other: LazyTensor) -> bool:

@@ -55,10 +55,7 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
         if drafter_name is not None:
             raise ArgumentError(f"{name} is a drafter itself: give the model first, and the drafter with --drafter")
         drafter = open_drafter(directory)
-        return document | {
-            "drafter": _describe_drafter(drafter),
-            "converts_to": possible_formats(drafter),
-        }
+        return document | {"drafter": _describe_drafter(drafter), "converts_to": possible_formats(drafter)}
     base = open_base(directory)
     document["model"] = _describe_model(base)
     if drafter_name is not None:
@@ -93,19 +90,18 @@ def _locate(name: str) -> Path:
 
 
 def _describe_model(base: SourceBase) -> dict[str, Any]:
-    config: Any = (
-        base.config.get_text_config(decoder=True)
-        if base.trtllm_config is None
-        else SimpleNamespace(**base.trtllm_config)
-    )
-    names = getattr(config, "architectures", None) or base.config.architectures
-    if base.trtllm_config is not None:
-        names = [base.trtllm_config.get("base_model_architecture", base.trtllm_config["architecture"])]
-    tensors = base.tensors or {
-        f"{number} {name}": tensor for number, rank in enumerate(base.ranks) for name, tensor in rank.items()
-    }
+    theirs, ranks = base.trtllm_config, enumerate(base.ranks)
+    tensors = base.tensors or {f"{number} {name}": x for number, rank in ranks for name, x in rank.items()}
+    config: Any
+    if theirs is None:
+        config = base.config.get_text_config(decoder=True)
+        names = getattr(config, "architectures", None) or base.config.architectures
+        architecture = ", ".join(names) if isinstance(names, list) else config.model_type
+    else:
+        config = SimpleNamespace(**theirs)
+        architecture = theirs.get("base_model_architecture", theirs["architecture"])
     facts = {
-        "architecture": ", ".join(names) if isinstance(names, list) else config.model_type,
+        "architecture": architecture,
         "parameters": _count_parameters(tensors),
         "stored_as": _dtype_names(tensors),
         "hidden_size": getattr(config, "hidden_size", None),
@@ -113,13 +109,13 @@ def _describe_model(base: SourceBase) -> dict[str, Any]:
         "vocabulary": getattr(config, "vocab_size", None),
         "context": getattr(config, "max_position_embeddings", None),
     }
-    if base.trtllm_config is not None:
+    if theirs is not None:
         facts["ranks"] = len(base.ranks)
-    if base.quantization_method is not None:
-        facts["quantised"] = base.quantization_method
-    if base.trtllm_config is None:
-        quantised = base.quantization_method is not None
-        facts["batch_invariant"] = "no: it is quantised" if quantised else "tried when --batch-invariant loads it"
+    method = base.quantization_method
+    if method is not None:
+        facts["quantised"] = method
+    if theirs is None:
+        facts["batch_invariant"] = "tried when --batch-invariant loads it" if method is None else "no: it is quantised"
         facts["target"] = _describe_target(base.config)
     return facts
 
@@ -175,52 +171,31 @@ def _describe_drafter(drafter: SourceDrafter) -> dict[str, Any]:
 
 
 def _count_parameters(tensors: Mapping[str, LazyTensor]) -> int:
-    """Return the number of parameters; maps of ids are not counted."""
+    # Maps of ids are no parameters.
     return sum(math.prod(tensor.shape) for tensor in tensors.values() if tensor.dtype != torch.int64)
 
 
 def _dtype_names(tensors: Mapping[str, LazyTensor]) -> str:
-    """Return the number formats of the parameters, such as `bfloat16`."""
     stored = {tensor.dtype for tensor in tensors.values()} - {torch.int64}
     return ", ".join(sorted(dtype_name(dtype) for dtype in stored))
 
 
-def _environment() -> dict[str, Any]:
-    """Return the versions of the libraries and the devices."""
-    cuda = torch.cuda.is_available()
-    return {
-        "redrafter": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "devices": ["cpu"]
-        + ([f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())] if cuda else []),
-        "threads": torch.get_num_threads(),
-    }
-
-
 def _format_lines(document: dict[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield the lines that show a document without `--json`."""
     for key, value in document.items():
         name = indent + key.replace("_", " ")
         if isinstance(value, dict):
             yield name
             yield from _format_lines(value, indent + "  ")
-        else:
-            yield f"{name:<24}{_format_value(value)}"
+            continue
+        if value is None or isinstance(value, bool):
+            value = {None: "not set", True: "yes", False: "no"}[value]
+        elif isinstance(value, list):
+            value = ", ".join(map(str, value))
+        yield f"{name:<24}{value:,}" if isinstance(value, int) else f"{name:<24}{value}"
 
 
-def _format_value(value: Any) -> str:
-    if value is None:
-        return "not set"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _build_parser() -> Parser:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     parser = Parser(
         prog="redrafter info",
         description="Describe a model, a drafter or a pair: whether they fit each other, and what they can be\n"
@@ -232,22 +207,24 @@ def _build_parser() -> Parser:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="directory, or hub id that was downloaded before")
     parser.add_argument("--drafter", metavar="D", help="a drafter for MODEL")
     add_json(parser)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
 
     def run() -> int:
-        args = _build_parser().parse_args(argv)
+        args = parser.parse_args(argv)
         if args.model is not None:
             document = describe(args.model, args.drafter)
         elif args.drafter is not None:
             raise ArgumentError("--drafter needs the model that it should fit: redrafter info MODEL --drafter D")
         else:
-            boxed = boxed_pair()
+            boxed, gpus = boxed_pair(), range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
             document = describe(str(boxed)) if boxed.is_dir() else {"boxed_pair": "not in this installation"}
-            document |= {"environment": _environment()}
+            document["environment"] = {
+                "redrafter": __version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+                "devices": ["cpu", *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in gpus)],
+                "threads": torch.get_num_threads(),
+            }
         print(json.dumps(document) if args.json else "\n".join(_format_lines(document)))
         return 0
 

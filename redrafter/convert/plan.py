@@ -70,8 +70,10 @@ class ConversionPlan:
 
     def bytes_to_write(self, output: Path) -> int:
         """Return the bytes of weights and copies that will be written to a directory, without hard links."""
+        disk = _existing_parent(output).stat().st_dev
+        linked = lambda file: not self.copy and _is_weights(file) and file.resolve().stat().st_dev == disk  # noqa: E731
         written = sum(tensor.nbytes for tensors in self.weights.values() for tensor in tensors.values())
-        return written + sum(file.stat().st_size for file in self.copies.values() if not self._can_link(file, output))
+        return written + sum(file.stat().st_size for file in self.copies.values() if not linked(file))
 
     def check_space(self, output: Path) -> None:
         """Raise `CheckpointError` when the disk of the output directory has too little free space."""
@@ -90,16 +92,9 @@ class ConversionPlan:
         """
         for name in (*self.weights, *self.copies, *self.json_files):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        late = {"config.json"} & self.copies.keys()  # without it the directory does not load
+        late = self.copies.keys() & {"config.json"}  # without it the directory does not load
         for name in self.copies.keys() - late:
             link_or_copy(self.copies[name], folder / name, progress, self.copy)
-        self._write_weights(folder, progress, workers)
-        for name in late:
-            link_or_copy(self.copies[name], folder / name, progress, self.copy)
-        for name, content in self.json_files.items():
-            (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-    def _write_weights(self, folder: Path, progress: Callable[[int], object], workers: int) -> None:
         stopped = Event()
 
         def count_or_stop(count: int) -> None:
@@ -119,6 +114,10 @@ class ConversionPlan:
                 stopped.set()  # the other workers end at their next block
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        for name in late:
+            link_or_copy(self.copies[name], folder / name, progress, self.copy)
+        for name, content in self.json_files.items():
+            (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def key_map(self) -> Iterator[tuple[str, str, str, str]]:
         """Yield the source, the new name, the shape and the dtype of each copied file and of each tensor."""
@@ -128,10 +127,6 @@ class ConversionPlan:
             for name, tensor in tensors.items():
                 shape, dtype = str(list(tensor.shape)), dtype_name(tensor.dtype)
                 yield tensor.name, f"{file}: {name}", shape, dtype
-
-    def _can_link(self, file: Path, output: Path) -> bool:
-        same_disk = file.resolve().stat().st_dev == _existing_parent(output).stat().st_dev
-        return not self.copy and _is_weights(file) and same_disk
 
 
 def link_or_copy(source: Path, destination: Path, progress: Callable[[int], object], copy: bool) -> None:
@@ -218,31 +213,28 @@ def plan_merged(drafter: SourceDrafter, base: SourceBase | None, config: Convert
         json_files={f"{DRAFTER_FOLDER}/{name}": content for name, content in part.json_files.items()},
         notes=part.notes + _training_notes(drafter.config, defaults.shape),
     )
-    plan = _with_base(plan, base, has_tokenizer=config.tokenizer_dir is not None)
-    if config.tokenizer_dir is not None:
-        files = [Path(config.tokenizer_dir, name) for name in TOKENIZER_FILES]
-        plan = replace(plan, copies=plan.copies | {file.name: file for file in files if file.is_file()})
-    settings = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
-    return replace(plan, json_files=plan.json_files | {SHAPE_FILE: settings})
-
-
-def _with_base(plan: ConversionPlan, base: SourceBase, *, has_tokenizer: bool) -> ConversionPlan:
+    weights, copies, json_files, notes = plan.weights, plan.copies, plan.json_files, plan.notes
     if base.trtllm_config is None:
-        return replace(plan, copies=plan.copies | base.files())
-    if not base.tensors:
+        copies |= base.files()
+    elif not base.tensors:
         raise UnsupportedError(
             f"{base.directory} is quantised in TensorRT-LLM's way; give the Hugging Face base with "
             "--base-model-checkpoint-dir, and this one with --drafter-model-dir"
         )
-    files, index = split_into_files(base.tensors)
-    json_files = plan.json_files | ({INDEX_FILE: index} if index else {}) | {"config.json": _config_dict(base.config)}
-    notes = plan.notes
-    if not has_tokenizer:
-        notes += (
-            f"{base.directory} has no tokenizer and does not say what ends a text; give the directory of a model that "
-            "has them with --tokenizer-dir",
-        )
-    return replace(plan, weights=plan.weights | files, json_files=json_files, notes=notes)
+    else:
+        base_weights, index = split_into_files(base.tensors)
+        weights |= base_weights
+        json_files |= ({INDEX_FILE: index} if index else {}) | {"config.json": _config_dict(base.config)}
+        if config.tokenizer_dir is None:
+            notes += (
+                f"{base.directory} has no tokenizer and does not say what ends a text; give the directory of a model "
+                "that has them with --tokenizer-dir",
+            )
+    if config.tokenizer_dir is not None:
+        given = [Path(config.tokenizer_dir, name) for name in TOKENIZER_FILES]
+        copies |= {file.name: file for file in given if file.is_file()}
+    json_files[SHAPE_FILE] = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
+    return replace(plan, notes=notes)
 
 
 def plan_trtllm(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
@@ -375,7 +367,6 @@ def _cast_floats(tensors: Mapping[str, LazyTensor], dtype: str | None) -> dict[s
 
 
 def _config_dict(config: Any) -> dict[str, Any]:
-    """Return a config as its `config.json` holds it."""
     values: dict[str, Any] = config.to_diff_dict() | {"model_type": config.model_type}
     values["dtype"] = dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else config.dtype
     return values

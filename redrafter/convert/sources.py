@@ -237,13 +237,9 @@ def _check_tensors(drafter: SourceDrafter, source_name: Callable[[str], str]) ->
 def _open_tensors(directory: Path) -> dict[str, LazyTensor]:
     """Return the tensors of a directory's safetensors files, or of its pickle if there are none."""
     has_safetensors = (directory / INDEX_FILE).is_file() or (directory / WEIGHTS_FILE).is_file()
-    pickles = [directory / name for name in PICKLE_FILES if (directory / name).is_file()]
-    if pickles and not has_safetensors:
-        return {name: memory_tensor(name, tensor) for name, tensor in _unpickle(pickles[0]).items()}
-    return open_directory(directory)
-
-
-def _unpickle(file: Path) -> Mapping[str, torch.Tensor]:
+    file = next((directory / name for name in PICKLE_FILES if (directory / name).is_file()), None)
+    if file is None or has_safetensors:
+        return open_directory(directory)
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
     except pickle.UnpicklingError as error:
@@ -261,4 +257,4 @@ def _unpickle(file: Path) -> Mapping[str, torch.Tensor]:
         for name, x in tensors.items()
     ):
         raise CheckpointError(f"{file} is no flat state dict of tensors by name")
-    return tensors
+    return {name: memory_tensor(name, tensor) for name, tensor in tensors.items()}

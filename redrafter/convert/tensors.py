@@ -110,8 +110,8 @@ def _file_tensor(file: Path, name: str, shape: tuple[int, ...], code: str) -> La
     def refuse(first: int, last: int) -> Tensor:
         raise UnsupportedError(f"{file}: {name} is stored as {code}, which is not known here")
 
-    known = code in SAFETENSORS_DTYPES
-    return LazyTensor(name, shape, SAFETENSORS_DTYPES.get(code, torch.uint8), read if known else refuse)
+    dtype = SAFETENSORS_DTYPES.get(code)
+    return LazyTensor(name, shape, dtype or torch.uint8, refuse if dtype is None else read)
 
 
 def check_tensors(

@@ -112,13 +112,8 @@ def encode_prompt(
 
     The prompt of a conversation is all before the assistant's first answer, or with the first user turn where there is
     no answer. The prompt of token ids is all before the first one to be learnt. The prompt of a text, or of ids where
-    fewer than two come before the first one to be learnt, is their beginning.
-
-    Args:
-        row: A row of data.
-        tokenizer: The base's tokenizer.
-        text_share: Share of a text's tokens that is its prompt, rounded down.
-        max_text_tokens: Most tokens of a text's prompt; None for no limit.
+    fewer than two come before the first one to be learnt, is their beginning: `text_share` of their tokens, rounded
+    down, and at most `max_text_tokens`; None for no limit.
     """
     check_tokenizer(row, tokenizer)
     if row.messages is not None:

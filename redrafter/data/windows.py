@@ -163,8 +163,7 @@ class Windows:
         batches = [batch for pool in pools for batch in pool.split(size)]
         return windows, [batches[index] for index in torch.randperm(len(batches), generator=random).tolist()]
 
-    def _build_row(self, windows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, mask and segments of windows side by side, each `[width]`."""
+    def _build_row(self, windows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:  # [width] each
         spans = list(zip(self.offsets[windows].tolist(), self.offsets[windows + 1].tolist(), strict=True))
         tokens, mask = (torch.cat([flat[first:last] for first, last in spans]) for flat in (self.tokens, self.mask))
         segment = torch.arange(len(windows)).repeat_interleave(self.lengths[windows])

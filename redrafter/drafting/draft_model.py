@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from redrafter.cache.paged import KVCache
+from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.proposer import State
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.model.forward_batch import ForwardBatch

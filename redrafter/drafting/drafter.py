@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 from transformers import AutoModel
 
-from redrafter.cache.paged import KVCache
+from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.context_attention import ContextAttention, ContextWindow
 from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, drafter_layer, layer_bytes, partial_linear

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
-from redrafter.cache.dense import LayerShape
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json

@@ -11,7 +11,7 @@ from transformers import AutoModel, LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from redrafter.cache.paged import KVCache
+from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.drafter_config import EagleConfig
 from redrafter.drafting.drafter_model import DrafterModel, drafter_layer, layer_bytes, partial_linear
 from redrafter.drafting.proposer import SearchProposer, State

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from redrafter.cache.paged import KVCache
+from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.proposer import State
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.token_tree import Tree, chain, check_size

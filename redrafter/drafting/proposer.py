@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from redrafter.cache.paged import KVCache
+from redrafter.cache.kv_cache import KVCache
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Expand, beam_search

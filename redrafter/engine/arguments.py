@@ -143,17 +143,11 @@ def _refuse_mode(name: str, value: Any) -> None:
         )
 
 
-def prompt_of(input_ids: Any, inputs: Any) -> Any:
-    """Return the prompt, which transformers also calls `inputs`; `ArgumentError` for both and for neither."""
-    if input_ids is not None and inputs is not None:
-        raise ArgumentError("inputs is another name of input_ids: pass one of them")
-    if input_ids is None and inputs is None:
-        raise ArgumentError("there is no prompt: pass input_ids")
-    return inputs if input_ids is None else input_ids
-
-
 def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments in transformers' terms, and those parameters of rows for which it has none."""
+    """Return the arguments in transformers' terms, and those parameters of rows for which it has none.
+
+    Temperatures of rows become a logits processor.
+    """
     others = {name: value for name, value in arguments.items() if name not in (*_OWN, "logit_bias", "grammar")}
     own = {name: value for name in _OWN if (value := arguments.get(name)) is not None}
     for name, value in own.items():
@@ -165,6 +159,10 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         others["sequence_bias"] = {(token,): float(value) for token, value in bias.items()} | dict(
             others.get("sequence_bias") or {}
         )
+    if isinstance(temperature := arguments.get("temperature"), list | tuple | Tensor):
+        # As the last of the user's own, after which transformers would put a temperature. It makes none for 1.
+        processors = [*(arguments.get("logits_processor") or []), TemperaturePerRow(temperature)]
+        others |= {"temperature": 1.0, "logits_processor": LogitsProcessorList(processors)}
 
     def read(grammar: Any) -> Grammar | None:
         if grammar is None or isinstance(grammar, Grammar):
@@ -176,18 +174,6 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     if (given := arguments.get("grammar")) is not None:
         own["grammar"] = [read(each) for each in given] if isinstance(given, list | tuple) else read(given)
     return others, own
-
-
-def with_row_temperatures(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the call's arguments with a list of temperatures, one per output row, as a logits processor.
-
-    The processor comes last of the user's own, after which transformers would put a temperature. It makes none for 1.
-    """
-    temperature = arguments.get("temperature")
-    if not isinstance(temperature, list | tuple | Tensor):
-        return dict(arguments)
-    processors = LogitsProcessorList([*(arguments.get("logits_processor") or []), TemperaturePerRow(temperature)])
-    return {**arguments, "temperature": 1.0, "logits_processor": processors}
 
 
 def with_stop_strings(
@@ -217,8 +203,10 @@ def with_stop_strings(
     return kept | {"stopping_criteria": criteria}, config
 
 
-def check_shapes(input_ids: Any, mask: Any) -> None:
-    """Raise `ArgumentError` unless the ids are integers `[B, P]`, at least one, and the mask has their shape."""
+def check_shapes(input_ids: Any, mask: Any) -> Tensor:
+    """Return the ids; `ArgumentError` unless they are integers `[B, P]`, at least one, and the mask has their shape."""
+    if input_ids is None:
+        raise ArgumentError("there is no prompt: pass input_ids")
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"input_ids must be an integer tensor [batch, length], got {_shown(input_ids)}")
     if input_ids.numel() == 0:
@@ -227,6 +215,7 @@ def check_shapes(input_ids: Any, mask: Any) -> None:
         raise ArgumentError(
             f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, got {_shown(mask)}"
         )
+    return input_ids
 
 
 def _shown(value: Any) -> str:

@@ -5,7 +5,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from itertools import zip_longest
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,18 +36,11 @@ class GenerateStats(Stats):
 
     @classmethod
     def of(cls, rows: list[Stats], seeds: list[int] | None) -> "GenerateStats":
-        """Sum the statistics of rows."""
-        depths = zip(*(row.accepted_by_depth for row in rows), strict=True)
-        return cls(
-            steps=sum(row.steps for row in rows),
-            drafted=sum(row.drafted for row in rows),
-            accepted=sum(row.accepted for row in rows),
-            emitted=sum(row.emitted for row in rows),
-            accepted_by_depth=[sum(depth) for depth in depths],
-            plain_steps=sum(row.plain_steps for row in rows),
-            rows=rows,
-            seeds=seeds,
-        )
+        """Sum the statistics of rows, whose drafts need not be of one length."""
+        counts = ("steps", "drafted", "accepted", "emitted", "plain_steps")
+        sums: dict[str, Any] = {name: sum(getattr(row, name) for row in rows) for name in counts}
+        depths = map(sum, zip_longest(*(row.accepted_by_depth for row in rows), fillvalue=0))
+        return cls(**sums, accepted_by_depth=[*depths], rows=rows, seeds=seeds)
 
 
 @dataclass
@@ -105,15 +99,9 @@ class Row:
 def first_stop(criterion: StoppingCriteria, text: Sequence[int], new: Sequence[int], pad: int) -> int | None:
     """Return the index of the first of `new` tokens after which `criterion` stops; None where it does not.
 
-    Each token is asked about with exactly the text up to it. Hugging Face's stop strings look at a fixed number of last
-    tokens, so all of `new` are asked at once; a user's own criterion is called once per token with ids `[1, L]` and no
-    scores.
-
-    Args:
-        criterion: Hugging Face's, or a user's own.
-        text: Tokens of the row before them, padding included.
-        new: Tokens of the step.
-        pad: Id that fills a text in front.
+    Each token is asked about with exactly the text up to it, of which `text` are the tokens before the step, padding
+    included. Hugging Face's stop strings look at a fixed number of last tokens, so all of `new` are asked at once; a
+    user's own criterion is called once per token with ids `[1, L]` and no scores. `pad` fills a text in front.
     """
     whole = [*text, *new]
     ends = range(len(text) + 1, len(whole) + 1)
@@ -180,9 +168,7 @@ class Call:
         if self.stream is not None:
             self.stream.end()
         self._warn_cut_short()
-        return self._output()
 
-    def _output(self) -> Tensor | GenerateOutput:
         rows, request = self.rows, self.request
         width = max(len(row.text) for row in rows)
         new = torch.tensor([row.text + [request.pad_token] * (width - len(row.text)) for row in rows], dtype=torch.long)
@@ -209,7 +195,6 @@ class Call:
                 )
 
     def _warn_cut_short(self) -> None:
-        """Warn of texts that ended because the target's context did."""
         cut_short = [
             row.sequence
             for row, cut in zip(self.rows, self.request.cut_short, strict=False)
@@ -276,18 +261,18 @@ class ColumnStream:
         self._streamer, self._pad, self._sent = streamer, pad, 0
         self._texts: list[list[int]] = [[] for _ in range(rows)]
         self._ended = [False] * rows
-        self._behind = rows  # rows that must gain tokens, or end, before the next column is complete
+        self._lagging = rows  # rows that must gain tokens, or end, before the next column is complete
 
     def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
         """Take the tokens of a row, and pass on the columns that they complete."""
-        was_behind = len(self._texts[row]) == self._sent
+        lagged = len(self._texts[row]) == self._sent
         self._texts[row].extend(tokens)
         self._ended[row] = ended
-        self._behind -= was_behind and (ended or len(self._texts[row]) > self._sent)
-        if not self._behind:  # or else no column is complete, and no other row needs to be looked at
+        self._lagging -= lagged and (ended or len(self._texts[row]) > self._sent)
+        if not self._lagging:  # or else no column is complete, and no other row needs to be looked at
             running = [len(text) for text, done in zip(self._texts, self._ended, strict=True) if not done]
             self._send(min(running, default=max(map(len, self._texts))))
-            self._behind = running.count(self._sent)
+            self._lagging = running.count(self._sent)
 
     def _send(self, ready: int) -> None:
         for column in range(self._sent, ready):

@@ -17,14 +17,7 @@ class DecodingError(ReDrafterError):
 
 
 def decode_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-    """Return the text of token ids.
-
-    Ids that the tokenizer does not know, as a padded embedding has, are decoded as nothing.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        tokens: Token ids.
-        skip_special_tokens: Whether to leave special tokens out.
+    """Return the text of token ids. Ids that the tokenizer does not know, as a padded embedding has, are nothing.
 
     Raises:
         DecodingError: The tokenizer's own code has failed.

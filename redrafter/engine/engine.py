@@ -22,11 +22,9 @@ from redrafter.engine.arguments import (
     check_bound,
     check_modes,
     check_shapes,
-    prompt_of,
     read_arguments,
     separate_inputs,
     split_own,
-    with_row_temperatures,
     with_stop_strings,
 )
 from redrafter.engine.call import Call, ColumnStream, GenerateOutput, StepStreamer, takes_columns
@@ -35,7 +33,7 @@ from redrafter.engine.modes import kv_dtype_of, make_batch_invariant, use_kv_cac
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import AdapterNames, OwnArguments, Request, Seed, read_request, row_adapters
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
-from redrafter.model.supported import Support, check_autocast, check_eval
+from redrafter.model.supported import check_autocast, check_eval
 from redrafter.model.target import Target
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.paged_memory import MOST_ROWS, PagedMemory
@@ -51,15 +49,10 @@ class Engine:
     Between requests it keeps only what makes the next one faster: on a GPU the captured steps, and keys and values of
     texts that a prompt may begin with again.
 
-    Args:
-        target: The bound model whose text is wanted.
-        proposer: What drafts for it.
-        options: Limits of memory and lengths; None for the defaults.
-
     Attributes:
         target: The bound model whose text is wanted.
-        proposer: What drafts for one row.
-        options: Limits of memory and lengths.
+        proposer: What drafts for it, for one row.
+        options: Limits of memory and lengths; None, when the engine is made, for the defaults.
         plain: The proposer that drafts nothing.
         draft_model: The model that drafts, or None.
         graphs: The paged memory, once a text was written on a GPU; None before.
@@ -105,22 +98,17 @@ class Engine:
         return self.proposer
 
     def draft_step_cost(self, rows: int) -> float | None:
-        """Return the time of a step of `rows` rows with drafts, in steps without; None for no pauses.
-
-        Drafting pauses if it gains less.
-        """
+        """Return the time of a step of `rows` rows with drafts, in steps without; None where drafting never pauses."""
         return None
 
     def make_graphs(self, rows: int = MOST_ROWS, max_rows: int | None = None) -> PagedMemory:
-        """Take memory for a paged cache and prepare the models' forwards.
+        """Take memory for a paged cache, for at most `rows` rows of the longest text, and prepare the models' forwards.
 
-        Args:
-            rows: Rows of the longest text that memory is taken for, at most.
-            max_rows: Most rows at once; None for `rows`.
+        `max_rows` is the most rows at once; None for `rows`.
         """
         return PagedMemory.on(
             self.target,
-            self.draft_model if self.draft_varlen.ok else None,
+            None if self._unpaged_draft else self.draft_model,
             memory_fraction=self.options.kv_cache_free_gpu_memory_fraction,
             max_seq_len=self.options.max_seq_len,
             rows=rows,
@@ -142,28 +130,18 @@ class Engine:
     def scheduler_for(
         self, request: Request, speculate: bool = True, models: Models | None = None
     ) -> Iterator[Scheduler]:
-        """Yield a scheduler without sequences for the rows of a request.
+        """Yield a scheduler without sequences for the rows of a request; `models` draft, or this engine for None.
 
         Its running batch, with the steps that were captured for it, is kept for later requests, unless an exception
         ends the context.
-
-        Args:
-            request: What is to be written.
-            speculate: Whether to draft.
-            models: What drafts; None for this engine.
         """
         drafting: Models = self if models is None else models
-        owner, draft_model = self.lender or self, drafting.draft_model if speculate else None
-        reason = self.target.varlen.reason or (draft_model and self.draft_varlen.reason)
+        owner, most = self.lender or self, self.options.max_batch_size
+        reason = self.target.varlen.reason or (self._unpaged_draft if speculate and drafting.draft_model else None)
         if reason and self.target.device.type == "cuda" and not self._warned:
             self._warned = True
             warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
-        graphs = None if reason else owner.open_graphs()
-        rows = min(len(request.lengths), self.options.max_batch_size)
-        vocabulary = drafting.draft_vocabulary if speculate else None
-        batch = owner.batches.take(
-            self.target, graphs, request.params, rows, draft_model, vocabulary, self.options.max_batch_size
-        )
+        graphs, rows = None if reason else owner.open_graphs(), min(len(request.lengths), most)
         limits = Limits(
             rows,
             sys.maxsize,
@@ -172,30 +150,25 @@ class Engine:
             paced=False,
             admit_together=max(rows // 8, min(rows // 4, 2), 1),  # measured on a GPU: docs/benchmarks.md
         )
-        scheduler = Scheduler(drafting, graphs, limits, speculate, batch)
-        batch.draft_lengths = self.draft_lengths_of(len(request.lengths)) if speculate else None
-        batch.reserve(max(request.limits))
-        yield scheduler
-        owner.batches.keep(batch)
+        with owner.batches.lent(drafting, graphs, request.params, most, speculate=speculate) as batch:
+            scheduler = Scheduler(drafting, graphs, limits, speculate, batch)
+            batch.draft_lengths = self.draft_lengths_of(len(request.lengths)) if speculate else None
+            batch.reserve(max(request.limits))
+            yield scheduler
 
     def draft_lengths_of(self, texts: int) -> AdaptiveDraftLength | None:
         """Return what chooses the draft length of each step of a call of `texts` rows; None where it is fixed."""
         return None
 
     @property
-    def draft_varlen(self) -> Support:
-        """Whether steps with the draft model can be captured as far as that model decides; ok where there is none."""
+    def _unpaged_draft(self) -> str | None:
+        """Why the draft model alone cannot be decoded in captured steps; None where it can, or the target cannot."""
         if self.draft_model is None or not self.target.varlen.ok:
-            return Support()
+            return None
         if self.draft_model.device != self.target.device:
-            return Support(f"the draft model is on {self.draft_model.device} and the target on {self.target.device}")
+            return f"the draft model is on {self.draft_model.device} and the target on {self.target.device}"
         reason = self.draft_model.varlen.reason
-        return Support(None if reason is None else f"the draft model: {reason}")
-
-    @property
-    def kv_pool_bytes(self) -> int:
-        """Bytes of the paged pools of keys and values; 0 before the first request and on the dense cache."""
-        return 0 if self.graphs is None else sum(pool.nbytes for pool in self.graphs.store.pools)
+        return reason and f"the draft model: {reason}"
 
     def drop_graphs(self) -> None:
         """Forget the captured steps and so free what they hold; the next batch captures again. No batch may be open."""
@@ -303,17 +276,20 @@ class Engine:
         theirs = streamer if takes_columns(streamer) else None
         kwargs, images = separate_inputs(generation_kwargs, self.target)
         kwargs = read_arguments(kwargs)
-        input_ids = prompt_of(input_ids, kwargs.pop("inputs", None))
+        if (inputs := kwargs.pop("inputs", None)) is not None:
+            if input_ids is not None:
+                raise ArgumentError("inputs is another name of input_ids: pass one of them")
+            input_ids = inputs
         if not isinstance(generation_config, GenerationConfig | None):
             raise ArgumentError(f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}")
         if generation_config is not None:
             check_modes(generation_config, self.model.generation_config)
 
         # 2. Check the shapes that transformers counts on. Ids and mask are checked as it prepares them, in phase 4.
-        check_shapes(input_ids, attention_mask)
+        input_ids = check_shapes(input_ids, attention_mask)
 
         # 3. Say in transformers' terms what it has no names for, or would not hand on.
-        kwargs, own = split_own(with_row_temperatures(kwargs))
+        kwargs, own = split_own(kwargs)
         if return_dict_in_generate is not None:
             kwargs["return_dict_in_generate"] = return_dict_in_generate
         kwargs, generation_config = with_stop_strings(kwargs, generation_config, self.model.generation_config)

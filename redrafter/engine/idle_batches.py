@@ -1,16 +1,14 @@
 """Running batches that no call uses now, kept with their captured steps for later calls."""
 
 import threading
-from collections.abc import Sequence
-from weakref import WeakKeyDictionary
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from redrafter.drafting.vocabulary_map import VocabularyMap
-from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.captured_step import bucket
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.row_caches import DenseRows, PagedRows
-from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.scheduler.running_batch import Models, RunningBatch
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 
 Key = tuple[int, bool, tuple[int, ...]]
@@ -18,7 +16,7 @@ MAX_IDLE_BYTES = 1 << 30  # that idle batches hold together, as `RunningBatch.nu
 
 
 class IdleBatches:
-    """Gives each call a running batch of its own, if possible one that an earlier call has left.
+    """Lends each call a running batch of its own, if possible one that an earlier call has left.
 
     A batch serves calls of any parameters, which are loaded. One whose steps run code on the host is made for one call
     alone, as is a dense cache, which is as large as its texts. Where idle batches hold more than `MAX_IDLE_BYTES`,
@@ -27,29 +25,32 @@ class IdleBatches:
 
     def __init__(self) -> None:
         self._idle: list[tuple[Key, RunningBatch]] = []  # the one used last at the end
-        self._keys: WeakKeyDictionary[RunningBatch, Key] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def take(
+    @contextmanager
+    def lent(
         self,
-        target: Target,
+        models: Models,
         graphs: PagedMemory | None,
         params: Sequence[SamplingParams],
-        rows: int,
-        draft_model: Target | None,
-        vocabulary: VocabularyMap | None,
         max_batch_size: int,
-    ) -> RunningBatch:
-        """Return an empty running batch, for `rows` rows at once at most, and `max_batch_size` rows of later calls.
+        *,
+        speculate: bool,
+    ) -> Iterator[RunningBatch]:
+        """Yield an empty running batch for rows that draw as `params` say, at most `max_batch_size` of them at once.
 
-        `params` says how the call's rows draw; without `graphs` the batch has a dense cache.
+        Without `graphs` it has a dense cache. Later calls may have it, unless an exception ends the context.
         """
+        target, draft_model = models.target, models.draft_model if speculate else None
+        rows = min(len(params), max_batch_size)
 
-        def sampling(rows: int) -> SamplingTensors:
-            return SamplingTensors(rows, target.vocab_size, target.device, of_call=True)
+        def make(size: int, caches: PagedRows | DenseRows) -> RunningBatch:
+            sampling = SamplingTensors(size, target.vocab_size, target.device, of_call=True)
+            return RunningBatch(target, sampling, size, caches, graphs)
 
         if graphs is None:
-            return RunningBatch(target, sampling(rows), rows, DenseRows(target, draft_model, rows))
+            yield make(rows, DenseRows(target, draft_model, rows))
+            return
         versions = graphs.follow_changes(target, draft_model)
         # Settings that are as large as the vocabulary are held for no more rows than needed.
         capacity = bucket(rows if any(each.has_tables for each in params) else max(rows, max_batch_size))
@@ -63,16 +64,10 @@ class IdleBatches:
         for _, old in outdated:
             old.free()
         if batch is None:
-            caches = PagedRows(graphs, draft_model is not None, vocabulary)
-            batch = RunningBatch(target, sampling(capacity), capacity, caches, graphs)
+            vocabulary = models.draft_vocabulary if speculate else None
+            batch = make(capacity, PagedRows(graphs, draft_model is not None, vocabulary))
+        yield batch
         if kept:
-            self._keys[batch] = key
-        return batch
-
-    def keep(self, batch: RunningBatch) -> None:
-        """Keep a batch whose call has ended, if later calls may use it."""
-        key = self._keys.get(batch)
-        if key is not None:
             with self._lock:
                 self._idle.append((key, batch))
             self._shrink(MAX_IDLE_BYTES)
@@ -82,7 +77,6 @@ class IdleBatches:
         self._shrink(-1)
 
     def _shrink(self, most: int) -> None:
-        """Give up the batches that were used least recently, until the others hold `most` bytes at most."""
         with self._lock:
             sizes = [batch.num_bytes for _, batch in self._idle]
             count = next((n for n in range(len(sizes)) if sum(sizes[n:]) <= most), len(sizes))

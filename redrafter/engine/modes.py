@@ -19,15 +19,12 @@ _BY_ROWS = {
 
 
 def make_batch_invariant(target: Target, draft_model: Target | None, *, compile: bool) -> None:
-    """Make the target of an engine batch-invariant, and let its draft model share its kind of cache.
+    """Make the target of an engine batch-invariant, and let its draft model, if it has one, share its kind of cache.
 
-    Args:
-        target: The model whose text is wanted.
-        draft_model: The model that drafts, or None. What it drafts changes no text, so it is computed as ever.
-        compile: Whether the target is compiled for a GPU.
+    What is drafted changes no text, so the draft model is computed as ever.
 
     Raises:
-        ArgumentError: The target is on a GPU and not compiled.
+        ArgumentError: The target is on a GPU, and `compile` says that it is not compiled.
         UnsupportedError: The target cannot be computed so, or the draft model not beside it.
     """
     if target.device.type == "cuda" and not compile:
@@ -40,7 +37,7 @@ def make_batch_invariant(target: Target, draft_model: Target | None, *, compile:
 
 
 def _decode_paged(mode: str, instead: str, target: Target, *models: Target) -> None:
-    """Let models be decoded on a paged cache on the target's device, a CPU included, as a mode of the engine needs."""
+    # On a CPU too, where nothing is captured and a dense cache is the rule.
     for model in models:
         if model.device != target.device:
             raise UnsupportedError(
@@ -69,7 +66,6 @@ def check_processors(target: Target, processors: Iterable[object]) -> None:
 
 
 _DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-_E4M3_CAPABILITY = (8, 9)  # of a GPU; older ones have kernels for e5m2 alone
 
 
 def kv_dtype_of(name: str) -> torch.dtype | None:
@@ -80,11 +76,6 @@ def kv_dtype_of(name: str) -> torch.dtype | None:
 def use_kv_cache_dtype(target: Target, draft_model: Target | None, name: str) -> None:
     """Let the models of an engine be decoded on a paged cache, which alone stores keys and values in FP8.
 
-    Args:
-        target: The model whose text is wanted.
-        draft_model: The model that drafts, or None.
-        name: One of `KV_CACHE_DTYPES`.
-
     Raises:
         UnsupportedError: A model cannot be decoded so, or the GPU has no such format.
     """
@@ -93,7 +84,7 @@ def use_kv_cache_dtype(target: Target, draft_model: Target | None, name: str) ->
         return
     if target.device.type == "cuda" and dtype == torch.float8_e4m3fn:
         capability = torch.cuda.get_device_capability(target.device)
-        if capability < _E4M3_CAPABILITY:
+        if capability < (8, 9):  # whose kernels know e5m2 alone
             raise UnsupportedError(
                 f"kv_cache_dtype={name!r} needs a GPU of compute capability 8.9 or more, and this one has "
                 f"{'.'.join(map(str, capability))}: take 'fp8_e5m2' (--kv-cache-dtype fp8_e5m2)"

@@ -60,28 +60,27 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for item in fields(EngineOptions):
             name, value, default = item.name, getattr(self, item.name), item.default
-            whole = isinstance(value, int) and not isinstance(value, bool)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            whole = number and isinstance(value, int)
             if isinstance(default, bool):
-                if not isinstance(value, bool):
-                    raise ArgumentError(f"{name} must be True or False, got {value!r}")
+                fits, what = isinstance(value, bool), "True or False"
             elif default is None:
-                if value is not None and not (whole and 2 <= value < 1 << 31):
-                    raise ArgumentError(f"{name} must be an integer of 2 or more, and below 2**31, got {value!r}")
-            elif isinstance(default, int) and not (whole and 1 <= value < 1 << 31):
-                raise ArgumentError(f"{name} must be a positive integer, got {value!r}")
-            if (choices := item.metadata.get("choices")) and value not in choices:
-                raise ArgumentError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-        fraction = self.kv_cache_free_gpu_memory_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
-            raise ArgumentError(f"kv_cache_free_gpu_memory_fraction must be above 0 and at most 1, got {fraction!r}")
-        import psutil
+                fits = value is None or (whole and 2 <= value < 1 << 31)
+                what = "an integer of 2 or more, and below 2**31"
+            elif isinstance(default, int):
+                fits, what = whole and 1 <= value < 1 << 31, "a positive integer"
+            elif choices := item.metadata.get("choices"):
+                fits, what = value in choices, f"one of {', '.join(choices)}"
+            elif name == "kv_host_cache_gib":
+                import psutil
 
-        gib, total = self.kv_host_cache_gib, psutil.virtual_memory().total / 2**30
-        if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib <= total:
-            raise ArgumentError(
-                f"kv_host_cache_gib (--kv-host-cache-gib) must be from 0 to the machine's memory, {int(total)} GiB, "
-                f"got {gib!r}"
-            )
+                total = psutil.virtual_memory().total / 2**30
+                fits, what = number and 0 <= value <= total, f"from 0 to the machine's memory, {int(total)} GiB"
+                name = "kv_host_cache_gib (--kv-host-cache-gib)"
+            else:
+                fits, what = number and 0 < value <= 1, "above 0 and at most 1"
+            if not fits:
+                raise ArgumentError(f"{name} must be {what}, got {value!r}")
 
 
 @dataclass(frozen=True)

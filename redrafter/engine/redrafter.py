@@ -35,6 +35,7 @@ class ReDrafter(Engine):
     """
 
     pauses = True
+    proposer: SearchProposer
 
     def __init__(
         self,
@@ -60,9 +61,7 @@ class ReDrafter(Engine):
         config = drafter.config
         self._default = TreeShape(config.draft_beams, config.draft_len_per_beam)
         shape = (shape or TreeShape()).over(self._default)
-        depth = shape.draft_len_per_beam
-        assert depth is not None
-        if message := draft_length_warning(config, depth):
+        if message := draft_length_warning(config, shape.draft_len_per_beam):
             warnings.warn(message, stacklevel=3)
         target.read_aux_hidden(drafter.layers_read(target))
         compiled = target.device.type == "cuda" and (options or EngineOptions()).compile
@@ -145,16 +144,14 @@ class ReDrafter(Engine):
         if self.tuning is not None:
             shape = self.tuning.shape_for(rows)
         elif self.shape.node_budget is None:
-            beams, depth = self.shape.num_beams, self.shape.draft_len_per_beam
-            assert beams is not None
-            assert depth is not None
-            shape = default_shape(rows, beams, depth, self.target.device.type, share=self.target.varlen.ok)
+            searched, device = self.proposer, self.target.device.type
+            shape = default_shape(rows, searched.beams, searched.depth, device, share=self.target.varlen.ok)
             if shape is not None and not shape.shared_nodes and (shape.node_budget or 0) >= self.proposer.nodes:
                 shape = self.shape
         return self.plain if shape is None else self._propose(self.target, shape)
 
     def draft_step_cost(self, rows: int) -> float | None:
-        """Return the time of a step of `rows` rows with drafts, in steps without; None for no pauses.
+        """Return the time of a step of `rows` rows with drafts, in steps without; None where drafting never pauses.
 
         It is what the tuning measured, if there is one that did; else a constant of the device.
         """

@@ -40,9 +40,11 @@ def row_seeds(seed: Any, rows: int) -> list[int]:
 
     For None, s is drawn from torch's CPU generator, so that `torch.manual_seed` makes calls repeatable.
     """
-    if seed is None:
-        seed = torch.randint(1 << 62, (), device="cpu")
-    seed = _in_python(seed)
+
+    def in_python(value: Any) -> Any:
+        return value.tolist() if hasattr(value, "tolist") else value
+
+    seed = in_python(torch.randint(1 << 62, (), device="cpu") if seed is None else seed)
     if isinstance(seed, int):
         if seed < 1 << 63 < seed + rows:
             raise ArgumentError(
@@ -53,18 +55,13 @@ def row_seeds(seed: Any, rows: int) -> list[int]:
     elif isinstance(seed, Sequence) and not isinstance(seed, str):
         if len(seed) != rows:
             raise ArgumentError(f"seed has {len(seed)} entries for {rows} output rows; give one int or one per row")
-        seeds = [_in_python(each) for each in seed]
+        seeds = [in_python(each) for each in seed]
     else:
         seeds = [seed]
     for value in seeds:
         if not isinstance(value, int) or not 0 <= value < 1 << 63:
             raise ArgumentError(f"a seed is an int from 0 to 2**63 - 1, got {value!r}")
     return seeds
-
-
-def _in_python(value: Any) -> Any:
-    """Return an array, a tensor or a scalar of one as lists and numbers of Python; anything else as it is."""
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 AdapterNames: TypeAlias = str | Sequence[str | None] | None
@@ -113,22 +110,16 @@ MAX_TEXT_TOKENS = 1 << 31  # a longer limit need not fit into an integer of the 
 
 
 class OwnArguments(NamedTuple):
-    """Arguments of a call that transformers has no names for; see `Engine.generate`.
-
-    Attributes:
-        prompts: Number of prompts, each of which has as many output rows; None for as many as rows.
-        temperature: One value per output row, in place of the config's; None for the config's.
-        params: Parameters of rows: numbers for all rows, and `grammar`, one for all rows or one or None for each.
-    """
+    """Arguments of a call that transformers has no names for; `Engine.generate` explains them."""
 
     streamer: Any = None
     seed: Seed = None
     adapter: AdapterNames = None
     speculate: bool = True
     progress: bool = False
-    prompts: int | None = None
-    temperature: Any = None
-    params: Mapping[str, Any] = MappingProxyType({})
+    prompts: int | None = None  # each of which has as many output rows; None for as many as rows
+    temperature: Any = None  # one value per output row, in place of the config's; None for the config's
+    params: Mapping[str, Any] = MappingProxyType({})  # of rows: numbers, and `grammar`, one or a list of one or None
 
 
 @dataclass(frozen=True)
@@ -163,9 +154,7 @@ def read_request(
     attention_mask: Tensor | None = None,
     **prepared: Any,
 ) -> Request:
-    """Turn what Hugging Face prepared into a `Request`.
-
-    `prepared` is what else would have been given to the model; `adapters` are those of the rows, or empty for none.
+    """Turn what Hugging Face prepared into a `Request`; `prepared` is what else would have been given to the model.
 
     Raises:
         ArgumentError: For values out of range.
@@ -181,7 +170,7 @@ def read_request(
     length = seen.sum(dim=1)
 
     # What ends a text.
-    max_length, eos, deadline = config.max_length, frozenset[int](), float("inf")
+    eos, deadline = frozenset[int](), float("inf")
     lengths, criteria = list[int](), list[StoppingCriteria]()
     for criterion in stopping_criteria:
         if type(criterion) is MaxLengthCriteria:
@@ -192,7 +181,7 @@ def read_request(
             deadline = min(deadline, criterion.initial_timestamp + criterion.max_time)
         else:
             criteria.append(criterion)
-    max_length = min(lengths, default=max_length)
+    max_length = min(lengths, default=config.max_length)
     limit = asked = min(max_length, MAX_TEXT_TOKENS) - (width - length)
     for most in (target.context, options.max_seq_len):
         if most is not None:

@@ -67,32 +67,20 @@ def default_shape(rows: int, beams: int, depth: int, device: str = "cuda", share
 
 @dataclass(frozen=True)
 class Tuning:
-    """Tree shapes by batch size, and what they were measured on.
+    """Tree shapes by batch size, and what they were measured on, as `measured_on` names it."""
 
-    Attributes:
-        shapes: From a batch size to the shape for it; None where speculation loses and is off.
-        device: Name of the device.
-        dtype: Name of the target's dtype.
-        target: Fingerprint of the target.
-        drafter: Fingerprint of the drafter.
-        versions: Versions of packages.
-        step_costs: From a batch size to the time of a step with its shape, in steps of plain decoding. Sizes without a
-            shape have none, and older files none at all.
-        prompts: Name of the file of prompts.
-        date: When it was measured.
-        measured: What was timed, for the record.
-    """
-
-    shapes: Mapping[int, TreeShape | None]
+    shapes: Mapping[int, TreeShape | None]  # by batch size; None where speculation loses and is off
     device: str
     dtype: str
     target: str
     drafter: str
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # of packages
+    # By batch size, the time of a step with its shape, in steps of undrafted decoding. Sizes without a shape have none,
+    # and older files none at all.
     step_costs: Mapping[int, float] = field(default_factory=dict)
-    prompts: str = ""
-    date: str = ""
-    measured: tuple[Mapping[str, Any], ...] = ()
+    prompts: str = ""  # name of the file of prompts
+    date: str = ""  # when it was measured
+    measured: tuple[Mapping[str, Any], ...] = ()  # what was timed, for the record
 
     def __post_init__(self) -> None:
         if not self.shapes:
@@ -119,13 +107,8 @@ class Tuning:
 
     def check(self, target: Target, drafter: Drafter, name: str) -> None:
         """Raise `MismatchError`, with both values, when file `name` was measured on anything else."""
-        for what, mine, theirs in (
-            ("device", self.device, device_name(target.device)),
-            ("dtype", self.dtype, _dtype_name(target)),
-            ("target", self.target, target_fingerprint(target)),
-            ("drafter", self.drafter, drafter_fingerprint(drafter)),
-        ):
-            if mine != theirs:
+        for what, theirs in measured_on(target, drafter).items():
+            if (mine := getattr(self, what)) != theirs:
                 raise MismatchError(
                     f"{name} was measured on another {what}: {mine}, but here it is {theirs}; run `redrafter tune`, or "
                     "pass tuning=None (--tuning none)"
@@ -138,10 +121,9 @@ class Tuning:
         dict of its fields or None.
         """
         shapes = {str(rows): shape and shape.to_dict() for rows, shape in sorted(self.shapes.items())}
-        rest = {item.name: getattr(self, item.name) for item in fields(self)}
         costs = {str(rows): cost for rows, cost in sorted(self.step_costs.items())}
-        lists = {"measured": [*map(dict, self.measured)]}
-        return rest | {"shapes": shapes, "step_costs": costs, "versions": dict(self.versions)} | lists
+        plain = {"versions": dict(self.versions), "measured": [*map(dict, self.measured)]}
+        return vars(self) | {"shapes": shapes, "step_costs": costs} | plain
 
     def write(self, path: str | Path) -> None:
         """Write the JSON document; a reader finds the old one or the new one, never a half."""
@@ -162,21 +144,19 @@ class Tuning:
 
 
 def _from_dict(document: Any) -> Tuning:
-    """Read a document; `ValueError` or `TypeError` where it is not a tuning."""
     if not isinstance(document, dict) or not isinstance(document.get("shapes"), dict):
         raise TypeError('it must be a JSON object with "shapes" by batch size')
     shapes = {int(rows): None if shape is None else TreeShape(**shape) for rows, shape in document["shapes"].items()}
-    kinds = {"versions": dict, "step_costs": dict, "measured": list}
+    kinds = {"shapes": dict, "versions": dict, "step_costs": dict, "measured": list}
     for name, value in document.items():
-        kind = kinds.get(name, str)
-        if name != "shapes" and not isinstance(value, kind):
+        if not isinstance(value, kind := kinds.get(name, str)):
             raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
     if not all(isinstance(row, dict) for row in document.get("measured", ())):
         raise TypeError("measured must be a list of objects")
-    missing = [name for name in ("device", "dtype", "target", "drafter") if name not in document]
-    unknown = sorted(set(document) - {item.name for item in fields(Tuning)})
-    if missing or unknown:
-        raise TypeError(f"it lacks {', '.join(missing)}" if missing else f"it has unknown keys: {', '.join(unknown)}")
+    if missing := [name for name in ("device", "dtype", "target", "drafter") if name not in document]:
+        raise TypeError(f"it lacks {', '.join(missing)}")
+    if unknown := sorted(set(document) - {item.name for item in fields(Tuning)}):
+        raise TypeError(f"it has unknown keys: {', '.join(unknown)}")
     costs = {int(rows): cost for rows, cost in document.get("step_costs", {}).items()}
     measured = tuple(document.get("measured", ()))
     return Tuning(**(document | {"shapes": shapes, "step_costs": costs, "measured": measured}))
@@ -198,9 +178,19 @@ def find_tuning(tuning: str | Path | None, target: Target, drafter: Drafter) -> 
 
 def tuning_path(target: Target, drafter: Drafter) -> Path:
     """Return where this pair's tuning for this device is: under `$REDRAFTER_HOME`, or `~/.cache/redrafter`."""
-    device = "-".join("".join(c if c.isalnum() else " " for c in device_name(target.device).lower()).split())
-    pair = f"{target_fingerprint(target)}-{drafter_fingerprint(drafter)}"
-    return home() / "tuning" / f"{device}-{_dtype_name(target)}-{pair}.json"
+    device, *others = measured_on(target, drafter).values()
+    words = "".join(c if c.isalnum() else " " for c in device.lower()).split()
+    return home() / "tuning" / f"{'-'.join([*words, *others])}.json"
+
+
+def measured_on(target: Target, drafter: Drafter) -> dict[str, str]:
+    """Return what a tuning is for: names of the device and of the target's dtype, and fingerprints of both models."""
+    return {
+        "device": device_name(target.device),
+        "dtype": "-".join(filter(None, (dtype_name(target.dtype), float8_scheme(target.model)))),
+        "target": target_fingerprint(target),
+        "drafter": drafter_fingerprint(drafter),
+    }
 
 
 def device_name(device: torch.device) -> str:
@@ -229,7 +219,3 @@ def _rounded(table: Any) -> list[str]:
 
 def _digest(values: list[Any]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]
-
-
-def _dtype_name(target: Target) -> str:
-    return "-".join(filter(None, (dtype_name(target.dtype), float8_scheme(target.model))))

@@ -16,14 +16,8 @@ APPLE_MODEL_TYPE = "recurrent_drafting_drafter"  # `model_type` in the config.js
 SPECULATORS_KEY = "speculators_model_type"  # in the config.json of vllm-project/speculators' checkpoints
 DRAFTER_FOLDER = "drafter"  # of a merged checkpoint
 SHAPE_FILE = "redrafter.json"  # of a merged checkpoint: the tree shape and other defaults
-# Each tokenizer has at least one of these files.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tokenizer_config.json",
+TOKENIZER_FILES = (  # of which each tokenizer has at least one
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json"),
 )
 
 
@@ -103,11 +97,8 @@ def wrong_kind_error(path: Path, wanted: str) -> CheckpointError | None:
     kind = kind_of(path)
     if kind == wanted or (wanted == "model" and kind == "merged checkpoint"):
         return None
-    this = f"{path} is " + {
-        "drafter": "a drafter",
-        "Apple drafter": "Apple's drafter",
-        "EAGLE-3 head": "an EAGLE-3 head",
-    }.get(kind, f"a {kind}")
+    names = {"Apple drafter": "Apple's drafter", "EAGLE-3 head": "an EAGLE-3 head"}
+    this = f"{path} is {names.get(kind, f'a {kind}')}"
     base, drafter = "--base-model-checkpoint-dir", "--drafter-model-dir"
     if kind == "built TensorRT engine":
         return CheckpointError(f"{this}, whose weights cannot be read: give the Hugging Face {wanted} it was made from")

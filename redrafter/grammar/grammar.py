@@ -236,7 +236,7 @@ class GuidedText:
     Attributes:
         ends: Ids that end the text, in ascending order.
         process: The process of the grammar.
-        number: Number that stands for the text in the grammar's process.
+        number: The text's number in the grammar's process.
         ended: Whether the text has an end token.
         error: Why the grammar could not be followed further, on one line; from there on only an end is allowed. None
             while all is well.

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from redrafter.errors import ArgumentError
 from redrafter.grammar.limits import MAX_GRAMMAR_CHARS, MAX_SCHEMA_DEPTH
@@ -29,7 +29,14 @@ class GrammarSource(NamedTuple):
         Raises:
             ArgumentError: The mapping is of another form, or the grammar is too large.
         """
-        mapping = _from_json(spec) if isinstance(spec, str) else spec
+        mapping = spec
+        if isinstance(spec, str):
+            if len(spec) > MAX_JSON_CHARS:
+                raise ArgumentError(f"grammar: it has {len(spec)} characters as JSON, {MAX_JSON_CHARS} are the most")
+            try:
+                mapping = json.loads(spec)
+            except (ValueError, RecursionError) as error:
+                raise ArgumentError(f"grammar: not JSON: {' '.join(str(error).split()):.300}") from error
         if not isinstance(mapping, Mapping) or len(mapping) != 1 or next(iter(mapping)) not in KINDS:
             raise ArgumentError(f"grammar: one of {', '.join(KINDS)} and its value, got {_shorten(spec)}")
         [(kind, value)] = mapping.items()
@@ -78,18 +85,7 @@ def checked_text(value: object) -> str:
     return value
 
 
-def _from_json(text: str) -> Any:
-    """Parse JSON, unless it is too long."""
-    if len(text) > MAX_JSON_CHARS:
-        raise ArgumentError(f"grammar: it has {len(text)} characters as JSON, {MAX_JSON_CHARS} are the most")
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"grammar: not JSON: {' '.join(str(error).split()):.300}") from error
-
-
 def _check_length(characters: int) -> None:
-    """Raise `ArgumentError` if a grammar has too many characters."""
     if characters > MAX_GRAMMAR_CHARS:
         raise ArgumentError(f"grammar: it has {characters} characters, {MAX_GRAMMAR_CHARS} are the most")
 
@@ -100,7 +96,8 @@ def _check_schema(schema: object) -> None:
     At most `MAX_GRAMMAR_CHARS` parts of it are looked at. Lone surrogates, which JSON can express and UTF-8 cannot, are
     refused as well.
     """
-    level, size = [schema], 0
+    level: list[object] = [schema]
+    size = 0
     for _ in range(MAX_SCHEMA_DEPTH + 1):
         below: list[object] = []
         for part in level:

@@ -317,13 +317,8 @@ class _Tiling(NamedTuple):
 def _choose_tiling(groups: int, queries: int, blocks: int, width: int, half: bool, fp8: bool) -> _Tiling:
     """Choose the tiling by size, as measured on an H200 (docs/benchmarks.md, Attention).
 
-    Args:
-        groups: Rows times key heads.
-        queries: Queries per group: nodes times the query heads that share a key head.
-        blocks: Width of the table of blocks, which bounds a row's length.
-        width: Width of a head, of queries or values, whichever is more.
-        half: Whether queries are in half precision.
-        fp8: Whether the cache is of FP8.
+    There are so many `groups` of rows and key heads, each with `queries` of its nodes and query heads. The width of the
+    table, `blocks`, bounds a row's length; `width` is that of a head, of queries or values, whichever is more.
     """
     widest, programs = max(triton.next_power_of_2(queries), 16), TARGET_PROGRAMS
     short, long = blocks * BLOCK_SIZE <= SHORT_CONTEXT_TOKENS, blocks * BLOCK_SIZE > LONG_CONTEXT_TOKENS
@@ -349,12 +344,7 @@ def _for_long_rows(tiling: _Tiling, blocks: int, numbers: int) -> _Tiling:
     """Return a tiling whose splits suit the longest row that there may be.
 
     The splits of `_choose_tiling` keep a device busy where all rows are equally long. A row that is much longer than
-    those beside it would be left to a few programs.
-
-    Args:
-        tiling: As `_choose_tiling` returns it.
-        blocks: Width of the table of blocks, which bounds a row's length.
-        numbers: Numbers that one split finds, of all tokens and query heads.
+    those beside it would be left to a few programs. One split finds so many `numbers`, of all tokens and query heads.
     """
     wanted = min(1 + triton.cdiv(blocks * BLOCK_SIZE, MAX_SPLIT_TOKENS), MAX_PART_NUMBERS // numbers)
     if blocks * BLOCK_SIZE <= LONG_CONTEXT_TOKENS or wanted <= max(tiling.splits, 2):

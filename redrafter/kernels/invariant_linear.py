@@ -68,7 +68,7 @@ def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 if kernels.TRITON:
-    from redrafter.kernels.torch_order import torch_keeps_order, torch_linear
+    from redrafter.kernels.ordered_linear import torch_keeps_order, torch_linear
 
     @invariant_linear.register_kernel("cuda")
     def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -54,16 +54,11 @@ _WIDEN = """
     fma.rn.KIND $1, high, factor, zero;
 }
 """
-_CONSTANTS = {
-    (torch.float8_e4m3fn, torch.bfloat16): {
-        "KIND": "bf16x2",
-        "SHIFT": "4",
-        "MASK": "0x87f087f0",
-        "FACTOR": "0x7b807b80",
-    },
-    (torch.float8_e4m3fn, torch.float16): {"KIND": "f16x2", "SHIFT": "7", "MASK": "0xbf80bf80", "FACTOR": "0x5c005c00"},
-    (torch.float8_e5m2, torch.bfloat16): {"KIND": "bf16x2", "SHIFT": "5", "MASK": "0x8fe08fe0", "FACTOR": "0x77807780"},
-    (torch.float8_e5m2, torch.float16): {"KIND": "f16x2", "SHIFT": "8", "MASK": "0xff00ff00", "FACTOR": "0x3c003c00"},
+_CONSTANTS = {  # KIND, SHIFT, MASK and FACTOR
+    (torch.float8_e4m3fn, torch.bfloat16): ("bf16x2", "4", "0x87f087f0", "0x7b807b80"),
+    (torch.float8_e4m3fn, torch.float16): ("f16x2", "7", "0xbf80bf80", "0x5c005c00"),
+    (torch.float8_e5m2, torch.bfloat16): ("bf16x2", "5", "0x8fe08fe0", "0x77807780"),
+    (torch.float8_e5m2, torch.float16): ("f16x2", "8", "0xff00ff00", "0x3c003c00"),
 }
 
 
@@ -76,4 +71,5 @@ def widening_assembly(narrow: torch.dtype, wide: torch.dtype, device: torch.devi
     """
     if device.type != "cuda" or torch.version.cuda is None or (narrow, wide) not in _CONSTANTS:
         return None
-    return functools.reduce(lambda code, name: code.replace(*name), _CONSTANTS[narrow, wide].items(), _WIDEN)
+    names = zip(("KIND", "SHIFT", "MASK", "FACTOR"), _CONSTANTS[narrow, wide], strict=True)
+    return functools.reduce(lambda code, name: code.replace(*name), names, _WIDEN)

@@ -61,7 +61,6 @@ def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _widened(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the product by torch, with a weight that is widened first."""
     wide = (weight.float() * scale[:, None]).to(x.dtype)
     return linear(x, wide, None if bias is None else bias.to(x.dtype))
 
@@ -70,7 +69,7 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> T
     """Return the product on a GPU, with a weight that is widened in registers or first, by the number of tokens."""
     if x.dtype not in _HALF:
         return _widened(x, weight, scale, bias)
-    if _tokens(x) > kernels.MAX_FLOAT8_TOKENS:
+    if x.numel() // x.shape[-1] > kernels.MAX_FLOAT8_TOKENS:
         return linear(x, kernels.widen_float8(weight, scale, x.dtype), bias)
     product = kernels.float8_product(x.reshape(-1, x.shape[-1]), weight, scale, bias)
     return product.view(*x.shape[:-1], len(weight))
@@ -79,7 +78,7 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> T
 def _has_scaled_product(x: Tensor, weight: Tensor) -> bool:
     """Tell whether to multiply in FP8: there are many tokens, and `torch._scaled_mm` takes them with scales of rows."""
     return (
-        _tokens(x) > MAX_FEW_TOKENS
+        x.numel() // x.shape[-1] > MAX_FEW_TOKENS
         and x.dtype == torch.bfloat16
         and weight.is_contiguous()
         and not any(size % 16 for size in weight.shape)
@@ -94,15 +93,7 @@ def _multiplies_float8(device: torch.device) -> bool:
 
 
 def _scaled_product(narrow: Tensor, narrow_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the product of inputs and weights that are both FP8, `[..., F]` bfloat16.
-
-    Args:
-        narrow: Inputs divided by their scales, `[..., D]` float8_e4m3fn.
-        narrow_scale: What each token of them is multiplied by, `[..., 1]` float32.
-        weight: As of `float8_linear`.
-        scale: As of `float8_linear`.
-        bias: As of `float8_linear`.
-    """
+    """Return the product of a weight and inputs that are both FP8, the latter divided by scales `[..., 1]`."""
     out = torch._scaled_mm(  # noqa: SLF001 -- torch's public function is newer than the oldest torch
         narrow.view(-1, narrow.shape[-1]),
         weight.t(),
@@ -110,14 +101,8 @@ def _scaled_product(narrow: Tensor, narrow_scale: Tensor, weight: Tensor, scale:
         scale_b=scale[None],
         out_dtype=torch.bfloat16,
         use_fast_accum=False,
-    )
-    out = out.view(*narrow.shape[:-1], len(weight))
+    ).view(*narrow.shape[:-1], len(weight))
     return out if bias is None else out + bias
-
-
-def _tokens(x: Tensor) -> int:
-    """Return the number of tokens of inputs `[..., D]`."""
-    return x.numel() // x.shape[-1]
 
 
 if kernels.TRITON:

@@ -347,10 +347,7 @@ def _attend_chain_kernel(
 
 
 def _block_m(queries: int, wide: bool) -> int:
-    """Return the queries of a program, for so many that share keys.
-
-    Sixteen are multiplied by another instruction of the tensor cores than 64, which sums in the same order.
-    """
+    """Return the queries of a program, for so many that share keys."""
     return 16 if queries <= 16 or wide else MAX_QUERIES
 
 

@@ -22,8 +22,8 @@ def _ordered_linear_kernel(
 ):  # fmt: skip
     """Multiply a tile of tokens with a tile of the weight, over all input features.
 
-    `WHOLE` says that the weight has no tile or step that is less than whole. `FOLLOW` says that the kernel may be
-    launched before the previous one is done (programmatic dependent launch) and must wait for it before it reads `X`.
+    `WHOLE` says that the weight has no tile or step that is less than whole, `FOLLOW` what `supports_dependent_launch`
+    says.
     """
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     f = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
@@ -84,21 +84,12 @@ def _ordered_expert_linear_kernel(
         w = tl.load(w_at + start * w_inner, inside[:, None] & (f < features)[None, :], 0.0)
         x = tl.load(x_at + start, live[:, None] & inside[None, :], 0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
-    tl.store(
-        OUT + row[:, None] * features + f[None, :],
-        acc.to(OUT.dtype.element_ty),
-        live[:, None] & (f < features)[None, :],
-    )
+    at = OUT + row[:, None] * features + f[None, :]
+    tl.store(at, acc.to(OUT.dtype.element_ty), live[:, None] & (f < features)[None, :])
 
 
 def _choose_tiling(tokens: int, features: int, half: bool) -> Tiling:
-    """Choose the tiling by size, as measured on an H200; every one of them sums in the same order.
-
-    Args:
-        tokens: Tokens of the product.
-        features: Output features.
-        half: Whether the numbers have two bytes.
-    """
+    """Choose the tiling by size, as measured on an H200; every one of them sums in the same order."""
     if not half:
         return Tiling(16, 32, 32, 2, 4)
     size = 0 if features < 6144 else 1 if features < 16384 else 2
@@ -163,3 +154,66 @@ def ordered_expert_linear(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
         STEP=tiling.step, FOLLOW=follow, launch_pdl=follow, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return out
+
+
+# A library of matrix products chooses a kernel by the shape. Most of these sum as `ordered_linear` does, over all input
+# features in ascending order; the others cut a long sum into parts. Which of them does is found out by comparing bits.
+_KNOWN: dict[tuple[object, ...], bool] = {}
+
+
+def torch_keeps_order(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether `torch_linear` gives the bits of `ordered_linear` for such arguments.
+
+    The answer is found once for each shape and dtype. While a CUDA graph is being captured nothing can be found out,
+    and what is not known is answered by False.
+
+    Args:
+        x: Inputs, `[T, D]`, contiguous.
+        weight: Weight, `[F, D]`, contiguous.
+        bias: `[F]`; None for none.
+    """
+    if x.data_ptr() % 16 or weight.data_ptr() % 16:
+        return False
+    key = (x.device, x.dtype, *x.shape, len(weight), bias is None)
+    if key not in _KNOWN:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _KNOWN[key] = _compare(x, weight, bias)
+    return _KNOWN[key]
+
+
+def torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight.T + bias` by torch's product; not by `linear`, which a batch-invariant forward replaces."""
+    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+
+
+def _compare(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Compare the two products of sums of which only rounding is left, and with a bias those of random numbers."""
+    try:
+        inputs, weights = _cancelling(x, weight)
+        if bias is None:
+            return _same_bits(inputs, weights, None)
+        return _same_bits(inputs, weights, torch.zeros_like(bias)) and _same_bits(_random(x), weights, _random(bias))
+    except torch.cuda.OutOfMemoryError:
+        return False
+
+
+def _same_bits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    ours, theirs = ordered_linear(x, weight, bias), torch_linear(x, weight, bias)
+    return bool(ours.any()) and torch.equal(ours, theirs)
+
+
+def _random(like: Tensor) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(like.numel())
+    return torch.empty_like(like).normal_(generator=generator)
+
+
+def _cancelling(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return random inputs and a weight of these shapes, whose second half takes away what the first one gives.
+
+    Only rounding is left of such sums, so that almost every one of them shows another order.
+    """
+    x, weight, half = _random(x), _random(weight), x.shape[1] // 2
+    x[:, half : 2 * half], weight[:, half : 2 * half] = -x[:, :half], weight[:, :half]
+    x[:, 2 * half :] = 0
+    return x, weight

@@ -126,13 +126,8 @@ def find_ancestors(parents: Tensor, max_depth: int) -> Tensor:
     """
     rows, nodes = parents.shape
     out = torch.empty(rows, nodes, nodes, dtype=torch.bool, device=parents.device)
+    width = triton.next_power_of_2(nodes)
     _ancestors_kernel[(rows, triton.cdiv(nodes, 32))](
-        parents.contiguous(),
-        out.view(torch.uint8),
-        nodes,
-        max_depth,
-        BLOCK=32,
-        WIDTH=triton.next_power_of_2(nodes),
-        num_warps=1,
+        parents.contiguous(), out.view(torch.uint8), nodes, max_depth, BLOCK=32, WIDTH=width, num_warps=1
     )
     return out

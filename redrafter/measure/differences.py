@@ -75,7 +75,7 @@ def find_differences(
         repeats: New token ids of the other method for each prompt, repeat by repeat.
         decode: Makes text of token ids.
     """
-    worst = []
+    worst, seed = [], arguments.get("seed")
     for row, (prompt, expected) in enumerate(zip(prompts, plain, strict=True)):
         found = []
         for output in {tuple(texts[row]) for texts in repeats}:
@@ -88,7 +88,6 @@ def find_differences(
             mine, other = (decode(list(text))[len(common) :] for text in (expected, output))
             verdict: dict[str, Any] = {}
             if a is not None and b is not None:
-                seed = arguments.get("seed")
                 seeded = {**arguments, "seed": None if seed is None else seed + row}
                 verdict = _judge(engine, seeded, [*prompt, *expected[:at]], [a, b])
             found.append(Difference(row, at, common, a, b, mine, other, **verdict))
@@ -137,17 +136,15 @@ def describe_differences(differences: Sequence[Difference], method: str) -> Iter
     for difference in sorted(differences, key=lambda difference: difference.near_tie)[:MAX_TEXTS]:
         kind = "near-tie" if difference.near_tie else "OTHER TOKENS"
         where = f"  {kind} in prompt {difference.prompt + 1} at new token {difference.token + 1}"
-        if difference.tolerance is None:
+        margin, most = difference.margin, difference.tolerance
+        if most is None:
             yield f"{where}: one text ends there"
-        elif difference.margin is None:
+        elif margin is None:
             yield f"{where}: a sampling parameter rules one of the two out"
         else:
-            margin, most = difference.margin, difference.tolerance
             yield f"{where}: the lower is {margin:.3g} below the best; rounding explains {most:.3g}"
-        for name, text, token in (
-            ("plain", difference.plain_text, difference.plain),
-            (method, difference.other_text, difference.other),
-        ):
+        mine = ("plain", difference.plain_text, difference.plain)
+        for name, text, token in (mine, (method, difference.other_text, difference.other)):
             # Quoted as JSON, so that line breaks and control characters are escaped.
             parts = (difference.common[-MAX_LINE_CHARS:], text[:MAX_LINE_CHARS])
             shown = "»".join(json.dumps(part, ensure_ascii=False)[1:-1] for part in parts)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from redrafter.cache.dense import LayerShape
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.measure.run import median_ms
 
 CPU_BUFFER_BYTES = 1 << 28
@@ -30,18 +30,13 @@ def copy_bandwidth(device: torch.device) -> Bandwidth:
     """Measure a device's bandwidth by copying 256 MiB on a CPU, or up to 2 GiB of what is free on a GPU."""
     size = CPU_BUFFER_BYTES
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        size = min(MAX_GPU_BUFFER_BYTES, free // 4)
-    ms = _copy_ms(size, device)
+        size = min(MAX_GPU_BUFFER_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
+    buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    ms = median_ms(lambda: buffers[1].copy_(buffers[0]), device)
+    buffers.clear()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return Bandwidth(2 * size / ms * 1e3, size)
-
-
-def _copy_ms(size: int, device: torch.device) -> float:
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    return median_ms(lambda: target.copy_(source), device)
 
 
 def forward_bytes(model: Any) -> int:

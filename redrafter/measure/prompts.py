@@ -5,7 +5,7 @@ pair was not trained on. What a row means is in docs/prompts.md.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -27,22 +27,20 @@ def read_prompts(name: str | None) -> list[Row]:
     source = str(resources.files("redrafter.measure") / "prompts.jsonl") if name is None else name
     suffix = Path(source).suffix
     text = suffix == ".txt" or (os.path.isfile(source) and suffix not in ROW_SUFFIXES)
-    rows = list(_lines(Path(source)) if text else read_rows([source]))
+    if text:
+        try:
+            # Only a line feed ends a line: a prompt may hold what Unicode calls line separators.
+            lines = Path(source).read_text(encoding="utf-8-sig").split("\n")
+        except (OSError, ValueError) as error:
+            raise ArgumentError(f"cannot read prompts from {source}: {error}") from error
+        prompts = ((number, line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip())
+        rows = [Row(f"{source}:{number}", prompt=line) for number, line in prompts]
+    else:
+        rows = list(read_rows([source]))
     held_out = [row for row in rows if row.split != "train"]
     if not held_out:
         raise ArgumentError(f"{source} holds no prompts" + (": rows of the split train are left out" if rows else ""))
     return held_out
-
-
-def _lines(path: Path) -> Iterator[Row]:
-    try:
-        # Only a line feed ends a line: a prompt may hold what Unicode calls line separators.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"cannot read prompts from {path}: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield Row(f"{path}:{number}", prompt=line.rstrip("\r"))
 
 
 def encode(

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 
-from redrafter.cache.dense import stored_as
+from redrafter.cache.kv_cache import stored_as
 from redrafter.engine.modes import kv_dtype_of
 from redrafter.errors import ArgumentError, MissingDependencyError, ReDrafterError, first_line, how_to_install
 from redrafter.files.atomic_file import check_writable, write_atomically
@@ -92,13 +92,15 @@ def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dic
 
 def describe_pair(document: dict[str, Any]) -> Iterator[str]:
     """Yield lines that state the command, the pair, the hardware and the versions of a document."""
-    used = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
     drafter = f", drafter {document['drafter']}" if "drafter" in document else ""
-    yield document["command"]
-    if document.get("padded"):
-        yield document["padded"]
+    yield from filter(None, [document["command"], document.get("padded")])
     yield f"{document['model']}{drafter}, {document['dtype']}"
-    yield f"{document['hardware']}; {used}"
+    yield f"{document['hardware']}; {describe_versions(document)}"
+
+
+def describe_versions(document: dict[str, Any]) -> str:
+    """Return the versions of a document, such as `redrafter 1.0, torch 2.5`."""
+    return ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
 
 
 def head(document: dict[str, Any]) -> Iterator[str]:
@@ -127,15 +129,10 @@ class Report:
     sentence printed with every table.
     """
 
-    def __init__(
-        self, facts: dict[str, Any], *, path: Path | None = None, flag: str = "--json", note: str | None = None
-    ):
-        """Begin a report with the conditions of the measurement; an error about the file names `flag`."""
+    def __init__(self, facts: dict[str, Any], *, path: Path | None = None, note: str | None = None):
+        """Begin a report with the conditions of the measurement."""
         self.document: dict[str, Any] = facts | {"complete": False, "errors": []}
-        self.path, self.note = path, note
-        self._start = time.perf_counter()
-        if path is not None:
-            check_writable(path, flag)
+        self.path, self.note, self._start = path, note, time.perf_counter()
 
     def progress(self, text: str) -> None:
         """Print a line on stderr, after the seconds since the report began."""
@@ -146,9 +143,22 @@ class Report:
         for text in texts:
             print(text, flush=True)
 
-    def table(self, title: str, columns: Sequence[tuple[str, int]]) -> "Table":
-        """Return a new table with `(name, width)` of each column; nothing is printed before its first row."""
-        return Table(self, title, columns)
+    def table(self, title: str, columns: Sequence[tuple[str, int]]) -> Callable[..., None]:
+        """Return a function that prints a row of a new table with `(name, width)` of each column, given its cells.
+
+        Title and column names are printed before the first row. All cells but the first are aligned right.
+        """
+        names, widths = zip(*columns, strict=True)
+        begun = False
+
+        def row(*cells: Any) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                self.line(f"\n{title}", *filter(None, [self.note]), _line(names, widths))
+            self.line(_line(cells, widths))
+
+        return row
 
     def add(self, name: str, item: Any) -> None:
         """Append `item` to the list `name` of the document, and save."""
@@ -157,7 +167,10 @@ class Report:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Run the body; an exception in it is added to the document's `errors` and printed, and the run continues."""
+        """Run the body; an exception in it is added to the document's `errors` and printed, and the run continues.
+
+        Where there are `errors`, the exit code will be 1.
+        """
         self.progress(name)
         try:
             yield
@@ -166,11 +179,7 @@ class Report:
             self.line(f"{name} failed: {message}")
             if not isinstance(error, ReDrafterError):
                 traceback.print_exc()
-            self.add_error(name, message)
-
-    def add_error(self, section: str, message: str) -> None:
-        """Add an error of a section to the document's `errors`, and save; the exit code will be 1."""
-        self.add("errors", {"section": section, "error": message})
+            self.add("errors", {"section": name, "error": message})
 
     def save(self) -> None:
         """Replace the file by the document as it is; a reader finds the old document or the new one, never a half."""
@@ -188,38 +197,19 @@ class Report:
         return json.dumps(plain_data(self.document), allow_nan=False)
 
 
-class Table:
-    """A table that is printed row by row, its title and column names before the first row."""
-
-    def __init__(self, report: Report, title: str, columns: Sequence[tuple[str, int]]):
-        self._report, self._title, self._columns = report, title, columns
-        self._begun = False
-
-    def row(self, *values: Any) -> None:
-        """Print a row, one value a column; all but the first are aligned right."""
-        names, widths = zip(*self._columns, strict=True)
-        if not self._begun:
-            self._begun = True
-            note = [] if self._report.note is None else [self._report.note]
-            self._report.line(f"\n{self._title}", *note, _line(names, widths))
-        self._report.line(_line([_cell(value) for value in values], widths))
-
-
 def format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, indent: str = "  ") -> Iterator[str]:
     """Yield the lines of a table whose rows are all known, each column as wide as its widest cell.
 
     The first line has the names of the columns. All columns but the first are aligned right.
     """
-    lines = [list(columns), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(MIN_WIDTH, *map(len, column)) for column in zip(*lines, strict=True)]
+    lines = [columns, *rows]
+    widths = [max(MIN_WIDTH, *(len(_cell(cell)) for cell in column)) for column in zip(*lines, strict=True)]
     yield from (indent + _line(cells, widths, gap="  ") for cells in lines)
 
 
-def _line(cells: Sequence[str], widths: Sequence[int], gap: str = " ") -> str:
-    first, *rest = (
-        f"{cell:{'>' if at else '<'}{width}}" for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return gap.join([first, *rest]).rstrip()
+def _line(cells: Sequence[Any], widths: Sequence[int], gap: str = " ") -> str:
+    first, *rest = zip(map(_cell, cells), widths, strict=True)
+    return gap.join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip()
 
 
 def _cell(value: Any) -> str:
@@ -235,7 +225,7 @@ def _cell(value: Any) -> str:
 def plain_data(value: Any) -> Any:
     """Return `value` as JSON can hold it: dataclasses as objects, infinity and NaN as null, other objects as text."""
     if is_dataclass(value) and not isinstance(value, type):
-        return plain_data(asdict(value))
+        value = asdict(value)
     if isinstance(value, dict):
         return {str(key): plain_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -245,19 +235,29 @@ def plain_data(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def check_picture(path: Path, flag: str = "--plot", *, folder: bool = False) -> None:
+def output_file(name: str | None, flag: str) -> Path | None:
+    """Return the path of a file that a flag names, checked before anything is measured that it can be written."""
+    if name is None:
+        return None
+    check_writable(Path(name), flag)
+    return Path(name)
+
+
+def check_picture(name: str | None, flag: str = "--plot", *, folder: bool = False) -> None:
     """Check before anything is measured that pictures can be drawn, into a `.png` or into a folder, which is made."""
+    if name is None:
+        return
     if find_spec("matplotlib") is None:
         raise MissingDependencyError(f"{flag} needs matplotlib: {how_to_install('bench')}")
     if folder:
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            Path(name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ArgumentError(f"{flag} {path} cannot be a directory: {error.strerror or error}") from error
-        return
-    if path.suffix != ".png":
-        raise ArgumentError(f"{flag} draws a .png, got {str(path)!r}")
-    check_writable(path, flag)
+            raise ArgumentError(f"{flag} {name} cannot be a directory: {error.strerror or error}") from error
+    elif Path(name).suffix != ".png":
+        raise ArgumentError(f"{flag} draws a .png, got {name!r}")
+    else:
+        check_writable(Path(name), flag)
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -140,11 +140,7 @@ class Repeats:
     @property
     def stats(self) -> Stats:
         """How speculation went in the first repeat, all batches together."""
-        runs = [run.stats for run in self.repeats[0]]
-        names = ("steps", "drafted", "accepted", "emitted", "plain_steps")
-        depths = zip_longest(*(run.accepted_by_depth for run in runs), fillvalue=0)
-        totals = {name: sum(getattr(run, name) for run in runs) for name in names}
-        return Stats(**totals, accepted_by_depth=[sum(depth) for depth in depths])
+        return GenerateStats.of([run.stats for run in self.repeats[0]], None)
 
     def texts(self, repeat: int = 0) -> list[list[int]]:
         """Return the new token ids of each prompt in a repeat."""
@@ -193,14 +189,44 @@ def timed_run(
 ) -> Run:
     """Decode prompts in one call of `engine.generate`, timed; `arguments` are further ones of it, a streamer's too."""
     ids, mask = padded(prompts, pad_token)
-    watch = watch or Stopwatch(engine.target.device)
-    with watch:
+    with watch or Stopwatch(engine.target.device) as watch:
         out = engine.generate(ids, mask, return_dict_in_generate=True, **arguments)
     assert isinstance(out, GenerateOutput)
     assert out.stats is not None
     rows = zip(out.sequences[:, ids.shape[1] :].tolist(), out.stats.rows, strict=True)
     # A row's first token came with the prefill, which is no step.
     return Run([row[: stats.emitted + 1] for row, stats in rows], out.stats, watch.seconds)
+
+
+def transformers_run(
+    model: Any,
+    prompt: Sequence[int],
+    seed: int,
+    *,
+    pad: tuple[int, int] = (0, 0),
+    count: bool = False,
+    **arguments: Any,
+) -> Run:
+    """Decode one prompt in one call of `model.generate`, timed, under a seed of torch's own noise.
+
+    Args:
+        model: The model.
+        prompt: Token ids.
+        seed: The seed.
+        pad: Length that the prompt is padded to, and the token that pads it.
+        count: Whether to count steps, which are forwards of the model; the first one reads the prompt too.
+        arguments: Further ones of `generate`.
+    """
+    ids, mask = padded([prompt, [0] * pad[0]], pad[1])  # [2, P], of which the first is decoded
+    ids, mask = (x[:1].to(model.device) for x in (ids, mask))
+    forwards: list[None] = []
+    torch.manual_seed(seed)
+    # A compiled model would be compiled anew in each call for the sake of the hook.
+    hook = model.register_forward_hook(lambda *_: forwards.append(None)) if count else nullcontext()
+    with hook, Stopwatch(model.device) as watch:
+        out = model.generate(ids, attention_mask=mask, **arguments)
+    text = out[0, ids.shape[1] :].tolist()
+    return Run([text], GenerateStats.of([Stats(steps=len(forwards), emitted=len(text))], None), watch.seconds)
 
 
 class _Arrivals:
@@ -219,7 +245,7 @@ class _Arrivals:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts, and how an engine continues them. Every row writes `max_new_tokens` tokens: none ends a text."""
+    """Prompts, and how an engine continues them. Once checked, every row writes `max_new_tokens` tokens."""
 
     engine: ReDrafter
     prompts: Prompts
@@ -230,21 +256,25 @@ class Workload:
     seed: int  # of the first row's draws
 
     @classmethod
-    def of(cls, engine: ReDrafter, tokenizer: PreTrainedTokenizerBase, **rest: Any) -> "Workload":
-        """Return a workload that fits, after replacing the generation config by one without end tokens or sampling."""
-        work = cls(engine, pad_token=pad_token_of(tokenizer), **rest)
-        engine.model.generation_config = GenerationConfig(pad_token_id=work.pad_token)
-        limit, prompt = engine.options.max_input_len, max(map(len, work.prompts))
-        longest = prompt + work.max_new_tokens
+    def of(cls, engine: ReDrafter, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, options: Any) -> "Workload":
+        """Return the workload of a command, whose options have the other fields' names."""
+        values = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "seed")}
+        return cls(engine, prompts, pad_token_of(tokenizer), getattr(options, "num_prompts", 1), **values)
+
+    def check(self) -> None:
+        """Take end tokens and sampling out of the model's generation config; raise `ArgumentError` if no text fits."""
+        engine = self.engine
+        engine.model.generation_config = GenerationConfig(pad_token_id=self.pad_token)
+        limit, prompt = engine.options.max_input_len, max(map(len, self.prompts))
+        longest = prompt + self.max_new_tokens
         if limit is not None and prompt > limit:
             raise ArgumentError(f"the longest prompt has {prompt} tokens, and --max-input-len is {limit}: raise it")
         for what, most in (("context", engine.target.context), ("max_seq_len", engine.options.max_seq_len)):
             if most is not None and longest > most:
                 raise ArgumentError(
-                    f"the longest prompt with --max-new-tokens {work.max_new_tokens} comes to {longest} tokens, and "
+                    f"the longest prompt with --max-new-tokens {self.max_new_tokens} comes to {longest} tokens, and "
                     f"the {what} is {most}: lower it, or give shorter prompts"
                 )
-        return work
 
     @property
     def device(self) -> torch.device:
@@ -268,8 +298,7 @@ class Workload:
     def run(self, batch: Prompts, speculate: bool, *, seed: int = 0) -> Run:
         """Decode a batch once, timed, without keys and values of earlier runs; `seed` is added to the workload's."""
         self.engine.forget_prefixes()
-        watch = Stopwatch(self.device)
-        arrivals = _Arrivals(watch)
+        arrivals = _Arrivals(watch := Stopwatch(self.device))
         arguments = self.arguments() | {"seed": self.seed + seed, "speculate": speculate}
         run = timed_run(self.engine, batch, self.pad_token, watch, streamer=arrivals, **arguments)
         assert all(len(row) == self.max_new_tokens for row in run.tokens), "a row ended early"

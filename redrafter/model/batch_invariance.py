@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from redrafter.cache.dense import LayerShape, states_of
+from redrafter.cache.kv_cache import LayerShape, states_of
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE

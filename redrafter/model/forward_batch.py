@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from redrafter.attention.prompt_attention import Piece
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
-from redrafter.cache.dense import LayerShape
-from redrafter.cache.paged import KVCache
+from redrafter.cache.kv_cache import KVCache, LayerShape
 from redrafter.errors import MismatchError, UnsupportedError
 from redrafter.tree.token_tree import Tree
 
@@ -68,20 +67,6 @@ class ForwardBatch:
         """Return for each of T tokens what is known of new nodes, `[B, M]` or `[B, 1]`, and of the tokens of chunks."""
         of_nodes = of_rows.expand(-1, self.tree.new).flatten()[self.nodes]
         return of_nodes if of_chunks is None else torch.cat([of_nodes, of_chunks])
-
-    @property
-    def token_rope_lengths(self) -> Tensor:
-        """`rope_lengths` of each token, `[T]` int64."""
-        of_rows = torch.zeros_like(self.length) if self.rope_lengths is None else self.rope_lengths
-        return self.flat(of_rows[:, None], None if self.chunks is None else self.chunks.by_token(self.chunks.prompts))
-
-    @property
-    def token_adapters(self) -> Tensor | None:
-        """`adapters` of each token, `[T]` int64; None where there are none."""
-        if self.adapters is None:
-            return None
-        of_chunks = None if self.chunks is None else self.chunks.by_token(self.chunks.adapters)
-        return self.flat(self.adapters[:, None], of_chunks)
 
 
 @dataclass(frozen=True)
@@ -203,6 +188,6 @@ class DrafterLayer:
         """Store the keys and values of tokens, whose hidden states are `[T, F]`, in slots `[T]` of a cache's pools."""
         if not cache.has_drafter_layer:
             return  # it was made before the drafter was loaded
-        for store, states in zip(cache.drafter_stores(), self.remember(ids, positions, hidden), strict=True):
+        for store, states in zip(cache.stores(-1), self.remember(ids, positions, hidden), strict=True):
             # A NaN would stay in the cache, and no mask hides one from the drafter. What it reads changes no text.
             store.index_copy_(0, slots, states.nan_to_num(0, 0, 0))

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.utils.generic import ModelOutput
 
-from redrafter.cache.dense import states_of
-from redrafter.cache.paged import KVCache, PagedCache, RoundingCache, fill_first_slots
+from redrafter.cache.kv_cache import KVCache, states_of
+from redrafter.cache.paged import RoundingCache
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.model.positions import DynamicRope
 from redrafter.model.self_test import CacheSupport
@@ -76,22 +76,11 @@ class ImageInputs:
 
         `ArgumentError` is raised where the images do not fit the prompt or the model.
         """
-        if self._prompt is None:
-            self._prompt = self._encode(model, ids)
-            self.inputs = {}  # pixels take several times as much as what was encoded of them
-        return self._prompt
-
-    def _encode(self, model: Any, ids: Sequence[int]) -> ImagePrompt:
+        if self._prompt is not None:
+            return self._prompt
         prepared: dict[str, Any] = {}
 
-        def keep(
-            model: Any,
-            input_ids: Tensor,
-            logits_processor: object,
-            stopping_criteria: object,
-            generation_config: object,
-            **inputs: Any,
-        ) -> Tensor:
+        def keep(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
             prepared.update(inputs)
             return input_ids
 
@@ -99,18 +88,14 @@ class ImageInputs:
         prompt = torch.tensor([list(ids)], device=device)
         given = {name: to_model(value, device) for name, value in self.inputs.items()}
         try:
-            model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                custom_generate=keep,
-                **_NO_DRAWS,
-                **given,
-            )
+            asked = {"attention_mask": torch.ones_like(prompt), "custom_generate": keep}
+            model.generate(prompt, **asked, **_NO_DRAWS, **given)
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
             raise ArgumentError(f"the model cannot read these images: {first_line(error)}") from error
         [row] = split_rows(prepared, prompt, torch.ones_like(prompt, dtype=torch.bool), model)
         if row is None:
             raise ArgumentError("there are images in the request and none in its prompt")
+        self._prompt, self.inputs = row, {}  # pixels take several times as much as what was encoded of them
         return row
 
 
@@ -205,8 +190,7 @@ def _slice(encoded: ModelOutput, tokens: slice) -> ModelOutput:
         return taken[None] if isinstance(features, Tensor) else [taken]
 
     sliced = {_form(encoded): take(encoded[_form(encoded)])}
-    layers = encoded.get("deepstack_features")
-    if layers is not None:
+    if (layers := encoded.get("deepstack_features")) is not None:
         if not isinstance(layers[0][0], Tensor):
             raise UnsupportedError(_UNKNOWN_FORM)
         sliced["deepstack_features"] = [take(layer) for layer in layers]
@@ -276,8 +260,7 @@ class ImageReader:
         Returns:
             Logits `[1, V]` and hidden states `[1, F]` of the last token.
         """
-        fp8 = cache.pool.fp8 if isinstance(cache, PagedCache) else None
-        past = DynamicCache() if fp8 is None else RoundingCache(fp8)
+        past = DynamicCache() if cache.fp8 is None else RoundingCache(cache.fp8)
         length = prompt.length + prompt.position_shift
         logits, hidden = self._read_whole(ids[:, : prompt.length], prompt.inputs, past, adapters, length)
         if prompt.length < ids.shape[1]:
@@ -292,5 +275,5 @@ class ImageReader:
             places = torch.arange(ids.shape[1], device=ids.device)
             keys, values = drafter_layer.remember(ids[0], places, hidden[0])  # [P, H, d]
             states.append((len(shapes), (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])))
-        fill_first_slots(cache, states)
+        cache.fill_first_slots(states)
         return logits, hidden[:, -1]

@@ -11,7 +11,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,7 +164,15 @@ class LoraStacks:
         with torch.inference_mode(False), torch.no_grad():
             new = [name for name in layers if name not in self._weights]
             for name in new:
-                self._weights[name] = self._new_stacks(name)
+                layer: Any = self._model.get_submodule(name)
+                device, width, (inputs, outputs) = layer.weight.device, self.slots * self.rank, _widths(layer)
+                if device.type == "meta":
+                    raise UnsupportedError(
+                        f"adapters cannot be applied where {name} is moved to its device layer by layer: load the "
+                        "model whole, or merge the adapter into it with PEFT's merge_and_unload()"
+                    )
+                like = {"dtype": self._dtype, "device": device}
+                self._weights[name] = torch.zeros(width, inputs, **like), torch.zeros(outputs, width, **like)
             self.version += bool(new)
             for name, (stacked_a, stacked_b) in self._weights.items():
                 stacked_a[columns], stacked_b[:, columns] = 0, 0
@@ -172,17 +180,6 @@ class LoraStacks:
                     a, b = weights.layers[name]
                     stacked_a[columns][: len(a)] = a.to(stacked_a)
                     stacked_b[:, columns][:, : len(a)] = b.to(stacked_b)
-
-    def _new_stacks(self, name: str) -> tuple[Tensor, Tensor]:
-        layer: Any = self._model.get_submodule(name)
-        device, width, (inputs, outputs) = layer.weight.device, self.slots * self.rank, _widths(layer)
-        if device.type == "meta":
-            raise UnsupportedError(
-                f"adapters cannot be applied where {name} is moved to its device layer by layer: load the model whole, "
-                "or merge the adapter into it with PEFT's merge_and_unload()"
-            )
-        with device:
-            return torch.zeros(width, inputs, dtype=self._dtype), torch.zeros(outputs, width, dtype=self._dtype)
 
     def keep(self, adapters: Tensor) -> Tensor:
         """Return which columns each token keeps, `[..., S * R]` bool, by its slot, 0 for none, `[...]` int64."""
@@ -270,29 +267,27 @@ class AdapterSlots:
                     "max_lora_rank (--max-lora-rank)"
                 )
             layers = self._watched_layers(weights)
-            slot = self._free_slot(stacks.slots)
+            # A slot is free when no sequence needs it any more, also of an adapter that was unloaded.
+            taken = {adapter.slot for adapter in self._by_name.values()} | set(+self._holds)
+            slot = next((slot for slot in range(1, stacks.slots + 1) if slot not in taken), None)
+            if slot is None:
+                unloaded = len(taken) - len(self._by_name)
+                raise ArgumentError(
+                    f"there is room for {stacks.slots} adapters, and {len(self._by_name)} are loaded"
+                    + (f", while texts of {unloaded} that were unloaded go on" if unloaded else "")
+                    + ": unload one, or raise max_loras (--max-loras)"
+                )
             stacks.write(slot, weights, layers)
             self.stacks = stacks
             left_out = tuple(layer for layer in weights.layers if layer not in layers)
             adapter = self._by_name[name] = Adapter(name, slot, next(self._numbers), left_out)
             return adapter
 
-    def _free_slot(self, slots: int) -> int:
-        taken = {adapter.slot for adapter in self._by_name.values()} | set(+self._holds)
-        slot = next((slot for slot in range(1, slots + 1) if slot not in taken), None)
-        if slot is None:
-            unloaded = len(taken) - len(self._by_name)
-            raise ArgumentError(
-                f"there is room for {slots} adapters, and {len(self._by_name)} are loaded"
-                + (f", while texts of {unloaded} that were unloaded go on" if unloaded else "")
-                + ": unload one, or raise max_loras (--max-loras)"
-            )
-        return slot
-
-    def apply(self, patch: ModelPatch, slots: Tensor) -> None:
-        """Apply to each token of a forward the adapter of its slot, 0 for none, `[...]` int64."""
+    @property
+    def loaded(self) -> LoraStacks:
+        """The weights, once an adapter was loaded."""
         assert self.stacks is not None, "an adapter is loaded before a row has it"
-        self.stacks.apply(patch, self.stacks.keep(slots))
+        return self.stacks
 
     def unload(self, name: str) -> None:
         """Forget an adapter. Texts that are being written with it go on; its slot is free when the last one ends.
@@ -304,11 +299,10 @@ class AdapterSlots:
             del self._by_name[self._find(name).name]
 
     def _find(self, name: str) -> Adapter:
-        adapter = self._by_name.get(name)
-        if adapter is None:
-            loaded = ", ".join(map(repr, self._by_name)) or "none"
-            raise ArgumentError(f"no adapter {name!r} is loaded, but {loaded}: load_adapter({name!r}, path) first")
-        return adapter
+        if name in self._by_name:
+            return self._by_name[name]
+        loaded = ", ".join(map(repr, self._by_name)) or "none"
+        raise ArgumentError(f"no adapter {name!r} is loaded, but {loaded}: load_adapter({name!r}, path) first")
 
     def hold(self, name: str, count: int = 1) -> Adapter:
         """Return the adapter of a name, whose slot is kept until `release` has taken back `count` holds, one a text.
@@ -335,13 +329,15 @@ class AdapterSlots:
         Raises:
             ArgumentError: There is no such adapter.
         """
-        with ExitStack() as stack:
-            held: list[Adapter | None] = []
+        held: list[Adapter | None] = []
+        try:
             for name in names:
                 held.append(None if name is None else self.hold(name))
-                if (adapter := held[-1]) is not None:
-                    stack.callback(self.release, adapter)
             yield held
+        finally:
+            for adapter in held:
+                if adapter is not None:
+                    self.release(adapter)
 
     def _watched_layers(self, weights: LoraWeights) -> list[str]:
         """Return the layers of an adapter that a text's tokens pass through.
@@ -356,10 +352,7 @@ class AdapterSlots:
         ids = torch.arange(count, device=self._device) * 7919 % len(self._model.get_input_embeddings().weight)
         with ModelPatch() as patch, torch.no_grad():
             for name, read in inputs.items():
-
-                def note(_: nn.Module, args: tuple[Tensor, ...], read: list[int] = read) -> None:
-                    read.append(args[0].numel() // args[0].shape[-1])
-
+                note = lambda _, args, read=read: read.append(args[0].numel() // args[0].shape[-1])  # noqa: E731
                 patch.hook(self._model.get_submodule(name), note, before=True)
             self._try_tokens(ids.view(TRIAL_ROWS, TRIAL_TOKENS))
         decoder = {id(module) for module in self._model.get_decoder().modules()}

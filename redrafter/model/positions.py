@@ -19,7 +19,7 @@ depend on its batch, and is what transformers writes for the row alone.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -129,32 +129,29 @@ def _of_positions(alibi: Tensor, slots: TreeSlots) -> Tensor:
     return by_row.gather(-1, index[:, None, None].expand_as(by_row)).view_as(alibi)
 
 
-def _seen(slots: TreeSlots, device: torch.device) -> Tensor:
-    return slots.seen(AttentionKind()).to(device)
-
-
 def _bloom(_: Any, given: Arguments, slots: TreeSlots) -> Arguments:
-    """Return the biases and the additive mask of a BLOOM layer."""
     alibi = given["alibi"]
-    mask = additive_mask(_seen(slots, alibi.device), alibi.dtype)
+    mask = additive_mask(slots.seen(AttentionKind()).to(alibi.device), alibi.dtype)
     return {"alibi": _of_positions(alibi, slots), "attention_mask": mask}
 
 
 def _falcon(module: Any, given: Arguments, slots: TreeSlots) -> Arguments:
-    """Return the biases of a Falcon layer, and its mask, which holds them too."""
     alibi = _of_positions(given["alibi"], slots)
     scaled = alibi.view(len(slots.length), -1, 1, slots.count) / math.sqrt(module.head_dim)  # [B, H, 1, S]
-    unseen = ~_seen(slots, alibi.device)[:, None]
+    unseen = ~slots.seen(AttentionKind()).to(alibi.device)[:, None]
+    # The mask of a Falcon holds the biases too.
     return {"alibi": alibi, "attention_mask": scaled.masked_fill(unseen, torch.finfo(alibi.dtype).min)}
 
 
 def _mpt(_: Any, given: Arguments, slots: TreeSlots) -> Arguments:
-    """Return the biases and the boolean mask of an MPT layer."""
     table = given["position_bias"]  # [H, 1, context], 0 for the last position
     context = table.shape[-1]
     index = (slots.positions + max(context - slots.count, 0)).clamp(max=context - 1).to(table.device)
     bias = table[:, 0, index].transpose(0, 1)[:, :, None]  # [B, H, 1, S]
-    return {"position_bias": _Whole(table, bias), "attention_mask": ~_seen(slots, table.device)[:, None]}
+    return {
+        "position_bias": _Whole(table, bias),
+        "attention_mask": ~slots.seen(AttentionKind()).to(table.device)[:, None],
+    }
 
 
 _PATCHES: dict[str, Callable[[ModelPatch, Any, Positions, TreeSlots | None], None]] = {
@@ -222,24 +219,19 @@ def find_switching_rope(model: Any, config: Any, cache: DenseCache) -> "RopeByLe
 
     The cache is an empty one for one row.
     """
-    switch_at = _switch_length(config)
-    if switch_at is None:
+    whole, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    entries = (rope, *(entry for entry in rope.values() if isinstance(entry, dict)))  # of all kinds of layers
+    entry = next((entry for entry in entries if entry.get("rope_type") == "longrope"), {})
+    switch_at = entry.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    switch_at = switch_at or whole
+    if not entry or switch_at is None or (whole is not None and whole <= switch_at):
         return None
     cache.committed = switch_at
     ids = torch.zeros(1, switch_at + 1, dtype=torch.long, device=model.device)
     prepared = model.prepare_inputs_for_generation(ids, past_key_values=cache, attention_mask=None)
     return SwitchingRope(model, switch_at, rereads=prepared.get("past_key_values") is None)
-
-
-def _switch_length(config: Any) -> int | None:
-    """Return the number of tokens past which `longrope` has other frequencies; None where it never switches."""
-    whole, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
-    for entry in (rope, *(entry for entry in rope.values() if isinstance(entry, dict))):  # of all kinds of layers
-        if entry.get("rope_type") == "longrope":
-            first = entry.get("original_max_position_embeddings")
-            first = first or getattr(config, "original_max_position_embeddings", None) or whole
-            return None if first is None or (whole is not None and whole <= first) else first
-    return None
 
 
 class SwitchingRope(RopeByLength):
@@ -251,7 +243,7 @@ class SwitchingRope(RopeByLength):
         self._modules = [module for module in model.modules() if "longrope" in _kinds(module).values()]
 
     def prefix_key(self, prompt: int) -> Hashable:
-        """Return whether the prompt is longer than the first context; see `RopeByLength`."""
+        """Return whether the prompt is longer than the first context."""
         return prompt > self.switch_at
 
     def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
@@ -290,13 +282,12 @@ def find_dynamic_rope(model: nn.Module) -> "DynamicRope | None":
         for layer_type, kind in _kinds(module).items():
             if "dynamic" in kind:
                 try:
-                    layouts.setdefault(module, {})[layer_type] = _Layout.of(module, layer_type)
+                    layouts.setdefault(module, {})[layer_type] = _Layout(module, layer_type)
                 except MODEL_ERRORS:
                     return None
     return DynamicRope(model, layouts) if layouts else None
 
 
-@dataclass(frozen=True)
 class _Layout:
     """Describes what a module with `dynamic` rope returns for layers of one type.
 
@@ -312,46 +303,33 @@ class _Layout:
         follows: Whether both have the dtype of the hidden states, and not float32.
     """
 
-    first: int
-    context: int
-    theta: float
-    factor: float
-    short: Tensor
-    exponents: Tensor
-    columns: Tensor
-    scale: float
-    follows: bool
-
-    @classmethod
-    def of(cls, module: Any, layer_type: str | None) -> "_Layout":
+    def __init__(self, module: Any, layer_type: str | None):
         """Learn what a module returns for layers of a type from what it returns for a short text.
 
         `AssertionError` is raised where it returns something else; other errors may come from the module.
         """
         config, kind = module.config, {} if layer_type is None else {"layer_type": layer_type}
         entry = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-        first, factor = config.max_position_embeddings, float(entry["factor"])
+        self.first, self.factor = first, factor = config.max_position_embeddings, float(entry["factor"])
         assert module.original_max_seq_len == first, "frequencies change elsewhere"
         assert not hasattr(module, "mrope_section"), "a token has several positions"
         prefix = "" if layer_type is None else f"{layer_type}_"
-        short = getattr(module, f"{prefix}original_inv_freq").float()
+        self.short = short = getattr(module, f"{prefix}original_inv_freq").float()
         positions = torch.tensor([[0, 1, min(7, first - 2), first - 2]], device=short.device)
         x = short.new_zeros(1, positions.shape[1], 1)
         cos, sin = module(x, positions, **kind)
-        scale = float(cos[0, 0, 0])
-        columns = (sin[0, 1, :, None] / scale - short.sin()).abs().argmin(dim=1)
-        exponents = torch.arange(0, 2 * len(short), 2, device=short.device).float() / (2 * len(short))
+        self.scale = float(cos[0, 0, 0])
+        self.columns = (sin[0, 1, :, None] / self.scale - short.sin()).abs().argmin(dim=1)
+        self.exponents = torch.arange(0, 2 * len(short), 2, device=short.device).float() / (2 * len(short))
         trained = entry.get("original_max_position_embeddings") or first
-        context = max(first, int(factor * trained))
-        follows = module(x.bfloat16(), positions, **kind)[0].dtype == torch.bfloat16
-        theta = float(entry["rope_theta"])
-        layout = cls(first, context, theta, factor, short, exponents, columns, scale, follows)
-        for ours, theirs in zip(layout.rotate(x, positions, torch.zeros_like(positions)), (cos, sin), strict=True):
+        self.context = max(first, int(factor * trained))
+        self.follows = module(x.bfloat16(), positions, **kind)[0].dtype == torch.bfloat16
+        self.theta = float(entry["rope_theta"])
+        for ours, theirs in zip(self.rotate(x, positions, torch.zeros_like(positions)), (cos, sin), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
         length = torch.tensor(2 * first, device=short.device)
         long = ROPE_INIT_FUNCTIONS["dynamic"](config, short.device, seq_len=length, **kind)[0]
-        torch.testing.assert_close(layout.frequencies(length[None]), long, rtol=1e-4, atol=0)
-        return layout
+        torch.testing.assert_close(self.frequencies(length[None]), long, rtol=1e-4, atol=0)
 
     def frequencies(self, length: Tensor) -> Tensor:
         """Return the frequencies of texts of some lengths, `[..., F]` float32; lengths: `[..., 1]` int64."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from redrafter.attention.prompt_attention import Piece, cut_prompts
-from redrafter.cache.paged import KVCache, PagedCache
+from redrafter.cache.kv_cache import KVCache
+from redrafter.cache.paged import PagedCache
 from redrafter.cache.to_device import to_device
 from redrafter.model.forward_batch import ForwardBatch, Prompts
 from redrafter.model.tree_forward import TreeForward

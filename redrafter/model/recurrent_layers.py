@@ -155,60 +155,38 @@ class TreeStates:
 
     def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Compute what a mixer returns for all tokens of a call of its forward, level by level."""
-        tokens, levels = _Tokens.of(arguments[mixer.tokens_argument]), self._levels
+        x = arguments[mixer.tokens_argument]
+        tokens, levels = _Tokens(x.shape[0], x.shape[1], x.device), self._levels
         keys, dtypes = [state.key for state in mixer.states], [state.dtype for state in mixer.states]
-        parents, taken = levels.parents.to(tokens.device), self._taken.to(tokens.device)
+        parents, taken = levels.parents.to(x.device), self._taken.to(x.device)
         states = self._states.read_entries(keys, levels.roots)
         outputs, after = [], []
-        with _OuterLinears(mixer, arguments, taken, len(parents)) as linears:
+        # The first and last linear layers are computed once for the tokens of all levels, so that their weights are
+        # read once: the first ones hand out what they computed, a level at a time, and the last one hands on what it
+        # is given, until all of it is there. One that was given a hook since the model was bound is called as others.
+        inner = mixer.module.get_submodule
+        first = [layer for name in mixer.first_linears if is_plain(layer := inner(name))]
+        last = inner(mixer.last_linear) if mixer.last_linear is not None else None
+        last = last if last is not None and is_plain(last) else None
+        with ModelPatch() as patch:
+            for linear in first:
+                by_level = iter(linear(x).flatten(0, 1).index_select(0, taken)[:, None].chunk(len(parents)))
+                patch.replace_forward(linear, lambda *_, by_level=by_level: next(by_level))
+            if last is not None:
+                patch.replace_forward(last, lambda _, args, __: args[0])
             for level, given in enumerate(tokens.take_levels(arguments, taken, len(parents))):
                 if level:  # which also copies: a mixer may write to what it is given
                     states = [state.index_select(0, parents[level]) for state in states]
-                linears.level = level
                 output, states = mixer.run(forward, given, states)
                 states = [state.to(dtype) for state, dtype in zip(states, dtypes, strict=True)]
                 outputs.append(output)
                 after.append(states)
             self._states.write_entries(keys, levels.entries, map(torch.cat, zip(*after, strict=True)))
-        return linears.finish(tokens.join(self._index.to(tokens.device), outputs))
+        joined = tokens.join(self._index.to(x.device), outputs)
+        return joined if last is None else last(joined)
 
     def finish(self) -> None:
         """Leave the rows' states as they are until a path is committed."""
-
-
-class _OuterLinears:
-    """A context in which the first and last linear layers of a mixer are computed once, for the tokens of all levels.
-
-    Their weights are read once then. The first ones hand out what they computed, a level at a time, and the last one
-    hands on what it is given, until all of it is there.
-
-    Attributes:
-        level: The level whose tokens the mixer is called with.
-    """
-
-    def __init__(self, mixer: Mixer, arguments: Mapping[str, Any], index: Tensor, levels: int):
-        """Compute the first linear layers of a call; index: the tokens of all L levels among its own, `[L * R]`."""
-        x, last = arguments[mixer.tokens_argument], mixer.last_linear
-        # A layer that was given a hook since the model was bound is called by the mixer, as any other layer in it.
-        self._first = [layer for name in mixer.first_linears if is_plain(layer := mixer.module.get_submodule(name))]
-        self._last = layer if last is not None and is_plain(layer := mixer.module.get_submodule(last)) else None
-        self._outputs = [_rows_of(linear(x), index).chunk(levels) for linear in self._first]
-        self.level = 0
-        self._patch = ModelPatch()
-
-    def __enter__(self) -> "_OuterLinears":
-        for linear, outputs in zip(self._first, self._outputs, strict=True):
-            self._patch.replace_forward(linear, lambda *_, outputs=outputs: outputs[self.level])
-        if self._last is not None:
-            self._patch.replace_forward(self._last, lambda _, args, __: args[0])
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.__exit__()
-
-    def finish(self, output: Any) -> Any:
-        """Return what the mixer returns for all tokens, from what the last layer was given for them."""
-        return output if self._last is None else self._last(output)
 
 
 class PromptStates:
@@ -226,7 +204,8 @@ class PromptStates:
 
     def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Compute what a mixer returns for all tokens of a call of its forward, row by row."""
-        tokens = _Tokens.of(arguments[mixer.tokens_argument])
+        x = arguments[mixer.tokens_argument]
+        tokens = _Tokens(x.shape[0], x.shape[1], x.device)
         outputs, read = [], []
         for piece, start in zip(self._pieces, self._starts, strict=True):
             states = None
@@ -251,23 +230,26 @@ class PromptStates:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens of a mixer's call: the first two sizes of what is given for each of them, and where they are."""
+    """The tokens of a mixer's call, which is given `[B, T, D]` of them: B, T and the device."""
 
     rows: int
     count: int
     device: torch.device
 
-    @classmethod
-    def of(cls, x: Tensor) -> "_Tokens":
-        """Return the tokens that `[B, T, D]` are vectors of."""
-        return cls(x.shape[0], x.shape[1], x.device)
+    def _flat(self, leaf: Any) -> Tensor | None:
+        """Return what is given for each token, maybe for all rows at once, as `[rows * count, ...]`; else None."""
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2:
+            return None
+        if leaf.shape[1] != self.count or leaf.shape[0] not in (1, self.rows):
+            return None
+        return leaf.expand(self.rows, *leaf.shape[1:]).flatten(0, 1)
 
     def take_levels(self, arguments: Mapping[str, Any], index: Tensor, levels: int) -> list[dict[str, Any]]:
         """Return the arguments for the tokens `index` `[L * R]` of L levels, each token in a row of its own."""
         leaves, kinds = pytree.tree_flatten(_without_masks(arguments))
         by_leaf = [
-            _rows_of(self._expanded(leaf), index).chunk(levels) if self._per_token(leaf) else [leaf] * levels
-            for leaf in leaves
+            [leaf] * levels if flat is None else flat.index_select(0, index)[:, None].chunk(levels)
+            for leaf, flat in zip(leaves, map(self._flat, leaves), strict=True)
         ]
         return [pytree.tree_unflatten(list(level), kinds) for level in zip(*by_leaf, strict=True)]
 
@@ -275,19 +257,10 @@ class _Tokens:
         """Return the arguments for successive tokens of one row. index: `[R]` int64."""
 
         def taken(leaf: Any) -> Any:
-            return self._expanded(leaf).flatten(0, 1).index_select(0, index)[None] if self._per_token(leaf) else leaf
+            flat = self._flat(leaf)
+            return leaf if flat is None else flat.index_select(0, index)[None]
 
         return pytree.tree_map(taken, _without_masks(arguments))
-
-    def _per_token(self, leaf: Any) -> bool:
-        """Tell whether an argument has something for each token."""
-        if not isinstance(leaf, Tensor) or leaf.dim() < 2:
-            return False
-        return leaf.shape[1] == self.count and leaf.shape[0] in (1, self.rows)
-
-    def _expanded(self, leaf: Tensor) -> Tensor:
-        """Return what is given for each token, `[rows, count, ...]`, which may be given for all rows at once."""
-        return leaf.expand(self.rows, *leaf.shape[1:])
 
     def join(self, index: Tensor, outputs: Sequence[Any]) -> Any:
         """Return one output of all tokens.
@@ -312,11 +285,6 @@ class _Tokens:
 def _without_masks(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments without masks of padding, of which there is none."""
     return {name: None if "mask" in name else value for name, value in arguments.items()}
-
-
-def _rows_of(x: Tensor, index: Tensor) -> Tensor:
-    """Return what is given for the tokens at `index` `[R]`, of `[B, T, ...]`, each in a row of its own."""
-    return x.flatten(0, 1).index_select(0, index)[:, None]
 
 
 def mixer_plan(batch: ForwardBatch, *, padded: bool) -> TreeStates | PromptStates:

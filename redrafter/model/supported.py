@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redrafter.cache.dense import LayerShape
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.states import StateShape
 from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError, first_line
 from redrafter.files.dtype_names import dtype_name

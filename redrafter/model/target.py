@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from redrafter.cache.dense import DenseCache, LayerShape, states_of
+from redrafter.cache.dense import DenseCache
+from redrafter.cache.kv_cache import LayerShape, states_of
 from redrafter.cache.paged import PagedCache
 from redrafter.cache.to_device import made_on_host
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
@@ -232,7 +233,7 @@ class Target(BoundModel):
 
     def new_cache(self, rows: int) -> DenseCache:
         """Return an empty dense cache for `rows` rows."""
-        return self._caches.new_dense(rows, self.shapes)
+        return self._caches.new_dense(self.shapes, rows)
 
     @property
     def feature_size(self) -> int:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, cache_utils
 
 from redrafter.attention.mask import AttentionKind, LayerKinds
-from redrafter.cache.dense import LayerShape
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.states import StateKey, StateShape
 from redrafter.errors import UnsupportedError, first_line
 from redrafter.model.linear_layers import linear_calls

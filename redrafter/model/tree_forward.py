@@ -181,7 +181,7 @@ class PaddedForward(TreeForward):
                 mixing = mixer_plan(batch, padded=True)
                 replace_mixers(patch, self._mixers, mixing)
             if batch.adapters is not None:
-                bound.adapters.apply(patch, batch.adapters[:, None].expand(-1, new))
+                bound.adapters.loaded.apply(patch, bound.adapters.loaded.keep(batch.adapters[:, None].expand(-1, new)))
             if self._slot_readers:
                 answer_by_position(patch, self._slot_readers, lambda: places, slots)
             if bound.rope is not None:
@@ -195,7 +195,7 @@ class PaddedForward(TreeForward):
             mixing.finish()
         if bound.drafter_layer is not None:
             flat = tree.tokens[:, -new:].flatten(), places.flatten(), hidden.flatten(0, 1)
-            bound.drafter_layer.write(cache, cache.slots(bound.device), *flat)
+            bound.drafter_layer.write(cache, cache.written_slots(bound.device), *flat)
         if index is not None:
             hidden = hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
         return out.logits.to(bound.device), hidden, None
@@ -216,7 +216,7 @@ class PaddedForward(TreeForward):
         bound = self.bound
         with bound.lock, self._recording() as patch:
             if adapters is not None:
-                bound.adapters.apply(patch, adapters[:, None].expand_as(ids))
+                bound.adapters.loaded.apply(patch, bound.adapters.loaded.keep(adapters[:, None].expand_as(ids)))
             if bound.rope is not None:
                 bound.rope.apply(patch, lambda: torch.tensor([[prompt]], device=ids.device))
             self._index = torch.tensor([[ids.shape[1] - 1]], device=ids.device)

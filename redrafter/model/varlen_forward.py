@@ -105,8 +105,15 @@ class VarlenForward(TreeForward):
         else:
             plan = cache.plan(tree, length, self._kinds.windows, chunks, len(ids))
         plan = replace(plan, chunk_sizes=self._kinds.chunk_sizes, invariant=self.row_by_row is not None)
-        prompt = None if bound.rope is None else _aligned(batch.token_rope_lengths)
-        keep = self._kept_columns(batch.token_adapters, len(ids)) if batch.adapters is not None else None
+        prompt = None
+        if bound.rope is not None:
+            of_rows = torch.zeros_like(length) if batch.rope_lengths is None else batch.rope_lengths
+            in_chunks = None if chunks is None else chunks.by_token(chunks.prompts)
+            prompt = _aligned(batch.flat(of_rows[:, None], in_chunks))
+        keep = None
+        if batch.adapters is not None:
+            in_chunks = None if chunks is None else chunks.by_token(chunks.adapters)
+            keep = self._kept_columns(batch.flat(batch.adapters[:, None], in_chunks), len(ids))
         for x in (ids, positions, head_index, *plan.tensors, prompt, keep):
             if x is not None:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
@@ -146,17 +153,14 @@ class VarlenForward(TreeForward):
         if bound.rope is not None:
             prompt = (read.upto if read.rope_lengths is None else read.rope_lengths)[rows]
         keep = None if read.adapters is None else self._kept_columns(read.adapters[rows], len(tokens))
-        paged = cache.plan_prefill(pieces)
-        plan = PromptPlan(pieces, self._kinds.by_layer or (), paged)
+        plan = cache.plan_prefill(pieces, self._kinds.by_layer or ())
         states = None
         if cache.states is not None:
             states = PromptStates(pieces, [0, *accumulate(counts.tolist())][:-1], cache.states)
         with bound.lock, self._attending(PROMPT_ATTENTION_NAME, plan, states, keep, threads_apart=True):
-            dense = cache if isinstance(cache, DenseCache) else None
-            logits, hidden = self._plain(tokens, positions, index, plan, prompt, keep, dense)
+            logits, hidden = self._plain(tokens, positions, index, plan, prompt, keep, cache.for_model)
         if bound.drafter_layer is not None:
-            slots = cache.slots(tokens.device) if paged is None else paged.new
-            bound.drafter_layer.write(cache, slots, tokens, positions, hidden)
+            bound.drafter_layer.write(cache, plan.new, tokens, positions, hidden)
         return logits, hidden[index]
 
     @property
@@ -205,35 +209,22 @@ class VarlenForward(TreeForward):
         keep: Tensor | None,
         cache: DenseCache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run T tokens through the model, and the head at R of them.
+        """Run T tokens `ids` at `positions` `[T]` through the model, and the head at R of them, `index` `[R]` int64.
 
-        Args:
-            ids: Tokens, `[T]` int64.
-            positions: Their positions, `[T]` int64.
-            index: The tokens at which to compute the head, `[R]` int64.
-            plan: What attention must know of the forward.
-            prompt: Length of text whose rope each token has at least, `[T]` int64; None where rope needs none.
-            keep: Which columns of the adapters' stacks each token keeps, `[T, S * R]` bool; None for the model alone.
-            cache: The model's own kind of cache, where the plan names no pages.
-
-        Returns:
-            Logits `[R, V]` and the hidden states of all tokens, `[T, F]`.
+        `plan` is what attention must know of the forward, `prompt` the length of text whose rope each token has at
+        least, `[T]` int64, `keep` the columns of adapters that it keeps, `[T, S * R]` bool, and `cache` the model's own
+        kind of cache, where the plan names no pages. Returns logits `[R, V]` and the hidden states of all tokens.
         """
         self._index, self._prompt, self._positions = index[None], prompt, positions
         if keep is not None:  # set here, where a compiled forward sees that it is another tensor each time
-            stacks = self.bound.adapters.stacks
-            assert stacks is not None, "an adapter is loaded before a row has it"
-            stacks.set_keep(keep)
+            self.bound.adapters.loaded.set_keep(keep)
         out = self._call_model(ids[None], positions[None], cache, plan=plan)
         self._prompt = self._positions = None
         return out.logits[0], self._recorded_hidden()[0]
 
-    def _kept_columns(self, adapters: Tensor | None, count: int) -> Tensor:
+    def _kept_columns(self, adapters: Tensor, count: int) -> Tensor:
         """Return which columns of the adapters' stacks each of `count` tokens keeps, of which the last are padding."""
-        stacks = self.bound.adapters.stacks
-        assert stacks is not None, "an adapter is loaded before a row has it"
-        assert adapters is not None
-        return pad(stacks.keep(adapters), (0, 0, 0, count - len(adapters)))
+        return pad(self.bound.adapters.loaded.keep(adapters), (0, 0, 0, count - len(adapters)))
 
     def _new_positions(self) -> Tensor:
         return self._positions[None]
@@ -253,12 +244,8 @@ class VarlenForward(TreeForward):
     ) -> Iterator[None]:
         """Have the model attend by our function of that name, which `plan` tells of the forward.
 
-        Args:
-            attention: The name of the function.
-            plan: What attention must know of the forward.
-            mixing: What mixers must know of it; None for a model without.
-            keep: The columns of adapters that each token keeps, `[T, S * R]` bool; None for the model alone.
-            threads_apart: Let the forwards of other threads pass what is set by.
+        `mixing` is what mixers must know of it, and `keep` the columns of adapters that each token keeps.
+        `threads_apart` lets the forwards of other threads pass by.
         """
         bound, running = self.bound, RUNNING_PLAN.set(plan)
         try:
@@ -274,8 +261,7 @@ class VarlenForward(TreeForward):
                 if self._fused is not None:
                     self._fused.apply(patch)
                 if keep is not None:  # its stand-ins are called before those for fused layers
-                    assert bound.adapters.stacks is not None
-                    bound.adapters.stacks.apply(patch, keep)
+                    bound.adapters.loaded.apply(patch, keep)
                 if self._slot_readers:  # after the fused layers, whose stand-ins have the hooks then
                     answer_by_position(patch, self._slot_readers, self._new_positions)
                 yield

@@ -89,81 +89,61 @@ def use_local_shards(model: Any) -> Ranks:
             return module.ranks
     if (getattr(model, "_tp_size", None) or 1) == 1:
         return ALONE
-    return _Replacement(model).run()
-
-
-class _Replacement:
-    """The replacement of a model's wrapped modules, by its plan."""
-
-    def __init__(self, model: Any):
-        self.ranks = Ranks.of_world()
-        self._model, self._plan = model, dict(model.tp_plan)
-        self._tables: dict[int, nn.Parameter] = {}  # embedding tables, whole, by id of the parameter that was split
-
-    def run(self) -> Ranks:
-        """Replace all modules, and return the ranks."""
-        named = [(re.sub(r"\.\d+(?=\.|$)", ".*", name), name, module) for name, module in self._model.named_modules()]
-        modules = [(name, module, self._plan.get(pattern)) for pattern, name, module in named]
-        for _, module, style in modules:
-            if style is not None:
-                vars(module).pop("forward", None)  # transformers' wrapper, which hides the class's own
-        tables = [module for _, module, style in modules if style in _WHOLE]
-        for module in tables:  # first: a head may share a table's weight
+    ranks, plan = Ranks.of_world(), dict(model.tp_plan)
+    modules = [(name, x, plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))) for name, x in model.named_modules()]
+    for _, module, style in modules:
+        if style is not None:
+            vars(module).pop("forward", None)  # transformers' wrapper, which hides the class's own
+    tables: dict[int, nn.Parameter] = {}  # embedding tables, whole, by id of the parameter that was split
+    for _, module, style in modules:  # first: a head may share a table's weight
+        if style in _WHOLE:
             split = module.weight
             with torch.no_grad():
                 whole = split.full_tensor() if hasattr(split, "full_tensor") else split  # collective
-            self._tables[id(split)] = module.weight = _parameter(whole, split)
-        for name, module, style in modules:
-            self._localize(module)
-            if style is not None:
-                self._replace(name, module, style)
-        for name, parameter in self._model.named_parameters():
-            if hasattr(parameter, "to_local"):
-                raise UnsupportedError(
-                    f"{name} of {type(self._model).__name__} is split, and no rule of its plan says what computes with "
-                    "it: load the model by name with tp_size"
-                )
-        return self.ranks
-
-    def _localize(self, module: nn.Module) -> None:
-        """Make plain tensors of a module's own parameters: this rank's part of those that are split."""
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in self._tables:
-                setattr(module, name, self._tables[id(parameter)])
+            tables[id(split)] = module.weight = _parameter(whole, split)
+    for name, module, style in modules:
+        for key, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in tables:
+                setattr(module, key, tables[id(parameter)])
             elif hasattr(parameter, "to_local"):
-                setattr(module, name, _parameter(parameter.to_local(), parameter))
-
-    def _replace(self, name: str, module: Any, style: str) -> None:
-        """Replace a module, with the parts of its weights, by one that computes what its style says."""
-        ranks = self.ranks
-        if style in _SUMMED_OUTPUT:
-            module.register_forward_hook(lambda _, args, output: ranks.sum(output))
-        elif style == "moe_identity_expert":
-            module.register_forward_pre_hook(lambda _, args: (args[0] / ranks.size, *args[1:]))
-        elif style in _AS_IT_IS or style in _WHOLE:
-            return
-        elif type(module) is not nn.Linear or style not in (*_LOCAL, *_SUMMED, *_GATHERED):
+                setattr(module, key, _parameter(parameter.to_local(), parameter))
+        if style is not None:
+            _replace(model, name, module, style, ranks)
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "to_local"):
             raise UnsupportedError(
-                f"{type(self._model).__name__} splits {name}, a {type(module).__name__}, in the style {style!r}, which "
-                "is not supported here; load it in one process, without tp_size"
+                f"{name} of {type(model).__name__} is split, and no rule of its plan says what computes with it: load "
+                "the model by name with tp_size"
             )
-        elif style in _LOCAL:
-            module.out_features = len(module.weight)
-        elif style in _GATHERED:
-            weight, bias = (self._own_rows(x, module.out_features) for x in (module.weight, module.bias))
-            self._model.set_submodule(name, GatheredLinear(module, weight, bias, self.ranks))
-        else:
-            part: Any = module.weight
-            layer = SummedLinear(module, part, module.bias, self.ranks, splits=_SUMMED[style])
-            self._model.set_submodule(name, layer)
+    return ranks
 
-    def _own_rows(self, x: Any, rows: int) -> Any:
-        """Return this rank's rows of a parameter, which may be whole where it is also an embedding table."""
-        if x is None or len(x) != rows:
-            return x
-        count = -(-rows // self.ranks.size)
-        first = min(count * self.ranks.rank, rows)
-        return _parameter(x.detach()[first : first + count], x)
+
+def _replace(model: Any, name: str, module: Any, style: str, ranks: Ranks) -> None:
+    """Replace a module, which has this rank's parts of its weights, by one that computes what its style says."""
+    if style in _SUMMED_OUTPUT:
+        module.register_forward_hook(lambda _, args, output: ranks.sum(output))
+    elif style == "moe_identity_expert":
+        module.register_forward_pre_hook(lambda _, args: (args[0] / ranks.size, *args[1:]))
+    elif style in _AS_IT_IS or style in _WHOLE:
+        return
+    elif type(module) is not nn.Linear or style not in (*_LOCAL, *_SUMMED, *_GATHERED):
+        raise UnsupportedError(
+            f"{type(model).__name__} splits {name}, a {type(module).__name__}, in the style {style!r}, which is not "
+            "supported here; load it in one process, without tp_size"
+        )
+    elif style in _LOCAL:
+        module.out_features = len(module.weight)
+    elif style in _GATHERED:
+        rows = module.out_features
+        count = -(-rows // ranks.size)
+        first = min(count * ranks.rank, rows)
+        # Parameters are whole where they are an embedding table's too.
+        both: tuple[Any, Any] = (module.weight, module.bias)
+        weight, bias = (x if x is None or len(x) != rows else _parameter(x[first : first + count], x) for x in both)
+        model.set_submodule(name, GatheredLinear(module, weight, bias, ranks))
+    else:
+        part: Any = module.weight
+        model.set_submodule(name, SummedLinear(module, part, module.bias, ranks, splits=_SUMMED[style]))
 
 
 def _parameter(x: Tensor, like: Tensor) -> nn.Parameter:

@@ -147,7 +147,7 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 def join_ranks(size: int) -> None:
-    """Open the lines between the processes that torchrun has started, unless they are open.
+    """Open the connections between the processes that torchrun has started, unless they are open.
 
     Args:
         size: How many processes the program asks for.
@@ -177,10 +177,4 @@ def join_ranks(size: int) -> None:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=device)
     except (RuntimeError, ValueError) as error:
         raise ArgumentError(f"the {size} processes cannot reach each other: {first_line(error)}") from error
-    atexit.register(_leave_ranks)
-
-
-def _leave_ranks() -> None:
-    """Close the lines between the processes, if nobody has."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)

@@ -55,11 +55,8 @@ def read_processors(
 ) -> tuple[list[OwnProcessor], list[str]]:
     """Turn Hugging Face's logits processors, as `generate` prepared them, into processors over a tree.
 
-    Args:
-        processors: The objects.
-        width: Length of the padded prompt that they were made for.
-        prompt: Each row's own prompt length, `[B]` int64, on the target's device.
-        vocabulary: Number of ids that the target gives scores for.
+    They were made for a padded prompt of `width` tokens, of which rows have `prompt` `[B]` int64 as their own, on the
+    target's device, and for scores of `vocabulary` ids.
 
     Returns:
         The processors in the same order, and the names of those that run node by node in Python.

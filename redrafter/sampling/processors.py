@@ -123,14 +123,10 @@ class Constant(RowProcessor):
 
 
 class HostProcessor(Generic[OfRow]):
-    """A logits processor that runs on the host, with an object for each row. No step with one is captured.
-
-    Attributes:
-        of_rows: The object of each row; rows past the last one stand still. It may be changed between steps.
-    """
+    """A logits processor that runs on the host, with an object for each row. No step with one is captured."""
 
     def __init__(self, of_rows: Sequence[OfRow]) -> None:
-        self.of_rows = list(of_rows)
+        self.of_rows = list(of_rows)  # which may change between steps; rows past the last one stand still
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return processed scores `[B, N, V]`; the ones given are not written to."""

@@ -14,7 +14,7 @@ from redrafter.tree.token_tree import Tree
 
 
 def draw_residual(tree: Tree, scores: Tensor, noise: Tensor, chance: Tensor) -> Tensor:
-    """Draw the token that follows each node of a chain: the node's child where that is kept, else another.
+    """Draw the token that follows each node of a chain, `[B, N]`: the node's child where that is kept, else another.
 
     A draft x that was drawn from q is kept with probability min(1, p(x) / q(x)), where p is the target's distribution.
     In place of the first draft that is not kept, a token is drawn from max(p - q, 0), normalised (Leviathan et al.
@@ -26,9 +26,6 @@ def draw_residual(tree: Tree, scores: Tensor, noise: Tensor, chance: Tensor) -> 
         scores: The target's scores, `[B, N, V]`.
         noise: Standard Gumbel noise for what is drawn in place of drafts, `[B, N, V]`.
         chance: Standard exponential noise, `[B, N]`; a draft is kept where log q - log p is below it.
-
-    Returns:
-        `[B, N]` int64.
     """
     assert tree.sampled_from is not None
     log_p = scores.log_softmax(dim=-1, dtype=torch.float32)

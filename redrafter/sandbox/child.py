@@ -46,13 +46,12 @@ def main(descriptor: int, module: str, count: int) -> None:
             return send_frame(control, b"reading", str(error).encode(errors="replace"))
         send_frame(control)
         del frames
-        _fork_for_each(control, run)
+        _fork_for_each_connection(control, run)
     except (EOFError, OSError):
         return
 
 
-def _fork_for_each(control: socket.socket, run: Callable[[socket.socket], None]) -> None:
-    """Fork for each connection that arrives over the control socket, and call `run` in the child."""
+def _fork_for_each_connection(control: socket.socket, run: Callable[[socket.socket], None]) -> None:
     gc.collect()
     gc.freeze()  # pages that no process writes to stay shared
     while True:

@@ -9,8 +9,7 @@ MAX_FRAME_BYTES = 1 << 30
 
 def send_frame(to: socket.socket, *parts: bytes) -> None:
     """Send a frame of the parts, one after the other, or raise `OSError` where the other end is closed."""
-    frame = b"".join((_LENGTH.pack(sum(map(len, parts))), *parts))
-    to.sendall(frame)
+    to.sendall(b"".join((_LENGTH.pack(sum(map(len, parts))), *parts)))
 
 
 def receive_frame(source: socket.socket) -> bytearray:
@@ -22,7 +21,6 @@ def receive_frame(source: socket.socket) -> bytearray:
 
 
 def _receive(source: socket.socket, size: int) -> bytearray:
-    """Receive exactly `size` bytes."""
     received = bytearray(size)
     rest = memoryview(received)
     while rest:

@@ -1,4 +1,9 @@
-"""This side: a zygote for each kind of work, replaced if it has died, and the processes that it forks."""
+"""This side: a zygote for each kind of work, replaced if it has died, and the processes that it forks.
+
+It is not multiprocessing's forkserver, whose children inherit only imported modules and import the program's main
+module: a script without a main guard, or one read from stdin, would fail; and each process of a grammar would read the
+vocabulary anew, which takes 2.8 s for 128,000 tokens, where a fork of a zygote that has read it takes 13 ms.
+"""
 
 import os
 import select
@@ -103,7 +108,7 @@ class Zygote:
         return ours
 
     def end(self) -> None:
-        """End the process; the processes that it forked go on."""
+        """End the process; the processes that it forked continue."""
         self._finalizer()
 
 
@@ -155,8 +160,7 @@ class SandboxedProcess:
 
 
 def _end(control: socket.socket, process: "subprocess.Popen[bytes]", owner: int) -> None:
-    """Close the control socket and kill the process; in a fork of the owner, only close the copy of the socket."""
-    control.close()
+    control.close()  # in a fork of the owner, its copy alone
     if os.getpid() == owner:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
@@ -164,8 +168,7 @@ def _end(control: socket.socket, process: "subprocess.Popen[bytes]", owner: int)
 
 
 def _close(connection: socket.socket, owner: int) -> None:
-    """Close a connection; in a fork of the process that owns it, close the copy alone."""
-    if os.getpid() == owner:
+    if os.getpid() == owner:  # a fork of it closes its copy alone
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
     connection.close()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from redrafter.attention.tree_plan import PromptChunks
-from redrafter.cache.paged import KVCache
+from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.errors import first_line
 from redrafter.model.target import Target

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from redrafter.cache.block_manager import BlockManager, BlockTable
-from redrafter.cache.dense import stored_as
 from redrafter.cache.host_blocks import HostBlocks
+from redrafter.cache.kv_cache import stored_as
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import CacheFullError, UnsupportedError, first_line
 from redrafter.files.home import keep_kernels

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
-from redrafter.cache.paged import KVCache, stack_block_tables
+from redrafter.cache.kv_cache import KVCache
+from redrafter.cache.paged import stack_block_tables
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.draft_model import clamp_to_vocab
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK

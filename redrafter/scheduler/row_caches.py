@@ -10,7 +10,8 @@ from torch.nn.functional import pad
 
 from redrafter.cache.block_manager import BlockTable
 from redrafter.cache.dense import DenseCache
-from redrafter.cache.paged import KVCache, PagedCache, stack_block_tables
+from redrafter.cache.kv_cache import KVCache
+from redrafter.cache.paged import PagedCache, stack_block_tables
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
@@ -189,12 +190,12 @@ class DenseRows:
             self._caches = self._make(self._all_rows, 1, *(cache.window for cache in self._pair(read)))
         for mine, part in zip(self._pair(self._caches), self._pair(read), strict=True):
             mine.reserve(max(mine.window, part.window))
-            mine.write_rows(first, part, rows)
+            mine.write_rows(range(first, first + len(rows)), part, rows)
 
     def move(self, source: int, to: int) -> None:
         """Copy the keys and values of one row to another."""
         for cache in self._pair(self._caches):
-            cache.move_row(source, to)
+            cache.write_rows([to], cache, [source])
 
     def clear(self, row: int) -> None:
         """Do nothing: rows that are not in use take no part in steps."""
@@ -202,9 +203,7 @@ class DenseRows:
     @property
     def num_bytes(self) -> int:
         """Bytes of the keys and values."""
-        return (
-            0 if self._caches is None else sum(p.data.nbytes for cache in self._pair(self._caches) for p in cache.pools)
-        )
+        return 0 if self._caches is None else sum(p.nbytes for cache in self._pair(self._caches) for p in cache.pools)
 
     def of_step(self, rows: int, window: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
         """Return the caches, with the first rows in use."""

@@ -121,7 +121,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_config(args: argparse.Namespace) -> argparse.Namespace:
-    """Add the options of configuration files: flags win over `--config`, and these over files beside the model."""
     kinds = (ServeOptions, LoadOptions, DraftOptions, ReplicaOptions)
     configured = read_config(args.config, kinds)
     given = {name: value for name, value in vars(args).items() if not (name == "model" and value is None)}

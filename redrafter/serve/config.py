@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from redrafter.app.config_file import check_object, convert_value, options_by_name, read_object, unknown_key
+from redrafter.app.config_file import check_object, convert_value, options_by_name, read_object
 from redrafter.app.flags import flag, names
 from redrafter.errors import ArgumentError, how_to_install
 from redrafter.options import option
@@ -193,22 +193,19 @@ def read_config(files: Sequence[str], options: Sequence[type], only: Collection[
             if spelt in _NO_MEANING or spelt in _PARTS:
                 reason = f": {_PARTS[spelt]}" if spelt in _PARTS else ""
                 warnings.warn(f"{file}: {key} means nothing here{reason}", stacklevel=2)
-            elif name not in known:
-                raise unknown_key(file, key, known, aliases=_RUNTIME)
-            elif only is not None and name not in only:
+            elif name in known and only is not None and name not in only:
                 warnings.warn(
                     f"{file}: {key} is not read from a file beside a model: give it as a flag or with --config",
                     stacklevel=2,
                 )
-            elif value is not None:
-                values[name] = convert_value(file, key, value, known[name])
+            elif value is not None or name not in known:
+                values[name] = convert_value(file, key, value, known, _RUNTIME)
                 if spelt in _UNITS:
                     values[name] *= _UNITS[spelt]
     return values
 
 
 def _entries(file: str) -> list[tuple[str, Any]]:
-    """Return the keys and values of a file, those of its `runtime` part among them."""
     content = read_object(file, json5=True)
     runtime = check_object(f"{file}: runtime", content.pop("runtime", {}))
     return [*content.items(), *runtime.items()]

@@ -165,7 +165,6 @@ def _branches(names: set[str]) -> str:
 
 
 def _break_names(text: str, marker: str, pattern: re.Pattern[str]) -> str:
-    """Return a text with a marker after the first character of every match, overlapping matches included."""
     while (broken := pattern.sub(lambda match: match[0][0] + marker + match[0][1:], text)) != text:
         text = broken
     return text

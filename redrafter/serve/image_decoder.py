@@ -60,7 +60,6 @@ def prepare(limits: bytearray) -> Callable[[socket.socket], None]:
 
 
 def _open(payloads: Sequence[bytearray], pixels: int) -> list[Any]:
-    """Return images of which the headers are read, of so many pixels together at most."""
     images, left = [], pixels
     for payload in payloads:
         try:
@@ -81,7 +80,6 @@ def _open(payloads: Sequence[bytearray], pixels: int) -> list[Any]:
 
 
 def _decode(image: Any) -> tuple[int, int, bytes]:
-    """Return width, height and RGB pixels of an image, turned as its camera was."""
     turned = _read(lambda: ImageOps.exif_transpose(image).convert("RGB"))
     return turned.width, turned.height, turned.tobytes()
 

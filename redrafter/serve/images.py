@@ -6,8 +6,7 @@ import struct
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from redrafter.errors import first_line
@@ -30,39 +29,18 @@ _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class ImageLimits:
-    """The most images of a request, the most bytes of each as it is stored, and the most pixels of all together."""
-
-    count: int = ServeOptions.max_images
-    size: int = ServeOptions.max_image_size
-    pixels: int = ServeOptions.max_image_pixels
-
-
-class PlacedImages(NamedTuple):
-    """A prompt in which each mark for an image has become the tokens that stand for it, and what the model takes."""
-
-    text: str
-    inputs: dict[str, Any]
-
-
 class ImageReader:
     """Reads the images of chats."""
 
-    def __init__(self, processor: Any, names: Collection[str], limits: ImageLimits | None = None):
+    def __init__(self, processor: Any, names: Collection[str], options: ServeOptions | None = None):
         """Make a reader of the processor beside a model, with the names of what the model takes of images."""
-        self._processor, self._names, self.limits = processor, frozenset(names), limits or ImageLimits()
+        self._processor, self._names, self.options = processor, frozenset(names), options or ServeOptions()
         self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
         self._threads = ThreadPoolExecutor(MAX_AT_ONCE, "redrafter-images")
         self._processes: set[SandboxedProcess] = set()
         self._held: Counter[str] = Counter()  # bytes by client
         self._closed = False
-
-    def check_count(self, count: int) -> None:
-        """Raise `ApiError` where a request has more images than it may."""
-        if count > self.limits.count:
-            raise ApiError(400, f"{count} images in one request; at most {self.limits.count}", "messages")
 
     async def run(self, encode: Callable[[SandboxedProcess], T], client: str) -> T:
         """Encode a request with images in a thread, when it is its turn.
@@ -112,7 +90,7 @@ class ImageReader:
 
     def new_process(self) -> SandboxedProcess:
         """Return a new process that decodes the images of one request."""
-        limits = json.dumps({"pixels": self.limits.pixels}).encode()
+        limits = json.dumps({"pixels": self.options.max_image_pixels}).encode()
         return SandboxedProcess(lambda: zygote_of(self, lambda: Zygote("redrafter.serve.image_decoder", [limits])))
 
     def close(self) -> None:
@@ -121,11 +99,13 @@ class ImageReader:
         for process in tuple(self._processes):
             process.end()
 
-    def place(self, text: str, urls: Sequence[str], process: SandboxedProcess | None = None) -> PlacedImages:
+    def place(
+        self, text: str, urls: Sequence[str], process: SandboxedProcess | None = None
+    ) -> tuple[str, dict[str, Any]]:
         """Decode images, as `data:` URLs, and put the tokens that stand for them into a prompt.
 
         The chat template has put the processor's mark for each image into the prompt, in the same order. The images are
-        decoded in the process, or in a new one.
+        decoded in the process, or in a new one. Returns the prompt, and what the model takes of the images.
 
         Raises:
             ApiError: An image is too large or is none, takes too long, or the template left one out.
@@ -154,15 +134,14 @@ class ImageReader:
             pieces += [text[end:begin], entry["replacement"]]
             end = next_end
         inputs = {name: value for name, value in made.items() if name in self._names - set(_TOKEN_TYPES)}
-        return PlacedImages("".join([*pieces, text[end:]]), inputs)
+        return "".join([*pieces, text[end:]]), inputs
 
     def _decode(self, urls: Sequence[str], process: SandboxedProcess) -> "list[Image]":
-        """Return images in RGB."""
         from PIL import Image
 
         payloads = [url[DATA_URL.match(url).end() :] for url in urls]  # type: ignore[union-attr]
-        if (size := max(map(len, payloads)) // 4 * 3) > self.limits.size + 2:
-            what = f"{size} bytes; an image may have {self.limits.size} (--max-image-size)"
+        if (size := max(map(len, payloads)) // 4 * 3) > self.options.max_image_size + 2:
+            what = f"{size} bytes; an image may have {self.options.max_image_size} (--max-image-size)"
             raise ApiError(400, f"an image is too large: {what}", "messages", "image_too_large")
         images = []
         try:

@@ -103,21 +103,20 @@ def escaped(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-class RequestLog:
-    """ASGI middleware that logs each request and its answer.
+def log_requests(app: ASGIApp) -> ASGIApp:
+    """Return an application that logs each request and its answer.
 
     Routes may add to the logged facts in `scope["facts"]`. Every answer carries the id of its request, which is the
     client's own if it sent one.
     """
 
-    def __init__(self, app: ASGIApp):
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request and log it."""
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        request_id, address = _request_id(scope), str((scope.get("client") or ("unknown",))[0])
+            return await app(scope, receive, send)
+        sent = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        printable = "".join(char for char in sent if " " <= char <= "~")
+        request_id = printable[:MAX_ID_CHARACTERS].strip() or uuid.uuid4().hex
+        address = str((scope.get("client") or ("unknown",))[0])
         method, path = scope["method"], scope["raw_path"].decode("latin-1")  # as it was sent, so without spaces
         status, began = 499, time.perf_counter()
         facts = scope["facts"] = {"id": request_id, "client": address}
@@ -130,7 +129,7 @@ class RequestLog:
             await send(message)
 
         try:
-            await self.app(scope, receive, send_with_id)
+            await app(scope, receive, send_with_id)
         except Exception:
             status = 500  # which an outer layer answers
             raise
@@ -144,14 +143,9 @@ class RequestLog:
                 line = "%s %s %d in %.3f s%s"
                 _LOG.info(line, method, path, status, seconds, shown, extra={"facts": request | facts})
 
-
-def _request_id(scope: Scope) -> str:
-    """Return the printable ASCII characters of the id that a client gave its request, or else a new id."""
-    sent = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-    return "".join(char for char in sent if " " <= char <= "~")[:MAX_ID_CHARACTERS].strip() or uuid.uuid4().hex
+    return answer
 
 
 def _quoted(value: object) -> str:
-    """Return a value as text, in quotes unless it is one plain word."""
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)

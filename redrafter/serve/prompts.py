@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import TemplateError, meta
 from transformers import PreTrainedTokenizerBase
@@ -76,38 +76,16 @@ class ChatTemplate:
         return str(text)
 
 
-class ChatPrompt(NamedTuple):
-    """Prompt of a chat.
-
-    Attributes:
-        ids: Token ids.
-        thinking: Whether the prompt ends within thoughts, so that the answer goes on with them.
-        images: What the model takes of its images beside the ids; None for a prompt of text.
-    """
-
-    ids: list[int]
-    thinking: bool
-    images: dict[str, Any] | None
-
-
 @dataclass
 class Prompts:
-    """Encodes prompts, and raises `ApiError` for those that are malformed, empty or too long.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        model: Name of the model that clients know.
-        vocabulary: Number of the target's ids.
-        context: Most tokens of a prompt and its answer.
-        special_tokens_in_content, images: As in `Service`.
-    """
+    """Encodes prompts, and raises `ApiError` for those that are malformed, empty or too long."""
 
     tokenizer: PreTrainedTokenizerBase
-    model: str
-    vocabulary: int
-    context: int
-    special_tokens_in_content: bool = False
-    images: ImageReader | str = "this model takes no images"
+    model: str  # as clients call it
+    vocabulary: int  # number of the target's ids
+    context: int  # most tokens of a prompt and its answer
+    special_tokens_in_content: bool = False  # whether a control token that a message spells counts as one
+    images: ImageReader | str = "this model takes no images"  # what reads them, or why none are read
 
     @property
     def template(self) -> ChatTemplate:
@@ -138,11 +116,17 @@ class Prompts:
             raise ApiError(400, "there is no prompt", "prompt")
         return [self._checked(text, "prompt") for text in prompts]
 
-    def encode_chat(self, request: ChatRequest, decoder: SandboxedProcess | None = None) -> ChatPrompt:
+    def encode_chat(
+        self, request: ChatRequest, decoder: SandboxedProcess | None = None
+    ) -> tuple[list[int], bool, dict[str, Any] | None]:
         """Render a chat request with the chat template, and encode it.
 
         Its images are decoded in the process `decoder`, or in a new one. Raises `ApiError` also where there is no
         template, or it refuses the request.
+
+        Returns:
+            Token ids, whether they end within thoughts, so that the answer goes on with them, and what the model takes
+            of images beside them; None for a prompt of text.
         """
         urls = [url for message in request.messages for url in message.images]
         reader = None
@@ -150,7 +134,8 @@ class Prompts:
             if isinstance(self.images, str):
                 raise ApiError(400, self.images, "messages", "no_images")
             reader = self.images
-            reader.check_count(len(urls))
+            if len(urls) > (most := reader.options.max_images):
+                raise ApiError(400, f"{len(urls)} images in one request; at most {most}", "messages")
         template = self.template
         tools = template_tools(request.callable_tools)
         messages = [_template_message(message, template) for message in request.messages]
@@ -175,10 +160,9 @@ class Prompts:
         ids = self._checked(ids, "messages")
         if reader is not None and inputs is not None:
             inputs |= reader.token_types(ids)
-        return ChatPrompt(ids, thinking, inputs)
+        return ids, thinking, inputs
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
-        """Return the variables that a request has for the chat template, and options of `apply_chat_template`."""
         self.template.check(request.chat_template_kwargs or {}, "chat_template_kwargs")
         variables = dict(request.chat_template_kwargs or {})
         for name in ("reasoning_effort", "verbosity"):
@@ -200,7 +184,6 @@ class Prompts:
         return self.template.render(marked, control.mark(tools, marker), **control.mark(variables, marker))
 
     def _checked(self, prompt: str | list[int], param: str) -> list[int]:
-        """Return the token ids of a prompt, checked to be not empty, within the vocabulary and short enough."""
         if isinstance(prompt, str):
             self._check_size(prompt, param)
             prompt = list(self.tokenizer(prompt).input_ids)
@@ -213,7 +196,6 @@ class Prompts:
         return prompt
 
     def _check_size(self, text: str, param: str) -> None:
-        """Refuse a text that is far too long without tokenizing all of it."""
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -1,7 +1,15 @@
-"""A server: the application, and the client of the engine whose texts it answers with."""
+"""A server: OpenAI's requests become sequences of the engine, and these become answers."""
 
+import asyncio
+import json
 import logging
-from dataclasses import dataclass, field
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,54 +18,253 @@ from redrafter.app.options import LoadOptions
 from redrafter.app.templates import find_template, read_template
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.checkpoints.tokenizers import load_processor, load_tokenizer
+from redrafter.engine.detokenizer import decode_tokens
 from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.grammar.source import GrammarSource
+from redrafter.sampling.params import NEUTRAL, NUMBERS, SamplingParams
+from redrafter.sandbox.process import SandboxedProcess
+from redrafter.serve.answers.choice import summarize
+from redrafter.serve.answers.formats import (
+    AnyChoice,
+    ChatChoice,
+    CompletionChoice,
+    collect_answer,
+    raise_cuts_as_errors,
+    stream_answer,
+)
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.engine_process.client import EngineClient
-from redrafter.serve.engine_process.start import EngineFacts, EngineProcess
-from redrafter.serve.images import ImageLimits, ImageReader
+from redrafter.serve.engine_process.client import EngineClient, Stopped
+from redrafter.serve.engine_process.messages import Submit
+from redrafter.serve.engine_process.start import EngineProcess
+from redrafter.serve.images import ImageReader
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
 from redrafter.serve.network.guards import AccessPolicy
+from redrafter.serve.prompts import Prompts
+from redrafter.serve.protocol.fields import MAX_PROMPTS, StreamOptions
+from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, Message
 from redrafter.serve.routes.app import create_app
-from redrafter.serve.service import Service
+from redrafter.serve.tools import call_schema
 
 _LOG = logging.getLogger(__name__)
+MIN_TEMPERATURE = 1e-5  # lower ones would overflow the logits: they mean greedy decoding, as in vLLM
+MAX_SCORES = 1 << 18  # log-probabilities of prompts in one answer, which may be 100 MB in memory
+DEFAULT_COMPLETION_TOKENS = 16  # of a completion without max_tokens, as in OpenAI's API
+
+AnyRequest = CompletionRequest | ChatRequest
+R = TypeVar("R")
+T = TypeVar("T")
+Facts = dict[str, Any]  # what the log says of a request, by name
+Answer = dict[str, Any] | AsyncIterator[dict[str, Any]]  # a whole one, or the parts of a stream
 
 
 @dataclass
 class Server:
-    """The application that answers requests with the texts of an engine.
-
-    Attributes:
-        name: Name of the model that clients use.
-        metrics: Metrics of the engine.
-        app: The ASGI application.
-    """
+    """Answers requests for completions and chats with the texts of an engine, as the ASGI application `app`."""
 
     engine: EngineClient
     tokenizer: PreTrainedTokenizerBase
-    options: ServeOptions
-    keys: ApiKeys = field(default_factory=ApiKeys)
-    images: ImageReader | str = Service.images
+    options: ServeOptions = field(default_factory=ServeOptions)
+    keys: ApiKeys = field(default_factory=ApiKeys)  # clients with keys of their own share no prefixes in the cache
+    images: ImageReader | str = Prompts.images  # what reads the images of chats, or why none are read
 
     def __post_init__(self) -> None:
-        options = self.options
-        self.name = options.served_model_name or short_name(self.engine.facts.model)
-        if self.name in self.engine.facts.adapters:
-            raise ArgumentError(f"--lora-modules has the model's own name {self.name!r}: give the adapter another one")
-        self.metrics = Metrics(self.engine, self.name)
+        facts, options = self.engine.facts, self.options
+        self.model = options.served_model_name or short_name(facts.model)  # as clients call it
+        if self.model in facts.adapters:
+            raise ArgumentError(f"--lora-modules has the model's own name {self.model!r}: give the adapter another one")
+        self.adapters = dict(facts.adapters)  # directories of those that are served, by name
+        self.created = int(time.time())
+        self.metrics = Metrics(self.engine, self.model)
         self.engine.on_delta = self.metrics.observe
-        service = Service(
-            self.engine,
-            self.tokenizer,
-            self.name,
-            self.metrics,
-            special_tokens_in_content=options.special_tokens_in_content,
-            images=self.images,
-            reasoning=options.reasoning_format == "auto",
+        self.prompts = Prompts(
+            self.tokenizer, self.model, facts.vocab_size, facts.context, options.special_tokens_in_content, self.images
         )
         policy = AccessPolicy.of(self.keys, options)
-        self.app = create_app(service, policy, options.max_body_size, options.allow_runtime_lora_updating)
+        self.app = create_app(self, policy, options.max_body_size, options.allow_runtime_lora_updating)
+
+    def model_entry(self, name: str) -> dict[str, Any]:
+        """Return the entry of this model, or of an adapter, in a list of models."""
+        entry = {"id": name, "object": "model", "created": self.created, "owned_by": "redrafter"}
+        return entry | {"max_model_len": self.context, "parent": self.model if name in self.adapters else None}
+
+    @property
+    def model_entries(self) -> list[dict[str, Any]]:
+        """The list of models: the model itself, then its adapters."""
+        return [self.model_entry(name) for name in (self.model, *self.adapters)]
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a prompt and its answer together."""
+        return self.engine.facts.context
+
+    def check_model(self, name: str | None) -> None:
+        """Raise `ApiError` for the name of neither the model nor an adapter; None is the model."""
+        if name is None or name == self.model or name in self.adapters:
+            return
+        adapters = f", and so are its adapters {', '.join(map(repr, self.adapters))}" if self.adapters else ""
+        message = f"the model {name!r} is not served here; {self.model!r} is{adapters}"
+        raise ApiError(404, message, "model", "model_not_found")
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter from a directory of this machine, as a model of this name, or raise `ApiError`."""
+        if name in self.adapters or name == self.model:
+            raise ApiError(400, f"The lora adapter '{name}' has already been loaded.", "lora_name")
+        if not await asyncio.to_thread(os.path.isdir, path):
+            raise ApiError(404, f"No adapter found for '{path}': it is no directory of the server", "lora_path")
+        try:
+            await self.engine.change_adapters(name, path)
+        except Stopped:
+            raise
+        except ReDrafterError as error:
+            raise ApiError(400, str(error), "lora_path") from error
+        self.adapters[name] = path
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve a LoRA adapter no longer, or raise `ApiError` if there is none. Its texts continue."""
+        if name not in self.adapters:
+            raise ApiError(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
+        del self.adapters[name]
+        await self.engine.change_adapters(name, None)
+
+    async def completion(self, request: CompletionRequest, facts: Facts) -> Answer:
+        """Answer a request for completions, and add to the facts that are logged of it."""
+        self.check_model(request.model)
+        prompts = await asyncio.to_thread(self.prompts.encode_prompts, request.prompt)
+        copies, kept = request.copies, request.n or 1
+        # Of more texts than are asked for, the best ones are chosen by their log-probabilities.
+        logprobs = 0 if copies > kept and request.logprobs is None else request.logprobs
+        grammar = _grammar_source(request)
+        params = self._sampling_params(request, logprobs, request.prompt_count, grammar)
+        if len(prompts) * copies > MAX_PROMPTS:
+            raise ApiError(400, f"{len(prompts) * copies} texts in one request; at most {MAX_PROMPTS}", "n")
+        max_new_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        choices = []
+        for ids in prompts:
+            echo = decode_tokens(self.tokenizer, ids, True) if request.echo else ""
+            choices += [CompletionChoice(ids, *self._served(request, params), echo=echo) for _ in range(copies)]
+        asked = Submit([choice.prompt for choice in choices], max_new_tokens, params, grammar)
+        return await self._serve(request, asked, choices, facts, (copies, kept))
+
+    async def chat(self, request: ChatRequest, facts: Facts) -> Answer:
+        """Answer a request for a chat, as `completion` does."""
+        self.check_model(request.model)
+        ids, thinking, images = await self.encode(self.prompts.encode_chat, request, request.messages, facts)
+        if images is not None and request.prompt_logprobs is not None:
+            raise ApiError(400, "the tokens of a prompt with images are not scored: leave it out", "prompt_logprobs")
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        grammar = _grammar_source(request)
+        params = self._sampling_params(request, logprobs, request.prompt_logprobs, grammar)
+        # A grammar describes the whole text, so that there are no thoughts to split off.
+        thinks = self.options.reasoning_format == "auto" and self.prompts.template.has_think_tags and grammar is None
+        choices = [
+            ChatChoice(ids, *self._served(request, params), split_thoughts=thinks, thinking=thinks and thinking)
+            for _ in range(request.n or 1)
+        ]
+        max_new_tokens = request.max_completion_tokens or request.max_tokens or self.context
+        asked = Submit([ids] * len(choices), max_new_tokens, params, grammar, images=images)
+        return await self._serve(request, asked, choices, facts)
+
+    async def encode(
+        self,
+        encode: Callable[[R, SandboxedProcess | None], T],
+        request: R,
+        messages: Sequence[Message] | None,
+        facts: Facts,
+    ) -> T:
+        """Encode a request in a thread; one whose messages have images, when it is its client's turn.
+
+        `encode` is called with the request and a process that decodes its images, None where it has none.
+        """
+        if isinstance(self.images, str) or not any(message.images for message in messages or ()):
+            return await asyncio.to_thread(encode, request, None)
+        return await self.images.run(lambda decoder: encode(request, decoder), str(facts.get("client", "")))
+
+    def _served(self, request: AnyRequest, params: SamplingParams) -> tuple[Any, ...]:
+        """Return the arguments of a choice that all texts of a request share."""
+        adapter = None if request.model in (None, self.model) else request.model
+        return request, self.tokenizer, params.stop_token_ids, self.engine.facts.draft_depth, adapter
+
+    async def _serve(
+        self,
+        request: AnyRequest,
+        asked: Submit,
+        choices: list[AnyChoice],
+        facts: Facts,
+        best: tuple[int, int] = (1, 1),
+    ) -> Answer:
+        if asked.params.prompt_logprobs is not None:
+            scores = (asked.params.prompt_logprobs + 1) * sum(map(len, asked.prompts))
+            if scores > MAX_SCORES:
+                what = f"{scores} log-probabilities of prompts in one answer; at most {MAX_SCORES}"
+                how = "ask for fewer at each place, or for fewer or shorter prompts in a request"
+                raise ApiError(400, f"{what}: {how}", "prompt_logprobs")
+        client, name = str(facts.get("client", "")), request.model or self.model
+        owner = client if len(self.keys) > 1 else ""
+        salt = json.dumps([owner, request.cache_salt]) if owner or request.cache_salt else None
+        # The engine refuses an adapter that was unloaded a moment ago.
+        asked = replace(asked, client=client, cache_salt=salt, adapter=choices[0].adapter)
+        deltas = self.engine.deltas(asked, choices)
+        if asked.images is not None and not isinstance(self.images, str):
+            deltas = self.images.count(deltas, asked.images, client)
+        if not request.stream:
+            async with aclosing(deltas):  # or else the engine would go on after an error
+                body = await collect_answer(deltas, choices, name, best)
+            if isinstance(request, ChatRequest) and (count := request.prompt_logprobs) is not None:
+                body["prompt_logprobs"] = await asyncio.to_thread(choices[0].prompt_logprobs, count)
+            facts |= summarize(choices)
+            return body
+        parts = stream_answer(deltas, choices, name, request.stream_options or StreamOptions())
+        try:
+            first = await anext(parts)  # so that a refusal is answered with a status, not within a stream
+        except BaseException:
+            await deltas.aclose()
+            raise
+
+        async def all_parts() -> AsyncIterator[dict[str, Any]]:
+            try:
+                yield first
+                async for part in raise_cuts_as_errors(parts):
+                    yield part
+            finally:
+                await parts.aclose()  # type: ignore[attr-defined]
+                await deltas.aclose()
+                facts.update(summarize(choices))
+
+        return all_parts()
+
+    def _sampling_params(
+        self, request: AnyRequest, logprobs: int | None, prompt_logprobs: int | None, grammar: GrammarSource | None
+    ) -> SamplingParams:
+        """Return the parameters of a request, whose grammar the engine adds; by default, those of the engine."""
+        facts = self.engine.facts
+
+        def pick(name: str) -> Any:
+            asked = getattr(request, name)
+            return facts.sampling.get(name, getattr(NEUTRAL, name)) if asked is None else asked
+
+        temperature = pick("temperature")
+        if grammar is not None and request.ignore_eos:
+            raise ApiError(400, "a text that follows a grammar ends with it: leave out ignore_eos", "ignore_eos")
+        bias = {}
+        for token, value in (request.logit_bias or {}).items():
+            if not (token.isdecimal() and len(token) < 20 and int(token) < facts.vocab_size):
+                what = f"logit_bias names {token!r}, which is no token id below {facts.vocab_size}"
+                raise ApiError(400, what, "logit_bias")
+            bias[int(token)] = value
+        ends = facts.end_tokens | frozenset(request.stop_token_ids or ())
+        numbers = {name: pick(name) for name in NUMBERS if hasattr(request, name)}
+        return SamplingParams(
+            **numbers | {"top_k": max(numbers["top_k"], 0)},
+            temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
+            logit_bias=bias,
+            min_new_tokens=request.min_tokens or 0,
+            stop_token_ids=frozenset() if request.ignore_eos else ends,
+            seed=secrets.randbits(61) if request.seed is None else request.seed,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            speculate=request.speculate,
+        )
 
     def drain(self) -> None:
         """Accept nothing new; what is being written goes on, and images are decoded no longer."""
@@ -69,9 +276,9 @@ class Server:
         """Return log lines that say what is served, with a command to try it. url: where it is served."""
         what, *more = self.engine.facts.description
         key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if self.keys else ""
-        body = f'{{"model": "{self.name}", "prompt": "Once upon a time", "max_tokens": 40}}'
+        body = f'{{"model": "{self.model}", "prompt": "Once upon a time", "max_tokens": 40}}'
         return [
-            f"{self.name}: {what}",
+            f"{self.model}: {what}",
             *more,
             f"ready on {url}; try",
             f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
@@ -91,20 +298,30 @@ def load_server(process: EngineProcess, options: ServeOptions, load: LoadOptions
     if template is not None:
         tokenizer.chat_template = template
     facts = process.wait_until_loaded()
-    images = _load_image_reader(options, load, facts)
+    images: ImageReader | str = Server.images
+    if facts.image_inputs and not options.max_images:
+        images = "this server takes no images"
+    elif facts.image_inputs:
+        try:
+            processor = load_processor(facts.model, trust_remote_code=load.trust_remote_code)
+            images = ImageReader(processor, facts.image_inputs, options)
+        except ReDrafterError as error:
+            _LOG.warning("images are refused: %s", error)
+            images = "this server is not set up for images"
     return Server(EngineClient(process.channel, facts, process), tokenizer, options, keys, images)
 
 
-def _load_image_reader(options: ServeOptions, load: LoadOptions, facts: EngineFacts) -> ImageReader | str:
-    """Return what reads the images of chats, or why none are read, which is logged if the model takes some."""
-    if not facts.image_inputs:
-        return Service.images
-    if not options.max_images:
-        return "this server takes no images"
-    limits = ImageLimits(options.max_images, options.max_image_size, options.max_image_pixels)
-    try:
-        processor = load_processor(facts.model, trust_remote_code=load.trust_remote_code)
-        return ImageReader(processor, facts.image_inputs, limits)
-    except ReDrafterError as error:
-        _LOG.warning("images are refused: %s", error)
-        return "this server is not set up for images"
+def _grammar_source(request: AnyRequest) -> GrammarSource | None:
+    spec: dict[str, Any] | None = None
+    if request.structured_outputs is not None:
+        [(kind, value)] = ((name, value) for name, value in request.structured_outputs if value is not None)
+        spec = {"json_schema" if kind == "json_" else kind: value}
+    elif isinstance(request, ChatRequest):
+        form = request.response_format
+        if (schema := call_schema(request)) is not None:
+            spec = {"json_schema": schema}
+        elif form is not None and form.json_schema is not None:
+            spec = {"json_schema": form.json_schema.schema_}
+        elif form is not None and form.type != "text":
+            spec = {"json_object": True} if form.lark_grammar is None else {"lark": form.lark_grammar}
+    return None if spec is None else GrammarSource.of(spec)

@@ -108,7 +108,16 @@ def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor |
         if drafter.context is not None:  # at first nothing is read of the text
             nn.init.zeros_(drafter.context.out.weight)
         if config.rnn:
-            _scale_embedding_input(drafter, drafter_config.hidden_size, 1 / _embedding_rms(model))
+            # Embeddings are often far smaller than hidden states. If the weights that read them were not scaled, the
+            # drafter would take long to learn from which token it goes on.
+            width, ids = drafter_config.hidden_size, torch.arange(min(1024, drafter_config.vocab_size))
+            with torch.no_grad():
+                embeddings = model.get_input_embeddings()(ids.to(model.device)).float()  # as the module returns them
+                rms = float(embeddings.square().mean().sqrt().clamp(min=1e-6))
+                if drafter_config.recurrence == "gated":
+                    drafter.rnn_gate.weight[:, :width] *= 1 / rms  # the columns that read the embedding
+                else:
+                    nn.init.normal_(drafter.rnn_w.weight, std=1 / rms / width**0.5)
     if draft_ids is not None:
         drafter.draft_ids.copy_(draft_ids)
     return drafter
@@ -117,23 +126,3 @@ def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor |
 def _set_to_zero(linear: nn.Linear) -> None:
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
-
-
-@torch.no_grad()
-def _scale_embedding_input(drafter: RecurrentDrafter, width: int, scale: float) -> None:
-    """Scale the weights that read embeddings, which are often far smaller than hidden states.
-
-    Without it, the drafter takes long to learn from which token it goes on.
-    """
-    if drafter.config.recurrence == "gated":
-        drafter.rnn_gate.weight[:, :width] *= scale  # the columns that read the embedding
-    else:
-        nn.init.normal_(drafter.rnn_w.weight, std=scale / width**0.5)
-
-
-@torch.no_grad()
-def _embedding_rms(model: PreTrainedModel) -> float:
-    """Return the root mean square of some of a base's embeddings, as its embedding module returns them."""
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.arange(min(1024, vocabulary), device=model.device)
-    return float(model.get_input_embeddings()(ids).float().square().mean().sqrt().clamp(min=1e-6))

@@ -254,7 +254,6 @@ class Trainer:
             accelerator.wait_for_everyone()
 
     def _note_time(self) -> None:
-        """Bring seconds and tokens of the state up to date."""
         state = self.clock.state
         state.seconds, state.tokens = self.clock.seconds, self.tokens_before + self.meter.tokens
 

@@ -72,7 +72,6 @@ def _holds_drafter_or_its_files(folder: Path) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Read a JSON object; an empty one where there is none."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -229,7 +228,6 @@ def hash_windows(windows: Windows) -> str:
 
 
 def _config_without_folders(config: TrainConfig) -> dict[str, Any]:
-    """Return a config as JSON, with the names of files without their folders."""
     options: dict[str, Any] = {}
     for field in fields(config):
         value = getattr(config, field.name)

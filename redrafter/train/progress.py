@@ -59,20 +59,17 @@ class TrainingState:
     def to_json(self) -> dict[str, Any]:
         """Return the state as trainer.json holds it."""
         document = asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
-        return {key: document[name] for name, key in _JSON_KEYS.items()}
+        del document["seconds_by_activity"]
+        return document | {"walked": document.pop("tokens_per_step")}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> "TrainingState":
         """Read what `to_json` returned. Raises `KeyError`, `TypeError`, `ValueError` or `AttributeError` for others."""
-        state = cls(**{name: document[key] for name, key in _JSON_KEYS.items()})
+        names = ("step", "tokens", "seconds", "loss", "accuracy", "best_step")
+        state = cls(**{name: document[name] for name in names})
         state.loss = math.nan if state.loss is None else state.loss
-        state.tokens_per_step = {int(step): value for step, value in state.tokens_per_step.items()}
+        state.tokens_per_step = {int(step): value for step, value in document["walked"].items()}
         return state
-
-
-# The attributes that trainer.json holds, and their keys there.
-_JSON_KEYS = {name: name for name in ("step", "tokens", "seconds", "loss", "accuracy", "best_step")}
-_JSON_KEYS["tokens_per_step"] = "walked"
 
 
 @dataclass(frozen=True)

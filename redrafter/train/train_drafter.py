@@ -43,7 +43,15 @@ from redrafter.train.output import (
     save_drafter,
     served_shape,
 )
-from redrafter.train.plan import describe_plan, last_step, row_length
+from redrafter.train.plan import (
+    describe_bad_rows,
+    describe_plan,
+    last_step,
+    load_windows,
+    row_length,
+    show_first_document,
+    validation_prompts,
+)
 from redrafter.train.processes import (
     broadcast_weights,
     launcher_refused,
@@ -55,7 +63,6 @@ from redrafter.train.processes import (
 )
 from redrafter.train.progress import Console, NotFiniteError, TrainingState
 from redrafter.train.sharding import load_sharded
-from redrafter.train.training_data import describe_bad_rows, load_windows, show_first_document, validation_prompts
 
 __all__ = ["TrainConfig", "main", "new_drafter", "train"]
 

@@ -43,7 +43,7 @@ OPTIONS = options_by_name([Options])
     ],
 )
 def test_a_value_becomes_what_its_option_holds(key, value, converted):
-    assert repr(convert_value("c.json", key, value, OPTIONS[key])) == repr(converted)
+    assert repr(convert_value("c.json", key, value, OPTIONS)) == repr(converted)
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,5 @@ def test_a_value_becomes_what_its_option_holds(key, value, converted):
 )
 def test_a_value_of_another_type_is_refused_with_what_is_expected(key, value, expected):
     with pytest.raises(ArgumentError) as refusal:
-        convert_value("c.json", key, value, OPTIONS[key])
+        convert_value("c.json", key, value, OPTIONS)
     assert str(refusal.value) == f"c.json: {key} must be {expected}, got {json.dumps(value)}"

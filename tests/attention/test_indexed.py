@@ -1,8 +1,8 @@
 """Attention to the slots that an indexer chooses: its keys are stored, masked and committed like all others."""
 
 import pytest
-import torch
 
+from helpers.generation import same_as_model, same_undrafted
 from helpers.models import tiny_drafter, tiny_model, uneven_batch, with_spread_weights, with_tree
 from redrafter import UnsupportedError
 from redrafter.model.target import Target
@@ -37,14 +37,10 @@ def indexed(topk, model_type="deepseek_v32", **changes):
 @pytest.mark.parametrize("topk", [4, 40])
 @pytest.mark.parametrize(("model_type", "changes"), [("deepseek_v32", {}), ("glm_moe_dsa", SHARED)])
 def test_models_with_an_indexer_write_what_generate_writes(model_type, changes, topk):
-    model = indexed(topk, model_type, **changes)
     ids, mask = uneven_batch(rows=4, longest=60)
-    arguments = {"attention_mask": mask, "max_new_tokens": NEW, "min_new_tokens": NEW}
-    engine = with_tree(model, tiny_drafter(), 3, 3)
-    expected = model.generate(ids, do_sample=False, **arguments)
-    assert torch.equal(engine.generate(ids, do_sample=False, **arguments), expected)
-    plain, drafted = (engine.generate(ids, do_sample=True, seed=5, speculate=s, **arguments) for s in (False, True))
-    assert torch.equal(plain, drafted)
+    engine = with_tree(indexed(topk, model_type, **changes), tiny_drafter(), 3, 3)
+    same_as_model(engine, ids, mask, max_new_tokens=NEW, min_new_tokens=NEW)
+    same_undrafted(engine, ids, mask, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=True, seed=5)
 
 
 def test_a_layer_that_shares_anothers_choice_stores_no_keys_of_an_indexer():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.generation import same_as_model, same_undrafted
 from helpers.models import (
     ARCHITECTURES,
     CHUNKED,
@@ -86,9 +87,8 @@ def test_a_prompt_read_in_pieces_is_what_one_forward_with_its_mask_reads(
     assert reader.reads_without_masks(a_cache(target, False)), "its attention can be replaced"
     if on_pages and not target.paged.ok:
         pytest.skip(target.paged.reason)
-    monkeypatch.setattr(
-        "redrafter.attention.prompt_attention.MAX_EDGE_TOKENS", 4
-    )  # some blocks along the edge of a window
+    # Some blocks along the edge of a window.
+    monkeypatch.setattr("redrafter.attention.prompt_attention.MAX_EDGE_TOKENS", 4)
     monkeypatch.setattr("redrafter.attention.prompt_attention.MAX_SCORES", 500)
     prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(2))
     reader.masks_on_dense = True
@@ -158,15 +158,11 @@ def test_a_prompt_of_many_chunks_is_read_as_one(masked, max_tokens):
 def test_a_model_with_attention_of_its_own_is_read_with_masks(attention):
     model = tiny_model("llama")
     model.set_attn_implementation(attention)
-    own_attention(model)
-    engine = with_tree(model, tiny_drafter(), 4, 3)
+    engine = with_tree(own_attention(model), tiny_drafter(), 4, 3)
     assert not engine.target.prompt_reader.reads_without_masks(engine.target.new_cache(1))
     assert "cannot be replaced" in engine.target.paged.reason
-    ids, mask = uneven_batch()
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
-    for speculate in (True, False):
-        out = engine.generate(ids, mask, max_new_tokens=12, do_sample=False, speculate=speculate)
-        assert torch.equal(out, expected)
+    same_as_model(engine, *uneven_batch(), max_new_tokens=12)
+    same_undrafted(engine, *uneven_batch(), max_new_tokens=12, do_sample=False)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text"])
@@ -174,16 +170,12 @@ def test_a_model_with_attention_of_its_own_is_read_with_masks(attention):
 def test_texts_of_prompts_read_in_pieces_are_those_of_model_generate(architecture, on_pages, monkeypatch):
     monkeypatch.setattr("redrafter.model.prompt_reader.MAX_FORWARD_TOKENS", 9)
     monkeypatch.setattr("redrafter.attention.prompt_attention.MAX_EDGE_TOKENS", 3)
-    model = a_target(architecture).model
-    engine = with_tree(model, tiny_drafter(), 4, 3)
+    engine = with_tree(a_target(architecture).model, tiny_drafter(), 4, 3)
     if on_pages and not engine.target.paged.ok:
         pytest.skip(engine.target.paged.reason)
     engine = paged(engine) if on_pages else engine
-    ids, mask = uneven_batch(longest=31)
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
-    for speculate in (True, False):
-        out = engine.generate(ids, mask, max_new_tokens=12, do_sample=False, speculate=speculate)
-        assert torch.equal(out, expected)
+    same_as_model(engine, *uneven_batch(longest=31), max_new_tokens=12)
+    same_undrafted(engine, *uneven_batch(longest=31), max_new_tokens=12, do_sample=False)
 
 
 def test_half_precision_is_read_in_pieces_as_in_one():
@@ -221,7 +213,7 @@ def test_no_tensor_of_a_prefill_grows_with_the_square_of_the_prompt(architecture
     if on_pages and not target.paged.ok:
         pytest.skip(target.paged.reason)
     cache = a_cache(target, on_pages, rows=2, slots=prompt)
-    pools = cache.pool.pools if on_pages else [pool.data for pool in cache.pools]
+    pools = cache.pools
     keys = prompt * max(shape.heads * max(shape.key_dim, shape.value_dim) for shape in target.shapes)
     ids, length = torch.randint(3, VOCAB, (2, prompt)), torch.tensor([prompt, prompt // 2])
     with torch.inference_mode(), _Largest(iter([*target.model.parameters(), *pools])) as largest:

@@ -2,13 +2,18 @@
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.generation import ON_BOTH_CACHES, same_undrafted
+from helpers.models import VOCAB, assert_close_by_scale, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.steps import read_prompts, verify
 from redrafter import UnsupportedError
 from redrafter.attention.mask import AttentionKind, LayerKinds
+from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.model.target import Target
 from redrafter.model.traits import learn_traits
 from redrafter.model.varlen_forward import VarlenForward
+from redrafter.tree.token_tree import chain
 
 NEW = 24
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -43,18 +48,17 @@ STRAY = ["llama", "granite", "gemma", "glm", "olmo", "nemotron"]
 
 def check_texts(engine, ids, mask, **reference):
     """Compare greedy texts with `model.generate` and sampled ones with plain decoding."""
-    arguments = {"attention_mask": mask, "max_new_tokens": NEW, "min_new_tokens": NEW}
-    expected = engine.model.generate(ids, do_sample=False, **arguments, **reference)
-    assert torch.equal(engine.generate(ids, do_sample=False, **arguments), expected)
-    plain, drafted = (engine.generate(ids, do_sample=True, seed=5, speculate=s, **arguments) for s in (False, True))
-    assert torch.equal(plain, drafted)
+    arguments = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+    expected = engine.model.generate(ids, attention_mask=mask, do_sample=False, **arguments, **reference)
+    assert torch.equal(engine.generate(ids, mask, do_sample=False, **arguments), expected)
+    same_undrafted(engine, ids, mask, do_sample=True, seed=5, **arguments)
 
 
-@pytest.mark.parametrize("cache", ["dense", "paged"])
+@ON_BOTH_CACHES
 @pytest.mark.parametrize("architecture", WINDOWED)
-def test_windows_longer_than_a_short_trial_are_kept(architecture, cache):
+def test_windows_longer_than_a_short_trial_are_kept(architecture, on):
     engine = with_tree(tiny_model(architecture, **WINDOWED[architecture]), tiny_drafter(), 3, 3)
-    check_texts(engine if cache == "dense" else paged(engine), *uneven_batch(rows=4, longest=90))
+    check_texts(on(engine), *uneven_batch(rows=4, longest=90))
 
 
 @pytest.mark.parametrize("case", BY_SLOT)
@@ -81,12 +85,12 @@ def test_chunks_and_temperatures_that_are_lost_on_the_paged_cache_are_noticed(br
     assert "gives other logits" in Target(tiny_model("llama4_text", **_LLAMA4)).paged.reason
 
 
-@pytest.mark.parametrize("cache", ["dense", "paged"])
+@ON_BOTH_CACHES
 @pytest.mark.parametrize("architecture", STRAY)
-def test_a_window_that_attention_ignores_is_ignored(architecture, cache):
+def test_a_window_that_attention_ignores_is_ignored(architecture, on):
     """It is compared without a cache: transformers' own forgets what is past a window, though the model has none."""
     engine = with_tree(tiny_model(architecture, sliding_window=8), tiny_drafter(), 3, 3)
-    check_texts(engine if cache == "dense" else paged(engine), *uneven_batch(rows=4, longest=40), use_cache=False)
+    check_texts(on(engine), *uneven_batch(rows=4, longest=40), use_cache=False)
 
 
 @pytest.mark.parametrize("kept", [4, 40])
@@ -116,3 +120,30 @@ def test_chunks_are_told_from_windows():
     model = tiny_model("llama4_text", **_LLAMA4)
     kinds = learn_traits(model, model.config, torch.arange(5), "it").kinds
     assert kinds.by_layer == (AttentionKind(chunk=32),) * 3 + (AttentionKind(),)
+
+
+_SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def sdpa_without_caps(module, query, key, value, attention_mask, softcap=None, **kwargs):
+    """Attend as `sdpa` of transformers before 5.21, which passes a cap over; later ones refuse it."""
+    return _SDPA(module, query, key, value, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("on_pages", [False, True])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_scores_are_capped_as_by_the_attention_that_a_model_was_loaded_with(attention, on_pages, monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa_without_caps)
+    model = tiny_model("gemma2", attn_logit_softcapping=0.3)
+    model.config._attn_implementation = attention
+    target = Target(model)
+    text, length = torch.arange(11)[None] * 7 % VOCAB, torch.tensor([9])
+    cache = target.new_cache(1)
+    cache.reserve(16)
+    if on_pages:
+        cache = PagedCache(KVCachePool(target.paged_shapes, 2), torch.tensor([[1]]).int())
+    with torch.inference_mode():
+        read, _ = read_prompts(target, text[:, :9], length, cache)
+        verified, _ = verify(target, chain(text[:, 9:]), length, cache)
+        expected = model(text).logits[0, 8:]
+    assert_close_by_scale(torch.cat([read, verified[0]]), expected, 2e-5)

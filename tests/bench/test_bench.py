@@ -1,16 +1,16 @@
 """`redrafter bench` in process on the boxed pair, and the arithmetic behind what it prints."""
 
-import contextlib
 import importlib.util
-import io
 import json
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from helpers.command_line import TEXT, byte_tokenizer, fails
+from helpers.command_line import TEXT, byte_tokenizer, fails, measured
 from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, with_tree
-from redrafter import ArgumentError, CheckpointError, ReDrafterError, UnsupportedError
+from redrafter import ArgumentError, ReDrafterError, UnsupportedError
 from redrafter.app import loading
 from redrafter.bench.options import BenchOptions
 from redrafter.bench.padded_model import SHAPES, PadShape
@@ -20,13 +20,11 @@ from redrafter.bench.suite import run_suite
 from redrafter.cli import bench as bench_module
 from redrafter.cli import compare as compare_module
 from redrafter.cli import main
-from redrafter.cli import tune as tune_module
 from redrafter.data.documents import encode_documents
 from redrafter.data.rows import Row
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.measure import report as report_module
 from redrafter.measure import run as run_module
-from redrafter.measure.differences import first_difference
 from redrafter.measure.floors import Bandwidth, copy_bandwidth, forward_bytes, resident_bytes, slot_bytes
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report
@@ -39,14 +37,7 @@ QUICK = ("--max-new-tokens", "12", "--repeats", "1", "--num-prompts", "2")
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 
-def bench(*args: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the command."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        try:
-            code = main(["bench", *args])
-        except SystemExit as end:  # argparse
-            code = end.code
-    return code, out.getvalue(), err.getvalue()
+bench = partial(measured, "bench")
 
 
 def workload(**changes) -> Workload:
@@ -65,8 +56,8 @@ def _rough():
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    """Everything at once, on the boxed pair."""
+def everything(tmp_path_factory):
+    """The folder, the document and the tables of a run of all sections on the boxed pair."""
     folder = tmp_path_factory.mktemp("bench")
     args = [*QUICK, "--batch-sizes", "1,3", "--context", "40", "--draft-vocab-sizes", "64,2048"]
     args += ["--against", "eager,assisted", "--json", str(folder / "bench.json")]
@@ -74,48 +65,33 @@ def ran(tmp_path_factory):
     return folder, *bench(*args)
 
 
-def test_a_run_ends_with_one_json_document_which_the_file_holds_too(ran):
-    folder, code, out, err = ran
-    assert code == 0, err
-    document = json.loads(out.splitlines()[-1])
+def test_a_run_ends_with_one_json_document_which_the_file_holds_too(everything):
+    folder, document, _ = everything
     assert document == json.loads((folder / "bench.json").read_text())
-    assert document["complete"]
-    assert document["errors"] == []
-    assert document["dtype"] == "float32"
+    assert (document["complete"], document["errors"], document["dtype"]) == (True, [], "float32")
     assert document["options"]["max_new_tokens"] == 12
     assert [file.name for file in folder.iterdir() if file.is_file()] == ["bench.json"]
 
 
-def test_both_ways_write_the_same_tokens_and_are_timed(ran):
-    document = json.loads(ran[2].splitlines()[-1])
-    assert [(one["batch_size"], one["batches"], one["tokens"]) for one in document["batches"]] == [
-        (1, 2, 24),
-        (3, 1, 36),
-    ]
-    for one in document["batches"]:
-        assert one["equality"] == {
-            "rows": one["tokens"] // 12,
-            "divergent": 0,
-            "first": None,
-            "largest_margin": None,
-            "equal": True,
-        }
+def test_both_ways_write_the_same_tokens_and_are_timed(everything):
+    batches = everything[1]["batches"]
+    assert [(one["batch_size"], one["batches"], one["tokens"]) for one in batches] == [(1, 2, 24), (3, 1, 36)]
+    for one in batches:
+        same = {"divergent": 0, "first": None, "largest_margin": None, "equal": True}
+        assert one["equality"] == {"rows": one["tokens"] // 12} | same
         assert one["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "nodes": 12}
         assert 1 < one["tokens_per_step"] < 6
         assert one["accepted_by_depth"][0] <= 1
         assert one["plain"]["steps"] == 11 * one["batches"] > one["speculative"]["steps"]
-        for way in ("plain", "speculative"):
-            assert all(value > 0 for value in one[way].values())
+        assert all(value > 0 for way in ("plain", "speculative") for value in one[way].values())
 
 
-def test_parts_add_up_to_the_step_and_carry_their_floors(ran):
-    document = json.loads(ran[2].splitlines()[-1])
-    parts = document["parts"]
-    assert [(one["batch_size"], one["asked"], one["speculative"]) for one in parts] == [
-        (rows, asked, speculative) for asked in (None, 40) for rows in (1, 3) for speculative in (False, True)
-    ]
+def test_parts_add_up_to_the_step_and_carry_their_floors(everything):
+    document = everything[1]
+    expected = [(rows, asked, drafts) for asked in (None, 40) for rows in (1, 3) for drafts in (False, True)]
+    assert [(one["batch_size"], one["asked"], one["speculative"]) for one in document["parts"]] == expected
     size = document["bytes"]
-    for one in parts:
+    for one in document["parts"]:
         assert one["step_ms"] == pytest.approx((one["draft_ms"] or 0) + one["verify_ms"] + one["rest_ms"])
         moved = size["weights_per_forward"] + one["kv_bytes"]
         assert one["verify_floor_ms"] == pytest.approx(1e3 * moved / document["bandwidth"]["bytes_per_second"])
@@ -127,86 +103,63 @@ def test_parts_add_up_to_the_step_and_carry_their_floors(ran):
     assert [(one["batch_size"], one["ids"]) for one in document["heads"]] == [(1, 64), (3, 64), (1, 2048), (3, 2048)]
 
 
-def test_rivals_are_beside_it(ran):
-    rivals = json.loads(ran[2].splitlines()[-1])["rivals"]
-    assert [(one["name"], one["error"], one["same_texts"]) for one in rivals] == [
-        ("eager", None, 2),
-        ("assisted", None, 2),
-    ]
-    assert all(one["tokens_per_second"] > 0 and one["speedup"] > 0 for one in rivals)
-    assert "prompt lookup of 10" in rivals[1]["what"]
-
-
-@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
-def test_plots_are_written(ran):
-    names = ["throughput", "ratio", "acceptance", "step"]
-    for path in (ran[0] / "plots" / f"{name}.png" for name in names):
-        assert path.read_bytes().startswith(b"\x89PNG")
-    assert len(json.loads(ran[2].splitlines()[-1])["plots"]) == len(names)
+def test_rivals_and_pictures_are_beside_it(everything):
+    folder, document, _ = everything
+    found = [(one["name"], one["error"], one["same_texts"]) for one in document["rivals"]]
+    assert found == [("eager", None, 2), ("assisted", None, 2)]
+    assert all(one["tokens_per_second"] > 0 and one["speedup"] > 0 for one in document["rivals"])
+    assert "prompt lookup of 10" in document["rivals"][1]["what"]
+    names = ["throughput", "ratio", "acceptance", "step"] if HAS_MATPLOTLIB else []
+    assert document.get("plots", []) == [str(folder / "plots" / f"{name}.png") for name in names]
+    for path in document.get("plots", []):
+        assert Path(path).read_bytes().startswith(b"\x89PNG")
 
 
 def test_sampling_is_compared_by_tokens_too():
-    code, out, _ = bench(*QUICK, "--temperature", "0.8", "--seed", "3")
-    document = json.loads(out.splitlines()[-1])
-    assert code == 0
+    document, _ = bench(*QUICK, "--num-prompts", "1", "--temperature", "0.8", "--seed", "3")
     assert document["batches"][0]["equality"]["divergent"] == 0
-    assert "rivals" not in document
-    assert "plots" not in document
+    assert not {"rivals", "plots"} & {*document}
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--against", "eager,vllm"], "'vllm'"),
-        (["--pad-to", "llama-9"], "llama-3.1-8b"),
-        (["--batch-sizes", "0,2"], "--batch-sizes must be from 1 to"),
-        (["--batch-sizes", "two"], "'two'"),
-        (["--max-new-tokens", "1"], "2 or more"),
-        (["--max-new-tokens", "1000"], "context is 1024"),
-        (["--prompts", "nowhere.txt"], "nowhere.txt"),
-        (["--draft-vocab-sizes", "3"], "num_beams=5"),
-        (["--pad-head-rank", "8"], "--pad-head-rank is for --pad-to"),
-        (["--pad-head-rank", "0", "--pad-to", "llama-3.2-1b"], "--pad-head-rank must be from 1"),
-        (["--pad-head-rank", "8", "--pad-to", "llama-3.2-1b"], "cannot pad head_rank=256 to 8"),
-        (["--json", "/nowhere/bench.json"], "cannot write /nowhere/bench.json"),
+        ("--against eager,vllm", "'vllm'"),
+        ("--pad-to llama-9", "llama-3.1-8b"),
+        ("--batch-sizes 0,2", "--batch-sizes must be from 1 to"),
+        ("--batch-sizes two", "'two'"),
+        ("--max-new-tokens 1", "2 or more"),
+        ("--max-new-tokens 1000", "context is 1024"),
+        ("--prompts nowhere.txt", "nowhere.txt"),
+        ("--draft-vocab-sizes 3", "num_beams=5"),
+        ("--pad-head-rank 8", "--pad-head-rank is for --pad-to"),
+        ("--pad-head-rank 0 --pad-to llama-3.2-1b", "--pad-head-rank must be from 1"),
+        ("--pad-head-rank 8 --pad-to llama-3.2-1b", "cannot pad head_rank=256 to 8"),
+        ("--pad-head-rank 8 --pad-to llama-3.2-1b --model {published}", "no head_rank that could be padded to 8"),
+        ("--json /nowhere/bench.json", "cannot write /nowhere/bench.json"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(args, message):
-    code, out, err = bench(*args)
-    assert code == 2
-    assert message in err
-    assert err.count("\n") == 1
-    assert out == ""
+def test_what_cannot_be_measured_is_refused_in_one_line(folder, capsys, args, message):
+    assert message in fails(capsys, "bench", *args.format(published=folder / "merged").split())
 
 
-def test_a_padded_rank_for_a_drafter_without_one_is_refused(folder):
-    pair = ("--model", str(folder / "merged"))  # of the published form
-    code, out, err = bench(*QUICK, *pair, "--pad-head-rank", "8", "--pad-to", "llama-3.2-1b")
-    assert code == 2
-    assert "no head_rank that could be padded to 8" in err
-    assert (err.count("\n"), out) == (1, "")
-
-
-def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):
+def test_plots_without_matplotlib_say_what_to_install(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(report_module, "find_spec", lambda name: None)
-    code, _, err = bench("--plots", str(tmp_path))
-    assert code == 2
-    assert "pip install '.[bench]' in a checkout" in err
+    assert "pip install '.[bench]' in a checkout" in fails(capsys, "bench", "--plots", str(tmp_path))
 
 
 def test_a_padded_pair_is_measured_and_every_table_says_what_it_is(monkeypatch):
     monkeypatch.setitem(SHAPES, "twice", PadShape(192, 320, 41, 6, 2, 32, 2304))
-    code, out, err = bench(*QUICK, "--pad-to", "twice", "--batch-sizes", "2", "--draft-len-per-beam", "3")
-    document = json.loads(out.splitlines()[-1])
-    assert code == 0, err
-    assert out.count(document["padded"]) == 4
+    args = ("--pad-to", "twice", "--batch-sizes", "2", "--draft-len-per-beam", "3", "--max-new-tokens", "6")
+    document, tables = bench(*QUICK, *args)
+    assert tables.count(document["padded"]) == 3
     assert "boxed's text at twice's cost" in document["padded"]
     assert document["batches"][0]["equality"]["equal"] is True
     assert document["batches"][0]["shape"] == {"num_beams": 5, "draft_len_per_beam": 3, "nodes": 12}
     assert document["bytes"]["weights_per_forward"] > 4 * 18e6 / 2
 
 
-def test_a_padded_pair_is_measured_on_the_gpu_of_a_machine_that_has_one(monkeypatch):
+def test_a_padded_pair_is_measured_on_the_gpu_of_a_machine_that_has_one(monkeypatch, capsys):
     def pad(*args, device, **options):
         raise ReDrafterError(f"padded on {device}")
 
@@ -214,8 +167,7 @@ def test_a_padded_pair_is_measured_on_the_gpu_of_a_machine_that_has_one(monkeypa
     monkeypatch.setattr(loading, "_check_device", lambda *args: None)
     monkeypatch.setattr(bench_module, "pad_drafter", pad)
     for device, typed in (("cuda", ()), ("cuda:1", ("--device", "cuda:1")), ("cpu", ("--device", "cpu"))):
-        code, _, err = bench(*QUICK, "--pad-to", "llama-3.2-1b", *typed)
-        assert (code, err.splitlines()[-1]) == (2, f"redrafter: error: padded on {device}")
+        assert f"padded on {device}\n" in fails(capsys, "bench", *QUICK, "--pad-to", "llama-3.2-1b", *typed)
 
 
 @pytest.mark.parametrize("rank", [(), ("--pad-head-rank", "50")])
@@ -229,41 +181,66 @@ def test_a_padded_pair_accepts_what_the_small_one_does_whatever_its_drafters_for
     small.save_pretrained(tmp_path / "drafter")
     (tmp_path / "p.txt").write_text("Zürich\nja")
     args = [*QUICK, "--model", str(folder / "base"), "--drafter", str(tmp_path / "drafter"), "--prompts"]
-    found = []
-    for pad in ((), ("--pad-to", "wide", *rank)):
-        code, out, err = bench(*args, str(tmp_path / "p.txt"), *pad)
-        assert code == 0, err
-        found.append(json.loads(out.splitlines()[-1])["batches"][0])
+    small, large = (
+        bench(*args, str(tmp_path / "p.txt"), *pad)[0]["batches"][0] for pad in ((), ("--pad-to", "wide", *rank))
+    )
     for name in ("tokens_per_step", "accepted_by_depth"):
-        assert found[0][name] == found[1][name]
-    assert found[0]["tokens_per_step"] > 1
-    assert found[0]["equality"]["equal"]
-    assert found[1]["equality"]["equal"]
+        assert small[name] == large[name]
+    assert small["tokens_per_step"] > 1
+    assert small["equality"]["equal"]
+    assert large["equality"]["equal"]
 
 
-def test_help_has_an_example():
-    code, out, _ = bench("--help")
-    assert code == 0
-    assert "redrafter bench --max-new-tokens 64" in out
-    assert "(default: 128)" in out
+@pytest.mark.parametrize(
+    ("name", "content", "prompts"),
+    [
+        ("p.jsonl", '{"text": "a\\nb", "source": "x"}\n\n{"prompt": "c"}', ["a\nb", "c"]),
+        (
+            "p.jsonl",
+            '\ufeff{"text": "one\u2028two\u0085three"}\n\n{"text": "four"}\r\n',
+            ["one\u2028two\u0085three", "four"],
+        ),
+        ("p.txt", "one\u2028two\r\n\nthree\n", ["one\u2028two", "three"]),
+        ("p.json", '[{"input": "a b", "instruction": "Sum up.", "output": "x"}]', ["a b Sum up."]),
+        ("p.json", '\ufeff[{"input": "", "instruction": "Sag ja 🙂"},\n {"input": "c"}]', ["Sag ja 🙂", "c"]),
+    ],
+)
+def test_only_a_line_feed_ends_a_row_and_instructions_come_after_their_input(tmp_path, name, content, prompts):
+    (tmp_path / name).write_bytes(content.encode())
+    assert [row.text or row.prompt for row in read_prompts(str(tmp_path / name))] == prompts
 
 
-def test_prompts_of_all_forms(tmp_path):
-    lines = [json.dumps({"text": "a\nb", "source": "x"}), "", json.dumps({"prompt": "c"})]
-    (tmp_path / "p.jsonl").write_text("\n".join(lines))
-    (tmp_path / "p.txt").write_text("one\n\ntwo\n")
-    assert [row.text or row.prompt for row in read_prompts(str(tmp_path / "p.jsonl"))] == ["a\nb", "c"]
-    assert [row.prompt for row in read_prompts(str(tmp_path / "p.txt"))] == ["one", "two"]
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("p.json", "[]", "holds no prompts"),
+        ("p.json", "[" * 100_000, "not JSON"),
+        ("p.json", '[{"input": "a"}, {"output": "b"}]', "p.json:row 2: a row has one of"),
+        ("p.json", '[{"input": "", "instruction": ""}]', "p.json:row 1: the prompt is empty"),
+        ("p.json", '[{"input": "a", "instruction": 7}]', 'p.json:row 1: "instruction" must be a string'),
+        ("p.json", '[{"input": "a", "instruction": "\\ud83d"}]', "half a surrogate pair"),
+        ("p.jsonl", '{"text": "a"}\n{"text": 7}', "p.jsonl:2: "),
+        ("p.jsonl", "\n{\n", "p.jsonl:2: not JSON"),
+        ("p.jsonl", '{"prompt": "a", "completion": "b", "response": "c"}', "both completion and response"),
+        ("p.jsonl", '{"text": "a", "split": "train"}', "holds no prompts: rows of the split train are left out"),
+        ("p.jsonl", "", "holds no prompts"),
+        ("p.txt", " \n\n", "holds no prompts"),
+        ("p.txt", b"\xff", "cannot read prompts"),
+        ("nowhere.json", None, "cannot be read"),
+        ("nowhere.txt", None, "cannot read prompts"),
+    ],
+)
+def test_prompts_that_are_none_are_refused_in_one_line(capsys, tmp_path, name, content, says):
+    if content is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    for command in ("bench", "compare"):
+        err = fails(capsys, command, "--prompts", str(tmp_path / name))
+        assert says in err
+        assert str(tmp_path / name) in err
+
+
+def test_sixteen_prompts_ship():
     assert len(read_prompts(None)) == 16
-    for content, message in (
-        ("", "holds no prompts"),
-        ("{", "bad.jsonl:1: not JSON"),
-        ('{"texts": 1}', "bad.jsonl:1: a row has one of"),
-        ('{"text": "a", "split": "train"}', "holds no prompts: rows of the split train are left out"),
-    ):
-        (tmp_path / "bad.jsonl").write_text(content)
-        with pytest.raises(ReDrafterError, match=message):
-            read_prompts(str(tmp_path / "bad.jsonl"))
 
 
 ASKED = {"role": "user", "content": "Sag ja"}
@@ -292,14 +269,13 @@ def test_every_command_writes_on_from_the_same_prompts(monkeypatch, tmp_path, fo
     class StopError(ArgumentError):
         pass
 
-    def stop(*_: object, prompts: list[list[int]], **__: object) -> None:
+    def stop(prompts: list[list[int]]) -> None:
         seen.extend(prompts)
         raise StopError("enough")
 
-    monkeypatch.setattr(bench_module.Workload, "of", stop)
-    monkeypatch.setattr(tune_module, "Tuner", lambda work, *_: stop(prompts=work.prompts))
-    monkeypatch.setattr(compare_module, "select_prompts", lambda prompts, *_: stop(prompts=prompts))
-    monkeypatch.setattr(evaluate_module, "write_texts", lambda target, prompts, *_, **__: stop(prompts=prompts))
+    monkeypatch.setattr(Workload, "of", lambda engine, tokenizer, prompts, options: stop(prompts))
+    monkeypatch.setattr(compare_module, "select_prompts", lambda prompts, *_: stop(prompts))
+    monkeypatch.setattr(evaluate_module, "write_texts", lambda target, prompts, *_, **__: stop(prompts))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row, _ in ROWS))
     names = ["--model", str(folder / "merged"), "--prompts", str(tmp_path / "rows.jsonl"), *cut]
     for command in ("bench", "tune", "compare", "evaluate"):
@@ -310,16 +286,11 @@ def test_every_command_writes_on_from_the_same_prompts(monkeypatch, tmp_path, fo
 
 
 @pytest.mark.parametrize("command", ["bench", "tune", "compare", "evaluate"])
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--prompt-share", "0", "--prompt-share must be above 0 and at most 1, got 0"),
-        ("--prompt-share", "1.5", "--prompt-share must be above 0 and at most 1, got 1.5"),
-        ("--prompt-tokens", "0", "--prompt-tokens must be from 1"),
-    ],
-)
-def test_parts_of_a_text_that_are_none_are_refused(capsys, command, option, value, message):
-    assert message in fails(capsys, command, option, value)
+def test_parts_of_a_text_that_are_none_are_refused(capsys, command):
+    for share in ("0", "1.5"):
+        message = f"--prompt-share must be above 0 and at most 1, got {share}"
+        assert message in fails(capsys, command, "--prompt-share", share)
+    assert "--prompt-tokens must be from 1" in fails(capsys, command, "--prompt-tokens", "0")
 
 
 def test_a_row_without_a_prompt_is_refused_by_name(tmp_path):
@@ -354,10 +325,8 @@ def test_floors_count_what_one_forward_reads():
         ({}, HIDDEN * HIDDEN),
         ({"recurrence": "trtllm"}, HIDDEN * HIDDEN + HIDDEN),
         ({"rnn": False}, 0),
-        (
-            {"recurrence": "gated"},
-            3 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN),
-        ),  # the share of h is read once, not four times
+        # The share of h is read once, not four times.
+        ({"recurrence": "gated"}, 3 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN)),
         ({"context_window": 8, "context_head_dim": 8}, HIDDEN * HIDDEN + 4 * 2 * 2 * HIDDEN * 8),  # no key, no value
     ],
     ids=["apple", "trtllm", "sum", "gated", "context"],
@@ -388,13 +357,6 @@ def test_copies_count_what_is_read_and_what_is_written():
     assert Bandwidth(2e9, 1).ms(10**6) == 0.5
 
 
-def test_first_difference():
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2], [1, 2, 3]) == 2
-    assert first_difference([], []) is None
-
-
 def test_a_divergence_is_found_with_its_margin():
     work = workload()
     plain = [run for batch in work.batches(1) for run in work.run(batch, False).tokens]
@@ -408,16 +370,11 @@ def test_a_divergence_is_found_with_its_margin():
     assert (found["rows"], found["divergent"], found["equal"]) == (2, 1, False)
     assert (found["first"]["prompt"], found["first"]["token"]) == (1, 5)
     assert (found["first"]["plain"], found["first"]["speculative"]) == (plain[1][5], other[1][5])
-    assert (
-        found["first"]["margin"]
-        == found["largest_margin"]
-        == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
-    )
+    margin = float(best.values[0] - best.values[1])
+    assert found["first"]["margin"] == found["largest_margin"] == pytest.approx(margin, abs=1e-4)
     assert found["first"]["top_two"] == (other[1][5] == int(best.indices[1]))
     sampled = compare_texts(workload(temperature=1.0), plain, other)
-    assert sampled["divergent"] == 1
-    assert sampled["first"]["margin"] is None
-    assert sampled["largest_margin"] is None
+    assert (sampled["divergent"], sampled["first"]["margin"], sampled["largest_margin"]) == (1, None, None)
     assert not found["first"]["near_tie"]
     assert not sampled["first"]["near_tie"]
 
@@ -432,7 +389,8 @@ def test_batches_take_prompts_in_turn_and_every_row_is_one():
 def test_no_token_ends_a_text_and_the_models_habits_are_gone():
     engine, tokenizer = workload().engine, type("T", (), {"pad_token_id": None, "eos_token_id": 4})
     engine.model.generation_config.update(eos_token_id=list(range(VOCAB)), repetition_penalty=3.0)
-    work = Workload.of(engine, tokenizer, prompts=PROMPTS, num_prompts=1, max_new_tokens=8, temperature=0.0, seed=0)
+    work = Workload.of(engine, tokenizer, PROMPTS, BenchOptions(max_new_tokens=8))
+    work.check()
     assert work.pad_token == 4
     assert engine.model.generation_config.eos_token_id is None
     run = work.run(PROMPTS, True)
@@ -441,19 +399,19 @@ def test_no_token_ends_a_text_and_the_models_habits_are_gone():
     assert 0 < run.first_token < run.seconds
     assert run.steps <= 7
     with pytest.raises(ArgumentError, match=f"context is {CONTEXT}"):
-        Workload.of(engine, tokenizer, prompts=PROMPTS, num_prompts=1, max_new_tokens=90, temperature=0.0, seed=0)
+        Workload.of(engine, tokenizer, PROMPTS, BenchOptions(max_new_tokens=90)).check()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_step_of_a_standing_batch_is_the_same_step_over_and_over(temperature):
     work = workload(temperature=temperature, max_new_tokens=12)
     proposer = work.proposer(3, True)
-    with torch.inference_mode(), open_standing_batch(work, PROMPTS, proposer, advance=6) as batch:
-        expected = [list(text) + row for text, row in zip(PROMPTS, work_texts(work), strict=True)]
+    with torch.inference_mode(), open_standing_batch(work, proposer, 3) as batch:
+        expected = [[*text, *row] for text, row in zip(PROMPTS, work.run(PROMPTS, False).tokens, strict=True)]
         before = batch.state.length.tolist()
-        assert batch.tokens == sum(before)
-        assert batch.longest == max(before)
+        assert (batch.tokens, batch.longest) == (sum(before), max(before))
         for row, length in enumerate(before):
+            assert length >= len(PROMPTS[row])
             assert batch.state.tokens[row, : length + 1].tolist() == expected[row][: length + 1]
         reports = []
         for _ in range(3):
@@ -464,10 +422,6 @@ def test_the_step_of_a_standing_batch_is_the_same_step_over_and_over(temperature
         assert batch.state.length.tolist() == before
         assert batch.step_ms() > 0
         assert batch.check() is None
-
-
-def work_texts(work: Workload) -> list[list[int]]:
-    return work.run(PROMPTS, False).tokens
 
 
 def test_contexts_past_the_models_own_are_timed_and_marked():
@@ -503,17 +457,10 @@ def test_a_section_that_fails_costs_only_itself(tmp_path, capsys):
 
 def test_every_table_carries_the_note(capsys):
     report = Report({}, note="This is not that.")
-    table = report.table("title", [("a", 3), ("b", 6)])
-    table.row(1, 2.5)
-    table.row(2, None)
-    assert capsys.readouterr().out.splitlines() == [
-        "",
-        "title",
-        "This is not that.",
-        "a        b",
-        "1    2.500",
-        "2        -",
-    ]
+    row = report.table("title", [("a", 3), ("b", 6)])
+    row(1, 2.5)
+    row(2, None)
+    assert capsys.readouterr().out == "\ntitle\nThis is not that.\na        b\n1    2.500\n2        -\n"
 
 
 def test_a_rival_that_fails_is_reported(monkeypatch):
@@ -547,22 +494,6 @@ def test_where_speculation_is_off_the_table_says_so(monkeypatch, capsys):
     assert "heads" not in document
 
 
-def test_only_a_line_feed_ends_a_prompt(tmp_path):
-    path = tmp_path / "p.jsonl"
-    texts = ["one\u2028two\u0085three", "four"]
-    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
-    path.write_text("\ufeff" + "\n\n".join(lines) + "\r\n", encoding="utf-8")
-    assert [row.text for row in read_prompts(str(path))] == texts
-    path.write_text("\n{\n", encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"p\.jsonl:2: not JSON"):
-        read_prompts(str(path))
-    path.write_text('{"text": "a\\ud800b"}', encoding="utf-8")
-    with pytest.raises(CheckpointError, match="surrogate"):
-        read_prompts(str(path))
-    path.with_suffix(".txt").write_text("one\u2028two\r\n\nthree", encoding="utf-8")
-    assert [row.prompt for row in read_prompts(str(path.with_suffix(".txt")))] == ["one\u2028two", "three"]
-
-
 def test_a_number_given_twice_is_measured_once():
     options = BenchOptions(batch_sizes=(2, 2, 1), context=(5, 5))
     assert options.batch_sizes == (2, 1)
@@ -572,11 +503,7 @@ def test_a_number_given_twice_is_measured_once():
 def test_the_steady_rate_counts_from_the_last_row_that_begins_at_once_to_the_last_text_that_begins():
     arrivals = [(0.0, 0, 1), (1.0, 1, 1), (2.0, 0, 3), (3.0, 1, 2), (3.0, 2, 1), (5.0, 3, 1), (6.0, 3, 9)]
     assert steady_rate(arrivals, 2) == (3 + 2 + 1 + 1) / (5.0 - 1.0)
-
-
-@pytest.mark.parametrize("rows", [4, 5])
-def test_there_is_no_steady_rate_where_no_text_waits(rows):
-    assert steady_rate([(float(row), row, 1) for row in range(4)], rows) is None
+    assert steady_rate(arrivals, 4) is steady_rate(arrivals, 5) is None  # no text waits
 
 
 def test_waves_are_decoded_in_one_call_and_leave_the_engine_as_it_was():

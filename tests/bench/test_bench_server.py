@@ -1,30 +1,22 @@
 """`redrafter bench --url` on servers that a test makes up, and on our own."""
 
-import contextlib
-import io
 import json
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
+from helpers.command_line import fails, measured, ran
 from helpers.stub_server import StubServer, completion, reply
 from redrafter.bench import server_load
-from redrafter.cli import main
 
 QUICK = ("--concurrency", "1,2", "--num-requests", "4", "--max-new-tokens", "3")
 
 
-def bench(*args: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the command."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        try:
-            code = main(["bench", *args])
-        except SystemExit as end:  # argparse
-            code = end.code
-    return code, out.getvalue(), err.getvalue()
+bench = partial(measured, "bench")
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +38,7 @@ def echo(body):
 def test_a_report_has_a_row_for_each_concurrency_and_server(tmp_path, prompts):
     with StubServer(echo) as first, StubServer(echo) as second:
         urls = ("--url", f"{first.url},{second.url}/v1", "--url", first.url)
-        code, out, err = bench(*urls, *QUICK, "--prompts", prompts, "--json", str(tmp_path / "load.json"))
-    assert code == 0, err
-    document = json.loads(out.splitlines()[-1])
+        document, tables = bench(*urls, *QUICK, "--prompts", prompts, "--json", str(tmp_path / "load.json"))
     assert document == json.loads((tmp_path / "load.json").read_text())
     assert document["complete"]
     assert [server["url"] for server in document["servers"]] == [first.url, second.url]
@@ -57,16 +47,15 @@ def test_a_report_has_a_row_for_each_concurrency_and_server(tmp_path, prompts):
         assert (load["requests"], load["failed"], load["prompt_tokens"], load["completion_tokens"]) == (4, 0, 12, 12)
         assert (load["equal_texts"], load["compared_texts"]) == (4, 4)
         assert load["first_token_ms"]["p50"] > 0
-    assert out.count("4/4") == 4
-    assert f"server 2: {second.url}, model stub, nobody" in out
-    assert "first p50" in out
+    assert tables.count("4/4") == 4
+    assert f"server 2: {second.url}, model stub, nobody" in tables
+    assert "first p50" in tables
 
 
 def test_four_requests_a_slot_are_sent_by_default(prompts):
     with StubServer(echo) as server:
-        code, out, _ = bench("--url", server.url, "--concurrency", "1,3", "--num-prompts", "5", "--prompts", prompts)
-    assert code == 0
-    assert [load["requests"] for load in json.loads(out.splitlines()[-1])["loads"]] == [5, 12]
+        document, _ = bench("--url", server.url, "--concurrency", "1,3", "--num-prompts", "5", "--prompts", prompts)
+    assert [load["requests"] for load in document["loads"]] == [5, 12]
 
 
 def test_other_texts_are_counted(prompts):
@@ -74,9 +63,8 @@ def test_other_texts_are_counted(prompts):
         return completion(["something", " else", "."] if body["prompt"] == "two" else [body["prompt"], " and", " on"])
 
     with StubServer(echo) as first, StubServer(other) as second:
-        code, out, _ = bench("--url", f"{first.url},{second.url}", *QUICK, "--prompts", prompts)
-    assert code == 0
-    equal = [(load["equal_texts"], load["compared_texts"]) for load in json.loads(out.splitlines()[-1])["loads"]]
+        document, _ = bench("--url", f"{first.url},{second.url}", *QUICK, "--prompts", prompts)
+    equal = [(load["equal_texts"], load["compared_texts"]) for load in document["loads"]]
     assert equal == [(4, 4), (3, 4), (4, 4), (3, 4)]
 
 
@@ -84,7 +72,7 @@ def test_the_model_and_the_key_are_sent_and_the_key_is_not_shown(monkeypatch, pr
     with StubServer(echo) as server:
         args = ["--url", server.url, "--api-key=secret", "--model", "other", *QUICK, "--prompts", prompts]
         monkeypatch.setattr(sys, "argv", ["redrafter", "bench", *args])
-        code, out, err = bench(*args)
+        code, out, err = ran("bench", *args)
     assert code == 0
     assert f"redrafter bench --url {server.url} KEY --model other" in out
     assert {body["model"] for body in server.bodies} == {"other"}
@@ -103,92 +91,68 @@ def test_the_key_may_be_in_the_environment(monkeypatch, prompts, keys, sent):
     for name, key in keys.items():
         monkeypatch.setenv(name, key)
     with StubServer(echo) as server:
-        bench("--url", server.url, *QUICK, "--prompts", prompts)
+        ran("bench", "--url", server.url, *QUICK, "--prompts", prompts)
     assert all(sent in head for head in server.headers)
 
 
 def test_failed_requests_are_told_with_the_first_error_and_the_exit_code(prompts):
     with StubServer(lambda body: reply(b"broken", 500) if body["prompt"] == "two" else echo(body)) as server:
-        code, out, _ = bench("--url", server.url, *QUICK, "--prompts", prompts)
-    document = json.loads(out.splitlines()[-1])
-    assert code == 1
+        document, out = bench("--url", server.url, *QUICK, "--prompts", prompts, code=1)
     assert "1 of 4 requests failed; the first: HTTP 500: broken" in out
-    assert [error["section"] for error in document["errors"]] == [
-        f"server 1 ({server.url}), {count} at once" for count in (1, 2)
-    ]
-    assert [load["failed"] for load in document["loads"]] == [1, 1]
-    assert [load["compared_texts"] for load in document["loads"]] == [3, 3]
+    sections = [f"server 1 ({server.url}), {count} at once" for count in (1, 2)]
+    assert [error["section"] for error in document["errors"]] == sections
+    assert [(load["failed"], load["compared_texts"]) for load in document["loads"]] == [(1, 3), (1, 3)]
 
 
 def test_a_server_that_fails_does_not_end_the_others(prompts):
     with StubServer(lambda body: reply(b"broken", 500)) as broken, StubServer(echo) as fine:
-        code, out, err = bench("--url", f"{broken.url},{fine.url}", *QUICK, "--prompts", prompts)
-    document = json.loads(out.splitlines()[-1])
+        code, out, err = ran("bench", "--url", f"{broken.url},{fine.url}", *QUICK, "--prompts", prompts)
     assert code == 1
     assert "LoadError: no request was answered; the first: HTTP 500: broken" in out
     assert "Traceback" not in err
-    assert [(load["server"], load["equal_texts"]) for load in document["loads"]] == [(2, 4), (2, 4)]
+    loads = json.loads(out.splitlines()[-1])["loads"]
+    assert [(load["server"], load["equal_texts"]) for load in loads] == [(2, 4), (2, 4)]
 
 
-def test_texts_that_end_early_are_told(prompts):
-    with StubServer(lambda body: completion(["a"])) as server:
-        _, out, _ = bench("--url", server.url, *QUICK, "--prompts", prompts)
-    assert "4 texts have fewer than 3 tokens" in out
-
-
-def test_a_busy_client_is_told(monkeypatch, prompts):
+def test_what_limits_a_measurement_is_told(monkeypatch, prompts):
     monkeypatch.setattr(server_load, "BUSY_CLIENT", 0.0)
-    with StubServer(echo) as server:
-        _, out, _ = bench("--url", server.url, *QUICK, "--prompts", prompts)
+    with StubServer(lambda body: completion(["a"])) as server:
+        _, out = bench("--url", server.url, *QUICK, "--prompts", prompts)
+    assert "4 texts have fewer than 3 tokens" in out
     assert "the client limits this: it was busy for" in out
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--batch-sizes", "1,8"], "--batch-sizes has no meaning with --url: leave it out, and give --concurrency"),
-        (["--repeats", "2"], "--repeats has no meaning with --url: leave it out, and give --num-requests"),
-        (["--prompt-tokens", "9"], "--prompt-tokens has no meaning with --url"),
-        (["--against", "eager"], "--against has no meaning with --url"),
-        (["--drafter", "d"], "--drafter has no meaning with --url"),
-        (["--device", "cpu"], "--device has no meaning with --url"),
-        (["--no-compile"], "--no-compile has no meaning with --url"),
-        (["--plots", "p"], "--plots has no meaning with --url"),
-        (["--concurrency", "0"], "--concurrency must be from 1"),
-        (["--num-requests", "3", "--concurrency", "1,4"], "--num-requests must be at least"),
-        (["--max-new-tokens", "1"], "--max-new-tokens must be 2 or more"),
-        (["--url", "localhost:8000"], "--url must be like http://127.0.0.1:8000, got 'localhost:8000'"),
-        (["--api-key", "two words"], "an API key must be"),
-        (["--json", "/nowhere/load.json"], "cannot write /nowhere/load.json"),
-        (["--prompts", "nowhere.txt"], "nowhere.txt"),
+        ("--batch-sizes 1,8", "--batch-sizes has no meaning with --url: leave it out, and give --concurrency"),
+        ("--repeats 2", "--repeats has no meaning with --url: leave it out, and give --num-requests"),
+        ("--prompt-tokens 9", "--prompt-tokens has no meaning with --url"),
+        ("--against eager", "--against has no meaning with --url"),
+        ("--drafter d", "--drafter has no meaning with --url"),
+        ("--device cpu", "--device has no meaning with --url"),
+        ("--no-compile", "--no-compile has no meaning with --url"),
+        ("--plots p", "--plots has no meaning with --url"),
+        ("--concurrency 0", "--concurrency must be from 1"),
+        ("--num-requests 3 --concurrency 1,4", "--num-requests must be at least"),
+        ("--max-new-tokens 1", "--max-new-tokens must be 2 or more"),
+        ("--url localhost:8000", "--url must be like http://127.0.0.1:8000, got 'localhost:8000'"),
+        ("--api-key=two words", "an API key must be"),
+        ("--json /nowhere/load.json", "cannot write /nowhere/load.json"),
+        ("--prompts nowhere.txt", "nowhere.txt"),
+        ("--prompts {rows}", "p.jsonl:2 has no plain text"),
+        ("", "--url http://127.0.0.1:9: GET /v1/models: the connection failed"),
     ],
 )
-def test_what_cannot_be_asked_of_a_server_is_refused_in_one_line(args, message):
-    code, out, err = bench("--url", "http://127.0.0.1:9", *args)
-    assert code == 2
-    assert message in err
-    assert err.count("\n") == 1
-    assert out == ""
-
-
-@pytest.mark.parametrize("args", [["--concurrency", "1"], ["--num-requests", "9"], ["--api-key", "k"]])
-def test_options_of_servers_need_a_server(args):
-    code, out, err = bench(*args)
-    assert (code, out) == (2, "")
-    assert f"{args[0]} is for --url: give that too" in err
-
-
-def test_a_server_that_is_not_there_is_refused_in_one_line():
-    code, out, err = bench("--url", "http://127.0.0.1:9")
-    assert (code, out) == (2, "")
-    assert "--url http://127.0.0.1:9: GET /v1/models: the connection failed" in err
-
-
-def test_rows_that_are_no_plain_text_are_refused(tmp_path):
+def test_what_cannot_be_asked_of_a_server_is_refused_in_one_line(capsys, tmp_path, args, message):
     (tmp_path / "p.jsonl").write_text('{"text": "fine"}\n{"messages": [{"role": "user", "content": "hello"}]}')
-    code, _, err = bench("--url", "http://127.0.0.1:9", "--prompts", str(tmp_path / "p.jsonl"))
-    assert code == 2
-    assert "p.jsonl:2 has no plain text" in err
+    words = [args] if "key" in args else args.format(rows=tmp_path / "p.jsonl").split()
+    assert message in fails(capsys, "bench", "--url", "http://127.0.0.1:9", *words)
+
+
+@pytest.mark.parametrize("args", ["--concurrency 1", "--num-requests 9", "--api-key k"])
+def test_options_of_servers_need_a_server(capsys, args):
+    assert f"{args.split()[0]} is for --url: give that too" in fails(capsys, "bench", *args.split())
 
 
 def test_ctrl_c_leaves_the_document_of_what_was_measured(tmp_path, prompts):
@@ -219,9 +183,7 @@ def test_ctrl_c_leaves_the_document_of_what_was_measured(tmp_path, prompts):
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_our_own_server_writes_the_same_texts_whatever_runs_beside_them(program, temperature):
     args = ("--url", program.url, "--concurrency", "1,4", "--num-requests", "8", "--max-new-tokens", "12")
-    code, out, err = bench(*args, "--temperature", temperature, "--seed", "5")
-    document = json.loads(out.splitlines()[-1])
-    assert code == 0, err
+    document, _ = bench(*args, "--temperature", temperature, "--seed", "5")
     assert document["servers"][0]["kind"] == "redrafter"
     for load in document["loads"]:
         assert (load["failed"], load["short_texts"], load["completion_tokens"]) == (0, 0, 96)

@@ -2,14 +2,7 @@
 
 import pytest
 
-from redrafter.bench.server_load import (
-    Completion,
-    LoadRun,
-    percentile,
-    steady_span,
-    summarize,
-    tokens_between,
-)
+from redrafter.bench.server_load import Completion, LoadRun, percentile, steady_span, summarize, tokens_between
 
 
 def completed(index: int, sent: float, chunks: list[float], ended: float, tokens: int = 0, **more) -> Completion:
@@ -87,36 +80,29 @@ def test_a_summary_of_two_slots():
     assert summary["client_cpu_share"] == 0.25
 
 
-def test_the_gap_is_between_chunks_and_the_time_per_token_counts_all_their_tokens():
-    summary = summarize(LoadRun(1, [completed(0, 0.0, [1.0, 3.0], 3.0, tokens=5)], 0.0, 3.0, 0.0), max_new_tokens=5)
-    assert summary["chunk_gap_ms"] == milliseconds(2000, 2000)
-    assert summary["ms_per_token"] == 500
-    assert summary["tokens_per_chunk"] == 2.5
-
-
-def test_chunks_without_text_show_nothing_but_bring_tokens():
-    one = completed(0, 0.0, [1.0, 2.0, 4.0, 5.0], 5.0, texts=[2.0, 5.0])
-    summary = summarize(LoadRun(1, [one], 0.0, 5.0, 0.0), max_new_tokens=4)
-    assert summary["first_token_ms"] == milliseconds(2000, 2000)
-    assert summary["chunk_gap_ms"] == milliseconds(3000, 3000)
-    assert summary["ms_per_token"] == pytest.approx(4000 / 3)
-
-
-def test_a_completion_without_any_text_shows_so_when_it_ends():
-    summary = summarize(LoadRun(1, [completed(0, 1.0, [2.0, 3.0], 4.0, texts=[])], 1.0, 4.0, 0.0), max_new_tokens=2)
-    assert summary["first_token_ms"] == milliseconds(3000, 3000)
-    assert summary["chunk_gap_ms"] is None
+@pytest.mark.parametrize(
+    ("one", "first", "gap", "per_token"),
+    [
+        (completed(0, 0.0, [1.0, 3.0], 3.0, tokens=5), 1000, 2000, 500),  # a chunk of several tokens
+        (completed(0, 0.0, [1.0, 2.0, 4.0, 5.0], 5.0, texts=[2.0, 5.0]), 2000, 3000, 4000 / 3),
+        (completed(0, 1.0, [2.0, 3.0], 4.0, texts=[]), 3000, None, 1000),  # which shows so when it ends
+    ],
+    ids=["several tokens", "chunks without text", "no text"],
+)
+def test_chunks_without_text_show_nothing_but_bring_tokens(one, first, gap, per_token):
+    tokens = one.completion_tokens
+    summary = summarize(LoadRun(1, [one], one.sent, one.ended, 0.0), max_new_tokens=tokens)
+    assert summary["first_token_ms"] == milliseconds(first, first)
+    assert summary["chunk_gap_ms"] == (gap and milliseconds(gap, gap))
+    assert summary["ms_per_token"] == pytest.approx(per_token)
+    assert summary["tokens_per_chunk"] == tokens / len(one.chunk_times)
 
 
 def test_failed_requests_count_as_such_only():
     run = LoadRun(2, [failed(1, 0.0, 0.1), *TWO_SLOTS[:1], failed(2, 0.1, 0.2)], 0.0, 4.0, 0.0)
     summary = summarize(run, max_new_tokens=4)
-    assert (summary["requests"], summary["failed"], summary["first_error"], summary["short_texts"]) == (
-        3,
-        2,
-        "error 1",
-        1,
-    )
+    counts = [summary[name] for name in ("requests", "failed", "first_error", "short_texts")]
+    assert counts == [3, 2, "error 1", 1]
     assert summary["tokens_per_second"] == 3 / 4
     assert summary["requests_per_second"] == 1 / 4
     assert summary["prompt_tokens"] == 5

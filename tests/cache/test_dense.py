@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from redrafter.cache.dense import WINDOW_STEP_SLOTS, DenseCache, LayerShape
+from redrafter.cache.dense import WINDOW_STEP_SLOTS, DenseCache
+from redrafter.cache.kv_cache import LayerShape
 
 SHAPES = [
     LayerShape(2, 4, 4, torch.float32, torch.device("cpu")),
@@ -31,10 +32,15 @@ def column(cache, layer, row):
     return keys[row, 0, :, -1]
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-def test_nodes_go_behind_each_rows_own_length(layer):
+def reserved(slots):
     cache = DenseCache(SHAPES, 2)
-    cache.reserve(20)
+    cache.reserve(slots)
+    return cache
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_nodes_go_after_each_rows_own_length(layer):
+    cache = reserved(20)
     fill(cache, torch.tensor([3, 7]), 4, 1)
     assert column(cache, layer, 0)[2:8].tolist() == [0, *(1000 * layer + i for i in (1, 2, 3, 4)), 0]
     assert column(cache, layer, 1)[7:11].tolist() == [1000 * layer + 100 + i for i in (1, 2, 3, 4)]
@@ -43,21 +49,18 @@ def test_nodes_go_behind_each_rows_own_length(layer):
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize(("row", "path"), [(0, [0, 2, 5]), (1, [0, 4])])
 def test_commit_moves_only_the_path_and_keeps_rows_apart(layer, row, path):
-    cache = DenseCache(SHAPES, 2)
-    cache.reserve(20)
+    cache, length = reserved(20), torch.tensor([3, 5])
     fill(cache, torch.tensor([0, 0]), 7, 900)  # committed tokens that must stay
-    before = column(cache, layer, row).clone()
-    length = torch.tensor([3, 5])
+    before, n = column(cache, layer, row).clone(), int(length[row])
     fill(cache, length, 6, 1)
     cache.commit(length, torch.tensor([[0, 2, 5], [0, 4, 0]]))  # the second row's path ends after two nodes
-    after, n = column(cache, layer, row), int(length[row])
+    after = column(cache, layer, row)
     assert torch.equal(after[:n], before[:n])
     assert after[n : n + len(path)].tolist() == [1000 * layer + 100 * row + 1 + node for node in path]
 
 
 def test_growing_keeps_what_is_there_and_the_window_follows():
-    cache = DenseCache(SHAPES, 2)
-    cache.reserve(10)
+    cache = reserved(10)
     assert cache.window == WINDOW_STEP_SLOTS
     assert cache.get_mask_sizes(1, 0)[0] == WINDOW_STEP_SLOTS
     fill(cache, torch.tensor([2, 9]), 5, 1)
@@ -65,10 +68,9 @@ def test_growing_keeps_what_is_there_and_the_window_follows():
     cache.reserve(3 * WINDOW_STEP_SLOTS + 1)
     assert cache.window == 4 * WINDOW_STEP_SLOTS
     grown = [column(cache, layer, row) for layer in range(2) for row in range(2)]
-    assert all(
-        torch.equal(a, b[:WINDOW_STEP_SLOTS]) and not b[WINDOW_STEP_SLOTS:].any()
-        for a, b in zip(kept, grown, strict=True)
-    )
+    for old, new in zip(kept, grown, strict=True):
+        assert torch.equal(old, new[:WINDOW_STEP_SLOTS])
+        assert not new[WINDOW_STEP_SLOTS:].any()
     cache.reserve(5)
     assert cache.window == WINDOW_STEP_SLOTS
 

@@ -7,8 +7,8 @@ from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, with_tree
 from redrafter import DraftTarget, Engine
 from redrafter.cache import host_blocks as module
 from redrafter.cache.block_manager import BlockCopy
-from redrafter.cache.dense import LayerShape
 from redrafter.cache.host_blocks import HostBlocks
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.block_size import BLOCK_SIZE

@@ -1,16 +1,16 @@
 """The paged cache: decoding gives the same tokens as on the dense cache, for every architecture that supports it."""
 
-import gc
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from helpers.generation import noted, same_as_model, same_undrafted
 from helpers.models import (
     ARCHITECTURES,
     VOCAB,
     assert_close_by_scale,
-    in_threads,
     paged,
     scripted_engine,
     tiny_drafter,
@@ -22,7 +22,7 @@ from helpers.processors import PROCESSORS
 from helpers.steps import read_prompts, verify
 from redrafter import ArgumentError, CacheFullError, Engine
 from redrafter.attention.tree_attention import ATTENTION_NAME, gathered_attention, tree_attention_reference
-from redrafter.cache.dense import LayerShape
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import PlainProposer
@@ -62,45 +62,37 @@ def test_attention_on_a_cpu_equals_the_reference(window, chunk_size, softcap, si
         torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_ragged_forward_equals_one_of_all_nodes(architecture):
-    target = Target(tiny_model(architecture))
-    lengths, table = torch.tensor([9, 6, 1]), torch.tensor([[3, 1], [4, 2], [6, 5]]).int()
-    prompts = (torch.arange(27).view(3, 9) * 7 + 11) % VOCAB
-    parents, depth = torch.tensor([0, 0, 0, 1, 2]).expand(3, 5), torch.tensor([0, 1, 1, 2, 2]).expand(3, 5)
-    tree = tree_of((torch.arange(15).view(3, 5) * 5 + 3) % VOCAB, parents, depth, 2)
-    counts = [5, 1, 3]
-    results = []
-    with torch.inference_mode():
-        for each in (tree, replace(tree, counts=torch.tensor(counts), total=9)):
-            cache = PagedCache(KVCachePool(target.paged_shapes, 7), table)
-            read_prompts(target, prompts, lengths, cache)
-            results.append(verify(target, each, lengths, cache))
-    for of_all, of_some in zip(*results, strict=True):
-        for row, count in enumerate(counts):
-            torch.testing.assert_close(of_some[row, :count], of_all[row, :count], rtol=1e-4, atol=1e-4)
+LENGTHS, TABLE = torch.tensor([9, 6, 1]), torch.tensor([[3, 1], [4, 2], [6, 5]]).int()
+PROMPTS = (torch.arange(27).view(3, 9) * 7 + 11) % VOCAB
+PARENTS, DEPTH = torch.tensor([0, 0, 0, 1, 2]).expand(3, 5), torch.tensor([0, 1, 1, 2, 2]).expand(3, 5)
+TREE = tree_of((torch.arange(15).view(3, 5) * 5 + 3) % VOCAB, PARENTS, DEPTH, 2)
+
+
+def verified(target, tree, cache=None):
+    """Return what a target says of trees after the prompts, on a paged cache, or another one."""
+    cache = PagedCache(KVCachePool(target.paged_shapes, 7), TABLE) if cache is None else cache
+    read_prompts(target, PROMPTS, LENGTHS, cache)
+    return cache, verify(target, tree, LENGTHS, cache)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_packed_forward_equals_a_dense_one_before_and_after_merging(architecture):
+def test_a_ragged_or_packed_forward_equals_a_dense_one_before_and_after_merging(architecture):
     model = tiny_model(architecture)
     target = Target(model)
-    before = {name: module for name, module in model.named_modules()}
-    lengths, table = torch.tensor([9, 6]), torch.tensor([[3, 1], [4, 2]]).int()
-    prompts = (torch.arange(18).view(2, 9) * 7 + 11) % VOCAB
-    parents, depth = torch.tensor([0, 0, 0, 1, 2]).expand(2, 5), torch.tensor([0, 1, 1, 2, 2]).expand(2, 5)
-    tree = tree_of((torch.arange(10).view(2, 5) * 5 + 3) % VOCAB, parents, depth, 2)
-    dense = target.new_cache(2)
+    before = dict(model.named_modules())
+    dense = target.new_cache(3)
     dense.reserve(32)
+    counts = [5, 1, 3]
     with torch.inference_mode():
-        read_prompts(target, prompts, lengths, dense)
-        expected = verify(target, tree, lengths, dense)
+        _, expected = verified(target, TREE, dense)
         for _ in range(2):
-            cache = PagedCache(KVCachePool(target.paged_shapes, 5), table)
-            read_prompts(target, prompts, lengths, cache)
-            for packed, of_dense in zip(verify(target, tree, lengths, cache), expected, strict=True):
-                assert_close_by_scale(packed, of_dense, 2e-5)
-            target.varlen_forward.fuse_linears(lambda cache=cache: verify(target, tree, lengths, cache))
+            cache, packed = verified(target, TREE)
+            _, ragged = verified(target, replace(TREE, counts=torch.tensor(counts), total=9))
+            for of_all, of_some, of_dense in zip(packed, ragged, expected, strict=True):
+                assert_close_by_scale(of_all, of_dense, 2e-5)
+                for row, count in enumerate(counts):
+                    torch.testing.assert_close(of_some[row, :count], of_all[row, :count], rtol=1e-4, atol=1e-4)
+            target.varlen_forward.fuse_linears(lambda cache=cache: verify(target, TREE, LENGTHS, cache))
     assert before == dict(model.named_modules())  # the fused layers were removed again
     assert model.config._attn_implementation != ATTENTION_NAME
     assert not target.head._forward_pre_hooks
@@ -110,14 +102,10 @@ def test_a_packed_forward_equals_a_dense_one_before_and_after_merging(architectu
 def test_paged_generation_equals_model_generate(architecture):
     model = tiny_model(architecture)
     ids, mask = uneven_batch()
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
     engine = paged(with_tree(model, tiny_drafter(), 5, 3))
     for rows in (slice(0, 4), slice(1, 2), slice(0, 3)):
-        alone = model.generate(ids[rows], attention_mask=mask[rows], max_new_tokens=NEW, do_sample=False)
-        for speculate in (True, False):
-            out = engine.generate(ids[rows], mask[rows], max_new_tokens=NEW, do_sample=False, speculate=speculate)
-            assert torch.equal(out, alone)
-    assert expected.shape[0] == 4
+        same_as_model(engine, ids[rows], mask[rows], max_new_tokens=NEW)
+        same_undrafted(engine, ids[rows], mask[rows], max_new_tokens=NEW, do_sample=False)
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -138,15 +126,7 @@ def test_what_another_request_computed_is_not_computed_again(llama, monkeypatch)
     first = engine.generate(prompt, **arguments)
     other = torch.cat([first[:, :60], torch.tensor([[5, 6]])], dim=1)
     expected = llama.generate(other, **arguments)
-    counts = []
-    reader = engine.target.prompt_reader
-    read = reader.read
-
-    def counted(prompts, **options):
-        counts.append(sum(prompts.counts))
-        return read(prompts, **options)
-
-    monkeypatch.setattr(reader, "read", counted)
+    counts = noted(monkeypatch, engine.target.prompt_reader, "read", lambda _, prompts: sum(prompts.counts))
     assert torch.equal(engine.generate(other, **arguments), expected)
     assert counts == [62 - 48]  # three blocks of 16 were stored: of the prompt, and of the tokens generated after it
     counts.clear()
@@ -192,15 +172,9 @@ def test_memory_comes_back_whatever_happens(llama):
         engine.generate(ids, mask, max_new_tokens=60)
     assert pool.num_free_blocks == 5
 
-    class Breaks:
-        def put_step(self, *args):
-            raise KeyError("mine")
-
-        def end(self):
-            pass
-
+    breaks = Mock(put_step=Mock(side_effect=KeyError("mine")))
     with pytest.raises(KeyError):
-        engine.generate(ids[:1], mask[:1], max_new_tokens=10, streamer=Breaks())
+        engine.generate(ids[:1], mask[:1], max_new_tokens=10, streamer=breaks)
     assert pool.num_free_blocks == 5
     assert engine.generate(ids[:1], mask[:1], max_new_tokens=10).shape == (1, ids.shape[1] + 10)
 
@@ -208,16 +182,11 @@ def test_memory_comes_back_whatever_happens(llama):
 def test_a_prefill_that_failed_leaves_nothing_to_reuse(llama, monkeypatch):
     engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
     prompt = (torch.arange(1, 50) * 13 % VOCAB)[None]
-
-    def fails(*args):
-        raise KeyError("mine")
-
     with monkeypatch.context() as patch:
-        patch.setattr(engine.target.prompt_reader, "_read_pieces", fails)
+        patch.setattr(engine.target.prompt_reader, "_read_pieces", Mock(side_effect=KeyError("mine")))
         with pytest.raises(KeyError):
             engine.generate(prompt, max_new_tokens=8, do_sample=False)
-    expected = llama.generate(prompt, max_new_tokens=8, do_sample=False)
-    assert torch.equal(engine.generate(prompt, max_new_tokens=8, do_sample=False), expected)
+    same_as_model(engine, prompt, max_new_tokens=8)
     assert engine.graphs.blocks.num_free_blocks == 199
 
 
@@ -225,33 +194,12 @@ def test_a_request_within_a_request_disturbs_neither(llama):
     engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
     ids, mask = uneven_batch()
     expected = engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
-    inner = engine.generate(ids[1:2], mask[1:2], max_new_tokens=NEW, do_sample=False)
+    inner = engine.generate(ids[1:2], mask[1:2], max_new_tokens=4, do_sample=False)
     inner_texts = []
-
-    class Nested:
-        def put_step(self, *args):
-            inner_texts.append(engine.generate(ids[1:2], mask[1:2], max_new_tokens=NEW, do_sample=False))
-
-        def end(self):
-            pass
-
-    assert torch.equal(engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False, streamer=Nested()), expected)
+    within = lambda *_: inner_texts.append(engine.generate(ids[1:2], mask[1:2], max_new_tokens=4, do_sample=False))  # noqa: E731
+    outer = engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False, streamer=Mock(put_step=within))
+    assert torch.equal(outer, expected)
     assert all(torch.equal(text, inner) for text in inner_texts)
-
-
-def test_requests_in_several_threads_disturb_none(llama):
-    engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
-    ids, mask = uneven_batch(rows=6)
-    arguments = {"max_new_tokens": 12, "do_sample": False}
-    expected = [engine.generate(ids[row : row + 1], mask[row : row + 1], **arguments) for row in range(6)]
-
-    def work(row):
-        with torch.inference_mode():
-            return engine.generate(ids[row : row + 1], mask[row : row + 1], **arguments)
-
-    found = in_threads(work, 6)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert engine.graphs.blocks.num_free_blocks == 199
 
 
 def test_lengths_have_limits(llama):
@@ -293,15 +241,12 @@ def test_merged_weights_are_the_models_own_and_can_be_trained_and_saved(llama, t
     q, k = (getattr(model.model.layers[0].self_attn, name).weight for name in ("q_proj", "k_proj"))
     assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
     prompt = torch.arange(3, 12)[None]
-    before = engine.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    engine.generate(prompt, max_new_tokens=NEW, do_sample=False)
     with torch.no_grad():
         q.mul_(-1)
-    after = engine.generate(prompt + 1, max_new_tokens=NEW, do_sample=False)
-    assert torch.equal(after, model.generate(prompt + 1, max_new_tokens=NEW, do_sample=False))
+    same_as_model(engine, prompt + 1, max_new_tokens=NEW)
     model(prompt, labels=prompt).loss.backward()
     assert q.grad is not None
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
-    del before, engine
-    gc.collect()

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from redrafter.cache.dense import DenseCache, LayerShape
+from redrafter.cache.dense import DenseCache
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.states import RowStates, StateShape, StatesOfRows
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import Tree, chain, tree_of
@@ -102,16 +103,15 @@ def cache_of(*numbers: int) -> DenseCache:
     return cache
 
 
-def test_states_move_with_their_rows():
+@pytest.mark.parametrize(
+    ("to", "rows", "expected"),
+    [([0], [2], [3, 2, 3]), ([1, 2], [2, 0], [1, 9, 7])],
+    ids=["within a cache", "from another"],
+)
+def test_states_are_copied_with_their_rows(to, rows, expected):
     cache = cache_of(1, 2, 3)
-    cache.move_row(2, 0)
-    assert kept(cache.states) == [3, 2, 3]
-
-
-def test_states_are_written_with_their_rows():
-    cache = cache_of(1, 2, 3)
-    cache.write_rows(1, cache_of(7, 8, 9), [2, 0])
-    assert kept(cache.states) == [1, 9, 7]
+    cache.write_rows(to, cache if len(to) == 1 else cache_of(7, 8, 9), rows)
+    assert kept(cache.states) == expected
 
 
 def test_rows_that_are_read_again_get_their_new_states():

@@ -28,26 +28,20 @@ def in_text(tokenizer, ids):
     return tokenizer.decode(tokenizer(".").input_ids[-1:] + ids)[1:]
 
 
-def test_a_shared_token_says_the_same_in_both(pair):
+def test_a_shared_token_is_one_piece_that_says_the_same_in_both_and_stands_for_no_other(pair):
     target, draft = pair
     vocabulary = map_vocabularies(target, draft)
-    shared = vocabulary.shared.nonzero()[:, 0].tolist()
+    shared, ids = vocabulary.shared.nonzero()[:, 0], vocabulary.draft_ids[vocabulary.shared]
     assert len(shared) > 200
-    for id in shared:
-        if id not in target.added_tokens_decoder:
-            assert in_text(target, [id]) == in_text(draft, [int(vocabulary.draft_ids[id])])
-
-
-def test_a_token_of_the_draft_model_stands_for_one_of_the_target(pair):
-    vocabulary = map_vocabularies(*pair)
-    ids = vocabulary.draft_ids[vocabulary.shared]
     assert len(ids.unique()) == len(ids)
-
-
-def test_a_shared_token_has_one_piece(pair):
-    vocabulary = map_vocabularies(*pair)
-    assert (vocabulary.counts[vocabulary.shared] == 1).all()
-    assert torch.equal(vocabulary.pieces[vocabulary.shared, 0], vocabulary.draft_ids[vocabulary.shared])
+    assert (vocabulary.counts[shared] == 1).all()
+    assert torch.equal(vocabulary.pieces[shared, 0], ids)
+    for id, draft_id in zip(shared.tolist(), ids.tolist(), strict=True):
+        if id not in target.added_tokens_decoder:
+            assert in_text(target, [id]) == in_text(draft, [draft_id])
+    # The ends of texts, whatever they are called.
+    assert vocabulary.shared[target.eos_token_id]
+    assert vocabulary.draft_ids[target.eos_token_id] == draft.eos_token_id
 
 
 def test_the_draft_model_reads_what_a_token_says(pair):
@@ -58,13 +52,6 @@ def test_the_draft_model_reads_what_a_token_says(pair):
         if "\ufffd" not in said:
             assert said.endswith(read)
             assert said == read or len(vocabulary.on_host[id]) == vocabulary.max_pieces
-
-
-def test_ends_of_texts_are_the_same_token_whatever_they_are_called(pair):
-    target, draft = pair
-    vocabulary = map_vocabularies(target, draft)
-    assert vocabulary.shared[target.eos_token_id]
-    assert vocabulary.draft_ids[target.eos_token_id] == draft.eos_token_id
 
 
 def test_the_draft_models_text_begins_as_its_tokenizer_begins_it():

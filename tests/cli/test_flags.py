@@ -98,33 +98,32 @@ def test_serve_refuses_a_flag_without_a_model_and_two_models(capsys):
     assert "unrecognized arguments: n" in fails(capsys, "serve", "--print-config", "m", "--model", "n")
 
 
-NOTED = [
-    ("generate", "--streaming"),
-    ("generate", "--kv_cache_enable_block_reuse"),
-    ("generate", "--use_py_session"),
-    ("generate", "--output_generation_logits"),
-    ("generate", "--run_profiling"),
-    ("generate", "--log_level=verbose"),
-    ("generate", "--log_level verbose"),
-    ("serve", "--kv-cache-enable-block-reuse"),
-    ("serve", "--enable_chunked_context"),
-    ("chat", "--streaming"),
-    ("convert", "--use_parallel_embedding"),
-    ("convert", "--embedding_sharding_dim 1"),
-    ("convert", "--load_model_on_cpu"),
-    ("convert", "--storage-type fp16"),
-    ("convert", "-t fp16"),
-    ("convert", "--dense_context_fmha"),
-]
+NOTED = """
+generate --streaming
+generate --kv_cache_enable_block_reuse
+generate --use_py_session
+generate --output_generation_logits
+generate --run_profiling
+generate --log_level=verbose
+generate --log_level verbose
+serve --kv-cache-enable-block-reuse
+serve --enable_chunked_context
+chat --streaming
+convert --use_parallel_embedding
+convert --embedding_sharding_dim 1
+convert --load_model_on_cpu
+convert --storage-type fp16
+convert -t fp16
+convert --dense_context_fmha
+"""
 
 
-@pytest.mark.parametrize(("command", "typed"), NOTED)
-def test_what_is_not_needed_is_accepted_with_a_note(capsys, command, typed):
-    words = typed.split()
+@pytest.mark.parametrize("typed", NOTED.strip().splitlines())
+def test_what_is_not_needed_is_accepted_with_a_note(capsys, typed):
+    command, *words = typed.split()
     if command == "convert":
-        assert (
-            convert_config.parse([*words, "--drafter-model-dir", "d", "--output-dir", "o"], "convert").output_dir == "o"
-        )
+        own = [*words, "--drafter-model-dir", "d", "--output-dir", "o"]
+        assert convert_config.parse(own, "convert").output_dir == "o"
     elif command == "serve":
         assert main(["serve", "--print-config", *words]) == 0
     else:
@@ -294,28 +293,28 @@ def test_the_command_of_the_draft_target_documents_runs_once_two_names_are_ours(
 @pytest.mark.parametrize(
     ("command", "args", "says"),
     [
-        ("generate", ["--temperature", "0.7", "0.2", "ja"], "--temperature takes one value, and 0.2 after it"),
-        ("generate", ["--temperature=0.7", "0.2", "ja"], "for one a prompt: --temperature 0.7,0.2"),
-        ("generate", ["--top-k", "5", "3", "ja"], "--top-k takes one value, and 3 after it would be a PROMPT"),
-        ("generate", ["--random_seed", "5", "-1.5e3", "ja"], "--random_seed takes one value"),
-        ("generate", ["--temperature", "0.7,0.2,0.1", "ja", "so"], "3 values for 2 prompts"),
-        ("generate", ["--temperature", "0.7,0", "ja", "so"], "each --temperature must be above 0, got 0.7,0"),
-        ("generate", ["--temperature", "0.7,nan", "ja", "so"], "each --temperature must be above 0"),
-        ("serve", ["--port", "8000", "9000"], "--port takes one value, and 9000 after it would be a MODEL"),
-        ("compare", ["--temperature", "0.7,0.2"], "--temperature"),
-        ("chat", ["--temperature", "0.7,0.2"], "--temperature"),
-        ("generate", ["ja", "--logit-bias", "5"], "write token ids and numbers, such as 11=-100,42=2.5, not '5'"),
-        ("generate", ["ja", "--logit-bias", "5=nan"], "--logit-bias must be of finite numbers"),
-        ("generate", ["ja", "--logit-bias", "999=1"], "--logit-bias 999 is no token"),
-        ("generate", ["ja", "--stop-token-ids", "-1"], "--stop-token-ids -1 is no token"),
-        ("generate", ["ja", "--stop-token-ids", "999"], "has the ids 0 to 258"),
-        ("generate", ["ja", "--bad-words", ""], "--bad-words needs a text"),
-        ("generate", ["ja", "--frequency-penalty", "inf"], "--frequency-penalty must be a finite number"),
+        ("generate", "--temperature 0.7 0.2 ja", "--temperature takes one value, and 0.2 after it"),
+        ("generate", "--temperature=0.7 0.2 ja", "for one a prompt: --temperature 0.7,0.2"),
+        ("generate", "--top-k 5 3 ja", "--top-k takes one value, and 3 after it would be a PROMPT"),
+        ("generate", "--random_seed 5 -1.5e3 ja", "--random_seed takes one value"),
+        ("generate", "--temperature 0.7,0.2,0.1 ja so", "3 values for 2 prompts"),
+        ("generate", "--temperature 0.7,0 ja so", "each --temperature must be above 0, got 0.7,0"),
+        ("generate", "--temperature 0.7,nan ja so", "each --temperature must be above 0"),
+        ("serve", "--port 8000 9000", "--port takes one value, and 9000 after it would be a MODEL"),
+        ("compare", "--temperature 0.7,0.2", "--temperature"),
+        ("chat", "--temperature 0.7,0.2", "--temperature"),
+        ("generate", "ja --logit-bias 5", "write token ids and numbers, such as 11=-100,42=2.5, not '5'"),
+        ("generate", "ja --logit-bias 5=nan", "--logit-bias must be of finite numbers"),
+        ("generate", "ja --logit-bias 999=1", "--logit-bias 999 is no token"),
+        ("generate", "ja --stop-token-ids -1", "--stop-token-ids -1 is no token"),
+        ("generate", "ja --stop-token-ids 999", "has the ids 0 to 258"),
+        ("generate", "ja --bad-words=", "--bad-words needs a text"),
+        ("generate", "ja --frequency-penalty inf", "--frequency-penalty must be a finite number"),
     ],
 )
 def test_numbers_that_would_be_taken_for_something_else_are_refused(folder, capsys, command, args, says):
     model = [] if command == "serve" else ["--model", str(folder / "merged")]
-    assert says in fails(capsys, command, *args, *model)
+    assert says in fails(capsys, command, *args.split(), *model)
 
 
 @pytest.mark.parametrize("args", [["0.2", "--temperature", "0.7"], ["--temperature", "0.7", "--", "0.2"]])
@@ -324,41 +323,29 @@ def test_a_prompt_may_be_a_number_where_it_cannot_be_mistaken(generate, args):
 
 
 def test_each_prompt_may_have_a_temperature(generate):
+    def texts(*args: str) -> list[str]:
+        return json.loads(generate(*args, "--json")[0])["texts"]
+
     both = json.loads(generate("--temperature", "0.7,2", "--seed", "5", "ja", "Zürich", "--compare", "--json")[0])
     assert both["compare"]["equal"] is True
     alone = [("0.7", "5", "ja"), ("2", "6", "Zürich")]
-    for text, (temperature, seed, prompt) in zip(both["texts"], alone, strict=True):
-        assert json.loads(generate("--temperature", temperature, "--seed", seed, prompt, "--json")[0])["texts"] == [
-            text
-        ]
-    twice = json.loads(generate("--temperature=0.7,2", "--num-return-sequences=2", "--seed=5", "ja", "so", "--json")[0])
-    assert len(twice["texts"]) == 4
-    assert twice["texts"][0] == both["texts"][0]
+    assert both["texts"] == [texts("--temperature", t, "--seed", seed, prompt)[0] for t, seed, prompt in alone]
+    twice = texts("--temperature=0.7,2", "--num-return-sequences=2", "--seed=5", "ja", "so")
+    assert (len(twice), twice[0]) == (4, both["texts"][0])
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs"),
-    [
-        (("--bad-words", "r"), {"bad_words_ids": [[ord("r")]]}),
-        (("--logit-bias", "{e}=-100,{r}=-100"), {"sequence_bias": {"e": -100.0, "r": -100.0}}),
-        (("--stop-token-ids", "{r},{i}"), {"eos_token_id": ["r", "i"]}),
-    ],
-)
-def test_options_of_texts_are_those_of_generate(generate, expected, args, kwargs):
-    ids = {letter: byte_tokenizer()(letter, add_special_tokens=False).input_ids[0] for letter in "eri"}
-    convert_value = {
-        "bad_words_ids": lambda value: [
-            [ids["r"]],
-            byte_tokenizer()(" r", add_special_tokens=False).input_ids,
-        ],
-        "sequence_bias": lambda value: {(ids[letter],): bias for letter, bias in value.items()},
-        "eos_token_id": lambda value: [2, *(ids[letter] for letter in value)],
-    }
-    theirs = {name: convert_value[name](value) for name, value in kwargs.items()}
-    out, _ = generate("Zü", *(arg.format(**ids) for arg in args))
+@pytest.mark.parametrize("option", ["--bad-words", "--logit-bias", "--stop-token-ids"])
+def test_options_of_texts_are_those_of_generate(generate, expected, option):
+    e, r, i, *spaced = byte_tokenizer()("eri r", add_special_tokens=False).input_ids
+    word, theirs = {
+        "--bad-words": ("r", {"bad_words_ids": [[r], spaced]}),
+        "--logit-bias": (f"{e}=-100,{r}=-100", {"sequence_bias": {(e,): -100.0, (r,): -100.0}}),
+        "--stop-token-ids": (f"{r},{i}", {"eos_token_id": [2, r, i]}),
+    }[option]
+    out, _ = generate("Zü", option, word)
     assert out == expected("Zü", **theirs) + "\n"
     assert out != expected("Zü") + "\n"
-    assert out == generate("Zü", "--no-speculate", *(arg.format(**ids) for arg in args))[0]
+    assert out == generate("Zü", "--no-speculate", option, word)[0]
 
 
 @pytest.mark.parametrize("name", ["--frequency-penalty", "--presence-penalty"])

@@ -45,10 +45,7 @@ def kinds(folder, tmp_path_factory) -> Path:
             "--drafter {apple}",
             "is Apple's drafter: convert it first: redrafter convert --drafter-model-dir {apple} --to",
         ),
-        (
-            "--drafter {trtllm}",
-            "its drafter first: redrafter convert --drafter-model-dir '{trtllm}' --to drafter",
-        ),
+        ("--drafter {trtllm}", "its drafter first: redrafter convert --drafter-model-dir '{trtllm}' --to drafter"),
         ("--drafter {base}", "{base} is a model, not a drafter: a smaller model drafts with --draft-model"),
         ("--drafter {merged}", "give it as the model alone, or {merged}/drafter"),
         ("--drafter {plain}", "is a TensorRT-LLM checkpoint, which holds no drafter"),
@@ -112,11 +109,7 @@ def test_a_first_line_that_ends_in_a_colon_has_its_second():
 @pytest.mark.parametrize(
     ("kind", "keywords", "says"),
     [
-        (
-            DraftTarget,
-            {"use_logits": True},
-            "no argument 'use_logits', here or in transformers; did you mean acc",
-        ),
+        (DraftTarget, {"use_logits": True}, "no argument 'use_logits', here or in transformers; did you mean acc"),
         (DraftTarget, {"num_draft_tokens": 3}, "did you mean draft_len?"),
         (DraftTarget, {"draft_lne": 3}, "did you mean draft_len?"),
         (ReDrafter, {"draft_len": 3}, "did you mean draft_len_per_beam?"),

@@ -1,15 +1,16 @@
 """EAGLE-3 heads of speculators, of EAGLE and of SpecForge: what is read, what it computes, and what is refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from helpers.command_line import fails
+from helpers.conversion import convert, refused, weights
 from helpers.eagle import EAGLE_FORMS, eagle_dir, random_head, speculators_dir
-from helpers.models import HIDDEN, VOCAB, tiny_model
+from helpers.models import VOCAB, tiny_model
 from redrafter import CheckpointError, EagleDrafter, MismatchError, ReDrafter
 from redrafter.cli import main as redrafter
 
@@ -21,10 +22,6 @@ def base(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("bases") / "llama"
     tiny_model("llama").save_pretrained(place)
     return place
-
-
-def convert(*words: object) -> None:
-    assert redrafter(["convert", *map(str, words)]) == 0
 
 
 def assert_same(found: EagleDrafter, head: EagleDrafter) -> None:
@@ -43,7 +40,7 @@ def assert_same(found: EagleDrafter, head: EagleDrafter) -> None:
 def test_a_head_of_speculators_is_read_as_it_is(form, tmp_path, capsys):
     head = random_head(**EAGLE_FORMS[form])
     source = speculators_dir(tmp_path / "theirs", head)
-    convert("--drafter-model-dir", source, "--to", "drafter", "--output-dir", tmp_path / "ours")
+    convert(tmp_path / "ours", drafter=source, to="drafter")
     found = EagleDrafter.from_pretrained(tmp_path / "ours")
     assert_same(found, head)
     assert found.config.draft_len_per_beam == 3
@@ -55,16 +52,13 @@ def test_a_head_of_speculators_is_read_as_it_is(form, tmp_path, capsys):
 def test_a_head_of_eagle_is_read_as_it_is(form, pickled, tmp_path, capsys):
     head = random_head(**EAGLE_FORMS[form])
     source = eagle_dir(tmp_path / "theirs", head, pickled=pickled)
-    convert("--drafter-model-dir", source, "--to", "drafter", "--output-dir", tmp_path / "ours")
-    assert_same(EagleDrafter.from_pretrained(tmp_path / "ours"), head)
+    assert_same(EagleDrafter.from_pretrained(convert(tmp_path / "ours", drafter=source, to="drafter")), head)
 
 
 @pytest.mark.parametrize("write", [speculators_dir, eagle_dir])
 def test_a_merged_pair_writes_what_its_base_writes(write, base, tmp_path, capsys):
     source = write(tmp_path / "theirs", random_head(**EAGLE_FORMS["published"]))
-    merged = tmp_path / "merged"
-    convert("--base-model-checkpoint-dir", base, "--drafter-model-dir", source, "--output-dir", merged)
-    engine = ReDrafter.from_pretrained(merged)
+    engine = ReDrafter.from_pretrained(convert(tmp_path / "merged", base=base, drafter=source))
     assert isinstance(engine.drafter, EagleDrafter)
     prompt = torch.tensor([[5, 6, 7, 8]])
     expected = engine.model.generate(prompt, max_new_tokens=20, do_sample=False)
@@ -76,9 +70,8 @@ def test_a_copy_of_the_bases_embeddings_is_shared(copied, base, tmp_path, capsys
     head = random_head(own_embedding=True)
     if copied:
         head.embed_tokens.weight.data.copy_(tiny_model("llama").get_input_embeddings().weight)
-    source, ours = speculators_dir(tmp_path / "theirs", head), tmp_path / "ours"
-    convert("--base-model-checkpoint-dir", base, "--drafter-model-dir", source, "--to", "drafter", "--output-dir", ours)
-    found = EagleDrafter.from_pretrained(ours)
+    source = speculators_dir(tmp_path / "theirs", head)
+    found = EagleDrafter.from_pretrained(convert(tmp_path / "ours", base=base, drafter=source, to="drafter"))
     assert found.config.own_embedding is not copied
     assert (found.embed_tokens is None) is copied
 
@@ -86,9 +79,7 @@ def test_a_copy_of_the_bases_embeddings_is_shared(copied, base, tmp_path, capsys
 @pytest.mark.parametrize("write", [speculators_dir, eagle_dir])
 def test_layers_that_are_not_named_follow_from_the_base(write, tmp_path, capsys):
     head = random_head(target_layers=None)
-    convert(
-        "--drafter-model-dir", write(tmp_path / "theirs", head), "--to", "drafter", "--output-dir", tmp_path / "ours"
-    )
+    convert(tmp_path / "ours", drafter=write(tmp_path / "theirs", head), to="drafter")
     deep = tiny_model("llama", num_hidden_layers=8)
     engine = ReDrafter.from_pretrained(deep, tmp_path / "ours")
     assert engine.target.aux_layers == (1, 3, 4)
@@ -119,49 +110,33 @@ def test_a_head_that_was_not_converted_is_named_with_the_command(base, tmp_path)
         ReDrafter.from_pretrained(source)
 
 
-OTHERS: list[tuple[str, dict, str]] = [
-    ("another type", {"speculators_model_type": "dflash"}, "of the type dflash"),
-    ("no layer", {"transformer_layer_config": {}}, "a layer of the type None"),
-    ("embeddings", {"eagle_aux_hidden_state_layer_ids": [0, 1]}, "the target's embeddings"),
-    ("out of order", {"eagle_aux_hidden_state_layer_ids": [2, 1]}, "layer numbers that ascend"),
-    ("vocabulary", {"draft_vocab_size": 41}, "has d2t of 40 ids instead of 41"),
-    ("width", {"target_hidden_size": 64}, "own_embedding"),
-    ("norms", {"fc_norm": True}, "no tensor fc_norm.0.weight"),
+OTHERS: list[tuple[Callable, dict, str]] = [
+    (speculators_dir, {"speculators_model_type": "dflash"}, "of the type dflash"),
+    (speculators_dir, {"transformer_layer_config": {}}, "a layer of the type None"),
+    (speculators_dir, {"eagle_aux_hidden_state_layer_ids": [0, 1]}, "the target's embeddings"),
+    (speculators_dir, {"eagle_aux_hidden_state_layer_ids": [2, 1]}, "layer numbers that ascend"),
+    (speculators_dir, {"draft_vocab_size": 41}, "has d2t of 40 ids instead of 41"),
+    (speculators_dir, {"target_hidden_size": 64}, "own_embedding"),
+    (speculators_dir, {"fc_norm": True}, "no tensor fc_norm.0.weight"),
+    (eagle_dir, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope of the type dynamic"),
+    (eagle_dir, {"rope_scaling": {"type": "mrope"}}, "rope of the type mrope"),
+    (eagle_dir, {"num_hidden_layers": 2}, "2 decoder layers"),
+    (eagle_dir, {"model_type": "deepseek_v3"}, "a layer of the type deepseek_v3"),
+    (eagle_dir, {"norm_output": True}, "norm_output=True outside of speculators' format"),
+    (eagle_dir, {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "outside of speculators' format"),
+    (eagle_dir, {"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state=False"),
+    (eagle_dir, {"eagle_config": {"some_switch": 1}}, "eagle_config.some_switch=1"),
+    (eagle_dir, {"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
+    (eagle_dir, {"num_key_value_heads": 4}, "k_proj.weight of shape (16, 64) instead of (32, 64)"),
+    (eagle_dir, {"vocab_size": 120}, "d2t and t2d that do not name the same ids"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "says"), [(x, y) for _, x, y in OTHERS], ids=[name for name, _, _ in OTHERS])
-def test_what_cannot_be_read_of_speculators_is_named(changes, says, tmp_path, capsys):
-    source = speculators_dir(tmp_path / "theirs", random_head(**EAGLE_FORMS["published"]), **changes)
-    line = fails(
-        capsys, "convert", "--drafter-model-dir", str(source), "--to", "drafter", "--output-dir", str(tmp_path / "x")
-    )
-    assert says in line
-    assert not (tmp_path / "x").exists()
-
-
-REFUSED: list[tuple[str, dict, str]] = [
-    ("rope", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope of the type dynamic"),
-    ("unknown rope", {"rope_scaling": {"type": "mrope"}}, "rope of the type mrope"),
-    ("layers", {"num_hidden_layers": 2}, "2 decoder layers"),
-    ("layer type", {"model_type": "deepseek_v3"}, "a layer of the type deepseek_v3"),
-    ("norm of outputs", {"norm_output": True}, "norm_output=True outside of speculators' format"),
-    ("numbers at the top", {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "outside of speculators' format"),
-    ("one state", {"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state=False"),
-    ("unknown", {"eagle_config": {"some_switch": 1}}, "eagle_config.some_switch=1"),
-    ("quantised", {"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
-    ("heads", {"num_key_value_heads": 4}, "k_proj.weight of shape (16, 64) instead of (32, 64)"),
-    ("vocabulary", {"vocab_size": 120}, "d2t and t2d that do not name the same ids"),
-]
-
-
-@pytest.mark.parametrize(("changes", "says"), [(x, y) for _, x, y in REFUSED], ids=[name for name, _, _ in REFUSED])
-def test_what_cannot_be_read_of_eagle_is_named(changes, says, tmp_path, capsys):
-    source = eagle_dir(tmp_path / "theirs", random_head(**EAGLE_FORMS["published"]), **changes)
-    line = fails(
-        capsys, "convert", "--drafter-model-dir", str(source), "--to", "drafter", "--output-dir", str(tmp_path / "x")
-    )
-    assert says in line
+@pytest.mark.parametrize(("write", "changes", "says"), OTHERS)
+def test_configs_that_cannot_be_read_are_named(write, changes, says, tmp_path, capsys):
+    source = write(tmp_path / "theirs", random_head(**EAGLE_FORMS["published"]), **changes)
+    assert says in refused(capsys, drafter=source, to="drafter", output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -177,24 +152,6 @@ def test_what_cannot_be_read_of_eagle_is_named(changes, says, tmp_path, capsys):
 )
 def test_tensors_that_do_not_fit_are_named(change, says, tmp_path, capsys):
     source = eagle_dir(tmp_path / "theirs", random_head(**EAGLE_FORMS["published"]))
-    tensors = load_file(source / "model.safetensors") | change
+    tensors = weights(source) | change
     save_file({name: x for name, x in tensors.items() if x is not None}, source / "model.safetensors")
-    line = fails(
-        capsys, "convert", "--drafter-model-dir", str(source), "--to", "drafter", "--output-dir", str(tmp_path / "x")
-    )
-    assert says in line
-
-
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        ({"vocab_size": VOCAB + 1}, f"a vocabulary of {VOCAB}"),
-        ({"hidden_size": 2 * HIDDEN}, f"a hidden size of {HIDDEN}"),
-    ],
-    ids=["vocabulary", "hidden size"],
-)
-def test_a_base_of_other_sizes_is_refused(sizes, says, tmp_path, capsys):
-    source = speculators_dir(tmp_path / "theirs", random_head(**EAGLE_FORMS["published"]))
-    tiny_model("llama", **sizes).save_pretrained(tmp_path / "other")
-    words = ("--base-model-checkpoint-dir", str(tmp_path / "other"), "--drafter-model-dir", str(source))
-    assert says in fails(capsys, "convert", *words, "--output-dir", str(tmp_path / "x"))
+    assert says in refused(capsys, drafter=source, to="drafter", output=tmp_path / "out")

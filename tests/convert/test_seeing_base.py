@@ -10,7 +10,7 @@ from helpers.chats_with_images import llava_with_processor, picture
 from helpers.models import HIDDEN, paged, tiny_drafter
 from helpers.seeing_models import tiny_seeing_model
 from redrafter import ReDrafter
-from redrafter.convert.convert_checkpoint import main
+from redrafter.convert.convert_checkpoint import merge
 from redrafter.train.teacher import Teacher
 
 
@@ -20,9 +20,7 @@ def test_a_merged_checkpoint_sees_what_its_base_sees(tmp_path):
     processor.save_pretrained(tmp_path / "base")
     drafter = tiny_drafter(vocab_size=model.config.text_config.vocab_size, hidden_size=HIDDEN)
     drafter.save_pretrained(tmp_path / "drafter")
-    directories = {"base-model-checkpoint-dir": "base", "drafter-model-dir": "drafter", "output-dir": "merged"}
-    words = [word for flag, name in directories.items() for word in (f"--{flag}", str(tmp_path / name))]
-    assert main(words) == 0
+    merge(tmp_path / "base", tmp_path / "drafter", tmp_path / "merged")
     merged = AutoProcessor.from_pretrained(tmp_path / "merged")
     inputs = merged(text=["look: <image> what?"], images=[picture(1)], return_tensors="pt")
     expected = model.generate(**inputs, max_new_tokens=20, do_sample=False)

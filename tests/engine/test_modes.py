@@ -16,7 +16,7 @@ from redrafter import ArgumentError, DraftTarget, Engine, PromptLookup, ReDrafte
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.cache import paged as paged_cache
-from redrafter.cache.dense import stored_as
+from redrafter.cache.kv_cache import stored_as
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.modes import check_processors, make_batch_invariant, use_kv_cache_dtype

@@ -19,6 +19,7 @@ from redrafter.engine.tuning import (
     default_shape,
     device_name,
     drafter_fingerprint,
+    measured_on,
     target_fingerprint,
     tuning_path,
 )
@@ -159,7 +160,9 @@ def test_other_drafters_have_tunings_of_their_own(changes):
 def test_each_way_to_quantise_has_tunings_of_its_own(scheme):
     model = tiny_model("llama")
     quantize_model(model, "llama", quantization=scheme)
-    assert f"-float32-{scheme}-" in tuning_path(Target(model), tiny_drafter()).name
+    pair = Target(model), tiny_drafter()
+    assert f"-float32-{scheme}-" in tuning_path(*pair).name
+    Tuning(SHAPES, **measured_on(*pair)).check(*pair, "what `redrafter tune` writes")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ SCRIPT = """
 import asyncio, logging, sys
 from types import SimpleNamespace
 from redrafter.errors import CheckpointError
-from redrafter.serve.network import connections, server_process
+from redrafter.serve.network import server_process
 from redrafter.serve.command import listen
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.log import start_logging

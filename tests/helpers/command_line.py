@@ -1,6 +1,9 @@
 """Tiny tokenizers and checkpoints for tests of the commands, and a check that a command fails with one line."""
 
+import io
+import json
 import re
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -32,15 +35,28 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, **names)
 
 
+def ran(*args: str) -> tuple[int, str, str]:
+    """Run a command; return its exit code, and what it wrote to stdout and stderr."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            code = main(list(args))
+        except SystemExit as end:  # argparse
+            code = end.code
+    return code, out.getvalue(), err.getvalue()
+
+
+def measured(*args: str, code: int = 0) -> tuple[dict, str]:
+    """Run a command whose last line on stdout is a document; return that, and all lines before it."""
+    found, out, err = ran(*args)
+    assert found == code, err
+    *lines, last = out.splitlines()
+    return json.loads(last), "\n".join(lines)
+
+
 def fails(capsys, *args: str) -> str:
     """Run a command that must end with one line on stderr and exit code 2; return that line."""
-    try:
-        code = main(list(args))
-    except SystemExit as end:  # argparse
-        code = end.code
-    out, err = capsys.readouterr()
-    assert code == 2
-    assert out == ""
+    code, out, err = ran(*args)
+    assert (code, out) == (2, "")
     assert re.fullmatch(r"redrafter: error: .+\n", err), err
     return err
 

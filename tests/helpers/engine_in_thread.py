@@ -2,18 +2,26 @@
 
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from helpers.serving import Address
+from helpers.serving_in_process import listening
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.sequence import Stats
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.engine_process.client import EngineClient
+from redrafter.serve.engine_process.client import EngineClient, ServedSequence
 from redrafter.serve.engine_process.engine import ServedEngine
+from redrafter.serve.engine_process.messages import Submit
 from redrafter.serve.engine_process.process import serve
 from redrafter.serve.engine_process.start import Channel, EngineFacts
 from redrafter.serve.server import Server
 
+GREEDY = SamplingParams(temperature=0)
 OPENAI_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -48,7 +56,43 @@ def client_of(scheduler: Scheduler, tokenizer: Any = None, facts: EngineFacts | 
     return EngineClient(thread.channel, facts, thread)
 
 
-def server_of(pair: Pair) -> Server:
+def asked(
+    client: EngineClient, /, prompts: Any, count: int, params: Any = GREEDY, find_stop: Any = None, **more: Any
+) -> Any:
+    """The stream of the texts after some prompts."""
+    sequences = [ServedSequence(prompt, frozenset(), Stats(accepted_by_depth=[0] * 4), find_stop) for prompt in prompts]
+    return client.deltas(Submit(prompts, count, params, **more), sequences)
+
+
+async def written(
+    client: EngineClient, /, prompt: list[int], count: int, params: Any = GREEDY, **more: Any
+) -> list[int]:
+    """The tokens after a prompt."""
+    stream = asked(client, [prompt], count, params, **more)
+    return [token async for _, deltas in stream for delta in deltas for token in delta.tokens]
+
+
+def server_of(pair: Pair, options: ServeOptions | None = None, load: LoadOptions | None = None) -> Server:
     """A server of a loaded pair; its engine has not started."""
-    engine = ServedEngine.of(pair, ServeOptions(), LoadOptions())
-    return Server(client_of(engine.scheduler, pair.tokenizer, engine.facts), pair.tokenizer, ServeOptions())
+    engine = ServedEngine.of(pair, options or ServeOptions(), load or LoadOptions())
+    client = client_of(engine.scheduler, pair.tokenizer, engine.facts)
+    return Server(client, pair.tokenizer, options or ServeOptions())
+
+
+class ServerHere(Address):
+    """A server that answers at an address, in this process: it starts sooner than a `Program`."""
+
+    def __init__(self, server: Server, url: str):
+        self.server, self.url = server, url
+
+
+@contextmanager
+def serving(load: LoadOptions, **options: Any) -> Iterator[ServerHere]:
+    """A server of what some options load, as long as the context lasts."""
+    server = server_of(Pair.load(load), ServeOptions(**options), load)
+    server.engine.start()
+    try:
+        with listening(server.app) as url:
+            yield ServerHere(server, url)
+    finally:
+        server.engine.stop()

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
-from redrafter.cache.dense import stored_as
 from redrafter.cache.host_blocks import HostBlocks
+from redrafter.cache.kv_cache import stored_as
 from redrafter.cache.paged import KVCachePool
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.drafter_types import Drafter
@@ -234,6 +235,22 @@ def paged(engine: Engine, blocks: int = 200, host_blocks: int = 0) -> Engine:
             model.varlen = Support()
             prepare(model, store, compile=False)
     return engine
+
+
+def check_texts(*engines: Engine, rows: int = 4, longest: int = 11) -> None:
+    """Fail unless engines of one model write what `model.generate` does, and draw the same with drafts as without."""
+    ids, mask = uneven_batch(rows, longest)
+    greedy, sampled = {"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}
+    new = {"max_new_tokens": 20, "min_new_tokens": 20}
+    drawn = engines[0].generate(ids, mask, speculate=False, **sampled, **new)
+    expected = engines[0].model.generate(ids, attention_mask=mask, **greedy, **new)
+    for engine in engines:
+        for speculate in (True, False):
+            assert torch.equal(engine.generate(ids, mask, speculate=speculate, **greedy, **new), expected)
+        assert torch.equal(engine.generate(ids, mask, **sampled, **new), drawn)
+
+
+on_each_cache = pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
 
 
 def in_threads(work: Callable[[int], Tensor], count: int) -> list[Tensor]:

@@ -39,11 +39,11 @@ def recurrent_model(model_type: str) -> PreTrainedModel:
     return random_model(model_type, variants(model_type)[0])
 
 
-def generated_alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, new: int) -> Tensor:
+def generated_alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, new: int, **arguments: object) -> Tensor:
     """Return what `model.generate` writes of each left-padded row `[B, P]` greedily, without padding and the others."""
-    rows = []
+    rows, arguments = [], {"max_new_tokens": new, "do_sample": False, **arguments}
     for row, seen in zip(ids, mask.bool(), strict=True):
         prompt = row[seen][None]
-        text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False)
+        text = model.generate(prompt, attention_mask=torch.ones_like(prompt), **arguments)
         rows.append(torch.cat([row[~seen], text[0]]))
     return torch.stack(rows)

@@ -1,11 +1,13 @@
 """The server in a process of its own, and requests that tests send to it."""
 
+import json
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import httpx
 import pytest
@@ -20,8 +22,57 @@ _MODEL_LABEL = re.compile(r'\{model_name="[^"]*"\}$|,model_name="[^"]*"|model_na
 PROMPTS = ["Once upon a time", "The old man looked at the sea and", "def add(a, b):", "She said"]
 
 
-class Program:
-    """`redrafter serve` in a process of its own, with its address and the lines of its log so far."""
+class Address:
+    """Where a server answers.
+
+    Attributes:
+        url: Its address.
+    """
+
+    url: str
+
+    @property
+    def healthy(self) -> bool:
+        try:
+            return self.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def get(self, path: str, **how: Any) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=300, **how)
+
+    def post(self, path: str, body: Any = None, **how: Any) -> httpx.Response:
+        """Send a body as JSON."""
+        return httpx.post(f"{self.url}{path}", json=body, timeout=300, **how)
+
+    def parts(self, path: str, body: Any) -> list[dict[str, Any]]:
+        """The parts of a stream, which ends with [DONE]."""
+        *events, last = self.post(path, body).raise_for_status().text.strip().split("\n\n")
+        assert last == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    def metrics(self) -> dict[str, float]:
+        """Return what `/metrics` reports, by name and labels without that of the model."""
+        lines = self.get("/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {_MODEL_LABEL.sub("", name): float(value) for name, value in pairs}
+
+    def wait_until_idle(self) -> None:
+        """Wait until no sequence of an earlier test runs or waits any more."""
+        end = time.monotonic() + 300
+        while any(self.metrics()[f"vllm:num_requests_{state}"] for state in ("running", "waiting")):
+            assert time.monotonic() < end, "sequences of earlier tests still run"
+            time.sleep(0.02)
+
+
+class Program(Address):
+    """`redrafter serve` in a process of its own.
+
+    Attributes:
+        process: The process.
+        log: Lines of its log so far.
+        first_metrics: Its metrics before the first request, if somebody has noted them.
+    """
 
     first_metrics: dict[str, float]
     ready_word = "curl"  # in the line that says that it serves
@@ -49,26 +100,6 @@ class Program:
             if self.ready_word in line:
                 self._listening.set()
         self._listening.set()
-
-    @property
-    def healthy(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", timeout=300).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def metrics(self) -> dict[str, float]:
-        """Return what `/metrics` reports, by name and labels without that of the model."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=300).text.splitlines()
-        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        return {_MODEL_LABEL.sub("", name): float(value) for name, value in pairs}
-
-    def wait_until_idle(self) -> None:
-        """Wait until no sequence of an earlier test runs or waits any more."""
-        end = time.monotonic() + 300
-        while any(self.metrics()[f"vllm:num_requests_{state}"] for state in ("running", "waiting")):
-            assert time.monotonic() < end, "sequences of earlier tests still run"
-            time.sleep(0.02)
 
     def end(self) -> int:
         """End the process by SIGTERM, and return its exit code."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from redrafter.attention.tree_plan import PromptChunks
-from redrafter.cache.dense import LayerShape
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK, AttentionInputs
 from redrafter.kernels.block_size import BLOCK_SIZE

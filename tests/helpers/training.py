@@ -1,5 +1,6 @@
 """A tiny base and a command line for tests of training."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from helpers.chats import BYTES, CHAT, tiny_tokenizer, write
 from redrafter import RecurrentDrafter
 from redrafter.train.config import TrainConfig
 from redrafter.train.init_drafter import new_drafter
+from redrafter.train.train_drafter import main
 
 VOCAB, HIDDEN, CONTEXT = len(BYTES) + 6, 32, 128
 
@@ -67,6 +69,20 @@ def round_circle(circle: Tensor, rows: int, seed: int) -> Tensor:
     return circle[(start + torch.arange(24)) % len(circle)]
 
 
+def refused(capsys, words: list[str]) -> str:
+    """Run `redrafter train`, which must end with exit code 2. Returns the error, its last line on stderr."""
+    capsys.readouterr()
+    assert main(words) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("redrafter: error: ")
+    return error
+
+
+def record(folder: Path) -> dict:
+    """Return what the `training.json` says of the drafter that `command` has made."""
+    return json.loads((folder / "out" / "training.json").read_text())
+
+
 def base_dir(path: Path, **changes: object) -> str:
     """Save a tiny base with its tokenizer. Returns the path."""
     tiny_model(**({"eos_token_id": None} | changes)).save_pretrained(path)  # a random base would write the end at once
@@ -75,7 +91,8 @@ def base_dir(path: Path, **changes: object) -> str:
 
 
 def command(tmp_path: Path, *more: str, rows: list[object] | None = None) -> list[str]:
-    """Write data and a base, and return the words of `redrafter train` that trains on them."""
+    """Write data and a base into a folder, and return the words of `redrafter train` that trains on them."""
+    tmp_path.mkdir(exist_ok=True)
     texts = [{"text": "to be or not to be, that is it"}] * 6 + [CHAT] * 3 + [{"split": "test", "text": "q" * 40}]
     held_out = [CHAT | {"split": "val"}, {"text": "she sells sea shells", "split": "val"}]
     data = write(tmp_path / "data.jsonl", texts + held_out if rows is None else rows)

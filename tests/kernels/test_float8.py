@@ -103,18 +103,17 @@ def test_inputs_that_are_rounded_are_multiplied_as_such(tokens, inner, features,
         assert_close_by_scale(found.double(), expected, CLOSE[dtype])
 
 
-def test_rounded_inputs_of_a_part_of_a_weight_are_multiplied():
-    weight, scale = quantized(64, 160)
-    weight = weight[:, 32:96]
-    x = random(40, 64, dtype=torch.bfloat16)
-    found = rounded_float8_linear(x, weight, scale, None)
-    assert_close_by_scale(found.float(), full(round_inputs(x).values, weight, scale), CLOSE[torch.bfloat16])
-
-
-@pytest.mark.parametrize("tokens", [3, 40])
-def test_rounded_inputs_that_are_wider_than_a_program_takes_are_multiplied(tokens):
-    inner = MAX_ROUNDED_WIDTH + 16
-    x, (weight, scale) = random(tokens, inner, dtype=torch.bfloat16), quantized(16, inner)
+@pytest.mark.parametrize(
+    ("tokens", "columns", "inner", "features"),
+    [(40, slice(32, 96), 160, 64), *((tokens, slice(None), MAX_ROUNDED_WIDTH + 16, 16) for tokens in (3, 40))],
+    ids=["a part of a weight", "few that are wider than a program takes", "many that are wider"],
+)
+def test_rounded_inputs_are_multiplied_with_a_part_of_a_weight_and_where_they_are_wide(
+    tokens, columns, inner, features
+):
+    weight, scale = quantized(features, inner)
+    weight = weight[:, columns]
+    x = random(tokens, weight.shape[1], dtype=torch.bfloat16)
     found = rounded_float8_linear(x, weight, scale, None)
     assert_close_by_scale(found.float(), full(round_inputs(x).values, weight, scale), CLOSE[torch.bfloat16])
 

@@ -6,13 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-import redrafter.attention.mask
 from helpers.eagle import random_head
-from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.models import check_texts, on_each_cache, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, UnsupportedError, boxed_pair
-from redrafter.attention.mask import visible_slots
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.models import quantize_drafter, quantize_model
 from redrafter.engine.options import EngineOptions
@@ -30,9 +27,9 @@ from redrafter.model.patch import ModelPatch
 from redrafter.model.target import Target
 
 NEW = 20
-ARCHITECTURES = ["llama", "gemma2", "qwen3"]
 SCHEMES = ["fp8", "fp8_dynamic"]
-SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}
+each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
 def quantized(architecture: str = "llama", scheme: str = "fp8", **changes: object) -> Any:
@@ -41,19 +38,6 @@ def quantized(architecture: str = "llama", scheme: str = "fp8", **changes: objec
     quantize_model(model, architecture, quantization=scheme)
     model.generation_config.eos_token_id = None
     return model
-
-
-def own_text(model: Any) -> torch.Tensor:
-    ids, mask = uneven_batch()
-    return model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
-
-
-def check(engine: Any) -> None:
-    """Fail unless drafts change no token, and greedy texts are those of `model.generate`."""
-    ids, mask = uneven_batch()
-    assert torch.equal(engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False), own_text(engine.model))
-    sampled = [engine.generate(ids, mask, max_new_tokens=NEW, speculate=s, **SAMPLING) for s in (True, False)]
-    assert torch.equal(*sampled)
 
 
 @pytest.fixture(scope="module")
@@ -68,24 +52,17 @@ def checkpoint(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_drafted_texts_are_those_of_plain_decoding(architecture, scheme):
-    check(with_tree(quantized(architecture, scheme), tiny_drafter(), 3, 4))
+@on_each_cache
+@each_scheme
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3"])
+def test_drafted_texts_are_those_of_plain_decoding(architecture, scheme, on):
+    """On a paged cache, layers that read the same tensor are one product."""
+    engine = on(with_tree(quantized(architecture, scheme), tiny_drafter(), 3, 4))
+    check_texts(engine)
+    assert engine.target.varlen_forward.linears_fused == (engine.graphs is not None)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_layers_that_read_the_same_tensor_are_one_product(architecture, scheme):
-    model = quantized(architecture, scheme)
-    before = own_text(model)
-    engine = paged(with_tree(model, tiny_drafter(), 3, 4))
-    ids, mask = uneven_batch()
-    assert torch.equal(engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False), before)
-    assert engine.target.varlen_forward.linears_fused
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
+@each_scheme
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_merged_product_is_that_of_each_layer(biased, scheme):
     model = quantized("llama", scheme, attention_bias=biased)
@@ -106,7 +83,7 @@ def test_a_merged_product_is_that_of_each_layer(biased, scheme):
     assert layer.q_proj.weight_scale.data_ptr() + 4 * 32 == layer.k_proj.weight_scale.data_ptr()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each_dtype
 def test_weights_are_rounded_by_a_sixteenth_at_most(dtype):
     layer = nn.Linear(300, 40).to(dtype)
     layer.weight.data[3] = 0
@@ -114,16 +91,14 @@ def test_weights_are_rounded_by_a_sixteenth_at_most(dtype):
     found = Float8Linear(layer)
     wide = found.weight.double() * found.weight_scale.double()[:, None]
     largest = layer.weight.double().abs().amax(dim=1, keepdim=True)
-    bound = (layer.weight.double().abs() / 16).maximum(
-        largest * 2.0**-17
-    )  # half a unit of three bits; of the least ones
+    bound = (layer.weight.double().abs() / 16).maximum(largest * 2.0**-17)  # half a unit of three bits; of the least
     assert bool(((wide - layer.weight.double()).abs() <= bound).all())
     assert found.weight.dtype == torch.float8_e4m3fn
     x = torch.randn(3, 300).to(dtype)
     torch.testing.assert_close(found(x), nn.functional.linear(x, wide.to(dtype), layer.bias))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each_dtype
 @pytest.mark.parametrize("shape", [(300,), (2, 3, 300), (0, 300)])
 def test_inputs_are_rounded_where_they_shall_be(shape, dtype):
     layer = nn.Linear(300, 40).to(dtype)
@@ -131,12 +106,8 @@ def test_inputs_are_rounded_where_they_shall_be(shape, dtype):
     x = torch.randn(shape).to(dtype)
     assert torch.equal(found(x), weights_alone(round_inputs(x).values))
     assert not x.numel() or not torch.equal(found(x), weights_alone(x))
-
-
-def test_other_tokens_of_a_forward_do_not_change_how_one_is_rounded():
-    layer = Float8Linear(nn.Linear(16, 16, bias=False), rounds_inputs=True)
-    x = torch.randn(1, 16)
-    torch.testing.assert_close(layer(torch.cat([x, 1e4 * torch.randn(9, 16)]))[:1], layer(x))
+    x, others = x.view(-1, 300)[:1], torch.full((9, 300), 1e4, dtype=dtype)  # which do not change how one is rounded
+    torch.testing.assert_close(found(torch.cat([x, others]))[: len(x)], found(x))
 
 
 def test_the_largest_weights_of_a_row_are_not_cut():
@@ -144,9 +115,8 @@ def test_the_largest_weights_of_a_row_are_not_cut():
     layer.weight.data = torch.tensor([[448.0, 1, 2, 3], [449.0, 1, 2, 3], [-0.5, 0.25, 0, 0.125]])
     found = Float8Linear(layer)
     assert torch.equal(found.weight_scale, torch.tensor([1.0, 2.0, 2.0**-9]))
-    assert torch.equal(
-        found(torch.eye(4)).T, torch.tensor([[448.0, 1, 2, 3], [448.0, 1, 2, 3], [-0.5, 0.25, 0, 0.125]])
-    )
+    layer.weight.data[1, 0] = 448.0
+    assert torch.equal(found(torch.eye(4)).T, layer.weight)
 
 
 def test_linear_layers_take_a_quarter_of_float32_and_the_head_stays():
@@ -176,7 +146,7 @@ def test_a_layer_that_stands_in_two_places_stays_one():
     assert model[0][0] is model[1][0]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@each_scheme
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_half_precision_model_is_bound_and_decodes(dtype, scheme):
     model = tiny_model("llama").to(dtype)
@@ -186,31 +156,39 @@ def test_a_half_precision_model_is_bound_and_decodes(dtype, scheme):
     assert engine.generate(uneven_batch()[0], max_new_tokens=NEW, do_sample=False, eos_token_id=[]).shape[1] == 31
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_engine_quantises_base_and_drafter_as_it_loads(checkpoint, scheme):
-    engine = ReDrafter.from_pretrained(
-        checkpoint / "base", checkpoint / "drafter", quantization=scheme, draft_quantization=scheme
-    )
-    assert float8_scheme(engine.model) == scheme
-    assert float8_scheme(engine.drafter) == scheme
+@each_scheme
+def test_an_engine_quantises_what_it_loads(checkpoint, scheme):
+    both = {"quantization": scheme, "draft_quantization": scheme}
+    engine = ReDrafter.from_pretrained(checkpoint / "base", checkpoint / "drafter", **both)
+    assert float8_scheme(engine.model) == float8_scheme(engine.drafter) == scheme
     assert isinstance(engine.drafter.lm_head, Float8Linear)
-    check(engine)
+    check_texts(engine)
+    same = {"tokenizer": boxed_pair(), "draft_tokenizer": boxed_pair()}
+    engine = DraftTarget.from_pretrained(checkpoint / "base", checkpoint / "base", draft_quantization=scheme, **same)
+    assert float8_scheme(engine.draft_model.model) == scheme
+    assert float8_scheme(engine.model) is None
+    check_texts(engine)
+    engine = PromptLookup.from_pretrained(checkpoint / "base", quantization=scheme)
+    assert float8_scheme(engine.model) == scheme
+    check_texts(engine)
 
 
 FORMS = [{}, {"rnn": False}, {"recurrence": "gated", "target_layers": (0, 1), "head_rank": 16, "context_window": 8}]
+FORMS += [{"recurrence": "trtllm"}, {"num_draft_layers": 0}, None]
 
 
-@pytest.mark.parametrize("form", [*FORMS, {"recurrence": "trtllm"}, {"num_draft_layers": 0}], ids=str)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@each_scheme
 def test_an_fp8_drafter_changes_no_token(form, scheme):
-    drafter = tiny_drafter(**form)
+    drafter = random_head() if form is None else tiny_drafter(**form)
     quantize_drafter(drafter, scheme)
     assert float8_scheme(drafter)
-    drafter.join_recurrence()  # as on a GPU
-    check(with_tree(quantized(), drafter, 3, 4))
+    if form is not None:
+        drafter.join_recurrence()  # as on a GPU
+    check_texts(with_tree(quantized(), drafter, 3, 4))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@each_scheme
 def test_an_fp8_drafter_drafts_about_what_it_did(scheme):
     whole, fp8 = tiny_drafter(recurrence="gated"), tiny_drafter(recurrence="gated")
     quantize_drafter(fp8, scheme)
@@ -221,84 +199,47 @@ def test_an_fp8_drafter_drafts_about_what_it_did(scheme):
     assert float((first - second).std() / first.std()) < 0.1
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_fp8_eagle_head_changes_no_token(scheme):
-    model = quantized()
-    head = random_head()
-    quantize_drafter(head, scheme)
-    check(with_tree(model, head, 3, 4))
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_fp8_draft_model_changes_no_token(checkpoint, scheme):
-    same = {"tokenizer": boxed_pair(), "draft_tokenizer": boxed_pair()}
-    engine = DraftTarget.from_pretrained(checkpoint / "base", checkpoint / "base", draft_quantization=scheme, **same)
-    assert float8_scheme(engine.draft_model.model) == scheme
-    assert float8_scheme(engine.model) is None
-    check(engine)
-
-
-def test_prompt_lookup_takes_an_fp8_base(checkpoint):
-    engine = PromptLookup.from_pretrained(checkpoint / "base", quantization="fp8")
-    assert float8_scheme(engine.model)
-    check(engine)
-
-
 @pytest.mark.parametrize("argument", ["quantization", "draft_quantization"])
-def test_unknown_quantisations_are_refused_before_anything_is_loaded(checkpoint, argument):
+@pytest.mark.parametrize("engine", [ReDrafter, DraftTarget])
+def test_unknown_quantisations_are_refused_before_anything_is_loaded(engine, argument):
     with pytest.raises(ArgumentError, match=f"{argument} must be 'fp8', 'fp8_dynamic' or None, got 'int4'"):
-        ReDrafter.from_pretrained("nowhere", checkpoint / "drafter", **{argument: "int4"})
-    with pytest.raises(ArgumentError, match=f"{argument} must be 'fp8', 'fp8_dynamic' or None, got 'int4'"):
-        DraftTarget.from_pretrained("nowhere", "nowhere", **{argument: "int4"})
+        engine.from_pretrained("nowhere", "nowhere", **{argument: "int4"})
 
 
 def test_what_is_loaded_is_not_quantised(checkpoint):
     model = tiny_model("llama")
-    with pytest.raises(ArgumentError, match="quantization: for a model that is loaded by name"):
-        PromptLookup.from_pretrained(model, quantization="fp8")
-    with pytest.raises(ArgumentError, match="quantization: for a model that is loaded by name"):
-        PromptLookup.from_pretrained(Target(model), quantization="fp8")
+    for given in (model, Target(model)):
+        with pytest.raises(ArgumentError, match="quantization: for a model that is loaded by name"):
+            PromptLookup.from_pretrained(given, quantization="fp8")
     with pytest.raises(ArgumentError, match="draft_quantization: for a model that is loaded by name"):
         ReDrafter.from_pretrained(checkpoint / "base", tiny_drafter(), draft_quantization="fp8")
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_model_that_is_quantised_already_is_refused(scheme):
+def quantized_already() -> Any:
     model = tiny_model("llama")
     model.config.quantization_config = {"quant_method": "gptq"}
-    with pytest.raises(UnsupportedError, match=f"mine is quantised already: leave out quantization='{scheme}'"):
-        quantize_model(model, "mine", quantization=scheme)
+    return model
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_model_without_linear_layers_is_refused(scheme):
-    with pytest.raises(UnsupportedError, match=rf"mine has no linear layers .* \(--quantization {scheme}\)"):
-        quantize_model(tiny_model("gpt2"), "mine", quantization=scheme)
-
-
-def test_a_dtype_that_is_not_multiplied_with_fp8_is_refused():
-    with pytest.raises(ArgumentError, match="mine has float64: add dtype='bfloat16'"):
-        quantize_model(tiny_model("llama").double(), "mine")
-
-
-def test_a_model_that_is_not_in_memory_is_refused():
+def partly_on_meta() -> Any:
     model = tiny_model("llama")
     model.model.layers[0].to("meta")
-    with pytest.raises(UnsupportedError, match="leave out device_map"):
-        quantize_model(model, "mine")
+    return model
 
 
-def test_a_deep_model_whose_inputs_are_rounded_is_bound_unless_its_tree_sees_too_much(monkeypatch):
-    model = AutoModelForCausalLM.from_pretrained(boxed_pair(), dtype=torch.float32)
-    quantize_model(model, "boxed", quantization="fp8_dynamic")
-    Target(model)
-
-    def all_visible(length, depth, ancestors, *more):
-        return visible_slots(length, depth, torch.ones_like(ancestors), *more)
-
-    monkeypatch.setattr(redrafter.attention.mask, "visible_slots", all_visible)
-    with pytest.raises(UnsupportedError, match="other logits"):
-        Target(model)
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (quantized_already, UnsupportedError, "mine is quantised already: leave out quantization='{}'"),
+        (lambda: tiny_model("gpt2"), UnsupportedError, r"mine has no linear layers .* \(--quantization {}\)"),
+        (lambda: tiny_model("llama").double(), ArgumentError, "mine has float64: add dtype='bfloat16'"),
+        (partly_on_meta, UnsupportedError, "leave out device_map"),
+    ],
+)
+@each_scheme
+def test_a_model_that_cannot_be_quantised_is_refused(make, error, said, scheme):
+    with pytest.raises(error, match=said.format(scheme)):
+        quantize_model(make(), "mine", quantization=scheme)
 
 
 def test_experts_that_stay_as_they_are_are_told():
@@ -306,7 +247,7 @@ def test_experts_that_stay_as_they_are_are_told():
         quantize_model(tiny_model("qwen3_moe"), "mine")
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@each_scheme
 def test_batch_invariance_is_refused_by_name(scheme):
     model = quantized(scheme=scheme)
     target = Target(model)

@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
-from helpers.recurrent import recurrent_model
+from helpers.models import on_each_cache, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.recurrent import generated_alone, recurrent_model
 from redrafter import ArgumentError, PromptLookup, UnsupportedError
 
 IDS, MASK = uneven_batch(rows=3, longest=40)  # longer than a block of the paged cache
 GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
-ON = pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
 
 
 def scaled(module, args, output):
@@ -20,12 +19,7 @@ def scaled(module, args, output):
 
 def plain_text(model):
     """Return what `model.generate` writes of each row alone; a hybrid's text may depend on its padding."""
-    rows = []
-    for row, seen in zip(IDS, MASK.bool(), strict=True):
-        prompt = row[seen][None]
-        text = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **GREEDY)
-        rows.append(torch.cat([row[~seen], text[0]]))
-    return torch.stack(rows)
+    return generated_alone(model, IDS, MASK, 12, min_new_tokens=12)
 
 
 def check_followed(engine, change):
@@ -46,7 +40,7 @@ def check_followed(engine, change):
         assert torch.equal(engine.generate(IDS, MASK, **GREEDY), before)
 
 
-@ON
+@on_each_cache
 @pytest.mark.parametrize("layer", ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"])
 def test_a_forward_hook_is_called_whenever_it_was_registered(on, layer):
     model = tiny_model("llama")
@@ -60,7 +54,7 @@ def test_a_forward_hook_is_called_whenever_it_was_registered(on, layer):
     assert torch.equal(on(with_tree(with_hook, tiny_drafter(), 3, 3)).generate(IDS, MASK, **GREEDY), expected)
 
 
-@ON
+@on_each_cache
 def test_a_hook_on_all_modules_is_called(on):
     def scale_linear(module, args, output):
         return output * 1.2 if isinstance(module, nn.Linear) else None
@@ -69,7 +63,7 @@ def test_a_hook_on_all_modules_is_called(on):
     check_followed(engine, lambda: nn.modules.module.register_module_forward_hook(scale_linear).remove)
 
 
-@ON
+@on_each_cache
 @pytest.mark.parametrize("layer", ["in_proj_qkvz", "out_proj"])
 def test_a_hook_on_an_outer_layer_of_a_mixer_is_called_once_a_token(on, layer):
     model = recurrent_model("qwen3_next")
@@ -79,33 +73,34 @@ def test_a_hook_on_an_outer_layer_of_a_mixer_is_called_once_a_token(on, layer):
     check_followed(engine, lambda: mixer.get_submodule(layer).register_forward_hook(scaled).remove)
 
 
+def query(model):
+    return model.model.layers[1].self_attn.q_proj
+
+
 def replace_parameter(model):
-    module = model.model.layers[1].self_attn.q_proj
-    module.weight = nn.Parameter(-module.weight.detach())
+    query(model).weight = nn.Parameter(-query(model).weight.detach())
 
 
 def replace_data(model):
-    weight = model.model.layers[1].self_attn.q_proj.weight
-    weight.data = -weight.data
+    query(model).weight.data = -query(model).weight.data
 
 
 def replace_all(model):
-    weights = {name: weight * 1.3 for name, weight in model.state_dict().items()}
-    model.load_state_dict(weights, assign=True)
+    model.load_state_dict({name: weight * 1.3 for name, weight in model.state_dict().items()}, assign=True)
 
 
 def replace_forward(model):
-    module = model.model.layers[1].self_attn.q_proj
+    module = query(model)
     module.forward = lambda x: -nn.functional.linear(x, module.weight)
     return lambda: vars(module).pop("forward")
 
 
 def write_in_place(model):
     with torch.no_grad():
-        model.model.layers[1].self_attn.q_proj.weight.mul_(-1)
+        query(model).weight.mul_(-1)
 
 
-@ON
+@on_each_cache
 @pytest.mark.parametrize(
     "change", [replace_parameter, replace_data, replace_all, replace_forward, write_in_place], ids=lambda x: x.__name__
 )
@@ -161,20 +156,19 @@ def test_an_unchanged_model_keeps_what_was_kept():
     assert engine.target.version == engine.target.varlen_forward.version == 0
 
 
-@ON
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda model: model.half(), "LlamaForCausalLM was changed from float32 to float16"),
-        (lambda model: model.bfloat16(), "from float32 to bfloat16"),
-        (lambda model: model.double(), "from float32 to float64"),
-        (lambda model: model.to("meta"), "moved from cpu to meta"),
-        (lambda model: model.resize_token_embeddings(120).eval(), "97 ids to 120"),
-        (lambda model: model.set_output_embeddings(nn.Linear(32, 97).eval()), "another output embedding"),
-        (lambda model: model.set_input_embeddings(nn.Embedding(97, 32).eval()), "another input embedding"),
-    ],
-    ids=["half", "bfloat16", "double", "moved", "resized", "head", "embedding"],
-)
+ANOTHER = {
+    "half": (lambda model: model.half(), "LlamaForCausalLM was changed from float32 to float16"),
+    "bfloat16": (lambda model: model.bfloat16(), "from float32 to bfloat16"),
+    "double": (lambda model: model.double(), "from float32 to float64"),
+    "moved": (lambda model: model.to("meta"), "moved from cpu to meta"),
+    "resized": (lambda model: model.resize_token_embeddings(120).eval(), "97 ids to 120"),
+    "head": (lambda model: model.set_output_embeddings(nn.Linear(32, 97).eval()), "another output embedding"),
+    "embedding": (lambda model: model.set_input_embeddings(nn.Embedding(97, 32).eval()), "another input embedding"),
+}
+
+
+@on_each_cache
+@pytest.mark.parametrize(("change", "said"), ANOTHER.values(), ids=ANOTHER)
 def test_a_model_that_was_made_another_one_needs_a_new_engine(on, change, said):
     engine = on(with_tree(tiny_model("llama"), tiny_drafter(), 3, 3))
     engine.generate(IDS, MASK, **GREEDY)
@@ -192,16 +186,11 @@ def test_a_compiled_model_is_bound_and_decoded_as_it_was_before(how):
         return graph.forward
 
     expected = plain_text(model)
-    given = model
-    if how == "whole":
-        given = torch.compile(model, backend=backend)
-    elif how == "method":
-        model.compile(backend=backend)
-    elif how == "forward":
+    given = torch.compile(model, backend=backend) if how == "whole" else model
+    if how == "forward":
         model.forward = torch.compile(model.forward, backend=backend)
-    else:
-        for layer in model.model.layers:
-            layer.compile(backend=backend)
+    for module in {"method": [model], "layers": model.model.layers}.get(how, []):
+        module.compile(backend=backend)
     for on in (lambda engine: engine, paged):
         assert torch.equal(on(with_tree(given, tiny_drafter(), 3, 3)).generate(IDS, MASK, **GREEDY), expected)
     assert not calls

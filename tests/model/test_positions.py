@@ -3,14 +3,21 @@
 import pytest
 import torch
 
-from helpers.models import in_threads, tiny_drafter, tiny_model, uneven_batch, with_spread_weights, with_tree
+from helpers.models import (
+    check_texts,
+    in_threads,
+    tiny_drafter,
+    tiny_model,
+    uneven_batch,
+    with_spread_weights,
+    with_tree,
+)
 from redrafter import PromptLookup, UnsupportedError
 from redrafter.attention.mask import TreeSlots
 from redrafter.model.patch import ModelPatch
 from redrafter.model.positions import answer_by_position, find_slot_readers
 from redrafter.model.target import Target
 
-NEW = 24
 SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 48}  # their slopes follow another rule than those of four
 MODELS = {
     "bloom": lambda: with_spread_weights(tiny_model("bloom")),
@@ -26,12 +33,7 @@ MODELS = {
 def test_models_with_alibi_write_what_generate_writes(name):
     model = MODELS[name]()
     engine = with_tree(model, tiny_drafter(hidden_size=model.config.hidden_size), 3, 3)
-    ids, mask = uneven_batch(rows=4, longest=60)
-    arguments = {"attention_mask": mask, "max_new_tokens": NEW, "min_new_tokens": NEW}
-    expected = model.generate(ids, do_sample=False, **arguments)
-    assert torch.equal(engine.generate(ids, do_sample=False, **arguments), expected)
-    plain, drafted = (engine.generate(ids, do_sample=True, seed=5, speculate=s, **arguments) for s in (False, True))
-    assert torch.equal(plain, drafted)
+    check_texts(engine, longest=60)
     hooked = [module for module in model.modules() if module._forward_pre_hooks]
     assert not hooked
 

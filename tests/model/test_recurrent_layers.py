@@ -7,7 +7,7 @@ import torch
 
 from helpers.models import VOCAB, Scripted, row_texts, tiny_drafter, uneven_batch
 from helpers.recurrent import RECURRENT, generated_alone, recurrent_model
-from helpers.steps import read_prompts, verify
+from helpers.steps import grown_and_whole, read_prompts, verify
 from redrafter import DraftTarget, Engine, ReDrafter, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.states import StatesOfRows
@@ -55,36 +55,26 @@ def mostly_right(texts, mask):
 
 
 @pytest.mark.parametrize(("rows", "beams", "depth"), [(4, 1, 4), (4, 3, 3), (1, 3, 3)])
-def test_greedy_equals_model_generate(target, rows, beams, depth):
+def test_texts_are_those_of_plain_decoding(target, rows, beams, depth):
     ids, mask = IDS[:rows], MASK[:rows]
-    expected = generated_alone(target.model, ids, mask, NEW)
-    engine = Engine(target, Scripted(mostly_right(expected, mask), beams, depth))
-    out = engine.generate(ids, mask, return_dict_in_generate=True, **GREEDY)
-    assert torch.equal(out.sequences, expected)
-    assert 0 < out.stats.accepted < out.stats.drafted
-    assert torch.equal(engine.generate(ids, mask, speculate=False, **GREEDY), expected)
+    plain = ReDrafter(target, tiny_drafter(hidden_size=target.hidden_size))
+    sampled = SAMPLED | {"seed": SAMPLED["seed"][:rows]}
+    drawn = plain.generate(ids, mask, speculate=False, **sampled)
+    for arguments, expected in ((GREEDY, generated_alone(target.model, ids, mask, NEW)), (sampled, drawn)):
+        engine = Engine(target, Scripted(mostly_right(expected, mask), beams, depth))
+        out = engine.generate(ids, mask, return_dict_in_generate=True, **arguments)
+        assert torch.equal(out.sequences, expected)
+        assert 0 < out.stats.accepted < out.stats.drafted
+        assert torch.equal(engine.generate(ids, mask, speculate=False, **arguments), expected)
 
 
-def test_the_same_seed_draws_the_same_tokens_with_drafts_and_without(target):
-    drafter = tiny_drafter(hidden_size=target.hidden_size)
-    plain = ReDrafter(target, drafter).generate(IDS, MASK, speculate=False, **SAMPLED)
-    engine = Engine(target, Scripted(mostly_right(plain, MASK), 3, 3))
-    out = engine.generate(IDS, MASK, return_dict_in_generate=True, **SAMPLED)
-    assert torch.equal(out.sequences, plain)
-    assert out.stats.accepted > 0
-
-
-@pytest.mark.parametrize("nodes", [999, 7])
-def test_trees_of_a_drafter_change_no_text(one_of_few, nodes):
-    engine = ReDrafter(one_of_few, tiny_drafter(hidden_size=one_of_few.hidden_size), TreeShape(4, 3, nodes))
-    expected = generated_alone(one_of_few.model, IDS, MASK, NEW)
-    assert torch.equal(engine.generate(IDS, MASK, **GREEDY), expected)
-
-
-def test_prompt_lookup_changes_no_text(one_of_few):
-    expected = generated_alone(one_of_few.model, IDS, MASK, 60)
-    out = Engine(one_of_few, PromptLookupProposer(2, 4)).generate(IDS, MASK, max_new_tokens=60, do_sample=False)
-    assert torch.equal(out, expected)
+@pytest.mark.parametrize("nodes", [999, 7, None])
+def test_trees_of_a_drafter_and_drafts_of_prompt_lookup_change_no_text(one_of_few, nodes):
+    engine = Engine(one_of_few, PromptLookupProposer(2, 4))
+    if nodes is not None:
+        engine = ReDrafter(one_of_few, tiny_drafter(hidden_size=one_of_few.hidden_size), TreeShape(4, 3, nodes))
+    expected = generated_alone(one_of_few.model, IDS, MASK, 40)
+    assert torch.equal(engine.generate(IDS, MASK, max_new_tokens=40, do_sample=False), expected)
 
 
 @pytest.mark.parametrize("architecture", FEW)
@@ -138,47 +128,36 @@ def test_a_prompt_read_in_pieces_leaves_what_it_leaves_whole(target, max_tokens)
 
 
 def test_a_tree_that_is_grown_level_by_level_equals_the_whole(target):
-    prompts = (torch.arange(33).view(3, 11) * 7 + 11) % VOCAB
-    length = torch.tensor([11, 4, 9])
-    parents = torch.tensor([[0, 0, 0, 1, 1, 4, 3], [0, 0, 0, 2, 1, 3, 3], [0, 0, 0, 2, 2, 4, 4]])
-    depth = torch.tensor([0, 1, 1, 2, 2, 3, 3]).expand(3, 7)
-    tokens = (torch.arange(21).view(3, 7) * 5 + 3) % VOCAB
-    whole, results = tree_of(tokens, parents, depth, 3), []
-    with torch.inference_mode():
-        for levels in ([7], [1, 3, 5, 7]):
-            cache = target.new_cache(3)
-            cache.reserve(32)
-            read_prompts(target, prompts, length, cache)
-            pieces = []
-            for level, (start, end) in enumerate(zip([0, *levels], levels, strict=False)):
-                part = tree_of(tokens[:, :end], parents[:, :end], depth[:, :end], level)
-                tree = whole if len(levels) == 1 else part.last_level(end - start)
-                pieces.append(verify(target, tree, length, cache)[0])
-            results.append(torch.cat(pieces, dim=1))
-    assert close(target, *results)
+    def new_cache():
+        cache = target.new_cache(3)
+        cache.reserve(32)
+        return cache
+
+    for grown, expected in zip(*grown_and_whole(target, new_cache), strict=True):
+        assert close(target, grown, expected)
 
 
 def bound_without_outer_linears(model, monkeypatch):
     """Return a target whose mixers compute their linear layers level by level."""
-    find = traits.find_mixers
-
-    def plain(*args):
-        return [replace(mixer, first_linears=(), last_linear=None) for mixer in find(*args)]
-
     with monkeypatch.context() as patch:
-        patch.setattr(traits, "find_mixers", plain)
+        found = lambda *args: [replace(mixer, first_linears=(), last_linear=None) for mixer in find_mixers(*args)]  # noqa: E731
+        patch.setattr(traits, "find_mixers", found)
         return Target(model)
 
 
-def logits_of_a_tree(target):
-    tokens = torch.arange(14).view(2, 7) * 5 % VOCAB + 3
-    parents, depth = torch.tensor([0, 0, 0, 1, 2, 3, 3]), torch.tensor([0, 1, 1, 2, 2, 3, 3])
-    cache = target.new_cache(2)
-    cache.reserve(16)
-    length = torch.tensor([5, 3])
+# Two trees of seven nodes, and the committed tokens of their rows.
+TOKENS, LENGTH = torch.arange(14).view(2, 7) * 5 % VOCAB + 3, torch.tensor([5, 3])
+PARENTS, DEPTH = torch.tensor([[0, 0, 0, 1, 2, 3, 3]] * 2), torch.tensor([[0, 1, 1, 2, 2, 3, 3]] * 2)
+TREE = tree_of(TOKENS, PARENTS, DEPTH, 3)
+
+
+def logits_of_a_tree(target, tree=TREE, cache=None):
+    if cache is None:
+        cache = target.new_cache(2)
+        cache.reserve(16)
     with torch.inference_mode():
-        read_prompts(target, tokens, length, cache)
-        return verify(target, tree_of(tokens, parents.expand(2, 7), depth.expand(2, 7), 3), length, cache)[0]
+        read_prompts(target, TOKENS + 7, LENGTH, cache)
+        return verify(target, tree, LENGTH, cache)[0]
 
 
 def test_linear_layers_at_the_edges_are_computed_once_with_the_same_result(target, monkeypatch):
@@ -200,18 +179,12 @@ def test_weights_of_those_layers_are_read_once_a_tree(one_of_few, monkeypatch):
 
 
 def test_nodes_that_rows_share_have_the_logits_that_they_have_in_whole_trees(one_of_few):
-    tokens = torch.arange(14).view(2, 7) * 5 % VOCAB + 3
-    parents, depth = torch.tensor([[0, 0, 0, 1, 2, 3, 3]] * 2), torch.tensor([[0, 1, 1, 2, 2, 3, 3]] * 2)
     score = torch.tensor([[0.0, -1, -9, -2, -9.5, -3, -9], [0.0, -8, -1, -9, -2, -9.5, -9.5]])
-    length, prompts = torch.tensor([5, 3]), tokens + 7
-    table, home = torch.tensor([[1], [2]]).int(), torch.tensor([1, 2])
-    whole = tree_of(tokens, parents, depth, 3)
-    shared, results = share_nodes(whole, score, 7, torch.tensor([True, True])), []
-    with torch.inference_mode():
-        for tree in (whole, shared):
-            cache = PagedCache(KVCachePool(one_of_few.paged_shapes, 3), table, home)
-            read_prompts(one_of_few, prompts, length, cache)
-            results.append(verify(one_of_few, tree, length, cache)[0])
+    shared, results = share_nodes(TREE, score, 7, torch.tensor([True, True])), []
+    for tree in (TREE, shared):
+        table, home = torch.tensor([[1], [2]]).int(), torch.tensor([1, 2])
+        cache = PagedCache(KVCachePool(one_of_few.paged_shapes, 3), table, home)
+        results.append(logits_of_a_tree(one_of_few, tree, cache))
     kept = [[0, 1, 3, 5], [0, 2, 4]]
     assert shared.counts.tolist() == [4, 3]
     for row, nodes in enumerate(kept):
@@ -257,26 +230,24 @@ def test_a_layer_that_goes_on_wrongly_is_refused_by_name(monkeypatch):
         Target(model)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "reason"),
-    [
-        ("recurrent_gemma", "linear_attention layers, and does not keep their state in transformers' cache"),
-        ("rwkv", "recurrent layers, and does not keep their state in transformers' cache"),
-        ("xlstm", "recurrent layers, and does not keep their state in transformers' cache"),
-        ("minimax", "MiniMax uses cache of its own"),
-    ],
-)
-def test_states_that_are_not_in_the_cache_are_refused_with_the_reason(architecture, reason):
-    with pytest.raises(UnsupportedError, match=reason):
+ELSEWHERE = "{} layers, and does not keep their state in transformers' cache"
+REFUSED = {
+    "recurrent_gemma": ELSEWHERE.format("linear_attention"),
+    "rwkv": ELSEWHERE.format("recurrent"),
+    "xlstm": ELSEWHERE.format("recurrent"),
+    "minimax": "MiniMax uses cache of its own",
+}
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_states_that_are_not_in_the_cache_are_refused_with_the_reason(architecture):
+    with pytest.raises(UnsupportedError, match=REFUSED[architecture]):
         Target(recurrent_model(architecture))
 
 
-def test_adapters_are_refused(one_of_few):
+def test_adapters_and_images_are_refused(one_of_few):
     with pytest.raises(UnsupportedError, match=r"keep recurrent states.*merge"):
         one_of_few.adapters.load("mine", LoraWeights("mine", {}), 1, 8)
-
-
-def test_images_are_refused(one_of_few):
     assert not one_of_few.images.ok
 
 

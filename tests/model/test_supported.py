@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 
 from helpers.drafters import random_drafter
-from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.models import CONTEXT, HIDDEN, VOCAB, check_texts, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.checkpoints.drafters import check_fits_target
 from redrafter.model.supported import config_width
@@ -21,33 +21,18 @@ EYE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_
 EYE |= {"image_size": 8, "patch_size": 4}
 SMALL_OPT = {"word_embed_proj_dim": HIDDEN // 2, "do_layer_norm_before": False, "ffn_dim": 48}
 HEADS = ("encoder_attention_heads", "decoder_attention_heads")
-
-
-def xlnet():
-    """Return an XLNet, tiny and random."""
-    return hf.XLNetLMHeadModel(hf.XLNetConfig(d_model=HIDDEN, n_layer=2, n_head=4, d_inner=48, **TOKENS))
-
-
-def reformer():
-    """Return a Reformer, tiny and random."""
-    local = {"attn_layers": ["local", "local"], "local_attn_chunk_length": 8, "attention_head_size": 8}
-    return tiny_model("reformer", is_decoder=True, axial_pos_shape=(8, 12), axial_pos_embds_dim=(16, 16), **local)
+BART = {"encoder_layers": 2, "decoder_layers": 2, "decoder_ffn_dim": 48, **dict.fromkeys(HEADS, 4)}
+REFORMER = {"attn_layers": ["local", "local"], "local_attn_chunk_length": 8, "attention_head_size": 8}
+REFORMER |= {"axial_pos_shape": (8, 12), "axial_pos_embds_dim": (16, 16)}
 
 
 def whisper():
-    """Return Whisper's decoder, tiny and random."""
     sizes = {"d_model": HIDDEN, "decoder_layers": 2, "decoder_ffn_dim": 48, "max_target_positions": CONTEXT}
     torch.manual_seed(0)
     return hf.WhisperForCausalLM(hf.WhisperConfig(**TOKENS, **sizes, **dict.fromkeys(HEADS, 4), init_std=0.2))
 
 
-def bart():
-    """Return a BART decoder, tiny and random."""
-    return tiny_model("bart", encoder_layers=2, decoder_layers=2, decoder_ffn_dim=48, **dict.fromkeys(HEADS, 4))
-
-
 def blip2():
-    """Return a BLIP-2, tiny and random."""
     text = TOKENS | {"model_type": "opt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     text |= {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": CONTEXT}
     asks = EYE | {"vocab_size": VOCAB, "encoder_hidden_size": 16}
@@ -56,14 +41,12 @@ def blip2():
 
 
 def kosmos2():
-    """Return a Kosmos-2, tiny and random."""
     text = TOKENS | {"embed_dim": 32, "layers": 2, "ffn_dim": 48, "attention_heads": 4}
     config = hf.Kosmos2Config(text_config=text, vision_config=EYE, latent_query_num=2)
     return hf.Kosmos2ForConditionalGeneration(config)
 
 
 def gemma3n():
-    """Return the text model of a Gemma 3n, tiny and random."""
     own = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 4, "head_dim": 8}
     own |= {"num_hidden_layers": 5, "layer_types": ["sliding_attention"] * 4 + ["full_attention"], "sliding_window": 6}
     return tiny_model("gemma3n_text", num_kv_shared_layers=0, activation_sparsity_pattern=[0.0] * 5, **own)
@@ -72,12 +55,12 @@ def gemma3n():
 BERT_LIKE = ("bert", "megatron-bert", "rembert", "roc_bert", "electra", "ernie", "roberta", "xlm-roberta", "roformer")
 MODELS = {
     "openai-gpt": lambda: tiny_model("openai-gpt"),
-    "xlnet": xlnet,
+    "xlnet": lambda: hf.XLNetLMHeadModel(hf.XLNetConfig(d_model=32, n_layer=2, n_head=4, d_inner=48, **TOKENS)),
     "xlm": lambda: tiny_model("xlm"),
     "ctrl": lambda: tiny_model("ctrl"),
-    "reformer": reformer,
+    "reformer": lambda: tiny_model("reformer", is_decoder=True, **REFORMER),
     "whisper": whisper,
-    "bart": bart,
+    "bart": lambda: tiny_model("bart", **BART),
     "blip-2": blip2,
     "kosmos-2": kosmos2,
     "opt-350m": lambda: tiny_model("opt", **SMALL_OPT),
@@ -135,15 +118,14 @@ def test_a_model_is_served_as_it_is_or_refused_with_the_reason(name):
 
 
 def test_a_model_whose_code_prepares_inputs_by_more_arguments_is_served():
-    model, (ids, mask) = tiny_model("llama"), uneven_batch()
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    model, arguments = tiny_model("llama"), {"attention_mask": MASK, **GREEDY}
+    expected = model.generate(IDS, **arguments)
 
     def prepare(input_ids, past_key_values, attention_mask, **given):
         return {"input_ids": input_ids, "past_key_values": past_key_values, "attention_mask": attention_mask} | given
 
     model.prepare_inputs_for_generation = prepare
-    engine = with_tree(model, tiny_drafter(), 3, 3)
-    assert torch.equal(engine.generate(ids, mask, max_new_tokens=8, do_sample=False), expected)
+    assert torch.equal(with_tree(model, tiny_drafter(), 3, 3).generate(IDS, **arguments), expected)
 
 
 @pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("CUDA out of memory"), MemoryError("no memory")])
@@ -168,10 +150,8 @@ def test_a_drafter_for_a_model_that_projects_its_embeddings_has_their_size():
     assert drafter.config.hidden_size == HIDDEN // 2
     with Teacher(model) as teacher:
         assert teacher.read(IDS).hidden.shape == (3, 11, HIDDEN // 2)
-    expected = model.generate(IDS, attention_mask=MASK, **GREEDY)
     for engine in (with_tree(model, drafter, 3, 3), DraftTarget.from_pretrained(tiny_model("llama"), model)):
-        expected = engine.model.generate(IDS, attention_mask=MASK, **GREEDY)
-        assert torch.equal(engine.generate(IDS, MASK, **GREEDY), expected)
+        check_texts(engine, rows=3)
 
 
 def test_a_drafter_of_a_target_whose_sizes_differ_is_refused():
@@ -198,16 +178,13 @@ def test_layers_whose_outputs_are_no_hidden_states_are_refused(make):
 # Attention
 
 
-@pytest.mark.parametrize(
-    ("architecture", "hint"),
-    [
-        ("llama", r"attn_implementation='sdpa' \(or 'eager'\)$"),
-        ("gemma2", "attn_implementation='eager'$"),
-        ("gpt_oss", "attn_implementation='eager'$"),
-    ],
-)
-def test_an_attention_that_takes_no_tree_is_answered_with_one_that_the_model_has(architecture, hint):
+EAGER = "attn_implementation='eager'$"
+HINTS = {"llama": r"attn_implementation='sdpa' \(or 'eager'\)$", "gemma2": EAGER, "gpt_oss": EAGER}
+
+
+@pytest.mark.parametrize("architecture", HINTS)
+def test_an_attention_that_takes_no_tree_is_answered_with_one_that_the_model_has(architecture):
     model = tiny_model(architecture)
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(UnsupportedError, match=hint):
+    with pytest.raises(UnsupportedError, match=HINTS[architecture]):
         Target(model)

@@ -3,19 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
 
-from helpers.models import ARCHITECTURES, CHUNKED, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
-from helpers.steps import read_prompts, verify
+from helpers.models import ARCHITECTURES, CHUNKED, VOCAB, check_texts, paged, tiny_drafter, tiny_model, with_tree
+from helpers.steps import grown_and_whole
 from redrafter import CheckpointError, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.model.target import Target
-from redrafter.tree.token_tree import tree_of
-
-
-def test_what_cannot_be_verified_as_a_tree_is_refused_by_name():
-    with pytest.raises(UnsupportedError, match="RwkvForCausalLM has recurrent layers"):
-        Target(tiny_model("rwkv"))
-
 
 GRANITE = {"mamba_n_heads": 4, "mamba_d_head": 16, "shared_intermediate_size": 48, "num_local_experts": 0}
 
@@ -26,40 +20,23 @@ def test_a_class_for_hybrids_is_served_where_every_layer_is_attention(position_e
     model = tiny_model("granitemoehybrid", **GRANITE | layers)
     if model(torch.tensor([[5]]), use_cache=True).past_key_values is None:
         pytest.skip("this transformers makes no cache for such a model")
-    ids, mask = uneven_batch()
-    arguments = {"max_new_tokens": 20, "do_sample": False}
-    expected = model.generate(ids, attention_mask=mask, **arguments)
-    sampling = {"max_new_tokens": 20, "do_sample": True, "seed": 3}
-    plain = with_tree(model, tiny_drafter(), 5, 3).generate(ids, mask, speculate=False, **sampling)
-    for engine in (with_tree(model, tiny_drafter(), 5, 3), paged(with_tree(model, tiny_drafter(), 5, 3))):
-        assert torch.equal(engine.generate(ids, mask, **arguments), expected)
-        assert torch.equal(engine.generate(ids, mask, **sampling), plain)
+    check_texts(*(on(with_tree(model, tiny_drafter(), 5, 3)) for on in (lambda engine: engine, paged)))
 
 
-@pytest.mark.parametrize("speculate", [True, False])
 @pytest.mark.parametrize("rows", [4, 1])
-def test_a_model_that_reads_keys_by_view_is_given_contiguous_ones(rows, speculate):
+def test_a_model_that_reads_keys_by_view_is_given_contiguous_ones(rows):
     model = tiny_model("gpt_neox_japanese", intermediate_multiple_size=2, attention_dropout=0.0, hidden_dropout=0.0)
     engine = with_tree(model, tiny_drafter(), 5, 3)
     assert "its attention cannot be replaced: no layer attends through" in engine.target.paged.reason
-    ids, mask = uneven_batch(rows)
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
-    assert torch.equal(engine.generate(ids, mask, max_new_tokens=20, do_sample=False, speculate=speculate), expected)
+    check_texts(engine, rows=rows)
 
 
-def test_an_encoder_decoder_is_refused():
-    from transformers import T5Config, T5ForConditionalGeneration
-
+def test_models_in_which_tokens_see_later_ones_are_refused():
     config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     with pytest.raises(UnsupportedError, match="encoder-decoder"):
         Target(T5ForConditionalGeneration(config))
-
-
-def test_an_attention_that_takes_no_tree_mask_is_refused():
-    model = tiny_model("llama")
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(UnsupportedError, match="attn_implementation='sdpa'"):
-        Target(model)
+    with pytest.raises(UnsupportedError, match="reads its prompt in both directions"):
+        Target(tiny_model("gemma", use_bidirectional_attention=True, head_dim=8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -95,46 +72,21 @@ def test_both_stock_attentions_are_right(attention):
 
 def test_binding_leaves_nothing_on_the_model():
     model = tiny_model("llama")
-    head = model.get_output_embeddings()
-    target = Target(model)
-    cache = target.new_cache(1)
-    cache.reserve(4)
-    with torch.inference_mode():
-        read_prompts(target, torch.tensor([[5, 6, 7]]), torch.tensor([3]), cache)
-    assert not head._forward_pre_hooks
-    assert not head._forward_hooks
+    Target(model)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "llama4_text"])
 def test_a_tree_that_is_grown_level_by_level_equals_the_whole(architecture, paged):
     target = Target(tiny_model(architecture, **(CHUNKED if architecture == "llama4_text" else {})))
-    prompts = (torch.arange(33).view(3, 11) * 7 + 11) % VOCAB
-    length = torch.tensor([11, 4, 9])
-    parents = torch.tensor(
-        [[0, 0, 0, 0, 1, 1, 3, 4, 6, 6], [0, 0, 0, 0, 2, 1, 2, 6, 4, 4], [0, 0, 0, 0, 3, 3, 3, 5, 4, 4]]
-    )
-    depth = torch.tensor([0, 1, 1, 1, 2, 2, 2, 3, 3, 3]).expand(3, 10)
-    tokens = (torch.arange(30).view(3, 10) * 5 + 3) % VOCAB
-    whole, results = tree_of(tokens, parents, depth, 3), []
-    with torch.inference_mode():
-        for levels in ([10], [1, 4, 7, 10]):
-            if paged:
-                cache = PagedCache(KVCachePool(target.paged_shapes, 7), torch.tensor([[3, 1], [4, 2], [6, 5]]).int())
-            else:
-                cache = target.new_cache(3)
-                cache.reserve(32)
-            read_prompts(target, prompts, length, cache)
-            pieces = []
-            for start, end in zip([0, *levels], levels, strict=False):
-                tree = tree_of(tokens[:, :end], parents[:, :end], depth[:, :end], int(depth[0, end - 1]))
-                tree = whole if len(levels) == 1 else tree.last_level(end - start)
-                pieces.append(verify(target, tree, length, cache))
-                one = torch.tensor([end - start - 1, 0, (end - start) // 2])  # the head at one of the new nodes
-                alone = verify(target, tree, length, cache, logits_index=one)
-                for part, all_of in zip(alone, pieces[-1], strict=True):
-                    assert torch.allclose(part[:, 0], all_of[torch.arange(3), one], atol=2e-5)
-            results.append([torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)])
-    assert torch.equal(tree.ancestors, whole.ancestors[:, -3:])
-    for grown, expected in zip(*results[::-1], strict=True):
+
+    def new_cache():
+        if paged:
+            return PagedCache(KVCachePool(target.paged_shapes, 7), torch.tensor([[3, 1], [4, 2], [6, 5]]).int())
+        cache = target.new_cache(3)
+        cache.reserve(32)
+        return cache
+
+    for grown, expected in zip(*grown_and_whole(target, new_cache), strict=True):
         assert torch.allclose(grown, expected, atol=5e-5)

@@ -1,56 +1,45 @@
-"""What ranks tell each other, with messages that the test stands in for."""
+"""What ranks tell each other, and layers of which each has a part; the test stands in for the other ranks."""
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from torch import Tensor, nn
 
 from helpers.processes import soon
 from redrafter import MismatchError
 from redrafter.parallel import ranks as module
-from redrafter.parallel.ranks import Ranks
+from redrafter.parallel.local_shards import GatheredLinear, SummedLinear
+from redrafter.parallel.ranks import ALONE, Ranks
 
 TWO = Ranks(rank=0, size=2, group=SimpleNamespace(group_name="two"))
 
 
-@pytest.fixture
-def echo(monkeypatch):
-    """Let every broadcast bring what this rank has sent."""
-    operators = SimpleNamespace(broadcast=lambda x, source, group: x.clone(), wait_tensor=lambda x: x)
-    monkeypatch.setattr(module, "_OPS", operators)
-
-
-def test_tensors_of_several_dtypes_travel_in_one_message(echo):
+def test_tensors_of_several_dtypes_travel_in_one_message(monkeypatch):
+    echo = SimpleNamespace(broadcast=lambda x, source, group: x.clone(), wait_tensor=lambda x: x)
+    monkeypatch.setattr(module, "_OPS", echo)
     sent = [torch.tensor([[True, False, True]]), torch.arange(6).view(2, 3), torch.randn(3, 1), torch.arange(4)[::2]]
     for x, received in zip(sent, TWO.of_first(*sent), strict=True):
         torch.testing.assert_close(received, x, rtol=0, atol=0)
 
 
-@pytest.fixture
-def other_says(monkeypatch):
-    """Return a function that sets what the other rank has, where ranks compare what they have."""
+def test_ranks_that_agree_go_on_and_others_are_refused(monkeypatch):
+    def gather(values: list, value: object, group: object) -> None:
+        values[:] = [value, "paged"]
 
-    def answer(other: object) -> None:
-        def gather(values: list, value: object, group: object) -> None:
-            values[:] = [value, other]
-
-        monkeypatch.setattr(module.dist, "all_gather_object", gather)
-
-    return answer
-
-
-def test_ranks_that_agree_go_on(other_says):
-    other_says("paged")
+    monkeypatch.setattr(module.dist, "all_gather_object", gather)
     TWO.check_equal("paged", "the cache")
+    with pytest.raises(MismatchError, match=r"the cache of rank 1 is 'paged', and of rank 0 'dense'"):
+        TWO.check_equal("dense", "the cache")
 
 
-def test_ranks_that_differ_are_refused(other_says):
-    other_says("dense")
-    with pytest.raises(MismatchError, match=r"the cache of rank 1 is 'dense', and of rank 0 'paged'"):
-        TWO.check_equal("paged", "the cache")
+def test_one_process_agrees_with_itself():
+    assert (ALONE.from_first("a"), ALONE.minimum(3)) == ("a", 3)
+    ALONE.check_equal("a", "it")
 
 
 @pytest.mark.parametrize("reaped", [False, True])
@@ -63,3 +52,33 @@ def test_a_peer_that_has_ended_is_named(reaped):
         process.wait()
     assert soon(lambda: ranks.ended() == [1])
     process.communicate()
+
+
+@dataclass(frozen=True, eq=False)
+class Apart(Ranks):
+    """A rank that is told nothing by the others: it returns its own part."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the sum."""
+        return x
+
+    def join_last(self, x: Tensor) -> Tensor:
+        """Return this rank's part of what is joined."""
+        return x
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_parts_of_a_layer_make_the_layer(size):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(10, 7).double(), torch.randn(3, 10, dtype=torch.double)
+    for splits in (False, True):
+        outputs = []
+        for rank, (weight, own) in enumerate(zip(layer.weight.chunk(size, 1), x.chunk(size, 1), strict=True)):
+            part = SummedLinear(layer, nn.Parameter(weight), None, Apart(rank, size), splits)
+            outputs.append(part(x if splits else own))
+        torch.testing.assert_close(sum(outputs) + layer.bias, layer(x))
+    parts = [
+        GatheredLinear(layer, nn.Parameter(weight), nn.Parameter(bias), Apart(rank, size))
+        for rank, (weight, bias) in enumerate(zip(layer.weight.chunk(size), layer.bias.chunk(size), strict=True))
+    ]
+    torch.testing.assert_close(torch.cat([part(x) for part in parts], dim=-1)[..., :7], layer(x))

@@ -1,9 +1,13 @@
-"""What a model that ranks share is not used for, each refused by name."""
+"""What cannot be shared by ranks, and what a shared model is not used for, each refused by name."""
+
+from collections.abc import Callable
 
 import pytest
+from transformers import PreTrainedModel
 
 from helpers.models import tiny_model
-from redrafter import PromptLookup, UnsupportedError
+from redrafter import ArgumentError, PromptLookup, UnsupportedError
+from redrafter.checkpoints.models import check_loaded_size, check_splits, split_device
 from redrafter.model.target import Target
 from redrafter.parallel.ranks import Ranks
 
@@ -16,35 +20,91 @@ def shared() -> Target:
     return target
 
 
-def test_adapters(shared):
-    with pytest.raises(UnsupportedError, match=r"poems is an adapter, .* tensor parallelism"):
-        shared.load_adapter("poems", None, 1, 8)
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        (lambda target: target.adapters.load("poems", None, 1, 8), "poems is an adapter, .* tensor parallelism"),
+        (lambda target: target.make_batch_invariant(), "tensor parallelism"),
+        (
+            lambda target: PromptLookup.from_pretrained(target, kv_host_cache_gib=1),
+            "kv_host_cache_gib .* tensor parallelism",
+        ),
+    ],
+    ids=["adapters", "batch invariance", "prefixes on the host"],
+)
+def test_a_shared_model_is_not_used_for(shared, use, says):
+    with pytest.raises(UnsupportedError, match=says):
+        use(shared)
 
 
-def test_batch_invariance(shared):
-    with pytest.raises(UnsupportedError, match="tensor parallelism"):
-        shared.make_batch_invariant()
-
-
-def test_prefixes_on_the_host(shared):
-    with pytest.raises(UnsupportedError, match=r"kv_host_cache_gib .* tensor parallelism"):
-        PromptLookup.from_pretrained(shared, kv_host_cache_gib=1)
-
-
-def test_images(shared):
+def test_a_shared_model_sees_no_images(shared):
     shared.image_arguments = frozenset({"pixel_values"})
     assert "tensor parallelism" in shared.images.reason
 
 
-def test_recurrent_states(monkeypatch):
-    monkeypatch.setattr("redrafter.model.target.use_local_shards", lambda model: Ranks(rank=0, size=2))
-    with pytest.raises(UnsupportedError, match=r"recurrent states, .* tensor parallelism"):
-        Target(tiny_model("mamba", num_hidden_layers=1, state_size=4))
-
-
-def test_quantised_weights(monkeypatch):
-    monkeypatch.setattr("redrafter.model.target.use_local_shards", lambda model: Ranks(rank=0, size=2))
+def quantised() -> PreTrainedModel:
     model = tiny_model("llama")
     model.config.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(UnsupportedError, match=r"is quantised, .* tensor parallelism"):
-        Target(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: tiny_model("mamba", num_hidden_layers=1, state_size=4), "recurrent states, .* tensor parallelism"),
+        (quantised, "is quantised, .* tensor parallelism"),
+    ],
+)
+def test_a_model_is_not_shared(monkeypatch, make, says):
+    monkeypatch.setattr("redrafter.model.target.use_local_shards", lambda model: Ranks(rank=0, size=2))
+    with pytest.raises(UnsupportedError, match=says):
+        Target(make())
+
+
+def without_plan() -> PreTrainedModel:
+    model = tiny_model("gpt_neox")
+    model.config.base_model_tp_plan = None
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "tp_size", "error", "says"),
+    [
+        *((lambda: tiny_model("llama"), size, ArgumentError, "positive integer") for size in (0, -1, True, 2.0)),
+        *(
+            (lambda: tiny_model("llama"), size, ArgumentError, f"tp_size={size} does not divide .* take 1 or 2")
+            for size in (3, 4)  # of 4 heads and 2 key-value heads
+        ),
+        (lambda: tiny_model("llama", num_key_value_heads=1), 2, ArgumentError, "one key-value head"),
+        (without_plan, 2, UnsupportedError, "no tensor-parallel plan"),
+        (quantised, 2, UnsupportedError, "quantised"),
+    ],
+)
+def test_how_a_model_cannot_be_split_is_said(tmp_path, make: Callable, tp_size, error, says):
+    with pytest.raises(error, match=says):
+        check_splits(str(tmp_path), tp_size, False, {"config": make().config})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"tp_size": 2}, ArgumentError, "torchrun --nproc-per-node 2"),
+        ({"tp_size": 2, "quantization": "fp8"}, UnsupportedError, "quantised"),
+        ({"tp_size": 2, "quantization": "fp8_dynamic"}, UnsupportedError, "quantised"),
+        ({"drafter_tp_size": 2}, ArgumentError, "leave out drafter_tp_size"),  # a drafter is never split
+    ],
+)
+def test_one_process_says_how_a_model_is_shared(tmp_path, arguments, error, says):
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(error, match=says):
+        PromptLookup.from_pretrained(tmp_path, **arguments)
+
+
+def test_a_loaded_model_cannot_be_split_any_more(llama):
+    with pytest.raises(ArgumentError, match="loaded already, whole"):
+        check_loaded_size(llama, 2)
+
+
+def test_no_rank_chooses_its_device():
+    with pytest.raises(ArgumentError, match="a device of its own"):
+        split_device("cuda:3")

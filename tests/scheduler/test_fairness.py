@@ -251,9 +251,9 @@ def test_a_request_is_served_for_its_client_and_under_its_salt(engine, monkeypat
 
     from helpers.engine_in_thread import client_of
     from redrafter import boxed_pair
-    from redrafter.serve.metrics import Metrics
+    from redrafter.serve.network.api_keys import ApiKeys
     from redrafter.serve.protocol.requests import MAX_SALT_CHARACTERS, CompletionRequest
-    from redrafter.serve.service import Service
+    from redrafter.serve.server import Server
 
     served, prompt, clients = scheduler(engine), [3 + n % 60 for n in range(40)], []
     submit = served.submit
@@ -262,18 +262,18 @@ def test_a_request_is_served_for_its_client_and_under_its_salt(engine, monkeypat
     line.start()
     tokenizer = AutoTokenizer.from_pretrained(boxed_pair())
 
-    def reused(service: Service, client: str, **more: str) -> int:
+    def reused(service: Server, client: str, **more: str) -> int:
         request = CompletionRequest(prompt=prompt, max_tokens=2, temperature=0, **more)
         answer = asyncio.run(service.completion(request, {"client": client}))
         assert set(clients) == {client}
         clients.clear()
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    together = Service(line, tokenizer, "tiny", Metrics(line, "tiny"))
+    together = Server(line, tokenizer)
     assert [reused(together, client) for client in "abc"] == [0, 32, 32]
     assert [reused(together, client, cache_salt="x") for client in "ab"] == [0, 32]
     assert reused(together, "a", cache_salt="y") == 0
-    apart = Service(line, tokenizer, "tiny", Metrics(line, "tiny"), apart=True)
+    apart = Server(line, tokenizer, keys=ApiKeys(["a", "b"]))
     assert [reused(apart, client) for client in "aabb"] == [0, 32, 0, 32]
     assert [reused(apart, client, cache_salt="x") for client in "aabb"] == [0, 32, 0, 32]
     line.stop()

@@ -1,5 +1,7 @@
 """What tests of the server share."""
 
+import asyncio
+import inspect
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +10,16 @@ import pytest
 from transformers import AutoTokenizer
 
 from redrafter import ReDrafter, boxed_pair
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(scope="session")

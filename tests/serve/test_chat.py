@@ -14,16 +14,19 @@ pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 
 from helpers.serving_in_process import listening
-from redrafter.serve.metrics import Metrics
+from redrafter.serve.config import ServeOptions
 from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
 from redrafter.serve.routes.app import create_app
-from redrafter.serve.service import Service
+from redrafter.serve.server import Server
 
 HELLO = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
 CALL = {"id": "a", "type": "function", "function": {"name": "find", "arguments": "{}"}}
 CHAT, COMPLETION = "chat/completions", "completions"
 MANY = ["x"] * 17
+TEXT, IMAGE = {"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "x"}}
+AUDIO, CONTINUE = {"type": "input_audio", "input_audio": {}}, {"continue_final_message": True}
+FORM = {"type": "json_schema", "json_schema": {"schema": "x"}}
 
 
 def refusal(path: str, body: dict[str, Any]) -> tuple[int, str, str | None]:
@@ -48,6 +51,7 @@ def talk(**message: Any) -> dict[str, Any]:
     [
         (COMPLETION, {"stop": MANY}, 422, "stop: List should have at most 16 items"),
         (COMPLETION, {"stop": ["a", 5]}, 422, "stop.1: Input should be a valid string"),
+        (COMPLETION, {"suffix": "b"}, 400, "suffix is not supported: write it into prompt"),
         (COMPLETION, {"stop": 5}, 422, "stop: Input should be a text or a list of texts"),
         (COMPLETION, {"stop": ""}, 422, "stop: String should have at least 1 character"),
         (COMPLETION, {"stop": ["a", "b" * 1001]}, 422, "stop.1: String should have at most 1000 characters"),
@@ -61,35 +65,15 @@ def talk(**message: Any) -> dict[str, Any]:
         (CHAT, talk(content=5), 422, "messages.0.content: Input should be a text or a list of parts"),
         (CHAT, talk(content=[{"type": "text"}]), 422, "messages.0.content.0.text: Field required"),
         (CHAT, talk(content=["a"]), 422, "messages.0.content.0: Input should be a part of text or an image"),
-        (
-            CHAT,
-            talk(content=[{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "x"}}]),
-            400,
-            "messages.0.content.1.image_url.url is not supported: this server fetches nothing: send the image itself",
-        ),
-        (
-            CHAT,
-            talk(content=[{"type": "input_audio", "input_audio": {}}]),
-            400,
-            "messages.0.content.0 is not supported: input_audio parts cannot be read, only text and images",
-        ),
+        (CHAT, talk(content=[TEXT, IMAGE]), 400, "messages.0.content.1.image_url.url is not supported: this server f"),
+        (CHAT, talk(content=[AUDIO]), 400, "messages.0.content.0 is not supported: input_audio parts cannot be read"),
         (CHAT, talk(role="function"), 422, "messages.0.role: Input should be 'system', 'developer', 'user'"),
         (CHAT, {"tools": [TOOL], "tool_choice": "any"}, 422, "tool_choice: Input should be 'none', 'auto' or 'requi"),
         (CHAT, {"tools": [TOOL], "tool_choice": 5}, 422, "tool_choice: Input should be 'none', 'auto', 'required' or"),
-        (
-            CHAT,
-            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {}}},
-            422,
-            "tool_choice.function.name: Field required",
-        ),
+        (CHAT, {"tools": [TOOL], "tool_choice": TOOL | {"function": {}}}, 422, "tool_choice.function.name: Field req"),
         (CHAT, {"tool_choice": "required"}, 422, "tool_choice needs tools"),
         (CHAT, {"tools": [TOOL | {"type": "custom"}]}, 422, "tools.0.type: Input should be 'function'"),
-        (
-            CHAT,
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}},
-            422,
-            "response_format.json_schema.schema: Input should be a schema",
-        ),
+        (CHAT, {"response_format": FORM}, 422, "response_format.json_schema.schema: Input should be a schema"),
         (CHAT, {"functions": []}, 400, "functions is not supported: give tools"),
         (CHAT, {"function_call": "auto"}, 400, "function_call is not supported: give tool_choice"),
         (CHAT, {"chat_template": "{{ x }}"}, 400, "chat_template is not supported: the server's own is used"),
@@ -98,13 +82,8 @@ def talk(**message: Any) -> dict[str, Any]:
         (CHAT, {"store": True}, 422, "store: Input should be False"),
         (CHAT, talk(refusal="no"), 400, "messages.0.refusal is not supported: give it as content"),
         (CHAT, talk(annotations=[{}]), 422, "messages.0.annotations: List should have at most 0 items"),
-        (
-            CHAT,
-            {"continue_final_message": True, "add_generation_prompt": True},
-            422,
-            "continue_final_message goes on with a message: leave out add_generation_prompt",
-        ),
-        (CHAT, {"continue_final_message": True}, 422, "continue_final_message needs a last message of the assistant"),
+        (CHAT, CONTINUE | {"add_generation_prompt": True}, 422, "continue_final_message goes on with a message: leave"),
+        (CHAT, CONTINUE, 422, "continue_final_message needs a last message of the assistant"),
     ],
 )
 def test_an_error_names_the_field_and_the_real_reason(path, body, status, says):
@@ -128,18 +107,9 @@ def test_what_is_null_is_as_if_left_out():
 
 
 def test_fields_without_an_effect_on_the_text_are_taken():
-    fields = {
-        "metadata": {"a": "b"},
-        "store": False,
-        "modalities": ["text"],
-        "user": "u",
-        "safety_identifier": "s",
-        "prompt_cache_key": "k",
-        "service_tier": "auto",
-        "response_format": {"type": "text"},
-        "tools": [TOOL],
-        "tool_choice": "required",
-    }
+    fields = {"metadata": {"a": "b"}, "store": False, "modalities": ["text"], "user": "u", "safety_identifier": "s"}
+    fields |= {"prompt_cache_key": "k", "service_tier": "auto", "response_format": {"type": "text"}}
+    fields |= {"tools": [TOOL], "tool_choice": "required"}
     assert ChatRequest.model_validate({"messages": [HELLO]} | fields).callable_tools[0].function.name == "find"
 
 
@@ -189,31 +159,29 @@ def test_a_call_is_streamed_and_its_message_sent_back(client):
     assert len({answer.choices[0].message.content for answer in answers}) == 1
 
 
-def test_a_call_that_is_cut_ends_for_its_length(client):
-    options = {"tools": [ORDER], "tool_choice": "required", "max_tokens": 30}
-    [choice] = client.chat.completions.create(**SAME | options).choices
-    assert choice.finish_reason == "length"
+def test_a_call_that_is_cut_ends_for_its_length_and_a_text_comes_at_once(client):
+    def both(**options: Any) -> tuple[Any, list[Any]]:
+        streamed = client.chat.completions.create(**SAME | options, stream=True)
+        return client.chat.completions.create(**SAME | options).choices[0], [part.choices[0] for part in streamed]
+
+    choice, parts = both(tools=[ORDER], tool_choice="required", max_tokens=30)
+    assert choice.finish_reason == parts[-1].finish_reason == "length"
     assert choice.message.tool_calls[0].function.arguments.startswith("{")
-    parts = [part.choices[0] for part in client.chat.completions.create(**SAME | options, stream=True)]
-    assert parts[-1].finish_reason == "length"
-
-
-def test_a_text_comes_at_once_where_tools_may_be_called(client):
-    options = {"tools": [{"type": "function", "function": {"name": "find"}}], "temperature": 0, "max_tokens": 30}
-    parts = [part.choices[0].delta.content for part in client.chat.completions.create(**SAME | options, stream=True)]
-    unstreamed = client.chat.completions.create(**SAME | options).choices[0].message.content
-    assert "".join(filter(None, parts)) == unstreamed
-    assert sum(map(bool, parts)) > 4
+    choice, parts = both(tools=[{"type": "function", "function": {"name": "find"}}], temperature=0, max_tokens=30)
+    texts = [part.delta.content for part in parts]
+    assert "".join(filter(None, texts)) == choice.message.content
+    assert sum(map(bool, texts)) > 4
 
 
 def test_thoughts_are_told_apart(client, server, monkeypatch):
     plain = client.chat.completions.create(**SAME | {"max_tokens": 24, "temperature": 0}).choices[0].message.content
     template = server.tokenizer.chat_template
     monkeypatch.setattr(server.tokenizer, "chat_template", template + "{# <think> </think> #}")
-    service = Service(server.engine, server.tokenizer, "boxed", Metrics(server.engine, "boxed"))
+    monkeypatch.setattr(server.engine, "on_delta", server.engine.on_delta)  # is put back in the end
+    thinking = Server(server.engine, server.tokenizer)
     opened = [*TALK, {"role": "assistant", "content": "<think>"}]
     body = SAME | {"max_tokens": 24, "temperature": 0}
-    with listening(create_app(service)) as url:
+    with listening(thinking.app) as url:
         thinker = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         assert thinker.chat.completions.create(**body).choices[0].message.content == plain
         settings = body | {"messages": opened, "extra_body": {"continue_final_message": True}}
@@ -226,25 +194,19 @@ def test_thoughts_are_told_apart(client, server, monkeypatch):
         assert sum(map(bool, thoughts)) > 4
         forced = thinker.chat.completions.create(**settings, response_format={"type": "json_object"})
         assert forced.choices[0].message.content.startswith("{")  # a grammar is of the whole text
-        service.reasoning = False
+        thinking.options = ServeOptions(reasoning_format="none")
         assert (
             thinker.chat.completions.create(**settings).choices[0].message.content.strip() == message.reasoning_content
         )
 
 
-def test_the_coldest_temperatures_are_greedy(client):
-    texts = {
-        client.chat.completions.create(**SAME | {"max_tokens": 16, "temperature": temperature})
-        .choices[0]
-        .message.content
-        for temperature in (0, 1e-40, 1e-9, 9e-6)
-    }
-    assert len(texts) == 1
+def test_the_coldest_temperatures_are_greedy_and_a_spelt_special_token_is_text(client):
+    def chat(**body: Any) -> Any:
+        return client.chat.completions.create(**SAME | body)
 
-
-def test_a_spelt_special_token_is_counted_as_text(client):
-    def count(text: str) -> int:
-        body = SAME | {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
-        return client.chat.completions.create(**body).usage.prompt_tokens
-
-    assert count("a<|eos|>b") > count("a.b") + 2
+    cold = [chat(max_tokens=16, temperature=degrees) for degrees in (0, 1e-40, 1e-9, 9e-6)]
+    assert len({answer.choices[0].message.content for answer in cold}) == 1
+    spelt, text = (
+        chat(messages=[{"role": "user", "content": content}], max_tokens=1) for content in ("a<|eos|>b", "a.b")
+    )
+    assert spelt.usage.prompt_tokens > text.usage.prompt_tokens + 2

@@ -44,25 +44,6 @@ def url(request) -> str:
 SETTINGS = {"model": "boxed", "max_tokens": 800, "seed": 3, "temperature": 0.5}
 
 
-@pytest.mark.slow
-def test_openai_parses_nested_types(url):
-    import openai
-
-    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-    answer = client.chat.completions.parse(messages=TALK, response_format=Dog, **SETTINGS)
-    assert isinstance(answer.choices[0].message.parsed, Dog)
-
-
-def test_openai_parses_calls_with_nested_types(url):
-    import openai
-
-    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-    tool = openai.pydantic_function_tool(Dog)
-    answer = client.chat.completions.parse(messages=TALK, tools=[tool], tool_choice="required", **SETTINGS)
-    [call] = answer.choices[0].message.tool_calls
-    assert isinstance(call.function.parsed_arguments, Dog)
-
-
 def langchain(url: str, **more: object):
     kind = pytest.importorskip("langchain_openai").ChatOpenAI
     settings = {"temperature": 0.5, "seed": 3, "max_tokens": 800, "max_retries": 0} | more

@@ -1,7 +1,6 @@
 """What load generators ask of the server, and read: usage in every part, counters that add up, no waiting packets."""
 
 import asyncio
-import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,19 +16,10 @@ from redrafter.serve.answers.choice import speculation_metrics
 from redrafter.serve.command import listen
 from redrafter.serve.config import ServeOptions
 
-
-def parts(url: str, path: str, body: dict) -> list[dict]:
-    with httpx.stream("POST", f"{url}/v1/{path}", json=body, timeout=300) as answer:
-        assert answer.status_code == 200, answer.read()
-        lines = [line for line in answer.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
 BOTH = {"include_usage": True, "continuous_usage_stats": True}
 ASKED = {
-    "completions": {"prompt": PROMPTS[0], "max_tokens": 40, "logprobs": 0},
-    "chat/completions": {
+    "/v1/completions": {"prompt": PROMPTS[0], "max_tokens": 40, "logprobs": 0},
+    "/v1/chat/completions": {
         "messages": [{"role": "user", "content": [{"type": "text", "text": PROMPTS[0]}]}],
         "max_completion_tokens": 40,
         "logprobs": True,
@@ -40,12 +30,12 @@ ASKED = {
 @pytest.mark.parametrize("path", ASKED)
 def test_every_part_tells_what_its_choice_has_come_to(path, program):
     body = {"model": "boxed", "stream": True, "ignore_eos": True, "seed": 2, "n": 2, **ASKED[path]}
-    *texts, last = parts(program.url, path, body | {"stream_options": BOTH})
+    *texts, last = program.parts(path, body | {"stream_options": BOTH})
     written = [0, 0]
     for part in texts:
         [choice] = part["choices"]
         told, usage = choice["logprobs"], part["usage"]
-        written[choice["index"]] += len(told["tokens"] if path == "completions" else told["content"])
+        written[choice["index"]] += len(told["tokens"] if path == "/v1/completions" else told["content"])
         assert usage["completion_tokens"] == written[choice["index"]]
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
         assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
@@ -55,10 +45,10 @@ def test_every_part_tells_what_its_choice_has_come_to(path, program):
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 80
     assert "metrics" in last
-    once = parts(program.url, path, body | {"stream_options": {"include_usage": True}})
+    once = program.parts(path, body | {"stream_options": {"include_usage": True}})
     assert all(part["usage"] is None for part in once[:-1])
     assert once[-1]["usage"] == last["usage"]
-    alone = parts(program.url, path, body | {"stream_options": {"continuous_usage_stats": True}})
+    alone = program.parts(path, body | {"stream_options": {"continuous_usage_stats": True}})
     assert not any("usage" in part for part in alone)  # as vLLM has it
 
 
@@ -67,7 +57,7 @@ def test_counters_rise_by_what_the_answers_tell(program):
 
     def ask(prompts: list[str], count: int) -> dict:
         body = {"prompt": prompts, "max_tokens": count, "ignore_eos": True, "seed": 1}
-        return httpx.post(f"{program.url}/v1/completions", json=body, timeout=300).json()
+        return program.post("/v1/completions", body).json()
 
     program.wait_until_idle()
     before = program.metrics()
@@ -97,37 +87,21 @@ def test_counters_rise_by_what_the_answers_tell(program):
 
 def test_a_text_without_drafts_comes_to_one_token_a_step():
     told = speculation_metrics([Stats(accepted_by_depth=[0] * 3)])
-    assert (told["mean_acceptance_length"], told["draft_acceptance_rate"]) == (1.0, 0.0)
-    assert told["acceptance_histogram"] == [0] * 4
-    assert told["num_spec_steps"] == 0
+    names = "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps"
+    assert [told[name] for name in names] == [1.0, 0.0, [0] * 4, 0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(f'spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}' for place in range(5)),
-        *(f'request_success_total{{finished_reason="{reason}"}}' for reason in ("stop", "length", "abort", "error")),
-        "num_preemptions_total",
-    ],
-)
-def test_a_counter_is_there_before_the_first_request(program, name):
+def test_all_metrics_are_there_before_the_first_request(program):
     """Else what a client finds first is taken for where it began."""
-    assert program.first_metrics[f"vllm:{name}"] == 0
-
-
-def test_metrics_say_whether_texts_are_batch_invariant(program):
-    assert program.first_metrics["redrafter:batch_invariant"] == 0
-
-
-def test_metrics_say_whether_weights_are_fp8(program):
-    assert program.first_metrics["redrafter:fp8_weights"] == 0
-
-
-def test_metrics_say_how_keys_and_values_are_stored(program):
+    for name in (
+        *(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}' for place in range(5)),
+        *(f'vllm:request_success_total{{finished_reason="{why}"}}' for why in ("stop", "length", "abort", "error")),
+        "vllm:num_preemptions_total",
+        "redrafter:batch_invariant",
+        "redrafter:fp8_weights",
+    ):
+        assert program.first_metrics[name] == 0
     assert program.first_metrics['vllm:cache_config_info{cache_dtype="auto"}'] == 1
-
-
-def test_a_histogram_is_there_before_the_first_request(program):
     assert "vllm:request_time_per_output_token_seconds_count" in program.first_metrics
 
 
@@ -154,7 +128,7 @@ def test_the_share_of_a_prompt_that_was_found_can_be_told(program):
     program.wait_until_idle()
     before = program.metrics()
     body = {"prompt": "The tide came in over the sand, and with it came the boats. " * 4, "max_tokens": 2}
-    usages = [httpx.post(f"{program.url}/v1/completions", json=body, timeout=300).json()["usage"] for _ in range(2)]
+    usages = [program.post("/v1/completions", body).json()["usage"] for _ in range(2)]
     after = program.metrics()
     for name, expected in (
         ("queries", sum(usage["prompt_tokens"] for usage in usages)),
@@ -164,23 +138,18 @@ def test_the_share_of_a_prompt_that_was_found_can_be_told(program):
         assert after[name] - before[name] == expected > 0
 
 
-def test_small_packets_do_not_wait():
+async def test_small_packets_do_not_wait():
     """A first token behind the answer's head is a small packet; without this it waits for the client's delayed
     acknowledgement, 40 ms."""
 
-    async def ask() -> int:
-        accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+    accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
 
-        def come(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            accepted.set_result(writer)  # which closes the connection once nobody has it
+    def come(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.set_result(writer)  # which closes the connection once nobody has it
 
-        server = await asyncio.start_server(come, sock=listen(ServeOptions(port=0)))
-        async with server:
-            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-            accepting = await accepted
-            no_delay = accepting.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            writer.close()
-            accepting.close()
-        return no_delay
-
-    assert asyncio.run(ask())
+    async with await asyncio.start_server(come, sock=listen(ServeOptions(port=0))) as server:
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        accepting = await accepted
+        assert accepting.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+        accepting.close()

@@ -9,6 +9,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from helpers import tokenizers
+
 pytest.importorskip("fastapi")
 
 from redrafter import boxed_pair
@@ -37,10 +39,10 @@ def wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 def byte_level(ignore_merges: bool = False) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer, as GPT-2, Llama 3 and Qwen have."""
-    backend = Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet))
+    backend = tokenizers.byte_level(CORPUS, 320).backend_tokenizer
+    model = backend.model
+    model.ignore_merges = ignore_merges
+    backend.model = model
     return wrapped(backend)
 
 
@@ -55,15 +57,6 @@ def metaspace() -> PreTrainedTokenizerFast:
         CORPUS,
         trainers.UnigramTrainer(vocab_size=90, special_tokens=special, unk_token="<unk>", initial_alphabet=letters),
     )
-    return wrapped(backend)
-
-
-def llama_2() -> PreTrainedTokenizerFast:
-    """Return a BPE tokenizer as Llama 2 has: a normalizer instead of a pre-tokenizer, and byte fallback."""
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    vocab = {name: index for index, name in enumerate(["<unk>", "<s>", "</s>", *bytes_, "▁", *"abcdefghi<>|/s"])}
-    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return wrapped(backend)
 
 
@@ -84,7 +77,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "bytes": byte_level,
     "bytes, whole words first": lambda: byte_level(True),
     "metaspace": metaspace,
-    "Llama 2": llama_2,
+    "Llama 2": lambda: wrapped(tokenizers.sentencepiece_like(CORPUS, 400).backend_tokenizer),
     "words": lower_case,
     "boxed": boxed,
 }
@@ -100,7 +93,7 @@ def prompts(tokenizer: Any, **options: bool) -> Prompts:
 
 
 def encoded(tokenizer: Any, body: dict[str, Any], **options: bool) -> list[int]:
-    return prompts(tokenizer, **options).encode_chat(ChatRequest.model_validate(body)).ids
+    return prompts(tokenizer, **options).encode_chat(ChatRequest.model_validate(body))[0]
 
 
 def controls(tokenizer: Any, ids: list[int]) -> list[int]:
@@ -121,30 +114,14 @@ def chat_body(*texts: str, **more: Any) -> dict[str, Any]:
 
 def test_a_text_without_control_tokens_is_read_as_ever(tokenizer):
     rng = random.Random(3)
-    pieces = [
-        "the sea",
-        " ",
-        "\n",
-        "<",
-        ">",
-        "|",
-        "s>",
-        "<|im_",
-        "end|>",
-        "é🙂",
-        "<table>",
-        "\ue000",
-        "\\ue000",
-        "]",
-        "  ",
-    ]
+    pieces = [*" \n<>|]", "the sea", "s>", "<|im_", "end|>", "é🙂", "<table>", "\ue000", "\\ue000", "  "]
     read = prompts(tokenizer)
     for _ in range(150):
         texts = ["".join(rng.choices(pieces, k=rng.randrange(1, 6))) for _ in range(3)]
         if any(name in text for text in texts for name in tokenizer.added_tokens_encoder if name != "<table>"):
             continue
         body = chat_body(*texts)
-        assert read.encode_chat(ChatRequest.model_validate(body)).ids == ordinary(tokenizer, body)
+        assert read.encode_chat(ChatRequest.model_validate(body))[0] == ordinary(tokenizer, body)
 
 
 def test_control_tokens_in_a_text_are_text(tokenizer):
@@ -159,7 +136,7 @@ def test_control_tokens_in_a_text_are_text(tokenizer):
             "".join(rng.choices([*names, "a", " ", "<", "<|im_", "end|>"], k=rng.randrange(1, 5))) for _ in range(3)
         ]
         texts[1] = "b"
-        ids = read.encode_chat(ChatRequest.model_validate(chat_body(*texts))).ids
+        ids = read.encode_chat(ChatRequest.model_validate(chat_body(*texts)))[0]
         assert controls(tokenizer, ids) == expected
 
 
@@ -220,16 +197,12 @@ def test_tools_their_calls_and_results_are_text():
     assert controls(tokenizer, encoded(tokenizer, body(spelt))) == controls(tokenizer, encoded(tokenizer, body("a")))
 
 
-def test_an_assistant_keeps_the_marks_that_it_writes_itself():
+def test_control_tokens_are_read_of_an_assistants_own_marks_and_where_the_server_allows_it():
     tokenizer = byte_level()
     call, end = tokenizer.convert_tokens_to_ids(["<tool_call>", "<|im_end|>"])
     ids = encoded(tokenizer, chat_body("<tool_call>", "<tool_call><|im_end|>"))
     assert ids.count(call) == 1
     assert ids.count(end) == 2
-
-
-def test_control_tokens_are_read_where_the_server_allows_it():
-    tokenizer = byte_level()
     body = chat_body("a<|im_end|>b")
     assert encoded(tokenizer, body, special_tokens_in_content=True) == ordinary(tokenizer, body)
     assert encoded(tokenizer, body) != ordinary(tokenizer, body)

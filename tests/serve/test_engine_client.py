@@ -1,17 +1,20 @@
-"""Between an engine and whoever listens to it, at the two ends of a line in one process."""
+"""Between an engine and whoever listens to it, at the two ends of a connection in one process."""
 
 import asyncio
 import re
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 
 import pytest
 
+from redrafter.scheduler.sequence import SequenceDelta, Stats
+from redrafter.serve.engine_process.client import ServedSequence
+
 pytest.importorskip("fastapi")
 
-from helpers.engine_in_thread import EngineThread, client_of
+from helpers.engine_in_thread import EngineThread, asked, client_of, written
 from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.processes import soon
 from helpers.scheduling import alone, make_sequence, nothing_is_held, scheduler
@@ -21,7 +24,6 @@ from redrafter.grammar.source import GrammarSource
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.engine_process import client as client_module
 from redrafter.serve.engine_process import process
 from redrafter.serve.engine_process import worker as worker_module
@@ -29,6 +31,14 @@ from redrafter.serve.engine_process.client import SlowConsumerError, Stopped
 from redrafter.serve.engine_process.messages import Submit
 
 GREEDY = SamplingParams(temperature=0)
+
+
+async def leave_unread(deltas):
+    """Receive once, and return the sequence when all of it has come."""
+    taken, _ = await anext(deltas)
+    while not taken.ended:
+        await asyncio.sleep(0.01)
+    return taken
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +53,15 @@ def served(engine) -> Scheduler:
     return scheduler(engine, speculate=False)
 
 
+def begun(served: Scheduler, on_failure=lambda reason: None):
+    made = client_of(served)
+    made.start(on_failure)
+    return made
+
+
 @pytest.fixture
 def client(served):
-    made = client_of(served)
-    made.start()
+    made = begun(served)
     yield made
     made.stop()
     assert not made.alive
@@ -55,173 +70,113 @@ def client(served):
     nothing_is_held(served)
 
 
-def test_a_slow_listener_gets_more_at_once(client, engine):
-    async def listen(pause: float) -> list[tuple[int, list[int]]]:
-        heard = []
-        async for number, _, deltas in client.deltas([[5, 6, 7], [8, 9]], 30, GREEDY, lambda: None):
-            heard.append((number, [token for delta in deltas for token in delta.tokens]))
-            await asyncio.sleep(pause)
-        return heard
-
+async def test_a_slow_listener_gets_more_at_once(client, engine):
     for pause in (0.0, 0.3):
-        heard = asyncio.run(listen(pause))
-        for number, prompt in enumerate(([5, 6, 7], [8, 9])):
-            written = [token for sequence, tokens in heard if sequence == number for token in tokens]
-            assert written == alone(engine, make_sequence(prompt, 30, GREEDY))
+        heard = []
+        async for sequence, deltas in asked(client, [[5, 6, 7], [8, 9]], 30):
+            heard.append((sequence.prompt, [token for delta in deltas for token in delta.tokens]))
+            await asyncio.sleep(pause)
+        for prompt in ([5, 6, 7], [8, 9]):
+            tokens = [token for read, tokens in heard if read == prompt for token in tokens]
+            assert tokens == alone(engine, make_sequence(prompt, 30, GREEDY))
     assert len(heard) < 20  # of 60 tokens, one a step
 
 
-def test_a_first_token_does_not_wait_for_a_step(client, served, monkeypatch):
+async def test_a_first_token_does_not_wait_for_a_step(client, served, monkeypatch):
     told = threading.Event()
     step, waited = served.step, []
     monkeypatch.setattr(served, "step", lambda: (waited.append(told.wait(5)), step()))
-
-    async def listen() -> None:
-        async for _ in client.deltas([[5, 6, 7]], 8, GREEDY, lambda: None):
-            told.set()
-
-    asyncio.run(listen())
+    async for _ in asked(client, [[5, 6, 7]], 8):
+        told.set()
     assert waited[0]
 
 
-def test_who_takes_nothing_is_dropped_and_nobody_else(client, engine, monkeypatch):
+async def test_who_takes_nothing_is_dropped_and_nobody_else(client, engine, monkeypatch):
     monkeypatch.setattr(client_module, "MAX_PENDING_TOKENS", 20)
     monkeypatch.setattr(client_module, "MAX_BEHIND_SECONDS", 0.0)
-
-    async def slow() -> None:
-        async with aclosing(client.deltas([[5, 6, 7], [9]], 60, GREEDY, lambda: None)) as deltas:
-            _, taken, _ = await anext(deltas)
-            while not taken.ended:
-                await asyncio.sleep(0.01)
-            assert taken.written < 60
-            with pytest.raises(SlowConsumerError, match="tokens were written that nobody took"):
-                async for _ in deltas:  # what it was given before
-                    pass
-
-    async def quick() -> list[int]:
-        return [
-            token
-            async for _, _, deltas in client.deltas([[8, 9]], 60, GREEDY, lambda: None)
-            for delta in deltas
-            for token in delta.tokens
-        ]
-
-    async def both() -> list[int]:
-        _, tokens = await asyncio.gather(slow(), quick())
-        return tokens
-
-    assert asyncio.run(both()) == alone(engine, make_sequence([8, 9], 60, GREEDY))
+    beside = asyncio.ensure_future(written(client, [8, 9], 60))
+    async with aclosing(asked(client, [[5, 6, 7], [9]], 60)) as deltas:
+        assert (await leave_unread(deltas)).written < 60
+        with pytest.raises(SlowConsumerError, match="tokens were written that nobody took"):
+            async for _ in deltas:  # what it was given before
+                pass
+    assert await beside == alone(engine, make_sequence([8, 9], 60, GREEDY))
 
 
-def test_alternatives_count_among_what_is_pending(client, monkeypatch):
+@pytest.mark.parametrize("logprobs", [None, 10])
+async def test_alternatives_count_among_what_is_pending(client, monkeypatch, logprobs):
     monkeypatch.setattr(client_module, "MAX_PENDING_TOKENS", 100)
     monkeypatch.setattr(client_module, "MAX_BEHIND_SECONDS", 0.0)
-
-    async def listen(logprobs: int | None) -> None:
-        params = SamplingParams(temperature=0, logprobs=logprobs)
-        async with aclosing(client.deltas([[5, 6, 7]], 60, params, lambda: None)) as deltas:
-            _, taken, _ = await anext(deltas)
-            while not taken.ended:
-                await asyncio.sleep(0.01)
+    async with aclosing(asked(client, [[5, 6, 7]], 60, SamplingParams(temperature=0, logprobs=logprobs))) as deltas:
+        await leave_unread(deltas)
+        with nullcontext() if logprobs is None else pytest.raises(SlowConsumerError):
             await anext(deltas)
 
-    asyncio.run(listen(None))
-    with pytest.raises(SlowConsumerError):
-        asyncio.run(listen(10))
 
-
-def test_who_turns_round_for_a_moment_is_not_dropped(client, monkeypatch):
+async def test_who_turns_round_for_a_moment_is_not_dropped(client, monkeypatch):
     monkeypatch.setattr(client_module, "MAX_PENDING_TOKENS", 5)
-
-    async def listen() -> int:
-        async with aclosing(client.deltas([[5, 6, 7]], 60, GREEDY, lambda: None)) as deltas:
-            _, taken, _ = await anext(deltas)
-            while not taken.ended:
-                await asyncio.sleep(0.01)
-            _, taken, pending = await anext(deltas)
-            return sum(len(delta.tokens) for delta in pending)
-
-    assert asyncio.run(listen()) > 50
+    async with aclosing(asked(client, [[5, 6, 7]], 60)) as deltas:
+        await leave_unread(deltas)
+        _, pending = await anext(deltas)
+    assert sum(len(delta.tokens) for delta in pending) > 50
 
 
-def test_a_loop_that_stands_still_is_called_once(client, monkeypatch):
-    async def listen() -> int:
-        loop, calls = asyncio.get_running_loop(), []
-        call = loop.call_soon_threadsafe
-        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (calls.append(1), call(*given)))
-        async with aclosing(client.deltas([[5, 6, 7]], 40, GREEDY, lambda: None)) as deltas:
-            _, taken, _ = await anext(deltas)
-            while not taken.ended:
-                time.sleep(0.01)  # nothing else happens in this loop meanwhile
-        return len(calls)
-
-    assert asyncio.run(listen()) <= 3
+async def test_a_loop_that_stands_still_is_called_once(client, monkeypatch):
+    loop, calls = asyncio.get_running_loop(), []
+    call = loop.call_soon_threadsafe
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (calls.append(1), call(*given)))
+    async with aclosing(asked(client, [[5, 6, 7]], 40)) as deltas:
+        taken, _ = await anext(deltas)
+        while not taken.ended:
+            time.sleep(0.01)  # nothing else happens in this loop meanwhile
+    assert len(calls) <= 3
 
 
-def test_a_drain_lets_what_was_begun_end_and_refuses_what_is_new(client):
-    async def listen() -> list[str | None]:
-        finishes = []
-        async for _, _, new in client.deltas([[5 + n] for n in range(40)], 30, GREEDY, lambda: None):
-            if client.alive:
-                client.drain()
-                assert not client.idle
-            finishes += [delta.finish for delta in new if delta.finish is not None]
-        with pytest.raises(Stopped):
-            await anext(client.deltas([[5]], 3, GREEDY, lambda: None))
-        return finishes
-
-    assert asyncio.run(listen()) == ["length"] * 40
+async def test_a_drain_lets_what_was_begun_end_and_refuses_what_is_new(client):
+    finishes = []
+    async for _, new in asked(client, [[5 + n] for n in range(40)], 30):
+        if client.alive:
+            client.drain()
+            assert not client.idle
+        finishes += [delta.finish for delta in new if delta.finish is not None]
+    with pytest.raises(Stopped):
+        await anext(asked(client, [[5]], 3))
+    assert finishes == ["length"] * 40
     assert client.idle
 
 
-def test_it_stops_where_nobody_reads(engine):
-    client = client_of(scheduler(engine, max_batch_size=2))
-    client.start()
-
-    async def leave_unread() -> None:
-        deltas = [client.deltas([[5 + n], [7]], 80, GREEDY, lambda: None) for n in range(3)]
-        await anext(deltas[0])
-        waiting = [asyncio.ensure_future(anext(stream)) for stream in deltas[1:]]
-        await asyncio.sleep(0)
-        client.stop()
-        for stream in waiting:  # nor does anybody wait for ever
-            with pytest.raises(Stopped):
-                await stream
-
-    asyncio.run(leave_unread())
+async def test_it_stops_where_nobody_reads(engine):
+    client = begun(scheduler(engine, max_batch_size=2))
+    deltas = [asked(client, [[5 + n], [7]], 80) for n in range(3)]
+    await anext(deltas[0])
+    waiting = [asyncio.ensure_future(anext(stream)) for stream in deltas[1:]]
+    await asyncio.sleep(0)
+    client.stop()
+    for stream in waiting:  # nor does anybody wait for ever
+        with pytest.raises(Stopped):
+            await stream
 
 
-def test_a_round_that_never_ends_holds_nobody(engine, monkeypatch):
+async def test_a_round_that_never_ends_holds_nobody(engine, monkeypatch):
     monkeypatch.setattr(worker_module, "STOP_SECONDS", 0.2)
     served, go_on = scheduler(engine), threading.Event()
-    client = client_of(served)
     monkeypatch.setattr(served, "step", lambda: go_on.wait(300))
-    client.start()
-
-    async def listen() -> None:
-        deltas = client.deltas([[5, 6, 7]], 80, GREEDY, lambda: None)
+    client = begun(served)
+    deltas = asked(client, [[5, 6, 7]], 80)
+    await anext(deltas)
+    client.stop()
+    with pytest.raises(Stopped):
         await anext(deltas)
-        client.stop()
-        with pytest.raises(Stopped):
-            await anext(deltas)
-
-    asyncio.run(listen())
     go_on.set()
 
 
-def test_an_engine_that_fails_leaves_nobody_waiting(engine, monkeypatch):
+async def test_an_engine_that_fails_leaves_nobody_waiting(engine, monkeypatch):
     served, told = scheduler(engine), []
-    client = client_of(served)
     monkeypatch.setattr(served, "step", lambda: 1 / 0)
-    client.start(told.append)
+    client = begun(served, told.append)
     reason = "the engine failed (ZeroDivisionError): nothing is served any more"
-
-    async def listen() -> None:
-        with pytest.raises(Stopped, match=re.escape(reason)):
-            async for _ in client.deltas([[5, 6, 7]], 80, GREEDY, lambda: None):
-                pass
-
-    asyncio.run(listen())
+    with pytest.raises(Stopped, match=re.escape(reason)):
+        await written(client, [5, 6, 7], 80)
     assert not client.alive
     assert soon(lambda: told == [reason])
 
@@ -239,7 +194,7 @@ def test_an_engine_says_by_its_exit_code_whether_it_failed(engine, monkeypatch, 
     if failure is not None:
         monkeypatch.setattr(served, "read", fail)
     thread = EngineThread(served, None)
-    thread.channel.send(Submit((0,), ([5, 6, 7],), 8, GREEDY, None, "", None))
+    thread.channel.send(Submit([[5, 6, 7]], 8, GREEDY, numbers=(0,)))
     thread.channel.receive()  # what it wrote, or why it failed
     thread.channel.close()
     thread.end()
@@ -254,72 +209,56 @@ def test_an_engine_says_by_its_exit_code_whether_it_failed(engine, monkeypatch, 
         (QueueFullError, [5], {"max_batch_size": 1, "max_queue_size": 1}),
     ],
 )
-def test_a_refusal_is_the_schedulers_own_error(engine, error, prompt, limits):
-    client = client_of(scheduler(engine, **limits))
-    client.start()
-
-    async def ask() -> None:
-        async with aclosing(client.deltas([[5]] * 4, 80, GREEDY, lambda: None)) as running:
-            await anext(running)
-            with pytest.raises(error):
-                await anext(client.deltas([prompt], 8, GREEDY, lambda: None))
-
-    asyncio.run(ask())
+async def test_a_refusal_is_the_schedulers_own_error(engine, error, prompt, limits):
+    client = begun(scheduler(engine, **limits))
+    async with aclosing(asked(client, [[5]] * 4, 80)) as running:
+        await anext(running)
+        with pytest.raises(error):
+            await anext(asked(client, [prompt], 8))
     client.stop()
 
 
-def test_a_stop_string_ends_a_text_here_and_in_the_engine(client, served, engine, monkeypatch):
-    cancel, cancelled = served.cancel, []
-    monkeypatch.setattr(served, "cancel", lambda *sequences: (cancelled.extend(sequences), cancel(*sequences)))
+@pytest.fixture
+def cancelled(served, monkeypatch) -> list:
+    """The sequences that the engine was told to cancel."""
+    cancel, found = served.cancel, []
+    monkeypatch.setattr(served, "cancel", lambda *sequences: (found.extend(sequences), cancel(*sequences)))
+    return found
+
+
+async def all_deltas(client, prompt: list[int], count: int, find_stop=None) -> list[SequenceDelta]:
+    return [delta async for _, new in asked(client, [prompt], count, find_stop=find_stop) for delta in new]
+
+
+async def test_a_stop_string_ends_a_text_here_and_in_the_engine(cancelled, client, engine):
     places = iter([None] * 6 + [0])
-
-    async def listen() -> list:
-        deltas = client.deltas([[5, 6, 7]], 80, GREEDY, lambda: lambda tokens: next(places))
-        return [delta async for _, _, new in deltas for delta in new]
-
-    deltas = asyncio.run(listen())
+    deltas = await all_deltas(client, [5, 6, 7], 80, lambda tokens: next(places))
     assert [token for delta in deltas for token in delta.tokens] == alone(engine, make_sequence([5, 6, 7], 7, GREEDY))
     assert [delta.finish for delta in deltas if delta.finish] == ["stop"]
     assert client.idle
     assert soon(lambda: cancelled)
 
 
-def test_a_text_whose_stop_strings_cannot_be_looked_for_ends_alone(client, served, engine, monkeypatch):
-    cancel, cancelled = served.cancel, []
-    monkeypatch.setattr(served, "cancel", lambda *sequences: (cancelled.extend(sequences), cancel(*sequences)))
+async def test_a_text_whose_stop_strings_cannot_be_looked_for_ends_alone(cancelled, client, engine):
     calls = iter(range(100))
 
     def fail(tokens: Sequence[int]) -> None:
         if next(calls) == 5:  # while the other text is written
             raise OverflowError("piece id is out of range")
 
-    async def write(prompt: list[int], find_stop: object = None) -> list[SequenceDelta]:
-        deltas = client.deltas([prompt], 60, GREEDY, lambda: find_stop)
-        return [delta async for _, _, new in deltas for delta in new]
-
-    async def together() -> tuple:
-        return await asyncio.gather(write([8, 9]), write([5, 6, 7], fail))
-
-    good, bad = asyncio.run(together())
-    for deltas in (good, asyncio.run(write([8, 9]))):
-        tokens = [token for delta in deltas for token in delta.tokens]
-        assert tokens == alone(engine, make_sequence([8, 9], 60, GREEDY))
-    last = bad[-1]
+    good, (*_, last) = await asyncio.gather(written(client, [8, 9], 60), all_deltas(client, [5, 6, 7], 60, fail))
+    expected = alone(engine, make_sequence([8, 9], 60, GREEDY))
+    assert good == await written(client, [8, 9], 60) == expected
     assert (last.finish, str(last.error)) == ("error", "the text cannot be read (OverflowError)")
     assert soon(lambda: cancelled)
 
 
-def test_a_text_whose_prompt_is_being_read_is_known_to_run(engine, monkeypatch):
+async def test_a_text_whose_prompt_is_being_read_is_known_to_run(engine, monkeypatch):
     served, told = scheduler(engine, max_num_tokens=16), []
-    client, step = client_of(served), served.step
+    step = served.step
     monkeypatch.setattr(served, "step", lambda: (told.append(soon(lambda: client.load.running == 1, 1)), step()))
-    client.start()
-
-    async def listen() -> None:
-        async for _ in client.deltas([[3 + n % 60 for n in range(60)]], 2, GREEDY, lambda: None):
-            pass
-
-    asyncio.run(listen())
+    client = begun(served)
+    await written(client, [3 + n % 60 for n in range(60)], 2)
     client.stop()
     assert told[0]  # after the first piece, long before the first token
 
@@ -331,45 +270,73 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_given_up(engine, monkeypatc
             await asyncio.sleep(100)
 
     monkeypatch.setattr(process, "Grammars", lambda tokenizer: Endless())
-    client = client_of(scheduler(engine))
-    client.start()
+    client = begun(scheduler(engine))
 
     async def leave() -> None:
-        deltas = client.deltas([[5], [6]], 8, GREEDY, lambda: None, GrammarSource.of({"regex": "a"}))
-        asked = asyncio.ensure_future(anext(deltas))
+        deltas = asked(client, [[5], [6]], 8, grammar=GrammarSource.of({"regex": "a"}))
+        waiting = asyncio.ensure_future(anext(deltas))
         await asyncio.sleep(seconds)
         assert not client.idle
-        asked.cancel()
+        waiting.cancel()
 
     asyncio.run(leave())
     assert soon(lambda: client.idle)
     client.stop()
 
 
-def test_how_busy_the_engine_is_is_known(client, served):
-    async def listen() -> None:
-        async with aclosing(client.deltas([[5]] * 40, 60, GREEDY, lambda: None)) as deltas:
-            await anext(deltas)
-            assert client.load.running == served.limits.max_batch_size
-            assert client.load.waiting == 40 - client.load.running
-            assert client.load.cache_usage > 0
-
-    asyncio.run(listen())
+async def test_how_busy_the_engine_is_is_known(client, served):
+    async with aclosing(asked(client, [[5]] * 40, 60)) as deltas:
+        await anext(deltas)
+        assert client.load.running == served.limits.max_batch_size
+        assert client.load.waiting == 40 - client.load.running
+        assert client.load.cache_usage > 0
     assert soon(lambda: (client.load.running, client.load.waiting, client.load.cache_usage) == (0, 0, 0))
 
 
-def test_those_who_leave_hold_nobody_up(client, engine):
+async def test_those_who_leave_hold_nobody_up(client, engine):
     async def leave(number: int) -> None:
         prompts = [[5 + number, 6, 7 + n % 60] for n in range(300)]
-        async with aclosing(client.deltas(prompts, 8, GREEDY, lambda: None, client=f"{number}")) as deltas:
+        async with aclosing(asked(client, prompts, 8, client=f"{number}")) as deltas:
             await anext(deltas)
 
-    async def stay() -> list[int]:
-        stream = client.deltas([[8, 9]], 20, GREEDY, lambda: None, client="stays")
-        return [token async for _, _, deltas in stream for delta in deltas for token in delta.tokens]
+    *_, tokens = await asyncio.gather(
+        *(leave(number) for number in range(4)), written(client, [8, 9], 20, client="stays")
+    )
+    assert tokens == alone(engine, make_sequence([8, 9], 20, GREEDY))
 
-    async def all_of_them() -> list[int]:
-        *_, tokens = await asyncio.gather(*(leave(number) for number in range(4)), stay())
-        return tokens
 
-    assert asyncio.run(all_of_them()) == alone(engine, make_sequence([8, 9], 20, GREEDY))
+def sequence(stop: int | None) -> ServedSequence:
+    return ServedSequence([5], frozenset(), Stats(accepted_by_depth=[0] * 4), lambda tokens: stop)
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "accepted", "finish"),
+    [
+        (None, [7, 8, 9], 2, "length"),
+        (2, [7, 8, 9], 2, "stop"),
+        (1, [7, 8], 2, "stop"),
+        (0, [7], 1, "stop"),
+    ],
+)
+def test_a_stop_string_cuts_a_delta(stop, tokens, accepted, finish):
+    text, logprobs = sequence(stop), [(-1.0, {}), (-2.0, {}), (-3.0, {})]
+    text.written = 1
+    delta = text.take(SequenceDelta([7, 8, 9], 2, logprobs, "length", drafted=11))
+    assert delta == SequenceDelta(tokens, accepted, logprobs[: len(tokens)], finish, drafted=11)
+    assert text.ended
+    assert text.written == 1 + len(tokens)
+    assert text.stats == Stats(1, 11, accepted, len(tokens), [1] * accepted + [0] * (4 - accepted))
+
+
+@pytest.mark.parametrize(("drafted", "draft_steps"), [(5, 1), (0, 1), (None, 0)])
+def test_a_text_continues_until_its_last_delta_and_counts_its_steps(drafted, draft_steps):
+    text, error = sequence(None), RuntimeError("no memory")
+    text.take(SequenceDelta([7]))
+    assert text.stats.steps == 0
+    text.take(SequenceDelta([8], drafted=drafted))  # with drafts where others left it none too
+    assert (text.stats.steps, text.stats.draft_steps) == (1, draft_steps)
+    assert not text.ended
+    text.take(SequenceDelta([], finish="cancelled"))
+    assert text.ended
+    delta = sequence(0).take(SequenceDelta([7, 8], finish="error", error=error))  # an error is no stop
+    assert (delta.finish, delta.error) == ("error", error)

@@ -83,14 +83,4 @@ def test_an_engine_that_still_loads_ends_with_its_server(monkeypatch):
 def test_signals_for_the_server_leave_its_engine_alone(program, number):
     os.kill(engine_of(program), number)
     body = {"prompt": "The sea", "max_tokens": 5}
-    assert httpx.post(f"{program.url}/v1/completions", json=body, timeout=300).status_code == 200
-
-
-def test_a_stream_that_is_left_frees_its_place(program):
-    with httpx.stream("POST", f"{program.url}/v1/completions", json=ENDLESS, timeout=300) as answer:
-        parts = events(answer)
-        assert next(parts)["choices"]
-        assert program.metrics()["vllm:num_requests_running"] == 1
-        before = program.metrics()['vllm:request_success_total{finished_reason="abort"}']
-    program.wait_until_idle()
-    assert program.metrics()['vllm:request_success_total{finished_reason="abort"}'] == before + 1
+    assert program.post("/v1/completions", body).status_code == 200

@@ -1,5 +1,6 @@
 """On a GPU: the server's rows, of every kind, in captured steps."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -48,15 +49,18 @@ def draft_model() -> Engine:
     return DraftTarget(*(Target(model.cuda()) for model in models), options=OPTIONS)
 
 
-@pytest.mark.parametrize("make", [recurrent, draft_model])
-def test_rows_without_drafts_share_captured_steps(make):
-    engine = make()
-    sequences = without_drafts(random_sequences(24, seed=3))
-    scheduler = served(engine, max_batch_size=6)
+def check_captured(engine: Engine, sequences: list, expected: Callable = alone, **limits: object) -> None:
+    scheduler = served(engine, **limits)
     run(scheduler, sequences, apart=1)
     for each in sequences:
-        assert each.sink.tokens == alone(engine, each)
+        assert each.sink.tokens == expected(engine, each)
+    nothing_is_held(scheduler)
     assert all(step.graph is not None for step in scheduler.batch.captured_steps.values())
+
+
+@pytest.mark.parametrize("make", [recurrent, draft_model])
+def test_rows_without_drafts_share_captured_steps(make):
+    check_captured(make(), without_drafts(random_sequences(24, seed=3)), max_batch_size=6)
 
 
 def test_drafts_are_kept_by_their_odds_in_captured_steps():
@@ -64,25 +68,14 @@ def test_drafts_are_kept_by_their_odds_in_captured_steps():
     models[0].generation_config.eos_token_id = None
     targets = (Target(model.cuda()) for model in models)
     engine = DraftTarget(*targets, draft_len=3, acceptance="rejection", options=OPTIONS)
-    sequences = without_drafts(random_sequences(24, seed=5))
-    scheduler = served(engine, max_batch_size=5)
-    run(scheduler, sequences, apart=1)
-    for each in sequences:
-        assert each.sink.tokens == rejection_sampled(engine, each)
-    assert all(step.graph is not None for step in scheduler.batch.captured_steps.values())
+    check_captured(engine, without_drafts(random_sequences(24, seed=5)), rejection_sampled, max_batch_size=5)
 
 
 @pytest.mark.parametrize("make", [recurrent, draft_model])
 @pytest.mark.parametrize("limits", [{}, {"max_batch_size": 5, "max_num_tokens": 60}], ids=str)
 def test_requests_of_all_kinds_write_what_each_does_alone(make, limits):
-    engine = make()
-    sequences = [*random_sequences(40), *(make_sequence([5, 6, 7], 20, replace(each)) for each in KINDS.values())]
-    scheduler = served(engine, **limits)
-    run(scheduler, sequences, apart=1)
-    for each in sequences:
-        assert each.sink.tokens == alone(engine, each)
-    nothing_is_held(scheduler)
-    assert all(step.graph is not None for step in scheduler.batch.captured_steps.values())
+    kinds = [make_sequence([5, 6, 7], 20, replace(each)) for each in KINDS.values()]
+    check_captured(make(), [*random_sequences(40), *kinds], **limits)
 
 
 def test_rows_with_and_without_a_grammar_share_steps():
@@ -96,15 +89,7 @@ def test_rows_with_and_without_a_grammar_share_steps():
     run(served(engine), sequences[::2] + sequences[1::2], apart=1)
     for each in guided:
         ids = torch.tensor([list(each.prompt)])
-        kinds = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": each.params.seed}
-        found = engine.generate(
-            ids,
-            torch.ones_like(ids),
-            max_new_tokens=40,
-            eos_token_id=2,
-            speculate=False,
-            grammar=grammar,
-            tokenizer=tokenizer,
-            **kinds,
-        )
+        settings = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": each.params.seed, "max_new_tokens": 40}
+        settings |= {"eos_token_id": 2, "speculate": False, "grammar": grammar, "tokenizer": tokenizer}
+        found = engine.generate(ids, torch.ones_like(ids), **settings)
         assert each.sink.tokens == found[0, 3:].tolist()

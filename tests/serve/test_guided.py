@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -23,14 +24,13 @@ from redrafter import ArgumentError
 from redrafter.grammar.grammar import GrammarProcess, zygote_for
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.limits import QueueFullError
-from redrafter.serve.engine_process.grammars import MAX_COMPILATIONS, MAX_COMPILATIONS_PER_CLIENT, Grammars
+from redrafter.serve.engine_process import process
+from redrafter.serve.engine_process.process import MAX_COMPILATIONS, MAX_COMPILATIONS_PER_CLIENT, Grammars
 
 TOKENIZER = tiny_tokenizer()
 QUICK = {"regex": "[ab]{3}"}
 LARGE = {"regex": ".?" * 23_000}  # asks for 0.9 GB at once
 HALF = "\ud800"
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-TALK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 
 
 def slow(number: int) -> dict[str, Any]:
@@ -52,58 +52,48 @@ def started(monkeypatch) -> list[GrammarProcess]:
         processes.append(GrammarProcess(tokenizer))
         return processes[-1]
 
-    monkeypatch.setattr("redrafter.serve.engine_process.grammars.GrammarProcess", start)
+    monkeypatch.setattr(process, "GrammarProcess", start)
     gc.collect()
     assert soon(lambda: not compilations())
     return processes
 
 
-def among(grammars: Grammars, work: Callable[[Callable[..., "asyncio.Task"]], Awaitable[object]]) -> None:
-    """Do `work(ask)`, where `ask(spec, client)` begins to ask for a grammar."""
+@asynccontextmanager
+async def asking(grammars: Grammars) -> AsyncIterator[Callable[..., "asyncio.Task"]]:
+    """A function `ask(spec, client)` that begins to ask for a grammar."""
+    tasks: set[asyncio.Task] = set()
 
-    async def run() -> None:
-        tasks: set[asyncio.Task] = set()
+    def ask(spec: object, client: str = "") -> asyncio.Task:
+        task = asyncio.ensure_future(grammars.get(GrammarSource.of(spec), client))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
 
-        def ask(spec: object, client: str = "") -> asyncio.Task:
-            task = asyncio.ensure_future(grammars.get(GrammarSource.of(spec), client))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            return task
-
-        try:
-            await work(ask)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(run())
+    try:
+        yield ask
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def come(holds: Callable[[], object], seconds: float = 300) -> bool:
     return await asyncio.to_thread(soon, holds, seconds)
 
 
-def test_one_compilation_serves_all(started):
-    grammars = Grammars(TOKENIZER)
-
-    async def work(ask):
+async def test_one_compilation_serves_all(started):
+    async with asking(Grammars(TOKENIZER)) as ask:
         grammars_of_clients = await asyncio.gather(*(ask(QUICK, f"client {number}") for number in range(8)))
         assert len(set(grammars_of_clients)) == 1 == len(started)
         assert await ask(QUICK) is grammars_of_clients[0]
         assert len(started) == 1
-        named = (
-            {"type": "object", "properties": {"a": {}, "b": {}}},
-            {"type": "object", "properties": {"b": {}, "a": {}}},
-        )
+        named = ({"type": "object", "properties": {key: {} for key in names}} for names in ("ab", "ba"))
         first, second = [await ask({"json_schema": schema}) for schema in named]
         assert first is not second  # the order of properties is that of the text
 
-    among(grammars, work)
 
-
-def test_the_last_who_leaves_ends_a_compilation(started):
-    async def work(ask):
+async def test_the_last_who_leaves_ends_a_compilation(started):
+    async with asking(Grammars(TOKENIZER)) as ask:
         first, second = ask(slow(0), "one"), ask(slow(0), "two")
         assert await come(lambda: len(compilations()) == 1)
         assert len(started) == 1
@@ -114,42 +104,39 @@ def test_the_last_who_leaves_ends_a_compilation(started):
         second.cancel()
         assert await come(lambda: not compilations(), 4)  # it had 9 s of a processor left
 
-    among(Grammars(TOKENIZER), work)
 
+async def test_slow_grammars_block_no_quick_ones_and_one_client_not_the_others(started):
+    async def work() -> None:  # whose tasks hold their grammars
+        async with asking(Grammars(TOKENIZER)) as ask:
+            many = [ask(slow(number), "greedy") for number in range(MAX_COMPILATIONS_PER_CLIENT + 3)]
+            assert await come(lambda: len(compilations()) == MAX_COMPILATIONS_PER_CLIENT)
+            await ask(QUICK, "another")
+            assert len(started) == MAX_COMPILATIONS_PER_CLIENT + 1
+            assert not any(task.done() for task in many)
+            shared = ask(slow(MAX_COMPILATIONS_PER_CLIENT), "another")  # which waits behind others of its own client
+            assert await come(lambda: len(started) == MAX_COMPILATIONS_PER_CLIENT + 2)
+            assert not shared.done()
+            many[0].cancel()  # its place goes to one that joins the other client
+            many[1].cancel()
+            assert await come(lambda: len(started) == MAX_COMPILATIONS_PER_CLIENT + 3)
 
-def test_slow_grammars_block_no_quick_ones_and_one_client_not_the_others(started):
-    async def work(ask):
-        many = [ask(slow(number), "greedy") for number in range(MAX_COMPILATIONS_PER_CLIENT + 3)]
-        assert await come(lambda: len(compilations()) == MAX_COMPILATIONS_PER_CLIENT)
-        await ask(QUICK, "another")
-        assert len(started) == MAX_COMPILATIONS_PER_CLIENT + 1
-        assert not any(task.done() for task in many)
-        shared = ask(slow(MAX_COMPILATIONS_PER_CLIENT), "another")  # which waits behind others of its own client
-        assert await come(lambda: len(started) == MAX_COMPILATIONS_PER_CLIENT + 2)
-        assert not shared.done()
-        many[0].cancel()  # its place goes to one that joins the other client
-        many[1].cancel()
-        assert await come(lambda: len(started) == MAX_COMPILATIONS_PER_CLIENT + 3)
-
+    await work()
     assert MAX_COMPILATIONS_PER_CLIENT < MAX_COMPILATIONS
-    among(Grammars(TOKENIZER), work)
     started.clear()
     gc.collect()
-    assert soon(lambda: not compilations())
+    assert await come(lambda: not compilations())  # which lets those that were stopped end
 
 
-def test_a_refusal_is_remembered(started):
-    async def work(ask):
+async def test_a_refusal_is_remembered(started):
+    async with asking(Grammars(TOKENIZER)) as ask:
         for _ in range(2):
             with pytest.raises(ArgumentError, match="unclosed group"):
                 await ask({"regex": "(a"})
         assert len(started) == 1
 
-    among(Grammars(TOKENIZER), work)
 
-
-def test_what_died_is_compiled_again(started):
-    async def work(ask):
+async def test_what_died_is_compiled_again(started):
+    async with asking(Grammars(TOKENIZER)) as ask:
         before = await ask(QUICK)
         [child] = compilations()
         os.kill(child, signal.SIGKILL)
@@ -160,14 +147,11 @@ def test_what_died_is_compiled_again(started):
         assert (await ask({"regex": "[cd]"})).process.alive
         assert zygote_for(TOKENIZER).pid != zygote
 
-    among(Grammars(TOKENIZER), work)
 
-
-def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch):
-    monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_KEPT_GRAMMARS", 2)
-    monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_GRAMMARS", 4)
-
-    async def work(ask):
+async def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch):
+    monkeypatch.setattr(process, "MAX_KEPT_GRAMMARS", 2)
+    monkeypatch.setattr(process, "MAX_LIVING_GRAMMARS", 4)
+    async with asking(Grammars(TOKENIZER)) as ask:
         for number in range(6):
             await ask({"regex": f"a{{{number}}}b"})
         started.clear()
@@ -177,30 +161,24 @@ def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch
         with pytest.raises(QueueFullError, match="4 other grammars are in use"):
             await ask({"regex": "d"})
         assert await ask({"regex": "a{3}c"}) is used[3]
-        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_GRAMMARS", 99)
-        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_BYTES", 0)
+        monkeypatch.setattr(process, "MAX_LIVING_GRAMMARS", 99)
+        monkeypatch.setattr(process, "MAX_LIVING_BYTES", 0)
         used[0].process.memory = 1
         with pytest.raises(QueueFullError, match="other grammars that are in use hold"):
             await ask({"regex": "d"})
         used[0].process.memory = 0
-        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_BYTES", 1 << 40)
-        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_KEPT_BYTES", 0)
+        monkeypatch.setattr(process, "MAX_LIVING_BYTES", 1 << 40)
+        monkeypatch.setattr(process, "MAX_KEPT_BYTES", 0)
         used.clear()
         started.clear()
         await ask({"regex": "e"})
         assert await come(lambda: len(compilations()) == 1)
 
-    among(Grammars(TOKENIZER), work)
 
-
-def post(program: Program, path: str, body: dict[str, Any], **how: Any) -> httpx.Response:
-    content = json.dumps(body).encode()
-    return httpx.post(f"{program.url}{path}", content=content, headers={"content-type": "application/json"}, **how)
-
-
-def complete(program: Program, spec: object, **more: Any) -> httpx.Response:
+def complete(program: Program, spec: object, timeout: Any = 300, **more: Any) -> httpx.Response:
     body = {"prompt": "Answer:", "max_tokens": 40, "temperature": 0, "structured_outputs": spec} | more
-    return post(program, COMPLETION, body, timeout=300)
+    content, headers = json.dumps(body).encode(), {"content-type": "application/json"}  # with halves of characters
+    return httpx.post(f"{program.url}/v1/completions", content=content, headers=headers, timeout=timeout)
 
 
 def forked(program: Program) -> list[int]:
@@ -216,7 +194,7 @@ def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(program, p
         hostile = pool.submit(complete, program, LARGE)
         served = 0
         while not hostile.done():
-            assert httpx.get(f"{program.url}/health", timeout=300).status_code == 200
+            assert program.get("/health").status_code == 200
             choice = complete(program, QUICK).json()["choices"][0]
             expected = offline(pair, "Answer:", 40, do_sample=False, grammar=QUICK, tokenizer=pair[1])
             assert choice["text"] == text_of(pair, expected)
@@ -231,8 +209,7 @@ def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(program, p
 def test_a_client_that_leaves_ends_its_compilation(program):
     before = set(forked(program))
     with pytest.raises(httpx.ReadTimeout):
-        body = {"prompt": "a", "structured_outputs": {"json": slow(1)["json_schema"]}}
-        post(program, COMPLETION, body, timeout=httpx.Timeout(60, read=2))
+        complete(program, {"json": slow(1)["json_schema"]}, timeout=httpx.Timeout(60, read=2))
     assert soon(lambda: set(forked(program)) <= before)
 
 
@@ -257,19 +234,12 @@ def test_a_killed_grammar_ends_its_own_texts_only(program, pair):
     assert again.json()["choices"][0]["text"] == text_of(pair, expected)
 
 
-HALVES = (
-    {"json": {"enum": [HALF]}},
-    {"json": HALF},
-    *({kind: HALF} for kind in ("regex", "lark", "ebnf")),
-    {"choice": [HALF]},
-)
-
-
-@pytest.mark.parametrize("spec", HALVES, ids=str)
-def test_half_a_character_is_refused(program, spec):
-    answer = complete(program, spec)
-    assert answer.status_code == 400, answer.text
-    assert "half a character" in answer.json()["error"]["message"], answer.text
+def test_half_a_character_is_refused(program):
+    halves = dict.fromkeys(("regex", "lark", "ebnf"), HALF)
+    for kind, value in ("json", HALF), ("json", {"enum": [HALF]}), ("choice", [HALF]), *halves.items():
+        answer = complete(program, {kind: value})
+        assert answer.status_code == 400, answer.text
+        assert "half a character" in answer.json()["error"]["message"], answer.text
 
 
 @pytest.mark.parametrize(

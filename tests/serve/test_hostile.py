@@ -12,9 +12,9 @@ pytest.importorskip("llguidance")
 
 from helpers.processes import cpu_seconds
 from helpers.serving import Program
-from redrafter.serve.answers.reader import ChatReader, collect_calls
+from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.protocol.answers import ErrorAnswer
-from redrafter.serve.protocol.requests import Tool, error_body
+from redrafter.serve.protocol.requests import error_body
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HALF = "\ud800"  # of a character
@@ -73,10 +73,7 @@ LARGE = {
     "few enough prompts": (COMPLETION, b'{"prompt": [' + b'"a",' * (M // 5) + b'"a"]}'),
     "few enough lists": (COMPLETION, b'{"prompt": [' + b"[]," * (M // 17) + b"[1]]}"),
     "many digits": (COMPLETION, b'{"prompt": [' + b"1.23456789012345678," * (M // 11) + b"1]}"),
-    "many biases": (
-        COMPLETION,
-        b'{"prompt": "a", "logit_bias": {' + b",".join(b'"%d":"x"' % n for n in range(M // 2)) + b"}}",
-    ),
+    "many biases": (COMPLETION, b'{"logit_bias": {' + b",".join(b'"%d":"x"' % n for n in range(M // 2)) + b"}}"),
 }
 
 
@@ -136,7 +133,7 @@ def test_another_method_is_told_which_there_are(program):
 
 
 def test_errors_are_documented(program):
-    document = httpx.get(f"{program.url}/openapi.json", timeout=300).json()
+    document = program.get("/openapi.json").json()
     for path in (CHAT, COMPLETION):
         responses = document["paths"][path]["post"]["responses"]
         assert {int(status) for status in responses} == {200, 400, 401, 404, 408, 413, 422, 429, 500, 503}
@@ -153,7 +150,5 @@ def test_an_error_can_be_sent_whatever_it_names():
 
 
 def test_half_a_character_in_a_call_is_sent_as_it_was_written():
-    tools = [Tool.model_validate(tool()["tools"][0])]
-    reader = ChatReader(frozenset(tool.function.name for tool in tools))
-    [call] = collect_calls(reader.push('{"name": "f", "arguments": {"a": "\\ud800 \u00e9"}}', last=True))
-    assert call["function"]["arguments"] == '{"a": "\\ud800 \u00e9"}'
+    _, (delta, _) = ChatReader(frozenset("f")).push('{"name": "f", "arguments": {"a": "\\ud800 \u00e9"}}', last=True)
+    assert delta["tool_calls"][0]["function"]["arguments"] == '{"a": "\\ud800 \u00e9"}'

@@ -14,7 +14,6 @@ pytest.importorskip("PIL")
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-import httpx
 from PIL import Image
 from transformers import Gemma3Processor, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2VLProcessor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -34,7 +33,8 @@ from helpers.models import tiny_model
 from helpers.serving import Program
 from redrafter import PromptLookup
 from redrafter.model.target import Target
-from redrafter.serve.images import ImageLimits, ImageReader
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.images import ImageReader
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 
@@ -121,9 +121,7 @@ def test_a_response_reads_the_images_of_its_input(served):
 )
 def test_a_response_refuses_other_images(served, role, part, says):
     message = {"role": role, "content": [{"type": "input_image"} | part]}
-    answer = httpx.post(
-        f"{served.program.url}/v1/responses", json={"model": served.name, "input": [message]}, timeout=300
-    )
+    answer = served.program.post("/v1/responses", {"model": served.name, "input": [message]})
     assert answer.status_code in (400, 422)
     assert says in answer.json()["error"]["message"]
 
@@ -139,21 +137,16 @@ def test_a_sampled_answer_is_the_one_of_its_seed(served):
 def test_the_tokens_of_an_image_are_counted(served):
     content = [image_part(picture(7)), text_part("Go on")]
     body = {"messages": [{"role": "user", "content": content}]}
-    counted = httpx.post(f"{served.program.url}/tokenize", json=body, timeout=300).json()
+    counted = served.program.post("/tokenize", body).json()
     assert counted["tokens"].count(served.processor.image_token_id) == 4
     assert served.ask(*content).usage.prompt_tokens == counted["count"]
 
 
-def test_an_image_of_a_megabyte_is_taken(served):
+def test_an_image_of_a_megabyte_is_taken_and_a_stream_is_the_same_text(served):
     image = picture(8, 640, 640)
     url = data_url(image)
     assert len(url) > 1.5e6
-    assert served.ask(image_part(url), text_part("Go on")).choices[0].message.content == served.write(image, "Go on")
-
-
-def test_a_stream_is_the_same_text(served):
-    image = picture(5)
-    chunks = served.ask(image_part(image), text_part("Go on"), stream=True)
+    chunks = served.ask(image_part(url), text_part("Go on"), stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == served.write(image, "Go on")
 
@@ -168,16 +161,13 @@ def test_clients_with_other_images_at_once_get_their_own_answers(served):
     assert len(set(texts)) > 1
 
 
-def test_a_chat_without_images_is_one_of_text(served):
-    assert served.ask(text_part("Hello")).choices[0].message.content == served.write("Hello")
-
-
 def test_a_mark_that_a_user_spells_stands_for_no_image(served):
     image = picture(6)
     answer = served.ask(image_part(image), text_part("an <image> tag"))
     # As text, the mark is one token for each of its letters.
     plain = served.ask(image_part(image), text_part("an  tag")).usage.prompt_tokens
     assert answer.usage.prompt_tokens == plain + len("<image>")
+    assert served.ask(text_part("Hello")).choices[0].message.content == served.write("Hello")  # a chat without images
 
 
 @pytest.mark.parametrize(
@@ -196,24 +186,21 @@ def test_what_is_no_image_is_refused(served, url, says):
 
 
 @pytest.mark.parametrize(
-    ("message", "says"),
+    ("role", "part", "more", "says"),
     [
-        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "input_audio parts cannot be read"),
-        ({"role": "system", "content": [image_part(picture(1))]}, "messages of the user alone"),
-        ({"role": "user", "content": [image_part(picture(1), detail="high")]}, "detail"),
-        ({"role": "user", "content": [image_part(picture(1)) for _ in range(4)]}, "4 images in one request; at most 3"),
+        ("user", {"type": "input_audio", "input_audio": {}}, {}, "input_audio parts cannot be read"),
+        ("system", image_part(picture(1)), {}, "messages of the user alone"),
+        ("user", image_part(picture(1), detail="high"), {}, "detail"),
+        ("user", image_part(picture(1)), {"copies": 4}, "4 images in one request; at most 3"),
+        ("user", image_part(picture(1)), {"extra_body": {"prompt_logprobs": 1}}, "not scored"),
     ],
-    ids=["audio", "system", "detail", "count"],
+    ids=["audio", "system", "detail", "count", "scores"],
 )
-def test_other_parts_and_places_are_refused(served, message, says):
+def test_other_parts_and_places_are_refused(served, role, part, more, says):
+    message = {"role": role, "content": [part] * more.pop("copies", 1)}
     with pytest.raises(openai.APIStatusError, match=says) as caught:
-        served.client.chat.completions.create(model=served.name, messages=[message])
+        served.client.chat.completions.create(model=served.name, messages=[message], **more)
     assert caught.value.status_code in (400, 422)
-
-
-def test_prompts_with_images_are_not_scored(served):
-    with pytest.raises(openai.BadRequestError, match="not scored"):
-        served.ask(image_part(picture(1)), text_part("?"), extra_body={"prompt_logprobs": 1})
 
 
 def prompts(images: Any, template: str = TEMPLATE) -> Prompts:
@@ -246,13 +233,13 @@ def bomb(width: int, height: int) -> str:
 @pytest.mark.parametrize(
     ("limits", "parts", "says"),
     [
-        (ImageLimits(pixels=1199), [image_part(picture(1))], "1200 pixels, .* may have 1199 together"),
-        (ImageLimits(pixels=1300), [image_part(picture(1)), image_part(picture(2))], "1200 pixels"),
-        (ImageLimits(size=100), [image_part(picture(1))], "bytes; an image may have 100"),
-        (ImageLimits(), [image_part(bomb(20_000, 20_000))], r"too large: .*\(--max-image-pixels\)"),
-        (ImageLimits(), [image_part(bomb(9000, 9000))], "81000000 pixels"),
-        (ImageLimits(), [image_part(bomb(9, 9))], "cannot be read"),
-        (ImageLimits(), [image_part(bomb(1, 51))], "1 x 51 pixels: one side may be 50 times as long as the other"),
+        (ServeOptions(max_image_pixels=1199), [image_part(picture(1))], "1200 pixels, .* may have 1199 together"),
+        (ServeOptions(max_image_pixels=1300), [image_part(picture(1)), image_part(picture(2))], "1200 pixels"),
+        (ServeOptions(max_image_size=1024), [image_part(picture(1))], "bytes; an image may have 1024"),
+        (ServeOptions(), [image_part(bomb(20_000, 20_000))], r"too large: .*\(--max-image-pixels\)"),
+        (ServeOptions(), [image_part(bomb(9000, 9000))], "81000000 pixels"),
+        (ServeOptions(), [image_part(bomb(9, 9))], "cannot be read"),
+        (ServeOptions(), [image_part(bomb(1, 51))], "1 x 51 pixels: one side may be 50 times as long as the other"),
     ],
     ids=["pixels", "together", "bytes", "bomb", "large", "truncated", "narrow"],
 )
@@ -262,26 +249,24 @@ def test_an_image_that_is_too_large_is_refused_before_it_is_decoded(limits, part
 
 
 def test_images_at_their_limits_are_read():
-    reader = ImageReader(llava_processor(), NAMES, ImageLimits(count=2, pixels=2400))
-    prompt = prompts(reader).encode_chat(request(image_part(picture(1)), image_part(picture(2))))
-    assert prompt.images["pixel_values"].shape == (2, 3, 28, 28)
+    reader = ImageReader(llava_processor(), NAMES, ServeOptions(max_images=2, max_image_pixels=2400))
+    _, _, images = prompts(reader).encode_chat(request(image_part(picture(1)), image_part(picture(2))))
+    assert images["pixel_values"].shape == (2, 3, 28, 28)
 
 
-def test_a_template_that_leaves_an_image_out_is_refused():
+def test_a_template_that_leaves_an_image_out_is_refused_and_one_that_reads_parts_alone_given_parts():
     template = TEMPLATE.replace("'<image>'", "''")
     error = refusal(prompts(ImageReader(llava_processor(), NAMES), template), image_part(picture(1)))
     assert "places for 0 of 1 images" in str(error)
-
-
-def test_a_template_that_reads_parts_alone_is_given_parts():
     template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     encoder = prompts(ImageReader(llava_processor(), NAMES), template)
-    ids = encoder.encode_chat(ChatRequest(messages=[{"role": "user", "content": "hello"}])).ids
+    ids = encoder.encode_chat(ChatRequest(messages=[{"role": "user", "content": "hello"}]))[0]
     assert encoder.tokenizer.decode(ids) == "hello"
 
 
 def test_a_model_without_eyes_takes_no_images():
     assert str(refusal(prompts(Prompts.images), image_part(picture(1)))) == "this model takes no images"
+    assert not Target(tiny_model("llama")).image_arguments
 
 
 def tokenizer_with(**special: str) -> PreTrainedTokenizerBase:
@@ -297,11 +282,11 @@ def test_each_image_has_as_many_tokens_as_the_processor_says(monkeypatch):
     cut = Qwen2VLImageProcessorPil(patch_size=14, size={"shortest_edge": 28 * 28, "longest_edge": 56 * 56})
     reader = ImageReader(Qwen2VLProcessor(cut, tokenizer, None), NAMES)
     urls = [data_url(picture(1, 56, 28)), data_url(picture(2, 28, 28))]
-    placed = reader.place("a<|image_pad|>b<|image_pad|>", urls)
-    assert placed.text == "a<|image_pad|><|image_pad|>b<|image_pad|>"
-    assert placed.inputs.keys() == {"pixel_values", "image_grid_thw"}
-    assert placed.inputs["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2]]
-    types = reader.token_types(tokenizer(placed.text).input_ids)
+    placed, inputs = reader.place("a<|image_pad|>b<|image_pad|>", urls)
+    assert placed == "a<|image_pad|><|image_pad|>b<|image_pad|>"
+    assert inputs.keys() == {"pixel_values", "image_grid_thw"}
+    assert inputs["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2]]
+    types = reader.token_types(tokenizer(placed).input_ids)
     assert {name: x.tolist() for name, x in types.items()} == {"mm_token_type_ids": [[0, 1, 1, 0, 1]]}
 
 
@@ -310,12 +295,8 @@ def test_a_mark_may_be_another_token_than_those_of_an_image():
     cut = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
     processor = Gemma3Processor(cut, tokenizer_with(**special), image_seq_length=2)
     reader = ImageReader(processor, ("pixel_values", "token_type_ids"))
-    placed = reader.place("a<start>b", [data_url(picture(1))])
-    assert placed.text == "a\n\n<start><soft><soft><end>\n\nb"
-    assert placed.inputs.keys() == {"pixel_values"}
-    [types] = reader.token_types(processor.tokenizer(placed.text).input_ids)["token_type_ids"].tolist()
+    placed, inputs = reader.place("a<start>b", [data_url(picture(1))])
+    assert placed == "a\n\n<start><soft><soft><end>\n\nb"
+    assert inputs.keys() == {"pixel_values"}
+    [types] = reader.token_types(processor.tokenizer(placed).input_ids)["token_type_ids"].tolist()
     assert types == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0]
-
-
-def test_a_model_of_text_has_no_inputs_for_images():
-    assert not Target(tiny_model("llama")).image_arguments

@@ -8,7 +8,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 import torch
@@ -235,7 +234,7 @@ def alone(pair) -> Alone:
 
 
 def gauge(program: Program, name: str) -> float:
-    lines = httpx.get(f"{program.url}/metrics", timeout=300).text
+    lines = program.get("/metrics").text
     [value] = re.findall(rf"^vllm:{name}{{.*}} (\S+)$", lines, re.MULTILINE)
     return float(value)
 

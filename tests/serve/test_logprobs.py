@@ -1,7 +1,5 @@
 """Log-probabilities of prompts and of texts, and the best of several, as a server tells them."""
 
-import json
-
 import httpx
 import pytest
 import torch
@@ -12,7 +10,7 @@ from helpers.serving import Program
 
 
 def post(program: Program, path: str = "completions", **body: object) -> httpx.Response:
-    return httpx.post(f"{program.url}/v1/{path}", json=body, timeout=300)
+    return program.post(f"/v1/{path}", body)
 
 
 TEXT = "The old man looked at the sea, caf\u00e9 \U0001f600 and"
@@ -47,11 +45,10 @@ def test_what_follows_is_told_behind_the_prompt_also_in_a_stream(program):
     body = {"prompt": [TEXT, "She said"], "max_tokens": 4, "echo": True, "logprobs": 1, "seed": 3, "n": 2}
     whole = post(program, **body).json()["choices"]
     found = [{name: [] for name in whole[0]["logprobs"]} for _ in whole]
-    for line in post(program, **body, stream=True).text.split("\n\n"):
-        if line.startswith("data: {"):
-            [choice] = json.loads(line[6:])["choices"]
-            for name, values in choice["logprobs"].items():
-                found[choice["index"]][name] += values
+    for part in program.parts("/v1/completions", body | {"stream": True}):
+        [choice] = part["choices"]
+        for name, values in choice["logprobs"].items():
+            found[choice["index"]][name] += values
     assert [choice["logprobs"]["tokens"] for choice in whole] == [each["tokens"] for each in found]
     assert [choice["logprobs"]["text_offset"] for choice in whole] == [each["text_offset"] for each in found]
     for mine, theirs in zip(found, whole, strict=True):

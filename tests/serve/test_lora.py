@@ -14,20 +14,22 @@ pytest.importorskip("fastapi")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.adapters import adapted, peft, saved
-from helpers.engine_in_thread import OPENAI_DEFAULTS
+from helpers.engine_in_thread import OPENAI_DEFAULTS, ServerHere, serving
 from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import scheduler
-from helpers.serving import Program
+from helpers.serving_in_process import listening
 from redrafter import boxed_pair
+from redrafter.app.options import LoadOptions
 from redrafter.errors import ArgumentError
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.serve.config import ServeOptions, parse_lora_modules
+from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.messages import Submit
 from redrafter.serve.engine_process.start import EngineFacts
 from redrafter.serve.engine_process.worker import Worker
 from redrafter.serve.protocol.requests import CompletionRequest
-from redrafter.serve.service import Service
+from redrafter.serve.routes.app import create_app
+from redrafter.serve.server import Server
 
 LONG = "The old man looked at the sea and the sea looked at the old man, and neither of the two said a word. " * 3
 
@@ -45,13 +47,11 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def program(folders) -> Iterator[Program]:
+def program(folders) -> Iterator[ServerHere]:
     modules = f"one={folders['one']}", f'{{"name": "two", "path": "{folders["two"]}"}}'
-    server = Program(
-        "--dtype", "float32", "--allow-runtime-lora-updating", "--max-loras", "3", "--lora-modules", *modules
-    )
-    yield server
-    assert server.end() == 0
+    load = LoadOptions(dtype="float32", max_loras=3, device="cpu")
+    with serving(load, lora_modules=modules, allow_runtime_lora_updating=True) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +88,14 @@ def test_an_adapter_is_a_model_of_its_own(http, expected, name):
     assert answer["model"] == (name or "boxed")
 
 
-def test_models_and_their_parents_are_listed(http):
+def test_models_and_their_parents_are_listed_and_another_name_is_refused(http):
     entries = http.get("/v1/models").json()["data"]
-    assert [(entry["id"], entry["parent"]) for entry in entries] == [
-        ("boxed", None),
-        ("one", "boxed"),
-        ("two", "boxed"),
-    ]
+    found = [(entry["id"], entry["parent"]) for entry in entries]
+    assert found == [("boxed", None), ("one", "boxed"), ("two", "boxed")]
     assert http.get("/v1/models/two").json() == entries[2]
+    answer = complete(http, "four")
+    assert answer.status_code == 404
+    assert "'boxed' is, and so are its adapters 'one', 'two'" in answer.json()["error"]["message"]
 
 
 def test_a_prefix_is_reused_by_its_own_adapter_alone(http, expected):
@@ -121,20 +121,15 @@ def test_a_stream_and_a_chat_and_a_response_have_adapters_too(http):
     assert '"model": "one"' in complete(http, "one", stream=True).text
 
 
-def test_another_name_is_refused_with_those_that_are_served(http):
-    answer = complete(http, "four")
-    assert answer.status_code == 404
-    assert "'boxed' is, and so are its adapters 'one', 'two'" in answer.json()["error"]["message"]
-
-
 def test_adapters_are_loaded_and_unloaded_while_the_server_runs(http, expected, folders):
     body = {"lora_name": "three", "lora_path": str(folders["three"])}
     answer = http.post("/v1/load_lora_adapter", json=body)
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'three' added successfully.")
     assert complete(http, "three").json()["choices"][0]["text"] == expected("three", "Once upon a time")
-    again = http.post("/v1/load_lora_adapter", json=body)
-    assert again.status_code == 400
-    assert again.json()["error"]["message"] == "The lora adapter 'three' has already been loaded."
+    for name, says in ("three", "The lora adapter 'three' has already been loaded."), ("four", "--max-loras"):
+        again = http.post("/v1/load_lora_adapter", json=body | {"lora_name": name})  # there is no room for a fourth
+        assert again.status_code == 400
+        assert says in again.json()["error"]["message"]
     answer = http.post("/v1/unload_lora_adapter", json={"lora_name": "three"})
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'three' removed successfully.")
     assert complete(http, "three").status_code == 404
@@ -159,12 +154,6 @@ def test_what_cannot_be_loaded_is_refused_as_vllm_does(http, route, body, status
     assert message in answer.json()["error"]["message"]
 
 
-def test_an_adapter_without_room_is_refused(http, folders):
-    bodies = [{"lora_name": name, "lora_path": str(folders["three"])} for name in ("three", "four")]
-    assert [http.post("/v1/load_lora_adapter", json=body).status_code for body in bodies] == [200, 400]
-    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "three"}).status_code == 200
-
-
 def test_metrics_count_the_texts_of_each_adapter(program, http):
     name = 'redrafter:adapter_generation_tokens_total{adapter="two"}'
     before = program.metrics().get(name, 0)
@@ -173,14 +162,12 @@ def test_metrics_count_the_texts_of_each_adapter(program, http):
     assert program.metrics()['redrafter:adapter_spec_decode_num_draft_tokens_total{adapter="two"}'] > 0
 
 
-@pytest.mark.slow
-def test_a_server_that_does_not_allow_it_loads_nothing(folders):
-    server = Program("--lora-modules", f"one={folders['one']}")
+def test_a_server_that_does_not_allow_it_loads_nothing(program, folders):
     body = {"lora_name": "three", "lora_path": str(folders["three"])}
-    answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=300)
+    with listening(create_app(program.server)) as url:
+        answer = httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=300)
     assert answer.status_code == 404
     assert "--allow-runtime-lora-updating" in answer.json()["error"]["message"]
-    assert server.end() == 0
 
 
 def test_an_adapter_that_is_unloaded_while_its_prompt_is_read_is_not_served_as_the_model():
@@ -189,11 +176,11 @@ def test_an_adapter_that_is_unloaded_while_its_prompt_is_read_is_not_served_as_t
     class Engine:
         facts = EngineFacts("m", (), 97, 96, frozenset(), OPENAI_DEFAULTS, 3, True, adapters={"one": "somewhere"})
 
-        def deltas(self, *arguments, images):
-            asked.append(arguments[-1])
+        def deltas(self, request, sequences):
+            asked.append(request.adapter)
             raise ArgumentError("no adapter 'one' is loaded")
 
-    service = Service(Engine(), AutoTokenizer.from_pretrained(boxed_pair()), "m", None)
+    service = Server(Engine(), AutoTokenizer.from_pretrained(boxed_pair()))
     read = service.prompts.encode_prompts
     service.prompts.encode_prompts = lambda prompt: service.adapters.clear() or read(prompt)
     with pytest.raises(ArgumentError):
@@ -201,15 +188,12 @@ def test_an_adapter_that_is_unloaded_while_its_prompt_is_read_is_not_served_as_t
     assert asked == ["one"]
 
 
-@pytest.mark.parametrize("word", ["one", "=x", "one=", '{"name": "one"}', '{"name": "one", "path": "x", "r": 3}', "{"])
-def test_modules_that_are_misspelt_are_refused(word):
-    with pytest.raises(ArgumentError, match="--lora-modules are name=path"):
-        ServeOptions(lora_modules=(word,))
-
-
-def test_modules_of_one_name_are_refused():
+def test_modules_that_are_misspelt_or_of_one_name_are_refused():
+    for word in "one", "=x", "one=", '{"name": "one"}', '{"name": "one", "path": "x", "r": 3}', "{":
+        with pytest.raises(ArgumentError, match="--lora-modules are name=path"):
+            ServeOptions(lora_modules=(word,))
     with pytest.raises(ArgumentError, match="names 'one' twice"):
-        parse_lora_modules(["one=a", "one=b"])
+        ServeOptions(lora_modules=("one=a", "one=b"))
 
 
 @pytest.fixture
@@ -229,7 +213,7 @@ def worker(tmp_path) -> Iterator[Worker]:
     engine.load_adapter("two", folder)
 
 
-TEXTS = Submit((0, 1), ([5, 6], [7, 8]), 4, SamplingParams(temperature=0), None, "", None, adapter="one")
+TEXTS = Submit(([5, 6], [7, 8]), 4, SamplingParams(temperature=0), adapter="one", numbers=(0, 1))
 
 
 def test_an_adapter_that_is_unloaded_between_two_texts_of_a_request_is_held_for_both(worker, monkeypatch):

@@ -20,11 +20,12 @@ pytest.importorskip("fastapi")
 from helpers.bare_server import BareServer
 from helpers.serving_in_process import listening
 from redrafter.scheduler.limits import QueueFullError
-from redrafter.serve.answers.choice import TextStream
+from redrafter.scheduler.sequence import SequenceDelta
+from redrafter.serve.answers.choice import Choice
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.network.api_keys import ApiKeys
 from redrafter.serve.network.guards import AccessPolicy
-from redrafter.serve.protocol.requests import ApiError
+from redrafter.serve.protocol.requests import ApiError, CompletionRequest
 from redrafter.serve.routes.app import create_app
 
 if TYPE_CHECKING:
@@ -56,19 +57,23 @@ def test_every_character_is_of_the_token_that_completes_it(stops):
     tokenizer, made, whole = tiny_tokenizer(), random.Random(len(stops)), TEXT * 6
     shown = min((whole.index(stop) for stop in stops if stop in whole), default=len(whole))
     end = min((whole.index(stop) + len(stop) for stop in stops if stop in whole), default=len(whole))
+    request = CompletionRequest(prompt="", stop=stops, stream=True, stream_options={"include_drafts": True})
     for _ in range(20):
-        stream, runs, drafted = TextStream(tokenizer, stops), [], []
+        choice, runs, drafted = Choice([5], request, tokenizer), [], []
         left = tokenizer(whole[:end]).input_ids  # the engine stops here
         while left:
             size = made.randint(1, 7)
             piece, left, accepted = left[:size], left[size:], made.randint(0, size)
             drafted += [place < accepted for place in range(len(piece))]
-            new, added = stream.push(piece, last=not left, accepted=accepted), stream.new_runs()
-            assert "".join(text for text, _ in added) == new
+            new, _ = choice.append([SequenceDelta(piece, accepted, finish=None if left else "length")])
+            added = choice.draft_runs()["drafts"]
+            assert "".join(run["text"] for run in added) == new
             runs += added
         ends = accumulate(len(character.encode()) for character in whole[:shown])
-        assert stream.text == whole[:shown]
-        assert [own for text, own in runs for _ in text] == [drafted[end - 1] for end in ends]  # a token for each byte
+        assert choice.text == whole[:shown]
+        assert [run["accepted"] for run in runs for _ in run["text"]] == [
+            drafted[end - 1] for end in ends
+        ]  # a token for each byte
 
 
 @pytest.mark.parametrize(
@@ -119,11 +124,13 @@ def whole(choices: list[dict[str, Any]]) -> dict[int, list[Any]]:
     return joined
 
 
-def test_an_answer_that_is_a_call_has_no_runs(url):
+def test_an_answer_that_is_a_call_has_no_runs_and_drafts_are_for_streams_only(url):
     settings = {"messages": TALK, "tools": [TOOL], "tool_choice": "required", "max_tokens": 60, "seed": 2}
     parts = choices_of(streamed(url, "chat/completions", **settings))
     assert parts[-1]["finish_reason"] == "tool_calls"
     assert not any(choice.get("drafts") for choice in parts)
+    body = {"prompt": "a", "stream_options": {"include_drafts": True}}
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=300).status_code == 422
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -148,11 +155,6 @@ def test_runs_hold_as_many_drafts_as_the_usage_counts(url, stopped):
     assert (hidden > 0) == stopped
     assert count > 5
     assert 0 <= spec["num_accepted_draft_tokens"] - count <= hidden
-
-
-def test_drafts_are_for_streams_only(url):
-    body = {"prompt": "a", "stream_options": {"include_drafts": True}}
-    assert httpx.post(f"{url}/v1/completions", json=body, timeout=300).status_code == 422
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
@@ -280,6 +282,11 @@ def click(page: "Page", selector: str) -> None:
     page.run(f"document.querySelector({json.dumps(selector)}).click()")
 
 
+def stop(page: "Page") -> None:
+    click(page, "#stop")
+    ended(page)
+
+
 def last(page: "Page", name: str) -> str:
     """The text of the log's last element of a class."""
     return str(page.run(f"[...document.querySelectorAll('#log .{name}')].at(-1)?.textContent"))
@@ -310,11 +317,7 @@ def test_a_conversation_is_what_the_server_answers(page, url):
     page.run("document.getElementById('new').click()")
     assert page.run("document.querySelectorAll('article').length") == 0
     assert page.errors == []
-
-
-def test_shift_and_enter_make_a_new_line(page, url):
-    opened(page, url)
-    page.wait("document.title == 'boxed'")
+    page.run("document.getElementById('message').focus()")  # where shift and enter make a new line
     page.send("Input.insertText", text="one")
     page.press_enter(modifiers=8)
     page.send("Input.insertText", text="two")
@@ -345,23 +348,19 @@ async def app(scope, receive, send):
 
 
 @pytest.mark.parametrize(
-    ("path", "loading", "loaded"),
+    ("path", "where", "loading", "loaded"),
     [
-        ("/", "document.getElementById('empty').textContent.includes('is being loaded')", "document.title == 'stub'"),
-        (
-            "/docs",
-            "document.getElementById('wrong').textContent.includes('still being loaded')",
-            "document.getElementById('title').textContent == 'stub 1'",
-        ),
+        ("/", "empty", "is being loaded", "document.title == 'stub'"),
+        ("/docs", "wrong", "still being loaded", "document.getElementById('title').textContent == 'stub 1'"),
     ],
     ids=["chat", "docs"],
 )
-def test_a_page_that_is_opened_while_the_model_loads_goes_on_by_itself(page, path, loading, loaded):
+def test_a_page_that_is_opened_while_the_model_loads_goes_on_by_itself(page, path, where, loading, loaded):
     program = BareServer(LOADED)
     try:
         opened(page, f"{program.url}{path}", ready=False)
         page.run("window.opened = 1")
-        page.wait(loading)
+        page.wait(f"document.getElementById('{where}').textContent.includes('{loading}')")
         if path == "/":
             sent(page, "too early")
             assert page.run("document.getElementById('message').value") == "too early"
@@ -492,9 +491,8 @@ def test_markdown_is_shown_and_copied_and_what_could_run_is_text(page):
         page.send("Runtime.evaluate", expression="document.querySelector('[data-do=copy]').click()", userGesture=True)
         assert page.run("window.copied") == MARKDOWN
         assert page.errors == []
-        assert (
-            page.run("(() => { try { document.body.innerHTML = '<b>'; } catch { return 'refused'; } })()") == "refused"
-        )
+        set_html = "(() => { try { document.body.innerHTML = '<b>'; } catch { return 'refused'; } })()"
+        assert page.run(set_html) == "refused"
 
 
 HOSTILE = ("<script>document.title = 'hit'</script>", "<img src=x onerror=\"document.title = 'hit'\">", "</p>&amp;")
@@ -512,31 +510,24 @@ def test_html_is_text_and_stop_stops(page):
         assert page.run("document.title") == Stub.model
         assert page.run("document.querySelectorAll('#log :is(script, img, b)').length") == 0
         assert page.run("document.querySelectorAll('#log .draft').length") == 2
-        page.run("document.getElementById('stop').click()")
-        ended(page)
+        stop(page)
         assert service.left.wait(300)
         assert last(page, "numbers") == "stopped"
         assert last(page, "answer") == "".join(HOSTILE)
 
 
 def test_thoughts_stand_above_the_answer_and_are_not_sent_back(page):
-    asked = []
-
-    class Thinking(Stub):
-        async def chat(self, body: Any, facts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-            asked.append([message.text for message in body.messages])
-            return self._parts()
-
-    with listening(create_app(Thinking(("Yes.", False), thoughts=["Hm", "<b>m.</b>"]))) as url:
+    service = Stub(("Yes.", False), thoughts=["Hm", "<b>m.</b>"])
+    with listening(create_app(service)) as url:
         opened(page, url)
         for _ in range(2):
             sent(page, "Hello")
             page.wait("[...document.querySelectorAll('.answer')].at(-1)?.textContent == 'Yes.'")
             assert last(page, "thoughts") == "Hm<b>m.</b>"
             assert page.run("!!document.querySelector('.thoughts + .answer')")
-            page.run("document.getElementById('stop').click()")
-            ended(page)
-    assert asked == [["Hello"], ["Hello", "Yes.", "Hello"]]
+            stop(page)
+    told = [[message.text for message in body.messages] for body in service.bodies]
+    assert told == [["Hello"], ["Hello", "Yes.", "Hello"]]
 
 
 @pytest.mark.parametrize(
@@ -567,8 +558,7 @@ def test_a_full_conversation_offers_a_new_one(page):
         opened(page, url)
         sent(page, "one")
         page.wait("document.querySelector('.answer')?.textContent == 'fine'")
-        page.run("document.getElementById('stop').click()")
-        ended(page)
+        stop(page)
         sent(page, "two")
         page.wait("document.querySelector('.error button')")
         assert page.run("document.getElementById('message').value") == "two"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import httpx
@@ -25,15 +26,8 @@ Start = Callable[..., BareServer]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    made: list[BareServer] = []
-
-    def begin(changes: str = "", tls: ssl.SSLContext | None = None) -> BareServer:
-        made.append(BareServer(changes, tls))
-        return made[-1]
-
-    yield begin
-    for each in made:
-        each.close()
+    with ExitStack() as made:
+        yield lambda *changes: made.enter_context(closing(BareServer(*changes)))
 
 
 def test_it_answers_503_until_the_model_is_loaded_and_ends_though_a_client_never_reads(start):
@@ -74,12 +68,9 @@ def test_a_second_signal_ends_it_at_once_whatever_hangs(start):
     assert "ended by force" in program.log[-1]
 
 
-def test_it_ends_while_it_loads(start):
-    assert start().end() == 0
-
-
 @pytest.mark.slow
-def test_a_load_that_fails_ends_it(start):
+def test_it_ends_while_it_loads_and_when_a_load_fails(start):
+    assert start().end() == 0
     program = start()
     program.cue("fail")
     assert program.process.wait(timeout=300) != 0
@@ -145,10 +136,8 @@ def test_a_certificate_that_cannot_be_used_is_named(tmp_path, certificate):
     (tmp_path / "bad.pem").write_text("no certificate")
     for cert, key in ((tmp_path / "none.pem", None), (tmp_path / "bad.pem", None), (certificate[0], tmp_path / "none")):
         options = ServeOptions(ssl_certfile=str(cert), ssl_keyfile=None if key is None else str(key))
-        with (
-            socket.socket() as listening,
-            pytest.raises(ArgumentError, match=r"--ssl-certfile, --ssl-keyfile: .* cannot"),
-        ):
+        says = r"--ssl-certfile, --ssl-keyfile: .* cannot"
+        with socket.socket() as listening, pytest.raises(ArgumentError, match=says):
             ServerProcess(options, listening)
     with pytest.raises(ArgumentError, match="need --ssl-certfile"):
         ServeOptions(ssl_keyfile="key.pem")

@@ -2,7 +2,6 @@
 
 import json
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +16,12 @@ from redrafter import boxed_pair
 from redrafter.grammar.child import CompiledGrammar
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.sequence import SequenceDelta
-from redrafter.serve.answers.choice import Choice
-from redrafter.serve.answers.formats import ChatFormat
-from redrafter.serve.answers.reader import Call, ChatReader, Fragment, Span
+from redrafter.serve.answers.formats import ChatChoice
+from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.protocol.requests import ChatRequest
 from redrafter.serve.tools import call_schema
 
+TALK = [{"role": "user", "content": "Hello"}]
 F, G = '{"name": "f", "arguments": {"a": [1, {"b": "}\\"<tool_call>"}]}}', '{"name": "g", "parameters": {}}'
 FIRST = ("f", '{"a": [1, {"b": "}\\"<tool_call>"}]}')
 # What is written: its text, its thoughts, its calls, and whether it ends within a call.
@@ -62,21 +61,22 @@ WRITTEN: dict[str, tuple[str, str, list[tuple[str, str]], bool]] = {
 
 
 def read(reader: ChatReader, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
-    texts, calls = {False: "", True: ""}, list[list[str]]()
+    texts, calls = {"content": "", "reasoning_content": ""}, list[list[str]]()
     for number, piece in enumerate(pieces):
-        for event in reader.push(piece, last=number == len(pieces) - 1):
-            if isinstance(event, Span):
-                texts[event.thought] += reader.text[event.begin : event.end]
-            elif isinstance(event, Call):
-                assert event.number == len(calls)
-                assert event.id.startswith("call_")
-                calls.append([event.name, ""])
-            else:
-                assert isinstance(event, Fragment)
-                assert event.number == len(calls) - 1
-                assert event.text
-                calls[-1][1] += event.text
-    return texts[False], texts[True], [(name, arguments) for name, arguments in calls]
+        for delta, spans in reader.push(piece, last=number == len(pieces) - 1):
+            assert "".join(reader.text[begin:end] for begin, end in spans) == delta.get("content", "")
+            for call in delta.pop("tool_calls", ()):
+                if "id" in call:
+                    assert call["index"] == len(calls)
+                    assert call["id"].startswith("call_")
+                    calls.append([call["function"]["name"], ""])
+                else:
+                    assert call["index"] == len(calls) - 1
+                    assert call["function"]["arguments"]
+                calls[-1][1] += call["function"]["arguments"]
+            for name, text in delta.items():
+                texts[name] += text
+    return texts["content"], texts["reasoning_content"], [(name, arguments) for name, arguments in calls]
 
 
 def make_reader(**options: Any) -> ChatReader:
@@ -99,32 +99,11 @@ def test_what_is_found_does_not_depend_on_the_pieces(text):
 
 def test_random_pieces_of_marks_are_read_alike_however_they_come():
     rng = random.Random(6)
-    parts = [
-        F,
-        G,
-        "<tool_call>",
-        "</tool_call>",
-        "<think>",
-        "</think>",
-        " ",
-        "\n",
-        "a",
-        "{",
-        "}",
-        '"',
-        "[",
-        ",",
-        '{"name":',
-        '"f"',
-        "\\",
-    ]
+    parts = [F, G, *' \na{}"[,\\', "<tool_call>", "</tool_call>", "<think>", "</think>", '{"name":', '"f"']
+    odds = {"parallel_calls": 0.7, "thinking": 0.3, "split_thoughts": 0.7}
     for _ in range(1500):
         text = "".join(rng.choices(parts, k=rng.randrange(1, 9)))
-        options = {
-            "parallel_calls": rng.random() < 0.7,
-            "thinking": rng.random() < 0.3,
-            "split_thoughts": rng.random() < 0.7,
-        }
+        options = {name: rng.random() < share for name, share in odds.items()}
         size = rng.randrange(1, 6)
         pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
         whole = read(make_reader(**options), [text])
@@ -133,19 +112,20 @@ def test_random_pieces_of_marks_are_read_alike_however_they_come():
 
 
 def test_what_is_certain_comes_at_once():
+    def arguments(text: str) -> list:
+        return [({"tool_calls": [{"index": 0, "function": {"arguments": text}}]}, [])]
+
     reader = make_reader(split_thoughts=False)
-    assert reader.push("I look") == [Span(0, 6)]
+    assert reader.push("I look") == [({"content": "I look"}, [(0, 6)])]
     assert reader.push(' <tool_call>{"name": "f", "argu') == []
-    call, first = reader.push('ments": {"a')
-    assert isinstance(call, Call)
-    assert call.name == "f"
-    assert first == Fragment(0, '{"a')
-    assert reader.push('": 1') == [Fragment(0, '": 1')]
-    assert reader.push("}}</tool_call>", last=True) == [Fragment(0, "}")]
-    assert make_reader(split_thoughts=False).push('{"name": "Anna", ') == [
-        Span(0, 16)
-    ]  # no tool's name, and so no call
-    assert make_reader(thinking=True).push("hm") == [Span(0, 2, True)]
+    (begun, _), *first = reader.push('ments": {"a')
+    assert begun["tool_calls"][0]["function"] == {"name": "f", "arguments": ""}
+    assert first == arguments('{"a')
+    assert reader.push('": 1') == arguments('": 1')
+    assert reader.push("}}</tool_call>", last=True) == arguments("}")
+    no_tool = '{"name": "Anna",'
+    assert make_reader(split_thoughts=False).push(no_tool + " ") == [({"content": no_tool}, [(0, 16)])]
+    assert make_reader(thinking=True).push("hm") == [({"reasoning_content": "hm"}, [])]
 
 
 @pytest.mark.parametrize(
@@ -156,18 +136,11 @@ def test_one_call_where_no_more_may_be_made(text):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        " " * 200_000,
-        '{"x": "' + "a" * 200_000,
-        "<tool_call>" * 20_000,
-        '{"name": "f", "arguments": ' + "[" * 200_000,
-    ],
-    ids=["spaces", "string", "marks", "brackets"],
+    ("begin", "again"), [("", " "), ('{"x": "', "a"), ("", "<tool_call>"), ('{"name": "f", "arguments": ', "[")]
 )
-def test_a_long_text_is_read_in_linear_time(text):
+def test_a_long_text_is_read_in_linear_time(begin, again):
     """A reader that read any text twice would take minutes."""
-    reader = make_reader()
+    reader, text = make_reader(), begin + again * (200_000 // len(again))
     for begin in range(0, len(text), 4):
         reader.push(text[begin : begin + 4])
     reader.push("", last=True)
@@ -200,8 +173,7 @@ def schema_for(*parameters: Any, choice: Any = "required") -> dict[str, Any]:
         {"type": "function", "function": {"name": f"tool-{n}", "parameters": schema_of_one}}
         for n, schema_of_one in enumerate(parameters)
     ]
-    talk = [{"role": "user", "content": "Hello"}]
-    schema = call_schema(ChatRequest.model_validate({"messages": talk, "tools": tools, "tool_choice": choice}))
+    schema = call_schema(ChatRequest.model_validate({"messages": TALK, "tools": tools, "tool_choice": choice}))
     assert schema is not None
     return schema
 
@@ -251,21 +223,19 @@ def test_a_tool_without_a_schema_takes_any_arguments(allows):
     assert allows(schema_for(ITEM, None), '{"name": "tool-1", "arguments": {"any": [1, 2]}}')
 
 
-def write_answer(
-    form: ChatFormat, tokenizer: Any, ids: list[int], sizes: list[int]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def write_answer(tokenizer: Any, ids: list[int], sizes: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the message of a whole answer, and what the deltas of a stream in steps of these sizes join to."""
-    sequence: Any = SimpleNamespace(stop_token_ids=frozenset())
-    choice, streamed = (
-        Choice(tokenizer, (), True),
-        {"content": "", "reasoning_content": "", "tool_calls": [], "finish": None},
-    )
-    while True:
+    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
+    body = {"messages": TALK, "tools": tools, "stream": True, "stream_options": {"include_drafts": True}}
+    request = ChatRequest.model_validate(body)
+    choice, unstreamed = (ChatChoice([5], request, tokenizer, split_thoughts=True) for _ in range(2))
+    streamed: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish": None}
+    while choice.finish is None:
         size, *sizes = sizes or [len(ids)]
         gained = SequenceDelta(ids[:size], accepted=min(1, size), finish="stop" if size >= len(ids) else None)
         ids = ids[size:]
-        text, lines = choice.append(sequence, [gained])
-        for part in form.format_chunks(0, text, lines, choice, False):
+        unstreamed.append([gained])
+        for part in choice.format_chunks(0, *choice.append([gained])):
             delta = part["delta"]
             assert "".join(run["text"] for run in part["drafts"]) == delta.get("content", "")
             for name in ("content", "reasoning_content"):
@@ -276,9 +246,7 @@ def write_answer(
                     streamed["tool_calls"].append([call["function"]["name"], ""])
                 streamed["tool_calls"][-1][1] += call["function"]["arguments"]
             streamed["finish"] = part["finish_reason"] or streamed["finish"]
-        if gained.finish:
-            break
-    entry = form.format_choice(0, choice)
+    entry = unstreamed.format_choice(0)
     message = entry["message"]
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
     expected = {name: message.get(name) or "" for name in ("content", "reasoning_content")}
@@ -296,9 +264,8 @@ def test_a_stream_joins_to_the_message_of_a_whole_answer(tokenizer, text):
     rng = random.Random(7)
     ids = tokenizer(text, add_special_tokens=False).input_ids
     for _ in range(12):
-        form = ChatFormat(None, tokenizer, frozenset("fg"), split_thoughts=True)
         sizes = [rng.randrange(1, 5) for _ in range(rng.randrange(len(ids) + 1))]
-        message, streamed = write_answer(form, tokenizer, ids, sizes)
+        message, streamed = write_answer(tokenizer, ids, sizes)
         assert message == streamed
         assert (message["content"], message["reasoning_content"]) == (content, thoughts)
         assert message["tool_calls"] == [list(call) for call in calls]

@@ -91,19 +91,8 @@ def expected(model, tokenizer, prompt):
 @pytest.mark.parametrize("typed", ["{}", "name={}"])
 def test_generate_writes_with_an_adapter(boxed, tokenizer, capsys, typed):
     model, folder = boxed
-    words = [
-        "generate",
-        "--json",
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--max-new-tokens",
-        "16",
-        "--temperature",
-        "0",
-    ]
-    assert main([*words, "--adapter", typed.format(folder), "Once upon a time"]) == 0
+    words = ["generate", "--json", "--device", "cpu", "--dtype", "float32", "--max-new-tokens", "16"]
+    assert main([*words, "--temperature", "0", "--adapter", typed.format(folder), "Once upon a time"]) == 0
     [text] = json.loads(capsys.readouterr().out)["texts"]
     assert text == expected(model, tokenizer, "Once upon a time")
 

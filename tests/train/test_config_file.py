@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.training import command
+from helpers.command_line import fails
+from helpers.training import command, record
 from redrafter import RecurrentDrafter
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options
@@ -47,7 +48,7 @@ def test_the_tiny_recipe_trains(tmp_path, capsys):
     assert main(["train", *words]) == 0, capsys.readouterr().err
     config = RecurrentDrafter.from_pretrained(tmp_path / "out").config
     assert (config.recurrence, config.head_rank, config.trained_draft_len) == ("gated", 32, 3)
-    assert json.loads((tmp_path / "out" / "training.json").read_text())["steps"] == 2
+    assert record(tmp_path)["steps"] == 2
 
 
 @pytest.mark.parametrize("place", [0, len(TYPED)])
@@ -91,27 +92,14 @@ REFUSED = {
     '{"no-pack": true}': 'no-pack is not an option of this command; write "pack": false',
     '{"weather": 8}': "weather is not an option of this command",
     '{"batch-size": "8"}': 'batch-size must be a whole number, got "8"',
-    '{"batch-size": true}': "batch-size must be a whole number, got true",
-    '{"batch-size": 8.0}': "batch-size must be a whole number, got 8.0",
-    '{"batch-size": null}': "batch-size must be a whole number, got null",
     '{"batch-size": 0}': "--batch-size must be positive, got 0",
-    '{"lr": [1]}': "lr must be a number, got [1]",
-    '{"lr": 1' + "0" * 400 + "}": "lr must be a number, got 1000",
     '{"lr": NaN}': "--lr must be positive, got nan",
-    '{"compile": 1}': "compile must be true or false, got 1",
-    '{"model": ["m"]}': 'model must be a text, got ["m"]',
-    '{"model": null}': "model must be a text, got null",
     '{"data": []}': "data must be a list of texts, got []",
-    '{"data": "x.jsonl"}': 'data must be a list of texts, got "x.jsonl"',
-    '{"data": [1]}': "data must be a list of texts, got [1]",
-    '{"target-layers": ["1"]}': "target-layers must be a list of whole numbers, as for --target-layers N,...",
     '{"target-layers": "1,x"}': "target-layers must be a list of whole numbers",
     '{"dtype": "float99"}': 'dtype must be one of auto, float32, bfloat16, float16, got "float99"',
-    '{"dtype": {}}': "dtype must be one of auto",
     '{"lr": 1, "lr": 2}': "is not JSON: lr is given twice",
     '{"batch-size": 1, "batch_size": 2}': "batch_size is given twice",
     "": "is empty; it must hold a JSON object",
-    " \n": "is empty; it must hold a JSON object",
     "[]": "must hold a JSON object, got a list",
     '"lr"': "must hold a JSON object, got a text",
     "null": "must hold a JSON object, got a null",
@@ -123,32 +111,19 @@ REFUSED = {
 @pytest.mark.parametrize("text", REFUSED, ids=lambda text: text[:24])
 def test_what_a_file_cannot_say_is_refused_in_one_line(tmp_path, capsys, text):
     path = write(tmp_path / "config.json", text)
-    assert_refused(capsys, ["train", *TYPED, "--config", path], REFUSED[text])
+    assert REFUSED[text] in fails(capsys, "train", *TYPED, "--config", path)
 
 
 def test_a_file_that_cannot_be_read_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe{}")
     for path, reason in (("gone.json", "No such file"), ("", "Is a directory"), ("binary.json", "utf-8")):
         path = str(tmp_path / path)
-        assert_refused(capsys, ["train", *TYPED, "--config", path], f"{path} cannot be read: ")
-        assert_refused(capsys, ["regenerate", *TYPED, "--config", path], reason)
-    assert_refused(capsys, ["train", *TYPED, "--config"], "--config")
+        assert f"{path} cannot be read: " in fails(capsys, "train", *TYPED, "--config", path)
+        assert reason in fails(capsys, "regenerate", *TYPED, "--config", path)
+    assert "--config" in fails(capsys, "train", *TYPED, "--config")
 
 
 def test_every_command_refuses_what_belongs_to_another(tmp_path, capsys):
     path = write(tmp_path / "config.json", {"num-beams": 5})
     for words in (["train", *TYPED], ["regenerate", *TYPED], ["evaluate"]):
-        assert_refused(capsys, [*words, "--config", path], "num-beams is not an option of this command")
-
-
-def assert_refused(capsys, words: list[str], reason: str) -> None:
-    try:
-        code = main(words)
-    except SystemExit as end:
-        code = end.code
-    out, err = capsys.readouterr()
-    assert code == 2
-    assert out == ""
-    assert err.count("\n") == 1, err
-    assert err.startswith("redrafter: error: ")
-    assert reason in err
+        assert "num-beams is not an option of this command" in fails(capsys, *words, "--config", path)

@@ -25,9 +25,7 @@ from redrafter.train.evaluate.explain import (
     count_misses,
     describe_drafts,
     explain_temperature,
-    rank_of,
     trace_steps,
-    tried_drafts,
 )
 from redrafter.train.evaluate.options import EvaluateOptions, Search
 from redrafter.train.evaluate.replay import Shape, replay
@@ -35,46 +33,6 @@ from redrafter.train.evaluate.report import MISS_NAMES, advise, format_explanati
 from redrafter.train.evaluate.texts import PromptSource, Texts, read_training_texts, write_texts
 
 # Counts of tensors
-
-
-def steps_of(*rows: tuple[int, int, int, int]) -> Steps:
-    """Make steps of rows of left, accepted, searched and rank; step i is at position 10 * i of text i."""
-    index = torch.arange(len(rows))
-    return Steps(index, 10 * index, *torch.tensor(rows).unbind(1))
-
-
-@pytest.mark.parametrize(
-    "left, accepted, searched, rank, outcome",
-    [
-        (9, 1, 1, -1, Outcome.OUTSIDE_HEAD),
-        (9, 1, 1, 3, Outcome.NEAR_MISS),
-        (9, 1, 1, 4, Outcome.WRONG_GUESS),
-        (9, 1, 2, 0, Outcome.NODE_BUDGET),
-        (9, 0, 3, 7, Outcome.NODE_BUDGET),
-        (9, 3, 3, 9, Outcome.ALL_ACCEPTED),
-        (3, 3, 3, -1, Outcome.ALL_ACCEPTED),
-        (2, 2, 2, -1, Outcome.TEXT_ENDED),
-    ],
-)
-def test_a_step_has_the_outcome_of_the_first_test_that_it_meets(left, accepted, searched, rank, outcome):
-    assert classify(steps_of((left, accepted, searched, rank)), beams=2, depth=3).tolist() == [outcome]
-
-
-def test_a_rank_counts_the_scores_above_and_knows_no_unknown_token():
-    scores = torch.tensor([[0.5, 2.0, 1.0], [0.5, 2.0, 1.0], [3.0, 3.0, 1.0], [9.0, 0.0, 0.0]])
-    assert rank_of(scores, torch.tensor([0, 1, 1, -1])).tolist() == [2, 0, 0, -1]
-
-
-def test_misses_are_counted_by_depth_and_class_and_other_outcomes_are_not():
-    outcome = torch.tensor([Outcome.WRONG_GUESS, Outcome.NODE_BUDGET, Outcome.NODE_BUDGET, Outcome.ALL_ACCEPTED, 5])
-    found = count_misses(outcome, torch.tensor([0, 1, 1, 2, 1]), depth=2)
-    assert found.tolist() == [[0, 0, 1, 0], [0, 0, 0, 2]]
-
-
-def test_drafts_are_tried_up_to_the_first_miss_the_depth_or_the_end_of_the_text():
-    step, draft = tried_drafts(steps_of((9, 0, 0, 0), (9, 2, 2, 0), (9, 3, 3, 0), (2, 2, 2, 0)), depth=3)
-    assert step.tolist() == [0, 1, 1, 1, 2, 2, 2, 3, 3]
-    assert draft.tolist() == [0, 0, 1, 2, 0, 1, 2, 0, 1]
 
 
 def test_a_draft_is_described_by_the_token_at_its_place():
@@ -131,11 +89,16 @@ def fond_drafter(monkeypatch, head: int | None = None) -> RecurrentDrafter:
 )
 def test_each_class_of_misses_comes_from_its_cause(monkeypatch, continuation, nodes, head, outcome, accepted):
     """One step, from a prompt of one token."""
-    texts = Texts([[9, *continuation]], [1], [False])
-    steps = trace_steps(fond_drafter(monkeypatch, head), Target(tiny_model("llama")), texts, Shape(2, 2, nodes))
-    assert classify(steps, 2, 2).tolist() == [outcome]
-    assert steps.accepted.tolist() == [accepted]
-    assert (steps.text.tolist(), steps.pending.tolist(), steps.left.tolist()) == ([0], [1], [len(continuation) - 1])
+    target, shape, texts = Target(tiny_model("llama")), Shape(2, 2, nodes), Texts([[9, *continuation]], [1], [False])
+    found = explain_temperature(fond_drafter(monkeypatch, head), target, texts, shape, {"all": 1})["all_steps"]
+    tried = min(accepted + 1, 2, len(continuation) - 1)
+    missed = {(at, name) for at, depth in enumerate(found["misses"]) for name, count in depth.items() if count}
+    assert found["steps"] == 1
+    assert found["tried"] == [int(depth < tried) for depth in (0, 1)]
+    assert found["accepted"] == [int(depth < accepted) for depth in (0, 1)]
+    assert found["all_accepted"] == (outcome == Outcome.ALL_ACCEPTED)
+    assert found["text_ended"] == (outcome == Outcome.TEXT_ENDED)
+    assert missed == ({(accepted, outcome.name.lower())} if outcome < Outcome.ALL_ACCEPTED else set())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -168,6 +168,7 @@ def test_loss_is_that_of_the_chain_that_drafting_runs(base, form):
     model.train()  # as a caller may leave it; there is dropout in gpt2
     found = Unroll(drafter, config)(text, torch.ones(1, 9, dtype=torch.bool), reading_of(model, drafter, text))
     found.loss.backward()
+    assert found.attempted[0] == 7 > found.correct[0] >= found.attempted[1]
     torch.testing.assert_close(found.loss, total, rtol=1e-4, atol=1e-5)
     gradients = grads(drafter)
     assert gradients.keys() == expected.keys()
@@ -225,45 +226,6 @@ def test_a_batch_without_a_target_moves_nothing():
     assert found.loss == 0
     assert not found.attempted.any()
     assert not any(x.any() for x in grads(drafter).values())
-
-
-def test_a_reduced_vocabulary_meets_the_teacher_on_its_own_ids():
-    """Compare with probabilities over the whole vocabulary that are restricted afterwards."""
-    drafter, known = random_drafter(draft_vocab_size=5), torch.tensor([4, 9, 30, 31, 80])
-    drafter.draft_ids.copy_(known)
-    tokens = torch.tensor([[5, 4, 9, 77, 31, 30]])
-    read = reading_of(tiny_model("llama"), drafter, tokens)
-    mask, one = torch.ones(1, 6, dtype=torch.bool), TrainConfig(draft_len=1)
-    soft, hard = (Unroll(drafter, replace(one, distill=distill)) for distill in (1.0, 0.0))
-    assert soft.drafter_ids[tokens].tolist() == [[-1, 0, 1, -1, 3, 2]]
-    p = read.logits[0, 1:5].softmax(-1)[:, known]
-    p = p / p.sum(-1, keepdim=True)
-    guess, _ = drafter.step(read.embedding[0, 1:5], None, drafter.begin(read.hidden[0, :4]))
-    log_q = guess.log_softmax(-1)
-    assert_close_by_scale(soft(tokens, mask, read).loss, (p * (p.log() - log_q)).sum(), 1e-5)
-    assert_close_by_scale(hard(tokens, mask, read).loss, -log_q[[0, 2, 3], [1, 3, 2]].sum(), 1e-5)
-
-
-def test_accuracy_is_conditional_on_the_steps_before():
-    drafter = tiny_drafter(exit_dim=VOCAB)
-    torch.nn.init.eye_(drafter.lm_head.weight)  # so that what `advance` returns are the logits
-    tokens = torch.randint(3, VOCAB, (1, 30))
-    right = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1]] * 7).bool()  # by anchor 0..27 and step
-
-    def advance(embedding: Tensor, state: Tensor | None, hidden: Tensor, read: None) -> tuple[Tensor, Tensor]:
-        k = 0 if state is None else int(state[0, 0])
-        rows = torch.arange(len(embedding))
-        said = tokens[0, (rows + k + 2).clamp(max=29)] + ~right[rows, k]
-        guess = torch.zeros(len(rows), VOCAB)
-        return guess.index_put((rows, said % VOCAB), torch.ones(())), torch.full((len(rows), 1), k + 1)
-
-    drafter.advance = advance
-    hidden = torch.zeros(1, 30, HIDDEN)
-    unroll, mask = Unroll(drafter, TrainConfig(draft_len=3)), torch.ones(1, 30, dtype=torch.bool)
-    found = unroll(tokens, mask, TeacherOutput(hidden, hidden, torch.zeros(1, 30, VOCAB)))
-    alive = [right[:28, 0], right[:27, :2].all(1), right[:26].all(1)]
-    assert found.correct.tolist() == [int(x.sum()) for x in alive]
-    assert found.attempted.tolist() == [28, int(alive[0][:27].sum()), int(alive[1][:26].sum())]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -60,54 +60,48 @@ def test_a_merged_file_is_replaced_only_if_asked(tmp_path, shards):
     assert output.read_text() != "mine"
 
 
-def refused(folder: Path, shards: list[Path], error: type[Exception], reason: str) -> None:
-    """Check that a merge is refused and writes nothing."""
-    before = sorted(folder.iterdir())
-    with pytest.raises(error, match=reason):
-        merge(folder / "own.jsonl", shards)
-    assert sorted(folder.iterdir()) == before
+def renamed(file: Path, suffix: str) -> Path:
+    file.rename(file.with_name(file.name + suffix))
+    return file
 
 
-def test_a_missing_shard_is_named(tmp_path, shards):
-    refused(tmp_path, [shards[0], shards[2]], ArgumentError, "2 of 4 shards missing: 1/4, 3/4; give all of them")
+def cut(file: Path, lost: int) -> Path:
+    """Cut bytes from a file's end, or its last line where `lost` is 0."""
+    content = file.read_bytes()
+    file.write_bytes(content[:-lost] if lost else b"".join(content.splitlines(keepends=True)[:-1]))
+    return file
 
 
-def test_a_shard_that_is_given_twice_is_named(tmp_path, shards):
-    refused(tmp_path, [*shards, shards[1]], ArgumentError, "are both shard 1/4: give it once")
+def summed_up(file: Path, summary: str) -> Path:
+    file.with_name(file.name + ".json").write_text(summary)
+    return file
 
 
-@pytest.mark.parametrize(
-    ("other", "reason"), [({"seed": 6}, "seed was 5 and 6"), ({"shard": "3/5"}, "shard was '0/4' and '3/5'")]
-)
-def test_a_shard_of_another_run_is_refused_by_the_setting(tmp_path, shards, other, reason):
-    shard_file(tmp_path, 3, 4, **other)
-    refused(tmp_path, shards, ArgumentError, f"are not of one run: {reason}")
+NO_ROW, NO_SUMMARY = "holds a line that is no row", "is no summary of redrafter regenerate"
+LOST_ROW = "does not hold the . rows that it was finished with"
+# What may be wrong with four shards: a function that makes it so and returns those to merge, and what is said of it.
+WRONG = {
+    "missing": (lambda s: s[::2], "2 of 4 shards missing: 1/4, 3/4; give all of them"),
+    "twice": (lambda s: [*s, s[1]], "are both shard 1/4: give it once"),
+    "seed": (lambda s: [*s[:3], shard_file(s[3].parent, 3, 4, seed=6)], "are not of one run: seed was 5 and 6"),
+    "count": (lambda s: [*s[:3], shard_file(s[3].parent, 3, 4, shard="3/5")], "run: shard was '0/4' and '3/5'"),
+    "unfinished": (lambda s: [*s[:3], renamed(s[3], ".partial")], r"own\.3-4\.jsonl: it has not finished: run its "),
+    "gone": (lambda s: [*s[:3], renamed(s[3], ".old")], r"own\.3-4\.jsonl: no such file"),
+    "lost row": (lambda s: [cut(s[0], 0), *s[1:]], LOST_ROW),
+    "lost error": (lambda s: [*s[:3], cut(s[3].with_name(s[3].name + ".errors.jsonl"), 0) and s[3]], LOST_ROW),
+    "lost line feed": (lambda s: [cut(s[0], 1), *s[1:]], NO_ROW),
+    "cut short": (lambda s: [cut(s[0], 9), *s[1:]], NO_ROW),
+    "empty summary": (lambda s: [summed_up(s[0], ""), *s[1:]], NO_SUMMARY),
+    "list": (lambda s: [summed_up(s[0], "[]"), *s[1:]], NO_SUMMARY),
+    "no shard": (lambda s: [summed_up(s[0], '{"settings": {}}'), *s[1:]], NO_SUMMARY),
+    "no counts": (lambda s: [summed_up(s[0], '{"settings": {"shard": "0/4"}}'), *s[1:]], NO_SUMMARY),
+}
 
 
-def test_a_shard_that_has_not_finished_is_named(tmp_path, shards):
-    shards[2].rename(tmp_path / (shards[2].name + ".partial"))
-    refused(tmp_path, shards, CheckpointError, r"own\.2-4\.jsonl: it has not finished: run its command again")
-
-
-def test_a_shard_that_is_not_there_is_named(tmp_path, shards):
-    shards[2].unlink()
-    refused(tmp_path, shards, CheckpointError, r"own\.2-4\.jsonl: no such file")
-
-
-@pytest.mark.parametrize(("shard", "suffix"), [(2, ""), (3, ".errors.jsonl")])
-def test_a_shard_that_lost_a_row_is_named(tmp_path, shards, shard, suffix):
-    file = shards[shard].with_name(shards[shard].name + suffix)
-    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-1]))
-    refused(tmp_path, shards, CheckpointError, "does not hold the . rows that it was finished with")
-
-
-@pytest.mark.parametrize("lost", [1, 9])
-def test_a_shard_that_was_cut_short_is_named(tmp_path, shards, lost):
-    shards[2].write_bytes(shards[2].read_bytes()[:-lost])
-    refused(tmp_path, shards, CheckpointError, "holds a line that is no row")
-
-
-@pytest.mark.parametrize("summary", ["", "[]", '{"settings": {}}', '{"settings": {"shard": "0/4"}}'])
-def test_a_file_without_its_summary_is_no_shard(tmp_path, shards, summary):
-    shards[0].with_name(shards[0].name + ".json").write_text(summary)
-    refused(tmp_path, shards, CheckpointError, "is no summary of redrafter regenerate")
+@pytest.mark.parametrize("wrong", WRONG)
+def test_shards_that_are_not_one_whole_run_are_refused_by_name(tmp_path, shards, wrong):
+    make, reason = WRONG[wrong]
+    given, before = make(shards), sorted(tmp_path.iterdir())
+    with pytest.raises((ArgumentError, CheckpointError), match=reason):
+        merge(tmp_path / "own.jsonl", given)
+    assert sorted(tmp_path.iterdir()) == before

@@ -1,21 +1,22 @@
-"""Several processes train one drafter: the same as one process would, whether each holds the base or they share it."""
+"""Several processes train one drafter, whoever holds the base: the one of one process. They also end together."""
 
-import json
 import shutil
 import socket
 import subprocess
 import sys
+import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 
 from helpers.apart import start_together
-from helpers.training import command
+from helpers.training import command, record
 from redrafter import ArgumentError, RecurrentDrafter, UnsupportedError
 from redrafter.train.checkpoints import Checkpoint
 from redrafter.train.config import TrainConfig
-from redrafter.train.processes import new_accelerator
+from redrafter.train.processes import SPREADING_VARIABLES, new_accelerator
 from redrafter.train.train_drafter import main
 
 STEPS = ["--steps", "7", "--batch-size", "2", "--no-pack", "--validate-every", "3", "--save-every", "4", "--lr", "0.01"]
@@ -59,14 +60,13 @@ def together(folder: Path, *more: str, processes: int = 2) -> str:
     return lines
 
 
-def found(folder: Path) -> tuple[dict[str, torch.Tensor], dict]:
-    drafter = RecurrentDrafter.from_pretrained(folder / "out")
-    return drafter.state_dict(), json.loads((folder / "out" / "training.json").read_text())
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return RecurrentDrafter.from_pretrained(folder).state_dict()
 
 
 def close(one: Path, other: Path) -> None:
-    (mine, said), (its, told) = found(one), found(other)
-    for name, weight in mine.items():
+    its, said, told = weights(other / "out"), record(one), record(other)
+    for name, weight in weights(one / "out").items():
         # As a whole: Adam makes a step as long as others of a gradient near 0, of which rounding may be all.
         weight = weight.double()  # ids that a drafter knows are integers
         assert (its[name] - weight).norm() < 1e-5 * weight.norm(), name
@@ -79,15 +79,13 @@ def close(one: Path, other: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [["--recurrence", "apple"], ["--context-window", "8"]], ids=["published", "context"])
 def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path, form):
-    places = {name: tmp_path / name for name in ("one", "two", "shared")}
-    for place in places.values():
-        place.mkdir()
-    assert main(command(places["one"], *STEPS, *form, "--accumulate", "2")) == 0
-    assert together(places["two"], *form).count("saved ") == 1
-    together(places["shared"], *form, "--shard-base")
-    assert found(places["two"])[1]["processes"] == 2
-    close(places["one"], places["two"])
-    close(places["two"], places["shared"])
+    one, two, shared = (tmp_path / name for name in ("one", "two", "shared"))
+    assert main(command(one, *STEPS, *form, "--accumulate", "2")) == 0
+    assert together(two, *form).count("saved ") == 1
+    together(shared, *form, "--shard-base")
+    assert record(two)["processes"] == 2
+    close(one, two)
+    close(two, shared)
 
 
 @pytest.mark.parametrize(
@@ -99,56 +97,27 @@ def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path,
         ["--recurrence", "apple", "--draft-len", "1"],  # with which a weight has no gradient
         ["--accumulate", "2", "--no-rnn"],
         ["--mixed-precision", "bf16"],
+        [],
     ],
-    ids=["published", "gated", "context", "one draft", "accumulated", "bf16"],
+    ids=["published", "gated", "context", "one draft", "accumulated", "bf16", "four processes that share a base"],
 )
 @pytest.mark.slow
-def test_a_sharded_drafter_is_the_same_drafter(tmp_path, form):
+def test_a_sharded_drafter_and_its_checkpoint_are_those_of_a_whole_drafter(tmp_path, form):
     whole, sharded = tmp_path / "whole", tmp_path / "sharded"
-    for place in (whole, sharded):
-        place.mkdir()
-    together(whole, *form)
-    together(sharded, *form, "--shard-drafter")
+    together(whole, *form, processes=2 if form else 4)
+    together(sharded, *form, "--shard-drafter", *([] if form else ["--shard-base"]), processes=2 if form else 4)
     close(whole, sharded)
-
-
-@pytest.mark.slow
-def test_four_processes_share_a_drafter_and_a_base(tmp_path):
-    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
-    for place in (whole, sharded):
-        place.mkdir()
-    together(whole, processes=4)
-    together(sharded, "--shard-drafter", "--shard-base", processes=4)
-    close(whole, sharded)
-
-
-def states(folder: Path) -> dict:
-    checkpoint = folder / "out.checkpoints" / "step-0000004"
-    return torch.load(checkpoint / "optimizer.pt", weights_only=True)["optimizer"]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_a_sharded_drafter_is_as_one_of_a_whole_drafter(tmp_path):
-    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
-    for place in (whole, sharded):
-        place.mkdir()
-    together(whole)
-    together(sharded, "--shard-drafter")
-    expected, found_states = states(whole), states(sharded)
-    assert found_states["param_groups"] == expected["param_groups"]
-    torch.testing.assert_close(found_states["state"], expected["state"])
-    expected, weights = (
-        RecurrentDrafter.from_pretrained(place / "out.checkpoints" / "step-0000004").state_dict()
-        for place in (whole, sharded)
-    )
-    torch.testing.assert_close(weights, expected)
+    checkpoints = [place / "out.checkpoints" / "step-0000004" for place in (whole, sharded)]
+    torch.testing.assert_close(*map(weights, checkpoints))
+    expected, states = (torch.load(place / "optimizer.pt", weights_only=True)["optimizer"] for place in checkpoints)
+    assert states["param_groups"] == expected["param_groups"]
+    torch.testing.assert_close(states["state"], expected["state"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_another_number_of_processes_goes_on_with_a_training(tmp_path, processes):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    whole.mkdir()
     form = ["--accumulate", "2", "--log-every", "4"]  # so that the last loss is of steps after the checkpoint
     together(whole, *form, "--shard-drafter")
     shutil.copytree(whole, resumed)
@@ -173,91 +142,70 @@ def test_processes_on_a_machine_without_a_gpu_train_together_though_nobody_said_
     codes, lines = launch(tmp_path, arguments, CUDA_VISIBLE_DEVICES="")
     assert codes == [0, 0], lines
     assert lines.count("saved ") == 1, lines
-    assert found(tmp_path)[1]["processes"] == 2
+    assert record(tmp_path)["processes"] == 2
 
 
-@pytest.mark.parametrize(
-    ("variable", "name"),
-    [
-        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-        ("ACCELERATE_USE_FSDP", "FSDP"),
-        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism config"),
-    ],
-)
-def test_what_would_spread_the_drafter_is_refused_by_name_once(tmp_path, monkeypatch, variable, name):
-    codes, lines = launch(tmp_path, command(tmp_path), **{variable: "true"})
+@pytest.mark.parametrize(("variable", "name"), SPREADING_VARIABLES.items())
+def test_what_would_spread_the_drafter_is_refused_by_name(monkeypatch, variable, name):
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(UnsupportedError, match=f"accelerate is configured for {name}, .*--shard-base spreads the base"):
+        new_accelerator(TrainConfig(cpu=True))
+
+
+def test_what_would_spread_the_drafter_is_said_by_one_process(tmp_path):
+    codes, lines = launch(tmp_path, command(tmp_path), ACCELERATE_USE_DEEPSPEED="true")
     assert codes == [2, 2]
     assert [line for line in lines.splitlines() if line.startswith("redrafter")] == [
-        f"redrafter: error: accelerate is configured for {name}, which does not train drafters; start it with "
+        "redrafter: error: accelerate is configured for DeepSpeed, which does not train drafters; start it with "
         "torchrun --nproc-per-node N, or run accelerate config again without it; --shard-base spreads the base, and "
         "--shard-drafter the drafter"
     ]
     assert not (tmp_path / "out").exists()
-    monkeypatch.setenv(variable, "true")
-    with pytest.raises(UnsupportedError, match=f"configured for {name}"):
-        new_accelerator(TrainConfig(cpu=True))
 
 
 @pytest.mark.slow
 def test_two_machines_train_the_drafter_of_two_processes(tmp_path):
     """Each machine has a file system of its own; the first one's has the output."""
-    places = {name: tmp_path / name for name in ("together", "first", "second")}
-    for place in places.values():
-        place.mkdir()
-    together(places["together"])
+    whole, *places = (tmp_path / name for name in ("together", "first", "second"))
+    together(whole)
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--mixed_precision", "no"]
     launcher += ["--dynamo_backend", "no", "--num_machines", "2", "--num_processes", "2"]
     launcher += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
     program = Path(__file__).parents[2] / "train" / "train_drafter.py"
     started = [
         subprocess.Popen(
-            [*launcher, "--machine_rank", str(rank), str(program), *command(places[name], *STEPS)],
+            [*launcher, "--machine_rank", str(rank), str(program), *command(place, *STEPS)],
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank, name in enumerate(("first", "second"))
+        for rank, place in enumerate(places)
     ]
     first, second = (process.communicate(timeout=300)[0] for process in started)
     assert [process.returncode for process in started] == [0, 0]
-    weights, expected = (found(places[name])[0] for name in ("first", "together"))
-    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+    torch.testing.assert_close(weights(places[0] / "out"), weights(whole / "out"), rtol=0, atol=0)
     assert first.count("saved ") == 1
     assert second == ""
-    assert not list(places["second"].glob("out*"))
+    assert not list(places[1].glob("out*"))
 
 
 @pytest.mark.slow
-def test_machines_that_read_other_data_are_refused(tmp_path):
+@pytest.mark.parametrize("differ", ["data", "checkpoints"])
+def test_machines_that_see_other_files_are_refused(tmp_path, differ):
     first, second = tmp_path / "first", tmp_path / "second"
-    for place in (first, second):
-        place.mkdir()
-    other = [{"text": "another text than that of the first machine"}, {"text": "held out text", "split": "val"}]
-    commands = [command(first, *STEPS), command(second, *STEPS, rows=other)]
+    other, more = [{"text": "another text than that of the first machine"}, {"text": "held out", "split": "val"}], []
+    said = "process 1 reads other texts than process 0: give all the same --data"
+    if differ == "checkpoints":
+        together(first)
+        shutil.rmtree(first / "out")
+        other, more = None, ["--resume"]
+        said = f"{first / 'out.checkpoints'}: process 0 finds that of step 4 to go on from, and process 1 none"
+    commands = [command(first, *STEPS, *more), command(second, *STEPS, *more, rows=other)]
     processes = start_together([["train", *words] for words in commands], tmp_path)
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [2, 2]
-    said = (tmp_path / "said.0").read_text()
-    assert "process 1 reads other texts than process 0: give all the same --data" in said
-
-
-@pytest.mark.slow
-def test_machines_that_see_other_checkpoints_are_refused(tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
-    for place in (first, second):
-        place.mkdir()
-    together(first)
-    shutil.rmtree(first / "out")
-    commands = [["train", *command(place, *STEPS, "--resume")] for place in (first, second)]
-    processes = start_together(commands, tmp_path)
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [2, 2]
-    assert (
-        f"checkpoints in {first / 'out.checkpoints'}: process 0 finds that of step 4 to go on from, and process 1 none"
-    ) in (tmp_path / "said.0").read_text()
-    assert (first / "out.checkpoints" / "step-0000004").exists()
+    assert said in (tmp_path / "said.0").read_text()
+    assert differ == "data" or (first / "out.checkpoints" / "step-0000004").exists()
 
 
 @pytest.mark.slow
@@ -284,3 +232,55 @@ def test_processes_that_would_each_train_alone_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ArgumentError, match="2 processes were started, which cannot work together on cpu"):
         new_accelerator(TrainConfig(cpu=True))
+
+
+# Processes that end
+
+
+ENDLESS = ["--steps", "100000", "--batch-size", "2", "--save-every", "5", "--keep", "1", "--validate-prompts", "0"]
+SECONDS = 300  # a machine may be busy; alone it takes less than one
+
+
+def codes_of(processes: list[BaseProcess]) -> list[int | None]:
+    """Wait for processes to end. Returns their exit codes, None for one that goes on."""
+    until = time.monotonic() + SECONDS
+    for process in processes:
+        process.join(max(until - time.monotonic(), 0))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def errors(folder: Path, count: int) -> list[str]:
+    said = "".join((folder / f"said.{rank}").read_text() for rank in range(count))
+    assert "Traceback" not in said, said
+    return [line for line in said.splitlines() if line.startswith("redrafter: error")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_process_that_is_killed_ends_the_others_and_leaves_a_whole_checkpoint(tmp_path, killed):
+    processes = start_together([["train", *command(tmp_path, *ENDLESS)]] * 3, tmp_path)
+    checkpoints = tmp_path / "out.checkpoints"
+    while not list(checkpoints.glob("step-*")) and all(process.is_alive() for process in processes):
+        time.sleep(0.05)
+    processes[killed].kill()
+    assert codes_of(processes) == [-9 if rank == killed else 2 for rank in range(3)]
+    assert errors(tmp_path, 3) == [
+        f"redrafter: error: process {killed} of 3 (from 0) has ended before the training was done; start all of them "
+        "again, with --resume where there are checkpoints"
+    ]
+    newest = max(checkpoints.glob("step-*"))
+    assert Checkpoint.read(newest).load_optimizer()
+    assert RecurrentDrafter.from_pretrained(newest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_process_that_fails_alone_says_why_and_the_others_say_nothing(tmp_path, failing):
+    commands = [["train", *command(tmp_path, *ENDLESS)] for _ in range(3)]
+    commands[failing][commands[failing].index("--data") + 1] = str(tmp_path / "nowhere.jsonl")
+    assert codes_of(start_together(commands, tmp_path)) == [2, 2, 2]
+    (error,) = errors(tmp_path, 3)
+    assert "nowhere.jsonl cannot be read" in error

@@ -33,21 +33,18 @@ def decoded(choice: PromptChoice) -> dict[int | None, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "ids, length, cut",
+    "ids, length, bos, cut",
     [
-        ([5, 6, 7, 8], 2, [7, 8]),
-        ([5, 6, 7, 8], 4, [5, 6, 7, 8]),
-        ([1, 6, 7, 8], 2, [1, 8]),
-        ([1, 6, 7, 8], 4, [1, 6, 7, 8]),
-        ([5, 1, 7, 8], 2, [7, 8]),
+        ([5, 6, 7, 8], 2, 1, [7, 8]),
+        ([5, 6, 7, 8], 4, 1, [5, 6, 7, 8]),
+        ([1, 6, 7, 8], 2, 1, [1, 8]),
+        ([1, 6, 7, 8], 4, 1, [1, 6, 7, 8]),
+        ([5, 1, 7, 8], 2, 1, [7, 8]),
+        ([1, 6, 7, 8], 2, None, [7, 8]),
     ],
 )
-def test_a_prompt_loses_its_beginning_but_not_its_bos(ids, length, cut):
-    assert cut_prompt(ids, length, 1) == cut
-
-
-def test_without_a_bos_a_prompt_loses_its_beginning():
-    assert cut_prompt([1, 6, 7, 8], 2, None) == [7, 8]
+def test_a_prompt_loses_its_beginning_but_not_its_bos(ids, length, bos, cut):
+    assert cut_prompt(ids, length, bos) == cut
 
 
 def test_each_length_has_the_beginnings_of_the_same_texts_ending_at_the_same_tokens(tmp_path):
@@ -155,9 +152,3 @@ def test_the_table_has_a_line_for_each_length_and_one_for_those_without_prompts(
     for line, (result, number) in zip(shown, expected, strict=True):
         assert line.startswith(f"  prompts of {result['prompt_length']} tokens ")
         assert number in line
-
-
-def test_whole_prompts_have_no_length(pair):
-    document = evaluate(pair, EvaluateOptions(num_prompts=1, new_tokens=4, temperatures=(0,)))
-    assert document["temperatures"][0]["prompt_length"] is None
-    assert document["prompts"]["lengths"] == document["prompts"]["lengths_left_out"] == []

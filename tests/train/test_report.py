@@ -14,17 +14,23 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 
 from helpers.chats import tiny_tokenizer
-from helpers.training import batches_of, command, random_drafter, tiny_model
+from helpers.training import batches_of, command, random_drafter, refused, tiny_model
 from redrafter import RecurrentDrafter
 from redrafter.data.windows import Document, Windows
 from redrafter.train import output
 from redrafter.train.config import DEFAULT_LENGTH, TrainConfig, parse
 from redrafter.train.loop import train
 from redrafter.train.output import describe_files, hash_windows, source_revision
-from redrafter.train.plan import build_without_weights, describe_plan, last_step, row_length
+from redrafter.train.plan import (
+    build_without_weights,
+    describe_bad_rows,
+    describe_plan,
+    last_step,
+    load_windows,
+    row_length,
+)
 from redrafter.train.progress import Console, Progress
 from redrafter.train.train_drafter import main
-from redrafter.train.training_data import describe_bad_rows, load_windows
 
 PROGRESS = Progress(3, 10, 0.3, 12.0, 5000.0, 2.5, [0.5], 1e-3)
 
@@ -48,13 +54,10 @@ def test_rows_are_as_long_as_the_base_reads_unless_asked(tmp_path):
 
 def test_a_sharded_drafter_is_planned_by_its_share(tmp_path):
     config = replace(parse(command(tmp_path, "--exit-dim", "16", "--shard-drafter")), length=32)
-    parameters = sum(
-        weight.numel() for weight in random_drafter(tiny_model(), recurrence=None, exit_dim=16).parameters()
-    )
+    own = random_drafter(tiny_model(), recurrence=None, exit_dim=16).num_parameters()
     (memory,) = (line for line in describe_plan(config, load_windows(config, tiny_tokenizer()), 4) if "AdamW" in line)
-    assert f"drafter's weights {parameters / 1e6:.2f} MB" in memory
-    assert f"AdamW's state {2 * parameters / 1e6:.2f} MB" in memory
-    assert f"the drafter's weights and gradients gathered {8 * parameters / 1e6:.2f} MB" in memory
+    for part, share in (("drafter's weights", 1), ("AdamW's state", 2), ("weights and gradients gathered", 8)):
+        assert f"{part} {share * own / 1e6:.2f} MB" in memory
 
 
 def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
@@ -69,22 +72,23 @@ def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
     assert {name: weight.shape for name, weight in drafter.state_dict().items()} == {
         name: weight.shape for name, weight in real.state_dict().items()
     }
-    own = sum(weight.numel() for weight in real.parameters())
-    whole = sum(weight.numel() for weight in tiny_model().parameters())
-    assert sum(weight.numel() for weight in base.parameters()) == whole
-    assert f"{whole:,} parameters, float32, frozen" in said
-    assert f"{own:,} trainable parameters, {100 * own / whole:.1f} % of the base's" in said
-    assert "data: 12 windows, " in said
-    assert "2 x 4 rows on each of 1 process, at most 256 tokens" in said
-    assert "an epoch: 2 steps" in said
-    assert "in all: 5 steps, at most 1,280 tokens" in said
-    assert f"drafter's weights {4 * own / 1e6:.2f} MB" in said
-    assert "AdamW's state" in said
-    assert "its attention to the texts" in said
+    own, whole = real.num_parameters(), tiny_model().num_parameters()
+    assert base.num_parameters() == whole
+    for words in (
+        f"{whole:,} parameters, float32, frozen",
+        f"{own:,} trainable parameters, {100 * own / whole:.1f} % of the base's",
+        "data: 12 windows, ",
+        "2 x 4 rows on each of 1 process, at most 256 tokens",
+        "an epoch: 2 steps",
+        "in all: 5 steps, at most 1,280 tokens",
+        f"drafter's weights {4 * own / 1e6:.2f} MB",
+        "AdamW's state",
+        "its attention to the texts",
+    ):
+        assert words in said
     assert main([*arguments, "--dry-run", "--recurrence", "apple"]) == 0
-    fewer = sum(weight.numel() for weight in random_drafter(tiny_model(), exit_dim=16).parameters())
     said = capsys.readouterr().out
-    assert f"{fewer:,} trainable parameters" in said
+    assert f"{random_drafter(tiny_model(), exit_dim=16).num_parameters():,} trainable parameters" in said
     assert "its attention to the texts" not in said
     assert main([*arguments, "--dry-run", "--draft-vocab-size", "9999"]) == 2
     assert main([*arguments, "--dry-run", "--drafter", str(tmp_path / "gone")]) == 2
@@ -139,21 +143,13 @@ def test_trackers_get_loss_rate_accuracy_and_tokens_per_step():
         def log(self, values: dict, step: int | None, **_: object) -> None:
             logged.append((step, values))
 
-    model = tiny_model()
+    model, lines = tiny_model(), []
     config = TrainConfig(draft_len=2, cpu=True, log_every=2, validate_every=3)
     accelerator = Accelerator(cpu=True, log_with=Tracker())
     accelerator.init_trackers("redrafter")
-    batches, lines = batches_of(*[torch.ones(2, 12, dtype=torch.bool)] * 4), []
-    values = iter([1.5, 1.25])
-    result = train(
-        model,
-        random_drafter(model),
-        batches,
-        config,
-        accelerator=accelerator,
-        validate=lambda: next(values),
-        log=lines.append,
-    )
+    batches = batches_of(*[torch.ones(2, 12, dtype=torch.bool)] * 4)
+    how = {"accelerator": accelerator, "validate": iter([1.5, 1.25]).__next__, "log": lines.append}
+    result = train(model, random_drafter(model), batches, config, **how)
     assert [step for step, _ in logged] == [2, 3, 4, 4]
     assert len(lines) == 2
     assert logged[1][1] == {"tokens per step": 1.5}
@@ -168,8 +164,7 @@ def test_a_tracker_that_is_not_there_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr("redrafter.train.processes.find_spec", lambda name: None)
     for given, said in (("wandb", "pip install wandb"), ("mlflow", "tensorboard, wandb, trackio, got 'mlflow'")):
-        assert main(command(tmp_path, "--report-to", given)) == 2
-        assert said in capsys.readouterr().err
+        assert said in refused(capsys, command(tmp_path, "--report-to", given))
 
 
 def test_a_batch_is_told_by_the_rows_that_it_holds_and_their_beginnings():
@@ -200,13 +195,11 @@ def test_training_json_says_where_a_drafter_comes_from(tmp_path):
     found = json.loads(text, parse_constant=lambda name: pytest.fail(name))
     assert str(tmp_path) not in text
     assert found["command"].startswith("redrafter train --model base --data data.jsonl --output out ")
-    assert found["config"]["lr"] == 0.002
-    assert found["config"]["data"] == ["data.jsonl"]
+    assert (found["config"]["lr"], found["config"]["data"]) == (0.002, ["data.jsonl"])
     data = (tmp_path / "data.jsonl").read_bytes()
     expected = {"name": "data.jsonl", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     assert found["data"] == [expected]
-    assert len(found["data_hash"]) == 64
-    assert found["windows"] == 12
+    assert (len(found["data_hash"]), found["windows"]) == (64, 12)
     assert found["versions"]["torch"] == torch.__version__
     assert set(found["versions"]) >= {"redrafter", "accelerate"}
     assert (found["base"], found["base_dtype"], found["processes"], found["steps"]) == ("base", "float32", 1, 5)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from helpers.apart import start
-from helpers.training import base_dir, command, random_drafter, tiny_model
+from helpers.training import base_dir, command, random_drafter, record, refused, tiny_model
 from redrafter import ArgumentError, RecurrentDrafter
 from redrafter.files.atomic_folder import remove_leftovers, write_folder
 from redrafter.train import train_drafter
@@ -25,7 +25,6 @@ from redrafter.train.loop import train
 from redrafter.train.train_drafter import main
 
 EVERY = ["--epochs", "6", "--save-every", "2", "--validate-every", "3", "--accumulate", "2", "--batch-size", "2"]
-HERE = Path("step-0000004")
 
 
 class Stopped(Exception):
@@ -36,25 +35,22 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return RecurrentDrafter.from_pretrained(folder).state_dict()
 
 
-def same(one: Path, other: Path) -> bool:
-    mine, its = weights(one), weights(other)
+def same(mine: dict[str, torch.Tensor], its: dict[str, torch.Tensor]) -> bool:
     return mine.keys() == its.keys() and all(torch.equal(mine[name], its[name]) for name in mine)
 
 
-def facts(folder: Path) -> dict:
-    told = json.loads((folder / "training.json").read_text())
+def facts(output: Path) -> dict:
     changing = {"command", "config", "seconds", "tokens_per_second", "seconds_beside", "loss", "accuracy"}
-    return {name: value for name, value in told.items() if name not in changing}
+    return {name: value for name, value in record(output.parent).items() if name not in changing}
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int) -> None:
-    """Stop a training once it has written `saves` checkpoints."""
-    left = [saves]
-    real = Checkpoints.save
+def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int, arguments: list[str]) -> None:
+    """Run a training that is stopped once it has written `saves` checkpoints."""
+    left, real = [saves], Checkpoints.save
 
     def save(self: Checkpoints, *arguments: object) -> None:
         if not left[0]:
@@ -62,7 +58,9 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int) -> None:
         left[0] -= 1
         real(self, *arguments)
 
-    monkeypatch.setattr(Checkpoints, "save", save)
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr(Checkpoints, "save", save)
+        main(arguments)
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +78,17 @@ def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(
 ):
     expected = whole
     if more:
-        (tmp_path / "whole").mkdir()
         assert main(command(tmp_path / "whole", *EVERY, *more)) == 0
         expected = tmp_path / "whole" / "out"
     arguments = command(tmp_path, *EVERY, *more)
-    with monkeypatch.context() as patched, pytest.raises(Stopped):
-        stop_after(patched, saves)
-        main(arguments)
+    stop_after(monkeypatch, saves, arguments)
     assert not (tmp_path / "out").exists()
     torch.manual_seed(random.randrange(1000))
     capsys.readouterr()
     assert main([*arguments, "--resume", "--log-every", "3", "--keep", "5"]) == 0
     said = capsys.readouterr().out
     assert (f"going on from step {2 * saves}" in said) == (saves > 0)
-    assert same(tmp_path / "out", expected)
+    assert same(weights(tmp_path / "out"), weights(expected))
     assert facts(tmp_path / "out") == facts(expected)
 
 
@@ -118,7 +113,7 @@ def test_random_generators_go_on_too(tmp_path):
     resumed = checkpoints("a").newest()
     drafter = RecurrentDrafter.from_pretrained(resumed.path)
     other = train(model, drafter, batches(), config, resumed=resumed, log=lambda _: None)
-    assert all(torch.equal(weight, expected.state_dict()[name]) for name, weight in drafter.state_dict().items())
+    assert same(drafter.state_dict(), expected.state_dict())
     assert (report.step, report.tokens) == (other.step, other.tokens) == (6, report.tokens)
     assert other.seconds > resumed.state.seconds > 0
 
@@ -128,19 +123,14 @@ def test_checkpoints_load_as_drafters_and_the_oldest_go(whole):
     last = told["steps"] - told["steps"] % 2
     assert names(folder) == ["best", f"step-{last - 2:07}", f"step-{last:07}"]
     assert last >= 12
-    assert names(folder / f"step-{last:07}") == [
-        "config.json",
-        "model.safetensors",
-        "optimizer.pt",
-        "random.pt",
-        "trainer.json",
-    ]
+    files = ["config.json", "model.safetensors", "optimizer.pt", "random.pt", "trainer.json"]
+    assert names(folder / f"step-{last:07}") == files
     for each in folder.iterdir():
         drafter, at = RecurrentDrafter.from_pretrained(each), Checkpoint.read(each).state
         assert drafter.config.base_model == "base"
         assert drafter.config.trained_draft_len == 3
         assert at.tokens > 0
-    assert not same(folder / f"step-{last:07}", folder / f"step-{last - 2:07}")
+    assert not same(*(weights(folder / f"step-{step:07}") for step in (last, last - 2)))
     assert list(map(int, told["tokens_per_step"])) == [*range(3, told["steps"], 3), told["steps"]]
 
 
@@ -161,130 +151,105 @@ def found_by_validation(monkeypatch: pytest.MonkeyPatch, values: list[float]) ->
 def test_what_is_saved_is_called_by_its_own_step_where_a_training_did_not_repeat_itself(tmp_path, monkeypatch):
     arguments = command(tmp_path, "--steps", "4", "--validate-every", "1", "--save-every", "2")
     seen = found_by_validation(monkeypatch, [1.5, 1.0, 2.5, 1.0, 1.25, 1.125, 2.5])
-    with monkeypatch.context() as patched, pytest.raises(Stopped):
-        stop_after(patched, 1)
-        main(arguments)
+    stop_after(monkeypatch, 1, arguments)
     assert main([*arguments, "--resume"]) == 0
-    told, found = facts(tmp_path / "out"), weights(tmp_path / "out")
-    assert told["saved_step"] == 3
-    assert told["tokens_per_step"] == {"1": 1.5, "2": 1.0, "3": 1.25, "4": 1.125}
-    assert all(torch.equal(weight, seen[2][name]) for name, weight in found.items())
+    assert record(tmp_path)["saved_step"] == 3
+    assert record(tmp_path)["tokens_per_step"] == {"1": 1.5, "2": 1.0, "3": 1.25, "4": 1.125}
+    assert same(weights(tmp_path / "out"), seen[2])
 
 
 def test_the_best_drafter_is_what_is_saved(tmp_path, monkeypatch, capsys):
     seen = found_by_validation(monkeypatch, [1.5, 2.5, 2.0, 2.5])
     assert main(command(tmp_path, "--steps", "3", "--validate-every", "1")) == 0
     assert "step 2 was the best of 3 validations" in capsys.readouterr().out
-    found = weights(tmp_path / "out")
-    assert all(torch.equal(weight, seen[1][name]) for name, weight in found.items())
-    assert not all(torch.equal(weight, seen[2][name]) for name, weight in found.items())
-    assert facts(tmp_path / "out")["saved_step"] == 2
+    assert [same(weights(tmp_path / "out"), found) for found in seen[:3]] == [False, True, False]
+    assert record(tmp_path)["saved_step"] == 2
     assert "the weights of step 2, the best of 3 validations" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_what_changed_since_is_refused_by_name(tmp_path, capsys, monkeypatch):
     arguments = command(tmp_path, "--steps", "8", "--save-every", "2")
-    with monkeypatch.context() as patched, pytest.raises(Stopped):
-        stop_after(patched, 2)
-        main(arguments)
+    stop_after(monkeypatch, 2, arguments)
     kept = names(tmp_path / "out.checkpoints")
 
-    def refused(said: str, changed: list[str]) -> None:
-        capsys.readouterr()
-        assert main([*changed, "--resume"]) == 2
-        error = capsys.readouterr().err.strip().splitlines()[-1]
+    def changed(said: str, *words: str) -> None:
+        error = refused(capsys, [*arguments, *words, "--resume"])
         assert said in error
         assert "step-0000004" in error
         assert names(tmp_path / "out.checkpoints") == kept
         assert not (tmp_path / "out").exists()
 
-    refused("--lr 0.001, now it is 0.01", [*arguments, "--lr", "0.01"])
-    refused("--steps 8, now it is 9", [*arguments, "--steps", "9"])
-    refused("--target-layers 0, now it is none", [*arguments, "--target-layers", "none"])
-    refused("--recurrence gated, now it is apple", [*arguments, "--recurrence", "apple"])
-    refused("--seed 0, now it is 1", [*arguments, "--seed", "1"])
+    changed("--lr 0.001, now it is 0.01", "--lr", "0.01")
+    changed("--steps 8, now it is 9", "--steps", "9")
+    changed("--target-layers 0, now it is none", "--target-layers", "none")
+    changed("--recurrence gated, now it is apple", "--recurrence", "apple")
+    changed("--seed 0, now it is 1", "--seed", "1")
     data = tmp_path / "data.jsonl"
     text = data.read_text()
     data.write_text(text.replace("not to be", "to be not", 1))
-    refused("other data", arguments)
+    changed("other data")
     data.write_text(text)
     base_dir(tmp_path / "another")
-    refused("for the base base, not another", [*arguments, "--model", str(tmp_path / "another")])
+    changed("for the base base, not another", "--model", str(tmp_path / "another"))
     (tmp_path / "base").rename(tmp_path / "moved")
     base_dir(tmp_path / "base", initializer_range=0.7)
-    capsys.readouterr()
-    assert main([*arguments, "--resume"]) == 2
-    assert "made for another base" in capsys.readouterr().err
+    assert "made for another base" in refused(capsys, [*arguments, "--resume"])
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 6])
-def test_processes_go_on_that_share_the_batches_of_a_step_evenly(processes):
-    options = {"accumulate": 3}
-    TrainingIdentity("base", "data", processes, options).check(
-        asdict(TrainingIdentity("base", "data", 2, options)), HERE
-    )
-
-
-def test_processes_that_cannot_share_the_batches_of_a_step_are_refused():
-    options = {"accumulate": 3}
-    begun = asdict(TrainingIdentity("base", "data", 2, options))
+def test_processes_go_on_that_share_the_batches_of_a_step_evenly():
+    begun = asdict(TrainingIdentity("base", "data", 2, {"accumulate": 3}))
+    for processes in (1, 2, 3, 6):
+        TrainingIdentity("base", "data", processes, {"accumulate": 3}).check(begun, Path("step-0000004"))
     with pytest.raises(ArgumentError, match="with 6 batches in a step, which 4 processes cannot share evenly"):
-        TrainingIdentity("base", "data", 4, options).check(begun, HERE)
+        TrainingIdentity("base", "data", 4, {"accumulate": 3}).check(begun, Path("step-0000004"))
 
 
 def test_checkpoints_of_before_are_in_nobodys_way_unseen(tmp_path, capsys, monkeypatch):
     arguments = command(tmp_path, "--steps", "4", "--save-every", "2")
-    with monkeypatch.context() as patched, pytest.raises(Stopped):
-        stop_after(patched, 3)
-        main([*arguments, "--steps", "8"])
+    stop_after(monkeypatch, 3, [*arguments, "--steps", "8"])
     assert names(tmp_path / "out.checkpoints") == ["step-0000004", "step-0000006"]
-    assert main(arguments) == 2
-    assert "--resume, or begin anew with --overwrite" in capsys.readouterr().err
+    assert "--resume, or begin anew with --overwrite" in refused(capsys, arguments)
     assert main([*arguments, "--overwrite", "--seed", "7"]) == 0
     assert names(tmp_path / "out.checkpoints") == ["step-0000002", "step-0000004"]
     assert Checkpoint.read(tmp_path / "out.checkpoints" / "step-0000002").identity["options"]["seed"] == 7
     (tmp_path / "out.checkpoints" / "step-0000004" / "trainer.json").write_text("{}")
-    assert main([*arguments, "--overwrite", "--resume"]) == 2
-    assert "step-0000004 is no checkpoint of a training" in capsys.readouterr().err
+    said = refused(capsys, [*arguments, "--overwrite", "--resume"])
+    assert "step-0000004 is no checkpoint of a training" in said
+
+
+def trained(folder: Path, *more: str, **options: object) -> list[str]:
+    """Train for two steps, and keep the checkpoint with other options, left out if None. Returns how to go on."""
+    arguments = command(folder, "--steps", "2", "--save-every", "2", "--validate-prompts", "0", "--resume")
+    assert main([*arguments, *more]) == 0
+    shutil.rmtree(folder / "out")
+    written = folder / "out.checkpoints" / "step-0000002" / "trainer.json"
+    trainer = json.loads(written.read_text())
+    old = trainer["identity"]["options"] | options
+    trainer["identity"]["options"] = {name: value for name, value in old.items() if options.get(name, 0) is not None}
+    written.write_text(json.dumps(trainer))
+    return arguments
 
 
 def test_a_checkpoint_of_before_there_was_an_option_goes_on_with_its_default(tmp_path, capsys):
-    arguments = command(tmp_path, "--steps", "2", "--save-every", "2", "--validate-prompts", "0", "--resume")
+    arguments = trained(tmp_path, context_head_dim=None)
     assert main(arguments) == 0
     shutil.rmtree(tmp_path / "out")
-    written = tmp_path / "out.checkpoints" / "step-0000002" / "trainer.json"
-    trainer = json.loads(written.read_text())
-    del trainer["identity"]["options"]["context_head_dim"]
-    written.write_text(json.dumps(trainer))
-    assert main(arguments) == 0
-    shutil.rmtree(tmp_path / "out")
-    assert main([*arguments, "--context-head-dim", "32"]) == 2
-    assert "--context-head-dim 64, now it is 32" in capsys.readouterr().err
+    assert "--context-head-dim 64, now it is 32" in refused(capsys, [*arguments, "--context-head-dim", "32"])
 
 
 def test_a_training_goes_on_with_the_form_of_before_there_were_other_defaults(tmp_path, capsys):
-    arguments = command(tmp_path, "--steps", "2", "--save-every", "2", "--validate-prompts", "0", "--resume")
-    assert main([*arguments, "--recurrence", "apple"]) == 0
-    shutil.rmtree(tmp_path / "out")
-    written = tmp_path / "out.checkpoints" / "step-0000002" / "trainer.json"
-    trainer = json.loads(written.read_text())
-    trainer["identity"]["options"] |= {"recurrence": "apple", "num_layers": 2, "target_layers": [], "head_rank": None}
-    written.write_text(json.dumps(trainer))
+    arguments = trained(tmp_path, "--recurrence", "apple", num_layers=2, target_layers=[], recurrence="apple")
     assert main(arguments) == 0
-    assert json.loads((tmp_path / "out" / "training.json").read_text())["config"]["recurrence"] == "apple"
+    assert record(tmp_path)["config"]["recurrence"] == "apple"
     shutil.rmtree(tmp_path / "out")
-    assert main([*arguments, "--context-window", "8"]) == 2
-    assert "--context-window 0, now it is 8" in capsys.readouterr().err
+    assert "--context-window 0, now it is 8" in refused(capsys, [*arguments, "--context-window", "8"])
 
 
 # Kills
 
 
 def test_a_checkpoint_that_is_not_what_it_should_be_is_named(tmp_path, capsys):
-    arguments = command(tmp_path, "--steps", "2", "--save-every", "2", "--validate-prompts", "0", "--resume")
-    assert main(arguments) == 0
-    capsys.readouterr()
-    shutil.rmtree(tmp_path / "out")
+    arguments = trained(tmp_path)
     newest = tmp_path / "out.checkpoints" / "step-0000002"
     trainer = json.loads((newest / "trainer.json").read_text())
 
@@ -305,11 +270,9 @@ def test_a_checkpoint_that_is_not_what_it_should_be_is_named(tmp_path, capsys):
             (newest / name).write_text(content)
         else:
             torch.save(content, newest / name)
-        assert main(arguments) == 2
-        error = capsys.readouterr().err.strip()
+        error = refused(capsys, arguments)
         assert str(newest) in error
         assert said in error
-        assert "\n" not in error
         (newest / name).write_bytes(kept[name])
     assert main(arguments) == 0
 
@@ -322,8 +285,7 @@ def test_only_checkpoints_are_dropped(tmp_path, capsys):
     shutil.rmtree(tmp_path / "out")
     shutil.rmtree(mine.parent)
     mine.parent.write_text("mine")
-    assert main(command(tmp_path, "--steps", "1", "--save-every", "1", "--resume")) == 2
-    assert "cannot write" in capsys.readouterr().err
+    assert "cannot write" in refused(capsys, command(tmp_path, "--steps", "1", "--save-every", "1", "--resume"))
     assert mine.parent.read_text() == "mine"
 
 
@@ -342,7 +304,6 @@ def killed(arguments: list[str], checkpoint: Path, later: float) -> bool:
 def test_killed_at_any_moment_it_goes_on(tmp_path, kills=3):
     """For a longer trial, call it with kills=10."""
     many = ["--steps", "30", "--validate-every", "3", "--validate-tokens", "6"]
-    (tmp_path / "whole").mkdir()
     assert main(command(tmp_path / "whole", *many)) == 0
     arguments = command(tmp_path, *many, "--save-every", "1", "--resume")
     checkpoints = tmp_path / "out.checkpoints"
@@ -354,7 +315,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path, kills=3):
                 RecurrentDrafter.from_pretrained(each)
                 Checkpoint.read(each).load_optimizer() if each.name != "best" else None
     assert main(arguments) == 0
-    assert same(tmp_path / "out", tmp_path / "whole" / "out")
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "whole" / "out"))
     assert facts(tmp_path / "out") == facts(tmp_path / "whole" / "out")
     assert not [name for folder in (tmp_path, checkpoints) for name in names(folder) if name[0] == "."]
 
@@ -373,13 +334,10 @@ def largest_file(size: int):
 @pytest.mark.parametrize("size", [100, 5000, 50_000])
 def test_a_full_disk_is_said_and_leaves_whole_checkpoints_only(tmp_path, capsys, monkeypatch, size):
     arguments = command(tmp_path, "--steps", "8", "--save-every", "2")
-    with monkeypatch.context() as patched, pytest.raises(Stopped):
-        stop_after(patched, 2)
-        main(arguments)
+    stop_after(monkeypatch, 2, arguments)
     kept = names(tmp_path / "out.checkpoints")
     with largest_file(size):
-        assert main([*arguments, "--resume"]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
+        error = refused(capsys, [*arguments, "--resume"])
     assert f"cannot write {tmp_path / 'out.checkpoints' / 'step-0000006'}" in error
     assert "free some space" in error
     assert names(tmp_path / "out.checkpoints") == kept
@@ -387,8 +345,7 @@ def test_a_full_disk_is_said_and_leaves_whole_checkpoints_only(tmp_path, capsys,
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
     assert main([*arguments, "--resume"]) == 0
     with largest_file(size):
-        assert main([*arguments, "--overwrite", "--resume"]) == 2
-    assert f"cannot write {tmp_path / 'out'}:" in capsys.readouterr().err
+        assert f"cannot write {tmp_path / 'out'}:" in refused(capsys, [*arguments, "--overwrite", "--resume"])
     RecurrentDrafter.from_pretrained(tmp_path / "out")
 
 

@@ -1,7 +1,7 @@
 """One text of an answer while it is written: its tokens as text, up to a stop string, and what is counted of them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -11,7 +11,7 @@ from redrafter.engine.detokenizer import Detokenizer, decode_tokens
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.scheduler.sequence import SequenceDelta, Stats
 from redrafter.serve.engine_process.client import ServedSequence
-from redrafter.serve.protocol.requests import ApiError
+from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest
 
 # A token's text, its id, its log-probability, and the log-probabilities of the likeliest ids.
 TokenLine = tuple[str, int, float, Mapping[int, float]]
@@ -37,91 +37,52 @@ class StopStrings:
         return None
 
 
-class TextStream:
-    """Decode tokens to text as they come, and hold back what may be the beginning of a stop string.
-
-    A character whose bytes come from a draft and from the target's own token counts for the token that completes it.
-
-    Attributes:
-        text: The text so far, without what is held back.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()):
-        self._detokenizer, self._stops = Detokenizer(tokenizer), stops
-        self._held = ""
-        self._drafted = bytearray()  # of each character of the text and of what is held: whether a draft wrote it
-        self._reported = 0  # characters that `new_runs` has returned
-        self.text = ""
-
-    def push(self, tokens: Sequence[int], last: bool = False, accepted: int = 0) -> str:
-        """Return the text that these tokens make certain; after the `last` ones, nothing is held back.
-
-        `accepted` of the first tokens were accepted drafts; only `runs` and `new_runs` need it.
-        """
-        self._hold(self._detokenizer.push(tokens[:accepted]), True)
-        self._hold(self._detokenizer.push(tokens[accepted:]), False)
-        if last:
-            self._hold(self._detokenizer.finish(), False)
-        stop_indices = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
-        if stop_indices:
-            ready, self._held = self._held[: min(stop_indices)], ""
-        else:
-            # What is at the end of the held text and may be the beginning of a stop string stays.
-            sizes = (size for stop in self._stops for size in range(1, len(stop)) if self._held.endswith(stop[:size]))
-            end = len(self._held) - (0 if last else max(sizes, default=0))
-            ready, self._held = self._held[:end], self._held[end:]
-        self.text += ready
-        return ready
-
-    def new_runs(self) -> list[tuple[str, bool]]:
-        """Return the text since the last call as runs, each with whether drafts wrote it."""
-        start, self._reported = self._reported, len(self.text)
-        return self.runs(start, self._reported)
-
-    def runs(self, begin: int, end: int) -> list[tuple[str, bool]]:
-        """Return characters `begin` to `end` of the text as runs, each with whether drafts wrote it."""
-        marked = zip(self._drafted[begin:end], self.text[begin:end], strict=True)
-        return [
-            ("".join(text for _, text in run), bool(drafted)) for drafted, run in groupby(marked, key=itemgetter(0))
-        ]
-
-    def _hold(self, text: str, drafted: bool) -> None:
-        self._held += text
-        self._drafted += bytes([drafted]) * len(text)
-
-
-class Choice:
+class Choice(ServedSequence):
     """One text of an answer while it is written; it ends with stop strings, which are left out of it.
 
-    Attributes:
-        sequence: The sequence that writes the text; None before its first tokens.
-        token_count: Tokens received so far; the engine may have written more.
-        lines: Tokens with their log-probabilities, where these were asked for.
-        logprob: Sum of the log-probabilities of all tokens, a final end token included; 0 where not asked for.
-        finish: Why the text ended; None while it is written.
+    What may be the beginning of a stop string is held back. A character whose bytes come from a draft and from the
+    target's own token counts for the token that completes it.
+
+    Args:
+        prompt: Token ids before the text.
+        request: What is asked for.
+        tokenizer: The model's tokenizer.
+        stop_token_ids: Ids that end the text.
+        depth: Levels of the deepest tree of drafts.
+        adapter: Name of the LoRA adapter that writes the text; None for the model alone.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], drafts: bool = False):
-        """Begin a text. drafts: whether chunks of a stream say which characters accepted drafts wrote."""
-        self._tokenizer, self._stream, self._drafts = tokenizer, TextStream(tokenizer, stops), drafts
-        self.sequence: ServedSequence | None = None
-        self.token_count = 0
-        self.lines: list[TokenLine] = []
-        self.logprob = 0.0
-        self.finish: str | None = None
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        request: CompletionRequest | ChatRequest,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: frozenset[int] = frozenset(),
+        depth: int = 0,
+        adapter: str | None = None,
+    ):
+        self._stops = request.stops
+        find_stop = StopStrings(self._stops, tokenizer) if self._stops else None
+        super().__init__(prompt, stop_token_ids, Stats(accepted_by_depth=[0] * depth), find_stop, adapter)
+        self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer)
+        self._marks_drafts = request.stream_options is not None and request.stream_options.include_drafts
+        self._held = ""
+        self._drafted = bytearray()  # of each character of the text and of what is held: whether a draft wrote it
+        self._reported = 0  # characters that `draft_runs` has returned
+        self.begun = self.shown = False  # whether something of it was received, and a chunk of it sent
+        self.token_count = 0  # tokens received so far; the engine may have written more
+        self.text = ""  # without what is held back
+        self.lines: list[TokenLine] = []  # tokens with their log-probabilities, where these were asked for
+        self.logprob = 0.0  # the sum of these, that of a final end token included
+        self.finish: str | None = None  # why the text ended
 
-    @property
-    def text(self) -> str:
-        """The text so far, without what may be the beginning of a stop string."""
-        return self._stream.text
-
-    def append(self, sequence: ServedSequence, deltas: Sequence[SequenceDelta]) -> tuple[str, list[TokenLine]]:
-        """Append what a sequence has gained since the last call, or raise `ApiError` if it failed.
+    def append(self, deltas: Sequence[SequenceDelta]) -> tuple[str, list[TokenLine]]:
+        """Append what was written since the last call, or raise `ApiError` if that has failed.
 
         Returns:
             The text that is added, and its tokens with log-probabilities where these were asked for.
         """
-        self.sequence = sequence
+        self.begun = True
         text, begin = "", len(self.lines)
         for delta in deltas:
             if delta.finish == "error":
@@ -131,7 +92,7 @@ class Choice:
                 raise ApiError(500, f"{delta.error}" if named else f"the engine failed: {delta.error}")
             shown = delta.tokens
             self.token_count += len(shown)
-            if delta.finish == "stop" and shown and shown[-1] in sequence.stop_token_ids:
+            if delta.finish == "stop" and shown and shown[-1] in self.stop_token_ids:
                 shown = shown[:-1]
             self.lines += [
                 (decode_tokens(self._tokenizer, [token]), token, logprob, likeliest)
@@ -139,41 +100,90 @@ class Choice:
             ]
             self.logprob += sum(logprob for logprob, _ in delta.logprobs or ())
             self.finish = delta.finish or self.finish
-            accepted = delta.accepted if self._drafts else 0
-            text += self._stream.push(shown, last=delta.finish is not None, accepted=accepted)
+            accepted = delta.accepted if self._marks_drafts else 0
+            self._hold(self._detokenizer.push(shown[:accepted]), True)
+            self._hold(self._detokenizer.push(shown[accepted:]), False)
+            if delta.finish is not None:
+                self._hold(self._detokenizer.finish(), False)
+            text += self._release()
         return text, self.lines[begin:]
 
-    def draft_runs(self, spans: Sequence[tuple[int, int]] | None = None, before: str = "") -> dict[str, Any]:
+    def _hold(self, text: str, drafted: bool) -> None:
+        self._held += text
+        self._drafted += bytes([drafted]) * len(text)
+
+    def _release(self) -> str:
+        """Add to the text what is certain of the held characters, and return it; in the end, nothing is held back."""
+        stop_indices = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        if stop_indices:
+            ready, self._held = self._held[: min(stop_indices)], ""
+        else:
+            # What is at the end of the held text and may be the beginning of a stop string stays.
+            sizes = (size for stop in self._stops for size in range(1, len(stop)) if self._held.endswith(stop[:size]))
+            end = len(self._held) - (0 if self.finish is not None else max(sizes, default=0))
+            ready, self._held = self._held[:end], self._held[end:]
+        self.text += ready
+        return ready
+
+    def draft_runs(self, spans: Iterable[tuple[int, int]] | None = None, before: str = "") -> dict[str, Any]:
         """Return the `drafts` field of a chunk, which is empty unless asked for.
 
         The chunk has spans of the text's characters, or if None those since the last call, after an echoed prompt.
         """
-        if not self._drafts:
+        if not self._marks_drafts:
             return {}
-        stream = self._stream
-        runs = stream.new_runs() if spans is None else [run for span in spans for run in stream.runs(*span)]
-        return {"drafts": [{"text": text, "accepted": drafted} for text, drafted in [(before, False), *runs] if text]}
+        if spans is None:
+            spans, self._reported = [(self._reported, len(self.text))], len(self.text)
+        runs = [(before, False)] if before else []
+        for begin, end in spans:
+            marked = zip(self._drafted[begin:end], self.text[begin:end], strict=True)
+            runs += [("".join(text for _, text in run), bool(own)) for own, run in groupby(marked, key=itemgetter(0))]
+        return {"drafts": [{"text": text, "accepted": drafted} for text, drafted in runs]}
+
+    def prompt_logprobs(self, count: int) -> list[dict[str, Any] | None]:
+        """Return the log-probabilities of the prompt, which was scored, in vLLM's format.
+
+        Of each token, there are entries by id for it and for the `count` likeliest; the first one follows nothing.
+        """
+
+        def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+            return {"logprob": logprob, "rank": rank, "decoded_token": decode_tokens(self._tokenizer, [token])}
+
+        entries: list[dict[str, Any] | None] = [None]
+        for token, score in zip(self.prompt[1:], self.prompt_scores, strict=True):
+            ranked = enumerate(islice(score.likeliest.items(), count), 1)
+            others = {f"{other}": entry(other, value, rank) for rank, (other, value) in ranked if other != token}
+            entries.append({f"{token}": entry(token, score.logprob, score.rank)} | others)
+        return entries
 
 
 def usage_and_metrics(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return usage and metrics of an answer. A prompt counts once, however many texts follow it."""
-    sequences = [choice.sequence for choice in choices if choice.sequence is not None]
+    begun = [choice for choice in choices if choice.begun]
     return {
-        "usage": count_usage(choices, {tuple(sequence.prompt): sequence for sequence in sequences}.values()),
-        "metrics": {"speculative_decoding": speculation_metrics([sequence.stats for sequence in sequences])},
+        "usage": count_usage(choices, {tuple(choice.prompt): choice for choice in begun}.values()),
+        "metrics": {"speculative_decoding": speculation_metrics([choice.stats for choice in begun])},
+    }
+
+
+def count_usage(choices: Iterable[Choice], prompts: Collection[Choice]) -> dict[str, Any]:
+    """Return the usage so far. The tokens of `prompts` count as read, those of `choices` as written."""
+    read, written = sum(len(choice.prompt) for choice in prompts), sum(choice.token_count for choice in choices)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.reused for choice in prompts)},
     }
 
 
 def summarize(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return the facts that the log has of an answer, or of as much of it as was written before the client left."""
-    sequences = [choice.sequence for choice in choices if choice.sequence is not None]
-    if not sequences:
+    if not any(choice.begun for choice in choices):
         return {}
     told = usage_and_metrics(choices)
     usage, speculation = told["usage"], told["metrics"]["speculative_decoding"]
-    waits = [
-        sequence.first_token_at - sequence.arrived_at for sequence in sequences if sequence.first_token_at is not None
-    ]
+    waits = [choice.first_token_at - choice.arrived_at for choice in choices if choice.first_token_at is not None]
     return {
         "prompt_tokens": usage["prompt_tokens"],
         "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
@@ -181,17 +191,6 @@ def summarize(choices: Sequence[Choice]) -> dict[str, Any]:
         "first_token_seconds": round(min(waits), 4) if waits else None,
         "tokens_per_step": round(speculation["mean_acceptance_length"], 3),
         "finish": ",".join(choice.finish or "left" for choice in choices),
-    }
-
-
-def count_usage(choices: Iterable[Choice], prompts: Collection[ServedSequence]) -> dict[str, Any]:
-    """Return the usage so far. The tokens of `prompts` count as read, those of `choices` as written."""
-    read, written = sum(len(sequence.prompt) for sequence in prompts), sum(choice.token_count for choice in choices)
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
-        "prompt_tokens_details": {"cached_tokens": sum(sequence.reused for sequence in prompts)},
     }
 
 

@@ -12,7 +12,6 @@ import json
 import re
 import uuid
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import Any
 
 Steps = Generator[None, None, bool]  # yields when it needs more text
@@ -24,73 +23,53 @@ _THINK, _THINK_END = "<think>", "</think>"
 _SPACE = " \t\r\n"
 
 
-@dataclass(frozen=True)
-class Span:
-    """Event: characters `begin` to `end` of the written text belong to the answer's content, or to its thoughts."""
-
-    begin: int
-    end: int
-    thought: bool = False
-
-
-@dataclass(frozen=True)
-class Call:
-    """Event: call `number`, counted from 0, begins."""
-
-    number: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """Event: more text of the arguments of call `number`, as the model wrote it."""
-
-    number: int
-    text: str
-
-
-Event = Span | Call | Fragment
+Deltas = list[tuple[dict[str, Any], list[tuple[int, int]]]]
 
 
 class ChatReader:
-    """Parser of what a model writes in a chat: `push` text, and get the events that are certain.
+    """Parser of what a model writes in a chat: `push` text, and get the deltas of the message that are certain.
 
     Args:
         names: Names of the tools that may be called.
         parallel_calls: Whether more than one call is reported; else what follows the first call is left out.
         split_thoughts: Whether thoughts are reported apart from the content.
         thinking: Whether the text begins within thoughts.
-
-    Attributes:
-        text: The text so far.
-        calls: Calls that have begun.
-        cut: Whether the text ends within a call.
     """
 
     def __init__(
         self, names: frozenset[str], parallel_calls: bool = True, split_thoughts: bool = False, thinking: bool = False
     ):
-        self.text = ""
+        self.text = ""  # so far
         self._at = 0  # index of the next character to read
         self._last = False  # whether the text is complete
         self._names, self._parallel_calls = names, parallel_calls
         self._split_thoughts, self._thinking = split_thoughts, thinking
-        self.calls = 0
-        self.cut = False
+        self.calls = 0  # that have begun
+        self.cut = False  # whether the text ends within a call
         self._from = 0  # where text that is not reported yet begins
         self._seen = 0  # up to where spaces were looked for
         self._sent: int | None = None  # within arguments: where those that are not reported yet begin
-        self._events: list[Event] = []
+        self._thoughts = ""  # not returned yet, as is what follows
+        self._content: list[tuple[int, int]] = []
+        self._calls: list[dict[str, Any]] = []
         self._steps = self._read()
 
-    def push(self, text: str, last: bool = False) -> list[Event]:
-        """Append text and return the events that it makes certain. `last`: whether no more text follows."""
+    def push(self, text: str, last: bool = False) -> Deltas:
+        """Append text; `last` says whether no more follows.
+
+        Returns:
+            The deltas of OpenAI's message that the text makes certain, each with the spans of the text that are its
+            content. A call begins with a delta of its own, and those of its arguments, as the model wrote them, follow.
+        """
         self.text += text
         self._last = last
         next(self._steps, None)
-        events, self._events = self._events, []
-        return events
+        thoughts, spans, calls = self._thoughts, self._content, self._calls
+        self._thoughts, self._content, self._calls = "", [], []
+        delta = {"reasoning_content": thoughts} if thoughts else {}
+        if spans:
+            delta["content"] = "".join(self.text[begin:end] for begin, end in spans)
+        return ([(delta, spans)] if delta else []) + [({"tool_calls": [call]}, []) for call in calls]
 
     def _read(self) -> Steps:
         if self._split_thoughts:
@@ -201,21 +180,27 @@ class ChatReader:
         self._at += 1
         if not reported and name is not None:
             self._begin(name)
-            self._events.append(Fragment(self.calls - 1, arguments))
+            self._calls.append({"index": self.calls - 1, "function": {"arguments": arguments}})
         return name is not None
 
     def _begin(self, name: str) -> None:
-        self._events.append(Call(self.calls, f"call_{uuid.uuid4().hex[:24]}", name))
+        function = {"name": name, "arguments": ""}
+        call = {"index": self.calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        self._calls.append(call)
         self.calls += 1
 
     def _flush(self) -> None:
         if self._sent is not None and self._sent < self._at:
-            self._events.append(Fragment(self.calls - 1, self.text[self._sent : self._at]))
+            arguments = self.text[self._sent : self._at]
+            self._calls.append({"index": self.calls - 1, "function": {"arguments": arguments}})
             self._sent = self._at
 
     def _report(self, end: int, thought: bool) -> None:
         if end > self._from:
-            self._events.append(Span(self._from, end, thought))
+            if thought:
+                self._thoughts += self.text[self._from : end]
+            else:
+                self._content.append((self._from, end))
             self._from = end
 
     def _stripped_end(self, end: int) -> int:
@@ -257,7 +242,6 @@ class ChatReader:
         return False
 
     def _find(self, pattern: re.Pattern[str]) -> Steps:
-        """Move to the next match of a one-character pattern. Return False if there is none."""
         while (match := pattern.search(self.text, self._at)) is None:
             self._at = len(self.text)
             if not (yield from self._has_more()):
@@ -266,7 +250,6 @@ class ChatReader:
         return True
 
     def _skip(self, characters: str) -> Steps:
-        """Move past any of some characters."""
         while (yield from self._has_more()) and self.text[self._at] in characters:
             self._at += 1
         return True
@@ -289,18 +272,6 @@ class ChatReader:
                 return False
             yield
         return True
-
-
-def collect_calls(events: list[Event]) -> list[dict[str, Any]]:
-    """Return the calls among all events of a text, in OpenAI's format."""
-    calls: list[dict[str, Any]] = []
-    for event in events:
-        if isinstance(event, Call):
-            function = {"name": event.name, "arguments": ""}
-            calls.append({"id": event.id, "type": "function", "function": function})
-        elif isinstance(event, Fragment):
-            calls[event.number]["function"]["arguments"] += event.text
-    return calls
 
 
 def _parse_name(text: str) -> str | None:

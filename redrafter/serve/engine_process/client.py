@@ -10,11 +10,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from redrafter.errors import ReDrafterError
-from redrafter.grammar.source import GrammarSource
-from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.sequence import PromptScore, SequenceDelta, Stats
 from redrafter.serve.engine_process.messages import (
     Answered,
@@ -33,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 MAX_PENDING_TOKENS = 1 << 14
 MAX_BEHIND_SECONDS = 10.0  # seconds for which more may wait: a fast engine draws them before a reader is back
 
-FindStop = Callable[[Sequence[int]], int | None]
+Text = TypeVar("Text", bound="ServedSequence")
 
 
 class Stopped(Exception):
@@ -51,30 +49,23 @@ class SlowConsumerError(ReDrafterError):
 class ServedSequence:
     """A prompt, and how far the text after it is: the engine's own `TokenSequence` is in another process.
 
-    Attributes:
-        stats: Counts of its steps; the draw of its first token is none.
-        find_stop: Called with the tokens of each delta; returns the index of the one that ends the text, or None.
-        adapter: Name of its LoRA adapter; None for the model alone.
-        reused: Leading tokens of the prompt that were in the cache already.
-        prompt_scores: Scores of the prompt's tokens but the first, once it is read, if they were asked for.
-        written: Number of tokens that were written.
-        ended: Whether the last delta has come.
-        arrived_at, first_token_at: When it was made and when its first token came, by `time.perf_counter`.
+    All but what a subclass adds is written by the thread that receives deltas.
     """
 
     prompt: Sequence[int]
     stop_token_ids: frozenset[int]
-    stats: Stats
-    find_stop: FindStop | None = None
-    adapter: str | None = None
-    reused: int = 0
-    prompt_scores: Sequence[PromptScore] = ()
-    written: int = 0
-    ended: bool = False
+    stats: Stats  # counts of its steps; the draw of its first token is none
+    # Called with the tokens of each delta; returns the index of the one that ends the text, or None.
+    find_stop: Callable[[Sequence[int]], int | None] | None = None
+    adapter: str | None = None  # name of its LoRA adapter; None for the model alone
+    reused: int = 0  # leading tokens of the prompt that were in the cache already
+    prompt_scores: Sequence[PromptScore] = ()  # of its tokens but the first, once it is read, if they were asked for
+    written: int = 0  # number of tokens that were written
+    ended: bool = False  # whether the last delta has come
     arrived_at: float = field(default_factory=time.perf_counter)
-    first_token_at: float | None = None
+    first_token_at: float | None = None  # by `time.perf_counter`
 
-    def append(self, delta: SequenceDelta) -> SequenceDelta:
+    def take(self, delta: SequenceDelta) -> SequenceDelta:
         """Count a delta of the engine, and return as much of it as there is before the text ends.
 
         The engine knows of end tokens and lengths; stop strings are found here.
@@ -96,21 +87,16 @@ class DeltaStream:
     """Deltas of one request on their way from the thread that receives them to an event loop.
 
     Each side counts tokens for itself, so that neither waits for the other.
-
-    Attributes:
-        error: What the receiver gets instead of more deltas; None while all is well.
-        woken: Whether the loop was told to look, and has not looked since.
-        ready: Set, within the loop, for the receiver to look.
     """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, numbers: Sequence[int], sequences: Sequence[ServedSequence]
     ) -> None:
         self.loop, self.numbers, self.sequences = loop, tuple(numbers), sequences
-        self.error: Exception | None = None
-        self.woken = False
-        self.ready = asyncio.Event()
-        self._items: deque[tuple[int, SequenceDelta]] = deque()
+        self.error: Exception | None = None  # what the receiver gets instead of more deltas
+        self.woken = False  # whether the loop was told to look, and has not looked since
+        self.ready = asyncio.Event()  # set, within the loop, for the receiver to look
+        self._items: deque[tuple[ServedSequence, SequenceDelta]] = deque()
         self._written = self._received = 0
         self._oldest_at = 0.0  # when the oldest delta came that was not received yet
 
@@ -130,12 +116,12 @@ class DeltaStream:
         """Whether all its sequences have ended."""
         return all(sequence.ended for sequence in self.sequences)
 
-    def write(self, index: int, delta: SequenceDelta) -> None:
-        """Add a delta of sequence `index`, in the thread that receives them. After an error, do nothing."""
+    def write(self, sequence: ServedSequence, delta: SequenceDelta) -> None:
+        """Add a delta of a sequence, in the thread that receives them. After an error, do nothing."""
         if self.error is None:
             if not self._items:
                 self._oldest_at = time.monotonic()
-            self._items.append((index, delta))
+            self._items.append((sequence, delta))
             self._written += _weight(delta)
 
     def fail(self, error: Exception) -> None:
@@ -144,7 +130,7 @@ class DeltaStream:
             self.error = error
             self._items.clear()
 
-    async def receive(self) -> list[tuple[int, SequenceDelta]]:
+    async def receive(self) -> list[tuple[ServedSequence, SequenceDelta]]:
         """Wait for deltas and return all there are, or raise what the stream failed with."""
         await self.ready.wait()
         self.ready.clear()
@@ -160,21 +146,16 @@ class DeltaStream:
 
 
 class EngineClient:
-    """Asks an engine in another process for texts, and hands out what it writes.
+    """Asks an engine in another process for texts, and hands out what it writes."""
 
-    Attributes:
-        facts: What the engine has said of itself.
-        load: How busy it said that it is.
-        on_delta: Called with every delta, in the thread that receives them.
-    """
-
-    def __init__(self, channel: Channel, facts: EngineFacts, handle: EngineProcess):
-        self._channel, self.facts, self._handle = channel, facts, handle
-        self.load = EngineLoad()
+    def __init__(self, channel: Channel, facts: EngineFacts, process: EngineProcess):
+        self._channel, self.facts, self._process = channel, facts, process
+        self.load = EngineLoad()  # as it was told last
+        # Called with every delta, in the thread that receives them.
         self.on_delta: Callable[[ServedSequence, SequenceDelta], object] = lambda sequence, delta: None
         self._on_failure: Callable[[str], object] = lambda reason: None
         self._numbers = count()
-        self._texts: dict[int, tuple[DeltaStream, int]] = {}  # those that have not ended: stream, and index in it
+        self._texts: dict[int, tuple[DeltaStream, ServedSequence]] = {}  # those that have not ended, by number
         self._streams: set[DeltaStream] = set()  # those that somebody receives from
         self._changes: dict[int, concurrent.futures.Future[None]] = {}  # of adapters, that the engine has not answered
         self._draining = self._stopping = False
@@ -209,32 +190,22 @@ class EngineClient:
         """End the engine, whether or not anybody still receives."""
         self._draining = self._stopping = True
         self._channel.close()
-        self._handle.end()
+        self._process.end()
         if self._thread.is_alive():
             self._thread.join()  # the connection is closed
         self._fail_all(Stopped())
 
     async def deltas(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        params: SamplingParams,
-        make_find_stop: Callable[[], FindStop | None],
-        grammar: GrammarSource | None = None,
-        client: str = "",
-        cache_salt: str | None = None,
-        adapter: str | None = None,
-        images: dict[str, Any] | None = None,
-    ) -> AsyncGenerator[tuple[int, ServedSequence, list[SequenceDelta]], None]:
-        """Ask for a text after each prompt of one request, after prompt i with seed + i, and yield their deltas.
+        self, request: Submit, sequences: Sequence[Text]
+    ) -> AsyncGenerator[tuple[Text, list[SequenceDelta]], None]:
+        """Ask for a text after each prompt of one request, and yield what its sequence, one of a prompt, gains.
 
         A consumer that is slower than the engine gets more at once. One that receives nothing for `MAX_BEHIND_SECONDS`
-        while `MAX_PENDING_TOKENS` tokens wait is dropped. Closing this iterator early cancels the rest. Arguments are
-        fields of `Submit`, but that `make_find_stop` makes the `find_stop` of one sequence, or None. `images` are
-        emptied once the engine has them.
+        while `MAX_PENDING_TOKENS` tokens wait is dropped. Closing this iterator early cancels the rest. The images of
+        the request are emptied once the engine has them.
 
         Yields:
-            The index of a prompt, its sequence, and its deltas since it was yielded last, until all have ended.
+            A sequence and its deltas since it was yielded last, until all have ended.
 
         Raises:
             Stopped: The server accepts nothing new, or it or the engine was stopped meanwhile.
@@ -243,28 +214,25 @@ class EngineClient:
         """
         if not self.alive:
             raise Stopped
-        ends, depth = params.stop_token_ids, self.facts.draft_depth
-        sequences = [
-            ServedSequence(prompt, ends, Stats(accepted_by_depth=[0] * depth), make_find_stop(), adapter)
-            for prompt in prompts
-        ]
-        stream = DeltaStream(asyncio.get_running_loop(), [next(self._numbers) for _ in prompts], sequences)
+        request = replace(request, numbers=tuple(next(self._numbers) for _ in sequences))
+        stream = DeltaStream(asyncio.get_running_loop(), request.numbers, sequences)
         self._streams.add(stream)
         try:
-            self._texts.update({number: (stream, index) for index, number in enumerate(stream.numbers)})
-            text = (stream.numbers, prompts, max_new_tokens, params, grammar, client, cache_salt)
-            self._send(Submit(*text, adapter, images))
-            left = len(prompts)
+            self._texts.update(
+                (number, (stream, sequence)) for number, sequence in zip(request.numbers, sequences, strict=True)
+            )
+            self._send(request)
+            left = len(sequences)
             while left:
-                deltas: defaultdict[int, list[SequenceDelta]] = defaultdict(list)
+                deltas: defaultdict[Any, list[SequenceDelta]] = defaultdict(list)
                 received = await stream.receive()
-                if images:
-                    images.clear()
-                for index, delta in received:
-                    deltas[index].append(delta)
+                if request.images:
+                    request.images.clear()
+                for sequence, delta in received:
+                    deltas[sequence].append(delta)
                     left -= delta.finish is not None
-                for index, new in deltas.items():
-                    yield index, sequences[index], new
+                for sequence, new in deltas.items():
+                    yield sequence, new
         finally:
             self._streams.discard(stream)
             if not stream.ended:
@@ -290,22 +258,21 @@ class EngineClient:
             raise Stopped
 
     def _run(self) -> None:
-        """Receive messages until the connection ends."""
         try:
             while True:
-                self._handle_message(self._channel.receive())
+                self._handle(self._channel.receive())
         except EOFError:
             pass
         except Exception:
             _LOG.exception("the connection to the engine failed: nothing is served any more")
         self._draining = True
         if not self._stopping:
-            ended = self._handle.describe_end()
+            ended = self._process.describe_end()
             reason = f"{self._failure or ended}: nothing is served any more"
             self._fail_all(Stopped(reason))
             self._on_failure(reason)
 
-    def _handle_message(self, message: Written | Answered | EngineFailed) -> None:
+    def _handle(self, message: Written | Answered | EngineFailed) -> None:
         if isinstance(message, EngineFailed):
             self._failure = message.reason
         elif isinstance(message, Answered):
@@ -319,18 +286,15 @@ class EngineClient:
             self.load = message.load
             for number, (reused, scores) in message.prompts.items():
                 if number in self._texts:
-                    stream, index = self._texts[number]
-                    sequence = stream.sequences[index]
+                    _, sequence = self._texts[number]
                     sequence.reused, sequence.prompt_scores = reused, scores or sequence.prompt_scores
             written = {self._append(number, delta) for number, delta in message.deltas if number in self._texts}
             _wake(stream for stream in written if not stream.woken)
 
     def _append(self, number: int, delta: SequenceDelta) -> DeltaStream:
-        """Hand a delta to the stream of its text, and return the stream."""
-        stream, index = self._texts[number]
-        sequence, by_engine = stream.sequences[index], delta.finish
+        (stream, sequence), by_engine = self._texts[number], delta.finish
         try:
-            delta = sequence.append(delta)
+            delta = sequence.take(delta)
             self.on_delta(sequence, delta)
         except Exception as error:  # of a tokenizer, where stop strings are looked for: others continue
             if not isinstance(error, ReDrafterError):
@@ -339,7 +303,7 @@ class EngineClient:
             delta, sequence.ended = SequenceDelta((), finish="error", error=error), True
             with suppress(Exception):
                 self.on_delta(sequence, delta)
-        stream.write(index, delta)
+        stream.write(sequence, delta)
         if sequence.ended:
             del self._texts[number]
         if sequence.ended and by_engine is None:  # at a stop string or an error, of which the engine knows nothing
@@ -350,7 +314,6 @@ class EngineClient:
         return stream
 
     def _fail_all(self, error: Stopped) -> None:
-        """Let everybody who still receives get an error."""
         self._texts.clear()
         for number in tuple(self._changes):
             _settle(self._changes.pop(number), error)
@@ -361,7 +324,6 @@ class EngineClient:
 
 
 def _weight(delta: SequenceDelta) -> int:
-    """Count the tokens of a delta, and the likeliest ones that are reported beside them."""
     return len(delta.tokens) + sum(len(likeliest) for _, likeliest in delta.logprobs or ())
 
 

@@ -105,7 +105,6 @@ def load_pair(request: LoadEngine) -> Pair:
 
 
 def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[str, ...]:
-    """Return log lines that say what is served."""
     target = pair.engine.target
     proposer = pair.engine.proposer_for(1) if options.speculate else None
     drafts = "no drafts"

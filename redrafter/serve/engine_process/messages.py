@@ -11,30 +11,18 @@ from redrafter.scheduler.sequence import PromptScore, SequenceDelta
 
 @dataclass(frozen=True)
 class Submit:
-    """A request for texts.
+    """A request for texts."""
 
-    Attributes:
-        numbers: Number of each text.
-        prompts: Token ids of each prompt.
-        max_new_tokens: Most tokens that may follow each.
-        params: How tokens are drawn, without a grammar; text i is drawn with the seed + i.
-        grammar: Grammar that the texts must follow, or None.
-        client: Who asks, as far as fairness goes.
-        cache_salt: Prefixes are reused only from requests with the same salt.
-        adapter: Name of the LoRA adapter of all texts; None for the model alone.
-        images: What the model takes of the images in each of the prompts, which are equal; None for text. It may be
-            hundreds of megabytes.
-    """
-
-    numbers: tuple[int, ...]
-    prompts: Sequence[Sequence[int]]
-    max_new_tokens: int
-    params: SamplingParams
-    grammar: GrammarSource | None = None
-    client: str = ""
-    cache_salt: str | None = None
-    adapter: str | None = None
-    images: Mapping[str, Any] | None = None
+    prompts: Sequence[Sequence[int]]  # token ids
+    max_new_tokens: int  # most tokens that may follow each
+    params: SamplingParams  # how tokens are drawn, without a grammar; text i is drawn with the seed + i
+    grammar: GrammarSource | None = None  # that the texts must follow
+    client: str = ""  # who asks, as far as fairness goes
+    cache_salt: str | None = None  # prefixes are reused only from requests with the same salt
+    adapter: str | None = None  # name of the LoRA adapter of all texts; None for the model alone
+    # What the model takes of the images in each of the prompts, which are equal. It may be hundreds of megabytes.
+    images: dict[str, Any] | None = None
+    numbers: tuple[int, ...] = ()  # number of each text, which the client gives it
 
 
 @dataclass(frozen=True)
@@ -70,36 +58,22 @@ class EngineFailed:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """How busy an engine is.
+    """How busy an engine is."""
 
-    Attributes:
-        running: Sequences that hold a slot.
-        waiting: Sequences that wait for one.
-        preempted: Number of sequences that were put back into the queue so far.
-        cache_usage: Share of the blocks of keys and values that sequences hold, 0 to 1.
-        host_blocks: Blocks of the host's memory that hold keys and values.
-        host_hits: Tokens of prompts whose keys and values were found there alone so far.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    preempted: int = 0
-    cache_usage: float = 0.0
-    host_blocks: int = 0
-    host_hits: int = 0
+    running: int = 0  # sequences that hold a slot
+    waiting: int = 0  # sequences that wait for one
+    preempted: int = 0  # number of sequences that were put back into the queue so far
+    cache_usage: float = 0.0  # share of the blocks of keys and values that sequences hold, 0 to 1
+    host_blocks: int = 0  # blocks of the host's memory that hold keys and values
+    host_hits: int = 0  # tokens of prompts whose keys and values were found there alone so far
 
 
 @dataclass(frozen=True)
 class Written:
-    """All that half a round wrote.
+    """All that half a round wrote."""
 
-    Attributes:
-        deltas: What texts have gained, with their numbers.
-        prompts: How many leading tokens of prompts were in the cache already, and scores of their tokens but the first
-            (empty unless asked for), by the number of their text, once that is known.
-        load: How busy the engine is now.
-    """
-
-    deltas: Sequence[tuple[int, SequenceDelta]]
+    deltas: Sequence[tuple[int, SequenceDelta]]  # what texts have gained, with their numbers
+    # How many leading tokens of prompts were in the cache already, and scores of their tokens but the first (empty
+    # unless asked for), by the number of their text, once that is known.
     prompts: Mapping[int, tuple[int, Sequence[PromptScore]]]
-    load: EngineLoad
+    load: EngineLoad  # now

@@ -1,4 +1,7 @@
-"""The main program of the engine's process: load, then serve what comes over the connection until that ends."""
+"""The main program of the engine's process: load, then serve what comes over the connection until that ends.
+
+Grammars are compiled once for all clients, kept for later requests, and bounded in number.
+"""
 
 import asyncio
 import gc
@@ -10,18 +13,23 @@ import socket
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakSet, WeakValueDictionary
 
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.program import run_command
 from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.grammar.grammar import Grammar
+from redrafter.grammar.grammar import Grammar, GrammarProcess
 from redrafter.grammar.source import GrammarSource
+from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
-from redrafter.serve.engine_process.grammars import Grammars
 from redrafter.serve.engine_process.messages import Answered, Cancel, ChangeAdapters, EngineFailed, Submit
 from redrafter.serve.engine_process.start import Channel, LoadEngine
 from redrafter.serve.engine_process.worker import SharedWorker, Worker
@@ -31,6 +39,16 @@ _LOG = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5.0  # for which a last message may take to be sent
 ORPHAN_SECONDS = 2.0  # after which the process is ended by force once its server is gone
+MAX_KEPT_GRAMMARS = 32  # grammars kept for later requests
+MAX_KEPT_BYTES = 1 << 30  # bytes that they may hold together
+MAX_LIVING_GRAMMARS = 256  # grammars in use by a sequence or kept
+MAX_LIVING_BYTES = 8 << 30  # bytes that they may hold together
+MAX_COMPILATIONS = 16  # grammars that are compiled at once
+MAX_COMPILATIONS_PER_CLIENT = 10  # fewer, so that those of others go on beside one client's slow ones
+MAX_REMEMBERED_REFUSALS = 64  # grammars whose refusal is remembered
+REFUSAL_SECONDS = 60.0  # for which it is
+
+Result = TypeVar("Result")
 _NO_GRAMMARS = (
     "this server's model is shared by several processes, which follow no grammars yet (response_format, "
     "structured_outputs, a tool_choice that forces a call): leave them out, or start the server without torchrun"
@@ -59,7 +77,6 @@ def main(descriptor: int) -> None:
 
 
 def _run(channel: Channel) -> int:
-    """Load an engine and serve it; return the exit code of the process."""
     request: LoadEngine = channel.receive()
     start_logging(request.options.log_format, request.options.log_level)
     try:
@@ -93,8 +110,6 @@ def serve(channel: Channel, scheduler: Scheduler, tokenizer: PreTrainedTokenizer
 
 
 class _EngineServer:
-    """Answers the messages of a server in an event loop, in which it waits for grammars too."""
-
     def __init__(self, channel: Channel, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase):
         self._channel, self._grammars = channel, Grammars(tokenizer)
         self._done = asyncio.Event()
@@ -121,7 +136,6 @@ class _EngineServer:
         return 0 if failure is None else 1
 
     def _receive(self) -> None:
-        """Hand messages to the event loop, in a thread of their own."""
         try:
             while True:
                 self._call(self._handle, self._channel.receive())
@@ -154,7 +168,6 @@ class _EngineServer:
             task.add_done_callback(lambda _: self._compiled(message, task))
 
     async def _compile(self, request: Submit, source: GrammarSource) -> None:
-        """Submit a request once its grammar is compiled."""
         try:
             grammar = await self._grammars.get(source, request.client)
         except Exception as error:
@@ -175,7 +188,6 @@ class _EngineServer:
             self._refuse(request, error)
 
     def _change_adapters(self, message: ChangeAdapters) -> None:
-        """Load or unload an adapter, in a thread of its own, and tell the server."""
         error: Exception | None = None
         try:
             self._worker.change_adapters(message.name, message.path)
@@ -193,3 +205,93 @@ def _sendable(error: Exception, what: str) -> Exception:
         return error
     _LOG.error(what, exc_info=error)
     return RuntimeError(str(error))  # another library's may not be picklable
+
+
+@dataclass
+class _Compilation:
+    """A grammar that is being compiled, and how many requests wait for it."""
+
+    task: "asyncio.Task[Grammar]"
+    waiting: int = 0
+
+
+class Grammars:
+    """Compiled grammars over the vocabulary of one tokenizer. All methods are for the thread of one event loop."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._kept: OrderedDict[GrammarSource, Grammar] = OrderedDict()
+        self._refused: OrderedDict[GrammarSource, tuple[float, str]] = OrderedDict()
+        self._begun: dict[GrammarSource, _Compilation] = {}
+        self._living: WeakSet[Grammar] = WeakSet()
+        self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._compilers = asyncio.Semaphore(MAX_COMPILATIONS)
+        self._threads = ThreadPoolExecutor(MAX_COMPILATIONS, "grammar")  # they wait for processes
+
+    async def get(self, source: GrammarSource, client: str) -> Grammar:
+        """Return a compiled grammar, of an earlier request if it is kept, or raise `ArgumentError` or `QueueFullError`.
+
+        The compilation is stopped when nobody waits for it any more. Of one client, `MAX_COMPILATIONS_PER_CLIENT`
+        grammars are compiled at once.
+        """
+        if source not in self._begun:
+            semaphore = self._clients.setdefault(client, asyncio.Semaphore(MAX_COMPILATIONS_PER_CLIENT))
+            async with semaphore:  # not for a client that joins a compilation
+                if (kept := self._kept.get(source)) is not None and kept.process.alive:
+                    self._kept.move_to_end(source)
+                    return kept
+                if source not in self._begun:
+                    self._check(source)
+                    task = asyncio.ensure_future(self._compile(source))
+                    # Marks an error as seen, even if nobody waits.
+                    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+                    self._begun[source] = _Compilation(task)
+                return await self._wait(source)
+        return await self._wait(source)
+
+    def _check(self, source: GrammarSource) -> None:
+        """Raise for a grammar that was refused a moment ago, and if too many grammars are in use."""
+        when, why = self._refused.get(source, (0.0, ""))
+        if why and time.monotonic() - when < REFUSAL_SECONDS:
+            raise ArgumentError(why)
+        if len(self._living) + len(self._begun) >= MAX_LIVING_GRAMMARS:
+            raise QueueFullError(f"{MAX_LIVING_GRAMMARS} other grammars are in use, and no more may be")
+        if sum(grammar.process.memory for grammar in self._living) > MAX_LIVING_BYTES:
+            raise QueueFullError(f"other grammars that are in use hold {MAX_LIVING_BYTES >> 30} GB, and no more may be")
+
+    async def _wait(self, source: GrammarSource) -> Grammar:
+        compilation = self._begun[source]
+        compilation.waiting += 1
+        try:
+            return await asyncio.shield(compilation.task)
+        finally:
+            compilation.waiting -= 1
+            if not compilation.waiting:
+                compilation.task.cancel()
+                if self._begun.get(source) is compilation:
+                    del self._begun[source]
+
+    async def _compile(self, source: GrammarSource) -> Grammar:
+        async with self._compilers:
+            process = await self._in_thread(lambda: GrammarProcess(self._tokenizer))
+            try:
+                grammar = await self._in_thread(lambda: Grammar(source, self._tokenizer, process))
+            except ArgumentError as error:
+                self._refused[source] = time.monotonic(), str(error)
+                self._refused.move_to_end(source)
+                while len(self._refused) > MAX_REMEMBERED_REFUSALS:
+                    self._refused.popitem(last=False)
+                raise
+            except asyncio.CancelledError:
+                process.end()
+                raise
+        self._living.add(grammar)
+        self._kept[source] = grammar
+        self._kept.move_to_end(source)
+        held_bytes = sum(grammar.process.memory for grammar in self._kept.values())
+        while len(self._kept) > MAX_KEPT_GRAMMARS or (held_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
+            held_bytes -= self._kept.popitem(last=False)[1].process.memory
+        return grammar
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

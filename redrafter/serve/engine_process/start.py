@@ -43,39 +43,22 @@ class LoadEngine:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The answer of an engine that is loaded: what its server must know of it.
+    """The answer of an engine that is loaded: what its server must know of it."""
 
-    Attributes:
-        model: Directory or hub id of the model.
-        description: Lines for the log that say what is served.
-        vocab_size: Number of token ids.
-        context: Most tokens of a prompt and the text after it.
-        end_tokens: Ids that end a text.
-        sampling: Sampling parameters of requests that leave them out, by name.
-        draft_depth: Levels of the deepest tree of drafts.
-        reuse: Whether prompts are looked for in the cache.
-        batch_invariant: Whether a text does not depend on what is computed beside it, bit for bit.
-        adapters: Directories of the LoRA adapters that are loaded, by name.
-        image_inputs: Names of what the model takes of images beside ids and mask; none where it takes no images.
-        fp8_weights: Whether the weights of linear layers were quantised to FP8 when the model was loaded.
-        fp8_activations: Whether the inputs of these layers are rounded to FP8 too.
-        kv_cache_dtype: Format of stored keys and values; see `EngineOptions`.
-    """
-
-    model: str
-    description: tuple[str, ...]
+    model: str  # directory or hub id
+    description: tuple[str, ...]  # lines for the log that say what is served
     vocab_size: int
-    context: int
-    end_tokens: frozenset[int]
-    sampling: Mapping[str, float]
-    draft_depth: int
-    reuse: bool
-    batch_invariant: bool = False
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    image_inputs: frozenset[str] = frozenset()
-    fp8_weights: bool = False
-    fp8_activations: bool = False
-    kv_cache_dtype: str = "auto"
+    context: int  # most tokens of a prompt and the text after it
+    end_tokens: frozenset[int]  # ids that end a text
+    sampling: Mapping[str, float]  # sampling parameters of requests that leave them out, by name
+    draft_depth: int  # levels of the deepest tree of drafts
+    reuse: bool  # whether prompts are looked for in the cache
+    batch_invariant: bool = False  # whether a text does not depend on what is computed beside it, bit for bit
+    adapters: Mapping[str, str] = field(default_factory=dict)  # directories of the LoRA adapters, by name
+    image_inputs: frozenset[str] = frozenset()  # names of what the model takes of images beside ids and mask
+    fp8_weights: bool = False  # whether the weights of linear layers were quantised when the model was loaded
+    fp8_activations: bool = False  # whether the inputs of these layers are rounded too
+    kv_cache_dtype: str = "auto"  # format of stored keys and values; see `EngineOptions`
 
 
 class EngineEndedError(ReDrafterError):

@@ -27,12 +27,7 @@ ENDED_SECONDS = 0.2  # after which a process whose connections are closed is kno
 
 
 class Worker:
-    """Runs the rounds of a scheduler in a thread of its own, as long as there is work.
-
-    Attributes:
-        scheduler: The scheduler; nobody else may run its rounds.
-        failure: Why the rounds have failed, in a few words; None if they have not.
-    """
+    """Runs the rounds of a scheduler in a thread of its own, as long as there is work. Nobody else may run them."""
 
     def __init__(self, scheduler: Scheduler, send: Callable[[Written], object], on_end: Callable[[], object]):
         """Make a worker that has not started. Both functions are called in its thread.
@@ -40,7 +35,7 @@ class Worker:
         `send` gets what half a round wrote, and must not wait; `on_end` is called whether it was stopped or has failed.
         """
         self.scheduler, self._send, self._on_end = scheduler, send, on_end
-        self.failure: str | None = None
+        self.failure: str | None = None  # why the rounds have failed, in a few words
         self._work = threading.Event()
         self._sequences: dict[int, TokenSequence] = {}  # those that have not ended, by number
         self._deltas: list[tuple[int, SequenceDelta]] = []  # not sent yet
@@ -115,7 +110,6 @@ class Worker:
         self._work.set()
 
     def _write(self, number: int, sequence: TokenSequence, delta: SequenceDelta) -> None:
-        """Note a delta for the next message."""
         if self._reused.get(number) != sequence.reused:  # it may rise where a text continues after it was put back
             self._prompts[number] = sequence.reused, [] if number in self._reused else sequence.prompt_scores
             self._reused[number] = sequence.reused
@@ -144,7 +138,6 @@ class Worker:
             self._on_end()
 
     def _explain(self, error: BaseException) -> str:
-        """Log why a round failed, and return it in a few words."""
         _LOG.error("the engine failed: nothing is served any more", exc_info=error)
         return f"the engine failed ({type(error).__name__})"
 
@@ -156,7 +149,6 @@ class Worker:
         return not self._stopping
 
     def _report(self) -> None:
-        """Send what was written since the last call."""
         scheduler, blocks = self.scheduler, self.scheduler.graphs.blocks
         load = EngineLoad(
             scheduler.running,

@@ -20,13 +20,12 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.log import RequestLog
+from redrafter.serve.log import log_requests
 from redrafter.serve.network.api_keys import ApiKeys
-from redrafter.serve.protocol.requests import error_body
+from redrafter.serve.protocol.requests import ApiError, error_body
 
 # Answer with no more than a status, for load balancers and the like.
 HEALTH_PATHS = ("/health", "/v1/health/live", "/v1/health/ready")
@@ -51,20 +50,12 @@ Headers = dict[bytes, bytes]
 
 @dataclass(frozen=True)
 class AccessPolicy:
-    """Which requests a server accepts.
+    """Which requests a server accepts."""
 
-    Attributes:
-        keys: API keys; without any, everybody may send requests.
-        hosts: Names in the `Host` header that are accepted, `*.example.org` for all below one; empty for any.
-        origins: Origins of other servers' pages that may send requests, such as `https://chat.example.org`; `*` for
-            all.
-        open_metrics: Whether `/metrics` needs no key.
-    """
-
-    keys: ApiKeys = field(default_factory=ApiKeys)
-    hosts: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    open_metrics: bool = False
+    keys: ApiKeys = field(default_factory=ApiKeys)  # without any, everybody may send requests
+    hosts: tuple[str, ...] = ()  # names in the `Host` header, `*.example.org` for all below one; empty for any
+    origins: tuple[str, ...] = ()  # of other servers' pages, such as `https://chat.example.org`; `*` for all
+    open_metrics: bool = False  # whether `/metrics` needs no key
 
     @classmethod
     def of(cls, keys: ApiKeys, options: ServeOptions) -> "AccessPolicy":
@@ -85,25 +76,16 @@ class AccessPolicy:
         )
 
 
-class Refusal(HTTPException):
-    """Refusal of a request, with a message for its client."""
-
-    def __init__(self, status: int, message: str, code: str | None = None, headers: dict[str, str] | None = None):
-        super().__init__(status, message, headers)
-        self.code = code
-
-
-def error_answer(refusal: Refusal) -> JSONResponse:
-    """Return the answer with a refusal, in the shape of OpenAI's errors."""
-    body = error_body(refusal.status_code, refusal.detail, None, refusal.code)
-    return JSONResponse(body, refusal.status_code, refusal.headers)
+def error_answer(error: ApiError) -> JSONResponse:
+    """Return the answer with an error, in the shape of OpenAI's."""
+    return JSONResponse(error_body(error.status, str(error), error.param, error.code), error.status, error.headers)
 
 
 def add_guards(app: Starlette, policy: AccessPolicy, max_body_bytes: int) -> None:
     """Add the middleware that every request passes to an application. Bodies may have so many bytes."""
     # The last one runs first.
     app.add_middleware(BodyLimits, max_bytes=max_body_bytes)
-    app.add_middleware(AccessControl, policy=policy)
+    app.add_middleware(access_control, policy=policy)
     if policy.origins:
         headers = ["Authorization", "Content-Type", "X-Request-Id"]
         app.add_middleware(
@@ -113,88 +95,67 @@ def add_guards(app: Starlette, policy: AccessPolicy, max_body_bytes: int) -> Non
             allow_headers=headers,
             expose_headers=headers[2:],
         )
-    app.add_middleware(HeadAsGet)
-    app.add_middleware(RequestLog)
+    app.add_middleware(head_as_get)
+    app.add_middleware(log_requests)
 
 
-class AccessControl:
-    """ASGI middleware that refuses what an `AccessPolicy` does not accept.
+def access_control(app: ASGIApp, policy: AccessPolicy) -> ASGIApp:
+    """Return an application that refuses what a policy does not accept."""
 
-    It sets `scope["facts"]["client"]` to the name of the key that was sent, and `scope["admitted"]` to whether the
-    client may see everything.
-    """
-
-    def __init__(self, app: ASGIApp, policy: AccessPolicy):
-        self.app, self.policy = app, policy
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check a request, and serve it or answer with the refusal."""
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        headers = dict(scope["headers"])
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._check_host(scope, headers)
-            self._check_origin(scope, headers)
-            self._check_key(scope, headers)
-            self._check_type(scope, headers)
-        except Refusal as refusal:
-            return await error_answer(refusal)(scope, receive, send)
-        await self.app(scope, receive, send)
+            if scope["type"] == "http":
+                check_access(scope, policy)
+        except ApiError as error:
+            return await error_answer(error)(scope, receive, send)
+        await app(scope, receive, send)
 
-    def _check_host(self, scope: Scope, headers: Headers) -> None:
-        if b"host" not in headers or scope["path"] in HEALTH_PATHS:
-            return
+    return answer
+
+
+def check_access(scope: Scope, policy: AccessPolicy) -> None:
+    """Raise `ApiError` for a request that a policy does not accept.
+
+    Sets `scope["facts"]["client"]` to the name of the key that was sent, and `scope["admitted"]` to whether the client
+    may see everything.
+    """
+    headers, path = dict(scope["headers"]), scope["path"]
+    if b"host" in headers and path not in HEALTH_PATHS:
         host = host_of(headers[b"host"].decode("latin-1"))
-        if not self.policy.knows_host(host):
-            raise Refusal(403, f"this server is not called {host!r}; --allowed-hosts says what it is called")
-
-    def _check_origin(self, scope: Scope, headers: Headers) -> None:
-        """Refuse requests of other servers' pages, which a browser sends for any page."""
-        if scope["method"] in READING_METHODS or not _is_foreign(headers):
-            return
+        if not policy.knows_host(host):
+            raise ApiError(403, f"this server is not called {host!r}; --allowed-hosts says what it is called")
+    if scope["method"] not in READING_METHODS and _is_foreign(headers):  # a browser sends them for any page
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if origin not in self.policy.origins and "*" not in self.policy.origins:
-            raise Refusal(
-                403, f"pages of {origin or 'another site'} may not ask here; --allowed-origins says which may"
-            )
-
-    def _check_key(self, scope: Scope, headers: Headers) -> None:
-        policy, path = self.policy, scope["path"]
-        scope["admitted"] = not policy.keys
-        if scope["admitted"]:
-            return
+        if origin not in policy.origins and "*" not in policy.origins:
+            what = f"pages of {origin or 'another site'} may not ask here; --allowed-origins says which may"
+            raise ApiError(403, what)
+    scope["admitted"] = not policy.keys
+    if policy.keys:
         name = policy.keys.client(headers.get(b"authorization", b""))
         if name is not None:
             scope["facts"]["client"], scope["admitted"] = name, True
         elif path not in KEYLESS_PATHS and not (policy.open_metrics and path == "/metrics"):
             challenge = {"WWW-Authenticate": "Bearer"}
-            raise Refusal(401, "the API key is missing or wrong", "invalid_api_key", challenge)
-
-    def _check_type(self, scope: Scope, headers: Headers) -> None:
-        """Refuse bodies of another type than JSON, but accept what `curl -d` sends, which calls everything a form."""
-        if scope["method"] != "POST":
-            return
-        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json")):
-            return
+            raise ApiError(401, "the API key is missing or wrong", None, "invalid_api_key", challenge)
+    kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    is_json = kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
+    if scope["method"] == "POST" and not is_json:
         by_browser = b"origin" in headers or b"sec-fetch-site" in headers
-        if by_browser or kind not in (b"", b"application/x-www-form-urlencoded"):
-            raise Refusal(415, "the body must be JSON, sent with the header Content-Type: application/json")
-        headers_kept = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
-        scope["headers"] = [*headers_kept, (b"content-type", b"application/json")]
+        if by_browser or kind not in (b"", b"application/x-www-form-urlencoded"):  # `curl -d` calls everything a form
+            raise ApiError(415, "the body must be JSON, sent with the header Content-Type: application/json")
+        others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        scope["headers"] = [*others, (b"content-type", b"application/json")]
 
 
-class HeadAsGet:
-    """ASGI middleware that answers HEAD as GET; the connection leaves the body out."""
+def head_as_get(app: ASGIApp) -> ASGIApp:
+    """Return an application that answers HEAD as GET; the connection leaves the body out."""
 
-    def __init__(self, app: ASGIApp):
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, HEAD as GET."""
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # a copy: the connection still knows that it was HEAD
-        await self.app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return answer
 
 
 def host_of(header: str) -> str:
@@ -205,7 +166,6 @@ def host_of(header: str) -> str:
 
 
 def _is_foreign(headers: Headers) -> bool:
-    """Return whether a browser sends a request for a page of another server."""
     site = headers.get(b"sec-fetch-site")
     if site is not None:
         return site not in OWN_SITES
@@ -231,27 +191,26 @@ class BodyLimits:
         """Serve a request under the limits."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        body = _Body(self, receive)
-        scope["body"] = body
+        request = scope["request"] = JsonRequest(self, scope, receive)
         length = dict(scope["headers"]).get(b"content-length", b"")
         try:
-            body.check_length(int(length) if length.isdigit() else 0)
-        except Refusal as refusal:
-            return await error_answer(refusal)(scope, receive, send)
+            request.check_length(int(length) if length.isdigit() else 0)
+        except ApiError as error:
+            return await error_answer(error)(scope, receive, send)
 
         async def answer(message: Message) -> None:
-            body.release()  # not before: what waits for its turn, as images do, still holds the body
+            request.release()  # not before: what waits for its turn, as images do, still holds the body
             await send(message)
 
         try:
-            await self.app(scope, body.receive, answer)
+            await self.app(scope, request.receive, answer)
         finally:
-            body.release()
+            request.release()
 
     def hold(self, size: int) -> None:
         """Count bytes of a larger body, or refuse them if too many are held; a negative size is held no longer."""
         if size > 0 and self._held_bytes + size > MAX_LARGE_BODIES_BYTES:
-            raise Refusal(503, "too many large bodies at once", headers={"Retry-After": "1"})
+            raise ApiError(503, "too many large bodies at once", headers={"Retry-After": "1"})
         self._held_bytes += size
 
     async def parse(self, body: bytes, parse: Callable[[bytes], Any]) -> Any:
@@ -273,11 +232,12 @@ class BodyLimits:
         self._busy_until = now + (now - began)
 
 
-class _Body:
-    """The body of one request, while it arrives."""
+class JsonRequest(Request):
+    """A request whose body arrives and is parsed under `BodyLimits`."""
 
-    def __init__(self, limits: BodyLimits, receive: Receive):
-        self.limits, self._receive = limits, receive
+    def __init__(self, limits: BodyLimits, scope: Scope, receive: Receive):
+        super().__init__(scope, self._receive_some)
+        self.limits, self._receive_any = limits, receive
         self._read = self._held = 0
         self._whole = False
         self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
@@ -285,17 +245,17 @@ class _Body:
     def check_length(self, length: int) -> None:
         """Refuse a body of so many bytes if it is too long."""
         if length > self.limits.max_bytes:
-            raise Refusal(413, f"the body is longer than {self.limits.max_bytes} bytes")
+            raise ApiError(413, f"the body is longer than {self.limits.max_bytes} bytes")
 
-    async def receive(self) -> Message:
+    async def _receive_some(self) -> Message:
         """Return the next message of the request, while its body is within the limits."""
         if self._whole:
-            return await self._receive()
+            return await self._receive_any()
         left = self._deadline - asyncio.get_running_loop().time()
         try:
-            message = await asyncio.wait_for(self._receive(), max(left, 0.01))
+            message = await asyncio.wait_for(self._receive_any(), max(left, 0.01))
         except asyncio.TimeoutError:
-            raise Refusal(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s") from None
         size = len(message.get("body", b""))
         self._read += size
         self._whole = not message.get("more_body", False)
@@ -310,20 +270,27 @@ class _Body:
         self.limits.hold(-self._held)
         self._held = 0
 
+    async def json(self) -> Any:
+        """Return the value of the body."""
+        if not hasattr(self, "_json"):
+            self._json = await self.limits.parse(await self.body(), _loads)
+            self._body = b""  # it may be large, and a stream may last
+        return self._json
+
 
 def check_structure(body: bytes, max_bytes: int) -> None:
-    """Raise `Refusal` for a body that holds too many values for the bytes that bodies may have, without parsing it.
+    """Raise `ApiError` for a body that holds too many values for the bytes that bodies may have, without parsing it.
 
     Characters within strings count too: telling them apart would take longer than it saves.
     """
     if (count := body.count(b",")) > max_bytes // BYTES_PER_COMMA:
-        raise Refusal(413, f"the body holds {count} commas; at most {max_bytes // BYTES_PER_COMMA}")
+        raise ApiError(413, f"the body holds {count} commas; at most {max_bytes // BYTES_PER_COMMA}")
     if (count := sum(map(body.count, (b"[", b"{", b":")))) > max_bytes // BYTES_PER_CONTAINER:
-        raise Refusal(
+        raise ApiError(
             413, f"the body holds {count} of the characters [, {{ and :; at most {max_bytes // BYTES_PER_CONTAINER}"
         )
     if (count := body.translate(_ALIKE).count(b"0e")) > max_bytes // BYTES_PER_EXPONENT:
-        raise Refusal(413, f"the body holds {count} numbers with exponents; at most {max_bytes // BYTES_PER_EXPONENT}")
+        raise ApiError(413, f"the body holds {count} numbers with exponents; at most {max_bytes // BYTES_PER_EXPONENT}")
 
 
 def _loads(body: bytes) -> Any:
@@ -331,33 +298,21 @@ def _loads(body: bytes) -> Any:
     try:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise Refusal(400, "the body is not UTF-8") from None
+        raise ApiError(400, "the body is not UTF-8") from None
     if b"\\ud" in body.lower() and _LONE.search(_PAIR.sub(b"-", body.replace(b"\\\\", b"-"))):
-        raise Refusal(400, "the body holds half a character: a surrogate that stands alone")
+        raise ApiError(400, "the body holds half a character: a surrogate that stands alone")
 
     def refuse_constant(name: str) -> None:
-        raise Refusal(400, f"the body is no JSON: {name} is no number there")
+        raise ApiError(400, f"the body is no JSON: {name} is no number there")
 
     try:
         return json.loads(text, parse_constant=refuse_constant)
     except json.JSONDecodeError:
         raise
     except RecursionError:
-        raise Refusal(400, "the body is nested too deeply") from None
+        raise ApiError(400, "the body is nested too deeply") from None
     except ValueError:  # Python reads no number of so many digits
-        raise Refusal(400, "the body holds a number of too many digits") from None
-
-
-class JsonRequest(Request):
-    """A request whose body is parsed under `BodyLimits`."""
-
-    async def json(self) -> Any:
-        """Return the value of the body."""
-        if not hasattr(self, "_json"):
-            body: _Body = self.scope["body"]
-            self._json = await body.limits.parse(await self.body(), _loads)
-            self._body = b""  # it may be large, and a stream may last
-        return self._json
+        raise ApiError(400, "the body holds a number of too many digits") from None
 
 
 class JsonRoute(APIRoute):
@@ -368,6 +323,6 @@ class JsonRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(JsonRequest(request.scope, request.receive))
+            return await handler(request.scope["request"])
 
         return handle

@@ -44,7 +44,6 @@ def one_of(tag_of: Callable[[Any], str | None], wanted: str) -> Discriminator:
 
 
 def _tag_by(kinds: Mapping[type, str]) -> Callable[[Any], str | None]:
-    """Return a function that returns the tag of a value, by its type; None for values of other types."""
     return lambda value: next((tag for kind, tag in kinds.items() if isinstance(value, kind)), None)
 
 
@@ -54,7 +53,6 @@ _tag_schema = _tag_by({dict: OBJECT_TAG, bool: TEXT_TAG})  # a JSON schema
 
 
 def _tag_prompt(value: Any) -> str | None:
-    """Return the tag of a prompt, judged by its first entry."""
     tag = tag_text_or_list(value)
     if tag != LIST_TAG or not value or isinstance(value[0], str):
         return tag

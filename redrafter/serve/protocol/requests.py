@@ -4,10 +4,12 @@ https://platform.openai.com/docs/api-reference
 """
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, Tag, model_validator
 from pydantic_core import PydanticCustomError
+from starlette.exceptions import HTTPException
 
 from redrafter.errors import ReDrafterError
 from redrafter.serve.protocol.fields import (
@@ -82,7 +84,6 @@ class TextPart(Strict):
 
 
 def _check_url(url: Any) -> Any:
-    """Refuse addresses, which the server would have to fetch, before anything else."""
     if isinstance(url, str) and not DATA_URL.match(url):
         raise PydanticCustomError(
             "unsupported", "this server fetches nothing: send the image itself, as data:image/png;base64,..."
@@ -90,10 +91,7 @@ def _check_url(url: Any) -> Any:
     return url
 
 
-DataUrl = Annotated[str, BeforeValidator(_check_url)]
-
-
-"""An image as a `data:` URL in base64."""
+DataUrl = Annotated[str, BeforeValidator(_check_url)]  # an image in base64
 
 
 class ImageUrl(Strict):
@@ -116,7 +114,6 @@ class ImagePart(Strict):
 
 
 def _check_part(part: Any) -> Any:
-    """Refuse parts of other types than text and images by name."""
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind not in ("text", "image_url"):
         raise PydanticCustomError("unsupported", "{kind} parts cannot be read, only text and images", {"kind": kind})
@@ -218,12 +215,25 @@ class Message(Strict):
         return [part.image_url.url for part in self.parts if isinstance(part, ImagePart)]
 
 
-class ApiError(ReDrafterError):
-    """An error that is answered to the client: HTTP status, message, path of the field that is to blame, and a code."""
+class ApiError(ReDrafterError, HTTPException):
+    """An error that is answered to the client: HTTP status, message, path of the field to blame, a code, and headers.
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
-        super().__init__(message)
+    It is an `HTTPException`, as FastAPI makes an error of its own of any other that reading a body raises.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        HTTPException.__init__(self, status, message, headers)
         self.status, self.param, self.code = status, param, code
+
+    def __str__(self) -> str:
+        return self.detail
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

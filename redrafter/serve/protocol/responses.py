@@ -234,7 +234,6 @@ class ResponsesRequest(SharedFields):
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
-    """Return the objects in a list; none for other values."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 

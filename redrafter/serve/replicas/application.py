@@ -1,5 +1,9 @@
-"""`redrafter serve --ray`: the application of Ray Serve, and the life of a command that starts it."""
+"""`redrafter serve --ray`: the application of Ray Serve, its actors, and the life of a command that starts it.
 
+A router imports no torch; a replica, which is a server without a socket, imports it while its engine's process does.
+"""
+
+import gc
 import json
 import logging
 import os
@@ -7,17 +11,26 @@ import signal
 import socket
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
-from redrafter.app.config_file import convert_value, options_by_name, unknown_key
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from redrafter.app.config_file import convert_value, options_by_name
 from redrafter.app.flags import read_options
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ArgumentError, MissingDependencyError, ReDrafterError, how_to_install
 from redrafter.serve.config import ReplicaOptions, ServeOptions, check_replicated
+from redrafter.serve.engine_process.start import EngineProcess, LoadEngine
+from redrafter.serve.log import start_logging
 from redrafter.serve.network.api_keys import ApiKeys, collect_keys
-from redrafter.serve.replicas.actors import EngineReplica, RouterReplica
+from redrafter.serve.network.guards import AccessPolicy
+from redrafter.serve.protocol.requests import ApiError
+from redrafter.serve.replicas.exchange import AnswerPart, HttpCall, ReplicaLostError, answer_parts
+from redrafter.serve.replicas.router import create_router
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -37,6 +50,8 @@ APPLICATION = "redrafter"  # its name in Ray Serve
 POLL_SECONDS = 0.2  # between looks at the state of the application
 CONNECT_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 30  # that a connection may be idle for
+REPLICA_HEADER = b"x-replica"  # of an answer: the name of the replica
+METRICS_SECONDS = 5.0  # in which replicas must tell their metrics
 
 
 def import_ray() -> Any:
@@ -59,15 +74,13 @@ def app(args: Mapping[str, Any]) -> "Application":
         raise ArgumentError(
             f"{elsewhere[0]} is no option of the application: it belongs to http_options of Serve's config"
         )
-    if unknown := sorted(set(args) - set(known)):
-        raise unknown_key("the application's args", unknown[0], known)
     values = {}
     for name, value in args.items():
         # What was typed after `serve run` is a text, whatever the option holds.
-        if isinstance(value, str) and known[name].hint not in (str, str | None):
+        if isinstance(value, str) and name in known and known[name].hint not in (str, str | None):
             with suppress(ValueError):  # told below, where it is of another type
                 value = json.loads(value.lower() if value in ("True", "False") else value)
-        values[name] = convert_value("the application's args", name, value, known[name])
+        values[name] = convert_value("the application's args", name, value, known)
     given = Namespace(**values | {"ray": True})
     options = read_options(ServeOptions, given)
     keys = collect_keys(options.api_key, options.api_key_file)
@@ -191,3 +204,118 @@ def _check_address(options: ServeOptions) -> None:
             f"Ray Serve does not listen on {options.host}:{options.port}: it runs on this cluster since before, or the "
             "cluster's head is another machine; there, type: serve run redrafter.serve.replicas.application:app"
         ) from error
+
+
+class EngineReplica:
+    """A server without a socket: routers call it with requests."""
+
+    def __init__(self, options: ServeOptions, load: LoadOptions, draft: DraftOptions, keys: ApiKeys):
+        from ray import serve
+
+        start_logging(options.log_format, options.log_level)
+        self._name = str(serve.get_replica_context().replica_id.unique_id)
+        process = EngineProcess(LoadEngine(options, load, draft))
+        try:
+            from redrafter.serve.server import load_server
+
+            self._server = load_server(process, options, load, keys)
+        except BaseException:
+            process.close()
+            raise
+        self._server.engine.start(_end_with_engine)
+        gc.collect()
+        gc.freeze()  # what is loaded stays; collecting it takes 0.3 s, in which nothing is written
+
+    async def answer(self, call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
+        """Yield the answer to a request, whose headers say which replica has answered.
+
+        Raises `ReplicaLostError` if the engine has ended: what it had not written is no part of the answer.
+        """
+        async with aclosing(answer_parts(self._server.app, call)) as parts:
+            async for part in parts:
+                self.check_health()
+                if part.start is not None:
+                    headers = [*part.start.headers, (REPLICA_HEADER, self._name.encode())]
+                    part = part._replace(start=part.start._replace(headers=headers))
+                yield part
+
+    def metrics(self) -> tuple[str, bytes]:
+        """Return the name of the replica, and its metrics in Prometheus' text format."""
+        return self._name, self._server.metrics.text()
+
+    def check_health(self) -> None:
+        """Raise `ReplicaLostError` if the engine has ended."""
+        if not self._server.engine.alive:
+            raise ReplicaLostError(f"the engine of replica {self._name} has ended")
+
+    def __del__(self) -> None:
+        """End the engine: Ray Serve calls this once the last request is answered."""
+        if hasattr(self, "_server"):
+            self._server.engine.stop()
+
+
+def _end_with_engine(reason: str) -> None:
+    _LOG.error("%s", reason)
+    logging.shutdown()
+    os._exit(2)
+
+
+class RouterReplica:
+    """The application that hands requests to the replicas of a deployment, of which it has Ray's handle."""
+
+    def __init__(self, engines: Any, options: ServeOptions, keys: ApiKeys):
+        start_logging(options.log_format, options.log_level)
+        self._engines, self._options, self._keys = engines, options, keys
+
+    def __serve_build_asgi_app__(self) -> Any:
+        from ray.exceptions import RayActorError
+        from ray.serve.exceptions import DeploymentUnavailableError
+
+        policy = AccessPolicy.of(self._keys, self._options)
+        lost = (RayActorError, ReplicaLostError, DeploymentUnavailableError)
+        return create_router(self._ask, self._metrics, lost, policy, self._options.max_body_size)
+
+    async def _ask(self, call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
+        parts = self._engines.options(method_name="answer", stream=True).remote(call)
+        try:
+            async for part in parts:
+                yield part
+        finally:
+            parts.cancel()  # which does nothing after the end
+
+    async def _metrics(self) -> bytes:
+        from ray.serve.exceptions import DeploymentUnavailableError
+
+        answers = self._engines.broadcast("metrics")
+        try:
+            told = await answers.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
+        except DeploymentUnavailableError:  # there are no replicas now
+            told = []
+        except TimeoutError as error:
+            raise ApiError(503, f"a replica has not told its metrics within {METRICS_SECONDS:g} s") from error
+        return merge_metrics([answer for answer in told if not isinstance(answer, BaseException)])
+
+
+def merge_metrics(texts: Iterable[tuple[str, bytes]]) -> bytes:
+    """Return the metrics of replicas, by name, in Prometheus' text format with the label `replica`.
+
+    They are not summed here: a sum of counters falls when a replica ends, which Prometheus takes for a restart of all.
+    A query sums the rates instead: `sum without (replica) (rate(vllm:generation_tokens_total[1m]))`.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Merged(texts))
+    return generate_latest(registry)
+
+
+class _Merged:
+    def __init__(self, texts: Iterable[tuple[str, bytes]]):
+        self._families: dict[str, Metric] = {}
+        for replica, text in texts:
+            for family in text_string_to_metric_families(text.decode()):
+                merged = self._families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    merged.samples.append(sample._replace(labels={"replica": replica} | sample.labels))
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics, as a registry calls it."""
+        yield from self._families.values()

@@ -44,6 +44,5 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray may not be insta
 
 
 def _call(request: PendingRequest) -> HttpCall | None:
-    """Return the call that waits for a replica; None where it is no request of a client."""
     first: Any = request.args[0] if request.args else None
     return first if isinstance(first, HttpCall) else None

@@ -22,8 +22,8 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from redrafter.serve.network.guards import HEALTH_PATHS, AccessPolicy, JsonRequest, Refusal, add_guards, error_answer
-from redrafter.serve.protocol.requests import error_body
+from redrafter.serve.network.guards import HEALTH_PATHS, AccessPolicy, JsonRequest, add_guards, error_answer
+from redrafter.serve.protocol.requests import ApiError, error_body
 from redrafter.serve.replicas.exchange import AnswerPart, AnswerStart, HttpCall
 
 SESSION_HEADER = b"x-session-id"  # as Ray Serve has it
@@ -155,7 +155,6 @@ class SentStream:
         return b"".join(kept)
 
     def _cut_event(self, event: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what the client lacks of an event; None if it lacks nothing."""
         if not event["choices"]:
             return None if self._had_usage else event | self._head
         choices = [choice for choice in event["choices"] if self._cut_choice(choice)]
@@ -215,9 +214,9 @@ def create_router(
         try:
             if scope["path"] == "/metrics" and scope["method"] == "GET":
                 return await Response(await metrics(), media_type=METRICS_TYPE)(scope, receive, send)
-            body, document = await _read(scope, receive)
-        except Refusal as refusal:
-            return await error_answer(refusal)(scope, receive, send)
+            body, document = await _read(scope)
+        except ApiError as error:
+            return await error_answer(error)(scope, receive, send)
         key = routing_key(dict(scope["headers"]).get(SESSION_HEADER), document)
         call = HttpCall.of(scope, body, key, scope["facts"]["id"])
         answering = _Answer(call, can_resume(scope["path"], document), send).relay(ask, lost)
@@ -243,12 +242,12 @@ def create_router(
     return answer
 
 
-async def _read(scope: Scope, receive: Receive) -> tuple[bytes, Mapping[str, Any]]:
+async def _read(scope: Scope) -> tuple[bytes, Mapping[str, Any]]:
     """Return the body of a request as replicas get it, and its value, which is empty where it is no JSON object.
 
     A request that writes gets a seed if it has none, so that every replica writes the same text.
     """
-    request = JsonRequest(scope, receive)
+    request: JsonRequest = scope["request"]
     body = await request.body()
     if scope["method"] != "POST":
         return body, {}
@@ -265,8 +264,6 @@ async def _read(scope: Scope, receive: Receive) -> tuple[bytes, Mapping[str, Any
 
 
 class _Answer:
-    """The answer to one request, on its way from replicas to the client."""
-
     def __init__(self, call: HttpCall, resumable: bool, send: Send):
         self._call, self._send = call, send
         self._stream = SentStream() if resumable else None
@@ -317,7 +314,6 @@ class _Answer:
             await self._send({"type": "http.response.start", "status": start.status, "headers": start.headers})
 
     async def _fail(self, message: str) -> None:
-        """Tell the client that its answer has ended before its time, within the stream if that has begun."""
         body = json.dumps(error_body(503, message)).encode()
         if self._begun:
             await self._send({"type": "http.response.body", "body": b"data: " + body + b"\n\n"})

@@ -4,33 +4,49 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from pydantic import BaseModel, Field, StrictBool, model_validator
 from starlette.exceptions import HTTPException
 
+from redrafter.engine.detokenizer import decode_tokens
 from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError
+from redrafter.sandbox.process import SandboxedProcess
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import Stopped
-from redrafter.serve.network.guards import AccessPolicy, JsonRoute, Refusal, add_guards, error_answer
+from redrafter.serve.network.guards import AccessPolicy, JsonRoute, add_guards, error_answer
+from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.answers import (
     ChatAnswer,
     CompletionAnswer,
+    Model,
     ModelHealth,
     Models,
     answer_responses,
     error_responses,
 )
-from redrafter.serve.protocol.fields import field_path
-from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, error_body
+from redrafter.serve.protocol.fields import MAX_PARTS, Ids, Strict, field_path
+from redrafter.serve.protocol.requests import (
+    MAX_TOOLS,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Tool,
+    error_body,
+)
 from redrafter.serve.routes.page import page
 from redrafter.serve.routes.responses import add_responses
-from redrafter.serve.routes.tokens import add_adapter_routes, add_token_routes
-from redrafter.serve.service import Service
 from redrafter.version import __version__
+
+if TYPE_CHECKING:
+    from redrafter.serve.server import Server
 
 _LOG = logging.getLogger(__name__)
 _TEXT = "this server writes text alone: use /v1/chat/completions, /v1/responses or /v1/completions"
@@ -59,14 +75,13 @@ _REFUSED = {
 
 
 def create_app(
-    service: Service,
+    server: "Server",
     policy: AccessPolicy | None = None,
     max_body_bytes: int = ServeOptions.max_body_size,
     allow_lora_updating: bool = ServeOptions.allow_runtime_lora_updating,
 ) -> FastAPI:
     """Return the ASGI application, which accepts all requests unless a policy says which."""
     policy = policy or AccessPolicy()
-    service.apart = len(policy.keys) > 1
     app = FastAPI(title="redrafter", version=__version__, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     add_guards(app, policy, max_body_bytes)
@@ -91,33 +106,33 @@ def create_app(
     @app.get("/v1/health/ready", **stopping)
     @app.get("/v1/health/live", **stopping)
     async def health() -> Response:
-        return Response(status_code=200 if service.engine.alive else 503)
+        return Response(status_code=200 if server.engine.alive else 503)
 
     @app.get("/v1/health/model", response_model=ModelHealth, responses=error_responses(503))
     async def model_health() -> dict[str, Any]:
-        if not service.engine.alive:
+        if not server.engine.alive:
             raise ApiError(503, "the server is stopping")
-        return {"model": service.model, "running": service.engine.load.running}
+        return {"model": server.model, "running": server.engine.load.running}
 
     @app.get("/v1/models", response_model=Models, responses=error_responses(401))
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": service.model_entries}
+        return {"object": "list", "data": server.model_entries}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.post("/v1/completions", responses=answer_responses(CompletionAnswer))
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _respond(service.completion(body, request.scope["facts"]), request)
+        return await _respond(server.completion(body, request.scope["facts"]), request)
 
     @app.post("/v1/chat/completions", responses=answer_responses(ChatAnswer))
     async def chat(body: ChatRequest, request: Request) -> Response:
-        return await _respond(service.chat(body, request.scope["facts"]), request)
+        return await _respond(server.chat(body, request.scope["facts"]), request)
 
-    add_token_routes(app, service)
-    add_responses(app, service, _respond)
-    add_adapter_routes(app, service, allow_lora_updating)
+    add_token_routes(app, server)
+    add_responses(app, server, _respond)
+    add_adapter_routes(app, server, allow_lora_updating)
     for path, reason in _REFUSED.items():  # with all below them; clients do not retry after 404 in OpenAI's shape
         for route in (path, f"{path}/{{rest:path}}"):
             app.add_api_route(route, _refusal(reason), methods=["GET", "POST", "DELETE"], include_in_schema=False)
@@ -174,14 +189,10 @@ def _handle_errors(app: FastAPI) -> None:
     def respond(
         status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
     ) -> Response:
-        return JSONResponse(error_body(status, message, param, code), status, headers)
+        return error_answer(ApiError(status, message, param, code, headers))
 
     @app.exception_handler(ApiError)
     async def api(_: Request, error: ApiError) -> Response:
-        return respond(error.status, str(error), error.param, error.code)
-
-    @app.exception_handler(Refusal)
-    async def refused(_: Request, error: Refusal) -> Response:
         return error_answer(error)
 
     @app.exception_handler(UnsupportedError)
@@ -233,3 +244,145 @@ def _refusal(reason: str) -> Callable[[], Awaitable[None]]:
         raise ApiError(404, reason, code="unsupported_endpoint")
 
     return refuse
+
+
+MAX_CONTEXTS = 8  # times the context length that a prompt may have to be tokenized
+_ADAPTERS_CLOSED = "adapters are not changed while this server runs: start it with --allow-runtime-lora-updating"
+
+
+class TokenizeRequest(Strict):
+    """A prompt, or messages that the chat template writes as one.
+
+    `add_special_tokens` is for a prompt, by default as for a completion; a template writes its own.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    add_special_tokens: StrictBool | None = None
+    add_generation_prompt: StrictBool = True
+    return_token_strs: StrictBool | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages, and not both")
+        if self.messages is None and self.tools is not None:
+            raise ValueError("tools are for messages")
+        return self
+
+
+class TokenizeAnswer(BaseModel):
+    """The tokens of a prompt. `token_strs` is null unless `return_token_strs` asks for it."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(Strict):
+    """Tokens to write as text."""
+
+    model: str | None = None
+    tokens: Ids
+
+
+class DetokenizeAnswer(BaseModel):
+    """The text of some tokens."""
+
+    prompt: str
+
+
+class Version(BaseModel):
+    """The version of the server."""
+
+    version: str
+
+
+def add_token_routes(app: FastAPI, server: "Server") -> None:
+    """Add the routes for tokens, for one model, and for the version."""
+    options: dict[str, Any] = {"responses": error_responses(400, 401, 404, 408, 413, 422)}
+
+    @cache
+    def prompts() -> Prompts:
+        """Return a reader of prompts that are only tokenized, which may be longer than the context."""
+        return replace(server.prompts, context=MAX_CONTEXTS * server.context)
+
+    def encode(body: TokenizeRequest, decoder: SandboxedProcess | None) -> list[int]:
+        """Return the tokens that a completion or a chat would read."""
+        if body.messages is not None:
+            generation = body.add_generation_prompt
+            chat = ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=generation)
+            return prompts().encode_chat(chat, decoder)[0]
+        assert body.prompt is not None
+        if body.add_special_tokens is None:
+            [ids] = prompts().encode_prompts(body.prompt)
+            return ids
+        return prompts().encode_text(body.prompt, add_special_tokens=body.add_special_tokens)
+
+    @app.get("/version", response_model=Version)
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/v1/models/{model:path}", response_model=Model, responses=error_responses(401, 404))
+    async def model(model: str) -> dict[str, Any]:
+        server.check_model(model)
+        return server.model_entry(model)
+
+    @app.post("/tokenize", response_model=TokenizeAnswer, **options)
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+        server.check_model(body.model)
+        ids = await server.encode(encode, body, body.messages, request.scope["facts"])
+        names = server.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": server.context, "tokens": ids, "token_strs": names}
+
+    @app.post("/detokenize", response_model=DetokenizeAnswer, **options)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        server.check_model(body.model)
+        vocabulary = server.engine.facts.vocab_size
+        if (bad := next((token for token in body.tokens if token >= vocabulary), None)) is not None:
+            raise ApiError(400, f"token id {bad} is out of range: there are {vocabulary} ids", "tokens")
+        if len(body.tokens) > MAX_CONTEXTS * server.context:
+            raise ApiError(400, f"{len(body.tokens)} tokens; at most {MAX_CONTEXTS * server.context}", "tokens")
+        return {"prompt": await asyncio.to_thread(decode_tokens, server.tokenizer, body.tokens)}
+
+
+class LoadAdapterRequest(Strict):
+    """An adapter to load: its name, and the directory on the server's machine that PEFT wrote."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+
+
+class UnloadAdapterRequest(Strict):
+    """The adapter to unload."""
+
+    lora_name: str | None = None
+
+
+def add_adapter_routes(app: FastAPI, server: "Server", allowed: bool) -> None:
+    """Add the routes, which do nothing but refuse where adapters may not be changed."""
+    options: dict[str, Any] = {"response_class": PlainTextResponse}
+    options["responses"] = error_responses(400, 401, 404, 408, 413, 422, 503)
+
+    def check_allowed() -> None:
+        if not allowed:
+            raise ApiError(404, _ADAPTERS_CLOSED, code="unsupported_endpoint")
+
+    @app.post("/v1/load_lora_adapter", **options)
+    async def load(body: LoadAdapterRequest) -> PlainTextResponse:
+        check_allowed()
+        if not body.lora_name or not body.lora_path:
+            raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", code="invalid_user_input")
+        await server.load_adapter(body.lora_name, body.lora_path)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @app.post("/v1/unload_lora_adapter", **options)
+    async def unload(body: UnloadAdapterRequest) -> PlainTextResponse:
+        check_allowed()
+        if not body.lora_name:
+            raise ApiError(400, "'lora_name' needs to be provided to unload a LoRA adapter.", code="invalid_user_input")
+        await server.unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -33,7 +33,6 @@ def page(name: str, status: int = 200) -> HTMLResponse:
 
 
 def _hashes(tag: str, text: str) -> str:
-    """Return the hashes of all elements of a tag as a security policy writes them."""
     sources = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
     return " ".join(f"'sha256-{digest}'" for digest in digests)

@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -23,20 +23,22 @@ from redrafter.serve.protocol.responses import (
     ResponseAnswer,
     ResponsesRequest,
 )
-from redrafter.serve.service import Service
+
+if TYPE_CHECKING:
+    from redrafter.serve.server import Server
 
 Event = dict[str, Any]
 
 
-def add_responses(app: FastAPI, service: Service, respond: Callable[..., Awaitable[Response]]) -> None:
+def add_responses(app: FastAPI, server: "Server", respond: Callable[..., Awaitable[Response]]) -> None:
     """Add the route. respond: makes a response of a dictionary or a stream, and stops if the client leaves."""
 
     @app.post("/v1/responses", responses=answer_responses(ResponseAnswer))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        head = _head(body, body.model or service.model)
+        head = _head(body, body.model or server.model)
 
         async def work() -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
-            answer = await service.chat(as_chat(body), request.scope["facts"])
+            answer = await server.chat(as_chat(body), request.scope["facts"])
             return head | _whole(answer) if isinstance(answer, dict) else response_events(head, answer)
 
         return await respond(work(), request, format_events)
@@ -101,7 +103,6 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _content(content: str | list[Part | InputImage]) -> str | list[dict[str, Any]]:
-    """Return the content of a chat message: a text, or parts where there are images."""
     if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
         return _text(content)
     return [
@@ -156,7 +157,6 @@ def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
 
 
 def _whole(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a chat request as the fields of a response."""
     [choice] = answer["choices"]
     message, items = choice["message"], ItemWriter()
     calls = [call | {"index": index} for index, call in enumerate(message.get("tool_calls") or ())]
@@ -245,7 +245,6 @@ class ItemWriter:
         yield {"type": "response.output_item.added", "output_index": len(self.done), "item": dict(self._open)}
 
     def _close(self, status: str = "completed") -> Iterator[Event]:
-        """Complete the open item, if there is one."""
         if self._open is None:
             return
         item, written = self._open | {"status": status}, self._written

@@ -29,8 +29,8 @@ from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.files.atomic_file import check_writable, write_atomically
-from redrafter.measure.report import check_picture
+from redrafter.files.atomic_file import write_atomically
+from redrafter.measure.report import check_picture, output_file
 from redrafter.train.evaluate.explain import OtherTexts, explain
 from redrafter.train.evaluate.options import EvaluateOptions, Search
 from redrafter.train.evaluate.replay import replay
@@ -49,7 +49,6 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
     Raises:
         ArgumentError: The options do not suit the pair, or leave no prompt.
         CheckpointError: A row of the prompts cannot be read.
-
     """
     engine, proposer = pair.engine, pair.engine.proposer
     assert isinstance(engine, ReDrafter)
@@ -122,10 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         options = read_options(EvaluateOptions, args)
-        if options.plot is not None:
-            check_picture(Path(options.plot))
-        if options.json is not None:
-            check_writable(Path(options.json), "--json")
+        check_picture(options.plot)
+        json_file = output_file(options.json, "--json")
         pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
         if options.adapter is not None:
             merge_adapter(pair.engine.model, options.adapter)
@@ -133,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*format_report(document), sep="\n")
         if options.explain:
             print(*format_explanation(document["explanation"]), sep="\n")
-        if options.json is not None:
-            write_atomically(Path(options.json), json.dumps(document, indent=1) + "\n")
+        if json_file is not None:
+            write_atomically(json_file, json.dumps(document, indent=1) + "\n")
         if options.plot is not None:
             plot(document, Path(options.plot))
         return 0

@@ -235,13 +235,9 @@ def describe_drafts(steps: Steps, probabilities: Sequence[Tensor], depth: int) -
 
 
 def bucket_drafts(names: Sequence[str], value: Tensor, accepted: Tensor, bounds: Tensor) -> list[dict[str, Any]]:
-    """Count the drafts by a value of theirs, and those that are accepted.
+    """Count the drafts by a value of theirs, `[D]`, and those that are `accepted`, `[D]` bool, in buckets.
 
-    Args:
-        names: Names of the buckets.
-        value: Value of each draft, `[D]`.
-        accepted: Whether each draft is accepted, `[D]` bool.
-        bounds: Lowest value of each bucket but the first, rising.
+    `bounds` are the lowest values of all buckets but the first, rising.
     """
     bucket = torch.bucketize(value, bounds, right=True)  # [D]
     drafts, hits = (part.bincount(minlength=len(names)).tolist() for part in (bucket, bucket[accepted]))
@@ -276,13 +272,9 @@ def best_guess_share(drafter: RecurrentDrafter, target: Target, texts: Texts, de
 
     Every position of what follows the prompts counts, and no noise is shared, so texts of any origin can be compared.
 
-    Args:
-        drafter: Drafter in eval mode, on the target's device and in its dtype.
-        target: The base.
-        texts: Texts, whoever wrote them.
-        depth: Drafts K from a position.
+    The drafter must be in eval mode, on the target's device and in its dtype.
 
-    Returns the share at each depth, from 0 to 1; None where no text is long enough.
+    Returns the share at each of `depth` drafts, from 0 to 1; None where no text is long enough.
     """
     plain = replace(texts, temperature=0.0, seeds=None)
     right, count = torch.zeros(depth, dtype=torch.long), torch.zeros(depth, dtype=torch.long)

@@ -253,7 +253,6 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 
 def _misses(counts: dict[str, Any]) -> dict[str, int]:
-    """Add up the misses of all depths, by class."""
     return {miss: sum(depth[miss] for depth in counts["misses"]) for miss in MISS_NAMES}
 
 

@@ -66,16 +66,9 @@ def write_texts(
 ) -> Texts:
     """Let the base continue each prompt by plain decoding, at a temperature and under no other setting.
 
-    Args:
-        target: The base.
-        prompts: Token ids of each prompt.
-        new_tokens: Tokens written after each prompt, at most.
-        temperature: Temperature; 0 for greedy.
-        seed: Prompt i is continued under `seed + i`.
-        end_ids: Ids that end a text; those of the generation config when None.
-        batch_size: Prompts decoded at once.
-        options: Options of the engine.
-        report: Called after each batch with the number of texts that are done.
+    Prompt i, token ids, is continued by at most `new_tokens` tokens under `seed + i`; temperature 0 is greedy.
+    `end_ids` end a text; those of the generation config when None. `batch_size` prompts are decoded at once, and
+    `report` is called after each batch with the number of texts that are done.
     """
     engine = Engine(target, PlainProposer(), options)
     ends = sorted(end_tokens(target.model) if end_ids is None else end_ids)
@@ -224,7 +217,6 @@ class PromptSource:
             yield Path(file or "prompts").name.split(".")[0], read_prompts(file)
 
     def _rows_by_category(self) -> Iterator[tuple[str, list[Row]]]:
-        """Yield the rows of each category of each file."""
         for name, found in self._rows():
             rows: dict[str, list[Row]] = {}
             for row in found:
@@ -238,10 +230,7 @@ class PromptSource:
 def cut_prompt(ids: list[int], length: int, bos: int | None) -> list[int]:
     """Return the last `length` tokens of a prompt, with the BOS that it begins with in place of the first of them.
 
-    Args:
-        ids: Token ids of the prompt, `length` or more.
-        length: Tokens that are left, 2 or more.
-        bos: Id that begins a text; None for none.
+    `length`, 2 or more, is at most that of the prompt; `bos` is the id that begins a text; None for none.
     """
     first = ids[:1] if ids[0] == bos else []
     return first + ids[len(ids) - length + len(first) :]
@@ -259,7 +248,6 @@ def read_training_texts(
         ArgumentError: There is no row to train on.
         CheckpointError: A row cannot be read or teaches nothing.
         MismatchError: A row has ids of another tokenizer.
-
     """
     rows = [row for row in read_rows(files) if row.split in (None, "train")]
     if not rows:

@@ -175,7 +175,6 @@ class AnswerWriter:
         self._log_progress()
 
     def _open_tasks(self, coming: Iterator[tuple[int, Row, bool]]) -> None:
-        """Open tasks for as many rows as make good batches."""
         while len(self.open) < POOL_BATCHES * self.size and (new := next(coming, None)) is not None:
             number, row, chosen = new
             self.input += 1
@@ -239,7 +238,6 @@ class AnswerWriter:
         self.open = [task for task in self.open if not task.done]
 
     def _record(self, task: Task) -> dict[str, Any]:
-        """Make the record of a task that is done."""
         if not Document(task.ids, task.mask).learnable:
             return _error(task.number, task.row, "the base ended at once, which leaves nothing to learn from")
         split = {} if task.row.split is None else {"split": task.row.split}
@@ -259,7 +257,6 @@ class AnswerWriter:
         }
 
     def _log_progress(self) -> None:
-        """Print a line of progress."""
         self.last_log = time.perf_counter()
         seconds = self.last_log - self.started
         rows, tokens = len(self.journal.done) - self.done_before, self.journal.tokens - self.tokens_before

@@ -20,13 +20,12 @@ from redrafter.app.program import run_command
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.data.rows import Row, fingerprint, read_rows
 from redrafter.engine.tuning import target_fingerprint
-from redrafter.errors import ArgumentError, CheckpointError
-from redrafter.files.atomic_file import check_writable
+from redrafter.errors import CheckpointError
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.report import versions
 from redrafter.train.regenerate.answer_writer import AnswerWriter, select_rows
 from redrafter.train.regenerate.config import RegenerateConfig, parse
-from redrafter.train.regenerate.journal import Journal, merge_command, with_rates
+from redrafter.train.regenerate.journal import Journal, check_output, merge_command, with_rates
 
 # Options that change how fast rows are answered or where they are written, and not the answers.
 OPTIONS_BESIDE_ANSWERS = ("model", "drafter", "device", "trust_remote_code", "output", "overwrite", "batch_size")
@@ -48,7 +47,6 @@ def regenerate(
     Raises:
         ArgumentError: The output exists, or was begun with other settings.
         CheckpointError: No row could be answered.
-
     """
     target = pair.engine.target
     # All that the answers depend on; another drafter, device or batch size may finish a run.
@@ -58,7 +56,9 @@ def regenerate(
         "tokenizer": fingerprint(pair.tokenizer),
         "dtype": dtype_name(target.dtype),
     }
-    with Journal(check_output(config), settings) as journal:
+    output = Path(str(config.output))
+    check_output(output, "--output", config.overwrite)
+    with Journal(output, settings) as journal:
         writer = AnswerWriter(pair, config, journal, log, total)
         writer.answer(rows)
         success = len(journal.done) - len(journal.errors)
@@ -80,19 +80,9 @@ def regenerate(
     return summary
 
 
-def check_output(config: RegenerateConfig) -> Path:
-    """Return the file to write. Raises `ArgumentError` if it cannot be written, or exists without `--overwrite`."""
-    assert config.output is not None
-    output = Path(config.output)
-    check_writable(output, "--output")
-    if output.exists() and not config.overwrite:
-        raise ArgumentError(f"--output {output} is there already; name another, or pass --overwrite")
-    return output
-
-
 def run(config: RegenerateConfig, log: Callable[[str], object]) -> dict[str, Any]:
     """Answer the rows of the files that a command line names. Returns the summary."""
-    check_output(config)
+    check_output(Path(str(config.output)), "--output", config.overwrite)
     # A bad row is found here, before any is answered.
     chosen = [chosen for *_, chosen in select_rows(read_rows(config.data), config)]
     if not any(chosen):

@@ -83,7 +83,6 @@ class Journal:
         return record
 
     def _lines(self, rows: Set[int]) -> Iterator[bytes]:
-        """Yield the lines of some rows, in the order of the data set."""
         with open(self.path, "rb") as lines:
             for row in sorted(rows):
                 lines.seek(self.done[row])
@@ -122,7 +121,6 @@ class Journal:
                 self.totals[name] += record["batch"][name]
 
     def _check(self, saved: dict[str, Any]) -> None:
-        """Raise `ArgumentError` if the settings of the file are not those of this run."""
         for name, setting in self._settings.items():
             if saved.get(name) != setting:
                 values = (tuple(value) if isinstance(value, list) else value for value in (saved.get(name), setting))
@@ -131,6 +129,13 @@ class Journal:
                     f"{self.path} was begun with {name.replace('_', '-')} {old}, now it is {new}: go on with the same, "
                     "or delete that file to begin anew"
                 )
+
+
+def check_output(output: Path, flag: str, overwrite: bool) -> None:
+    """Raise `ArgumentError` if the file that `flag` names cannot be written, or is there and is not to be replaced."""
+    check_writable(output, flag)
+    if output.exists() and not overwrite:
+        raise ArgumentError(f"{flag} {output} is there already; name another, or pass --overwrite")
 
 
 def write_output(output: Path, lines: Iterable[bytes], failed: Iterable[bytes], summary: dict[str, Any]) -> None:
@@ -212,23 +217,16 @@ class _Shard:
 
 
 def merge(output: Path, paths: Sequence[Path], *, overwrite: bool = False) -> dict[str, Any]:
-    """Write the rows of all shards of a run to `output`, in the order of the data set.
+    """Write the rows of all shards of a run, in any order, to `output`, in the order of the data set.
 
-    Args:
-        output: File to write. The rows that failed and the summary are written beside it.
-        paths: Outputs of the shards, in any order.
-        overwrite: Replace a file that is there already.
-
-    Returns the summary.
+    The rows that failed and the summary, which is returned, are written beside it. With `overwrite`, a file that is
+    there already is replaced.
 
     Raises:
         ArgumentError: The output cannot be written, or a shard is of another run, missing or given twice.
         CheckpointError: A shard has not finished or is not whole.
-
     """
-    check_writable(output, "OUTPUT")
-    if output.exists() and not overwrite:
-        raise ArgumentError(f"{output} is there already; name another, or pass --overwrite")
+    check_output(output, "OUTPUT", overwrite)
     shards = [_Shard.read(path) for path in paths]
     _check_one_run(shards)
     total = {name: sum(shard.summary[name] for shard in shards) for name in COUNTS}
@@ -238,7 +236,6 @@ def merge(output: Path, paths: Sequence[Path], *, overwrite: bool = False) -> di
 
 
 def _merge_rows(shards: Sequence[_Shard], suffix: str = "") -> Iterator[bytes]:
-    """Yield the lines of all shards in the order of the data set."""
     with ExitStack() as stack:
         yield from (
             line for _, line in heapq.merge(*(stack.enter_context(closing(shard.rows(suffix))) for shard in shards))
@@ -246,7 +243,6 @@ def _merge_rows(shards: Sequence[_Shard], suffix: str = "") -> Iterator[bytes]:
 
 
 def _check_one_run(shards: Sequence[_Shard]) -> None:
-    """Raise `ArgumentError` unless the shards are all of one run's, each once."""
     first, count = shards[0], shard_numbers(shards[0].settings["shard"])[1]
     by_index: dict[int, _Shard] = {}
     for shard in shards:

@@ -1,14 +1,26 @@
-"""The application of Ray Serve, by what Ray is told of it."""
+"""The application of Ray Serve: what Ray is told of it, and what runs in its actors, called as Ray calls it."""
 
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import psutil
 import pytest
 
 pytest.importorskip("fastapi")
+prometheus = pytest.importorskip("prometheus_client")
 
-from helpers.fake_ray import Deployment, FakeRay
+from starlette.testclient import TestClient
+
+from helpers.fake_ray import Deployment, FakeHandle, FakeRay, FakeUnavailableError
+from helpers.processes import soon
 from redrafter.app.options import DraftOptions, LoadOptions
+from redrafter.errors import ReDrafterError
 from redrafter.serve.config import ReplicaOptions, ServeOptions
 from redrafter.serve.network.api_keys import ApiKeys
-from redrafter.serve.replicas.application import app, build_application
+from redrafter.serve.replicas.application import EngineReplica, RouterReplica, app, build_application, merge_metrics
+from redrafter.serve.replicas.exchange import AnswerPart, AnswerStart, HttpCall, ReplicaLostError
 
 
 def built(load: LoadOptions | None = None, **replicas: object) -> tuple[Deployment, Deployment]:
@@ -21,28 +33,18 @@ def built(load: LoadOptions | None = None, **replicas: object) -> tuple[Deployme
 
 @pytest.fixture(autouse=True)
 def ray(monkeypatch) -> FakeRay:
+    monkeypatch.setattr("redrafter.serve.replicas.application.start_logging", lambda form, level: None)
     return FakeRay().install(monkeypatch)
 
 
-def test_a_number_of_replicas_is_kept():
+def test_a_number_of_replicas_is_kept_or_follows_their_requests():
     _, engines = built(num_replicas=3)
     assert engines.config["num_replicas"] == 3
     assert "autoscaling_config" not in engines.config
-
-
-def test_the_number_of_replicas_follows_their_requests():
     _, engines = built(max_replicas=4, upscale_delay_s=1.0)
-    assert engines.config["autoscaling_config"] == {
-        "min_replicas": 1,
-        "max_replicas": 4,
-        "target_ongoing_requests": 12.0,
-        "upscale_delay_s": 1.0,
-        "downscale_delay_s": 600.0,
-    }
-
-
-def test_a_replica_is_full_for_the_router_when_more_are_started():
-    _, engines = built(max_replicas=4, target_ongoing_requests=5.0)
+    numbers, delays = {"min_replicas": 1, "max_replicas": 4}, {"upscale_delay_s": 1.0, "downscale_delay_s": 600.0}
+    assert engines.config["autoscaling_config"] == numbers | delays | {"target_ongoing_requests": 12.0}
+    _, engines = built(max_replicas=4, target_ongoing_requests=5.0)  # one is full when more are started
     assert engines.config["request_router_config"]["request_router_kwargs"] == {"target": 5.0}
 
 
@@ -79,3 +81,96 @@ def test_the_words_of_serve_run_are_read():
     options, load, *_ = routers.arguments[0].arguments
     assert (options.kv_cache_reuse, load.model) == (False, "123")
     assert routers.arguments[0].config["num_replicas"] == 2
+
+
+JSON = [(b"content-type", b"application/json")]
+
+
+def router_of(handle: FakeHandle) -> TestClient:
+    return TestClient(RouterReplica(handle, ServeOptions(host="0.0.0.0"), ApiKeys()).__serve_build_asgi_app__())
+
+
+def test_a_router_asks_replicas_by_rays_handle():
+    handle = FakeHandle([AnswerPart(AnswerStart(200, JSON), b"[1]")], [])
+    assert router_of(handle).get("/v1/models").json() == [1]
+    assert handle.cancelled == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "says"),
+    [
+        ([("a", b"# TYPE busy gauge\nbusy 3.0\n"), RuntimeError("lost")], 200, 'busy{replica="a"} 3.0'),
+        (FakeUnavailableError(), 200, ""),
+        (TimeoutError(), 503, '"unavailable_error"'),
+    ],
+    ids=["one that does not answer", "no replicas", "not in time"],
+)
+def test_a_router_tells_the_metrics_of_those_that_answer(told, status, says):
+    answer = router_of(FakeHandle([], told)).get("/metrics")
+    assert answer.status_code == status
+    assert says in answer.text
+    assert bool(says) == bool(answer.text)
+
+
+def made(load: LoadOptions) -> EngineReplica:
+    return EngineReplica(ServeOptions(), load, DraftOptions(), ApiKeys())
+
+
+def call(method: str, path: str, body: bytes = b"") -> HttpCall:
+    headers = [*JSON, (b"content-length", b"%d" % len(body))]
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
+    return HttpCall(scope | {"headers": headers, "client": ("1.2.3.4", 5), "http_version": "1.1"}, body)
+
+
+def test_a_replica_that_cannot_load_leaves_no_process(tmp_path):
+    before = psutil.Process().children()
+    with pytest.raises(ReDrafterError):
+        made(LoadOptions(model=str(tmp_path)))
+    assert psutil.Process().children() == before
+
+
+async def whole(parts: AsyncIterator[AnswerPart]) -> tuple[AnswerStart, bytes]:
+    told = [part async for part in parts]
+    assert told[0].start is not None
+    return told[0].start, b"".join(part.body for part in told)
+
+
+@pytest.mark.slow
+def test_a_replica_answers_until_its_engine_ends(monkeypatch):
+    codes = []
+    monkeypatch.setattr("os._exit", codes.append)
+    replica = made(LoadOptions())
+    ask = json.dumps({"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}).encode()
+
+    async def answers() -> None:
+        start, body = await whole(replica.answer(call("GET", "/v1/models")))
+        assert (start.status, json.loads(body)["data"][0]["id"]) == (200, "boxed")
+        assert (b"x-replica", b"r1") in start.headers
+        assert replica.metrics()[0] == "r1"
+        async with aclosing(replica.answer(call("POST", "/v1/completions", ask))) as parts:
+            assert (await anext(parts)).start is not None
+            for process in psutil.Process().children():
+                process.kill()
+            with pytest.raises(ReplicaLostError):
+                async for _ in parts:
+                    pass
+
+    asyncio.run(answers())
+    assert soon(lambda: codes == [2])
+    with pytest.raises(ReplicaLostError, match="r1"):
+        replica.check_health()
+
+
+def metrics(count: int) -> bytes:
+    registry = prometheus.CollectorRegistry()
+    prometheus.Counter("vllm:tokens", "Tokens", ["model_name"], registry=registry).labels("m").inc(count)
+    prometheus.Histogram("seconds", "Seconds", registry=registry, buckets=(1, 2)).observe(1.5)
+    return prometheus.generate_latest(registry)
+
+
+def test_every_series_says_of_which_replica_it_is():
+    lines = merge_metrics([("a", metrics(3)), ("b", metrics(4))]).decode().splitlines()
+    assert 'vllm:tokens_total{model_name="m",replica="a"} 3.0' in lines
+    assert 'vllm:tokens_total{model_name="m",replica="b"} 4.0' in lines
+    assert 'seconds_bucket{le="2.0",replica="b"} 1.0' in lines
+    assert lines.count("# TYPE vllm:tokens_total counter") == 1

@@ -15,14 +15,7 @@ def body(text: bytes) -> dict:
     return {"type": "http.response.body", "body": text, "more_body": True}
 
 
-def parts_of(app) -> list[AnswerPart]:
-    async def collect() -> list[AnswerPart]:
-        return [part async for part in answer_parts(app, CALL)]
-
-    return asyncio.run(collect())
-
-
-def test_what_an_application_sends_at_once_is_one_part():
+async def test_what_an_application_sends_at_once_is_one_part():
     async def app(scope, receive, send):
         request = await receive()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
@@ -30,19 +23,27 @@ def test_what_an_application_sends_at_once_is_one_part():
         await asyncio.sleep(0.01)
         await send(body(b"more"))
 
-    assert parts_of(app) == [AnswerPart(AnswerStart(200, [(b"a", b"b")]), b"the body"), AnswerPart(None, b"more")]
+    parts = [part async for part in answer_parts(app, CALL)]
+    assert parts == [AnswerPart(AnswerStart(200, [(b"a", b"b")]), b"the body"), AnswerPart(None, b"more")]
 
 
-def test_an_error_of_the_application_is_raised():
+async def test_an_error_of_the_application_is_raised():
     async def app(scope, receive, send):
         await send(body(b"half"))
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        parts_of(app)
+        async for _ in answer_parts(app, CALL):
+            pass
 
 
-def test_an_application_is_told_that_its_client_has_left():
+async def leave(app) -> None:
+    parts = answer_parts(app, CALL)
+    await anext(parts)
+    await parts.aclose()
+
+
+async def test_an_application_is_told_that_its_client_has_left():
     heard = []
 
     async def app(scope, receive, send):
@@ -50,16 +51,11 @@ def test_an_application_is_told_that_its_client_has_left():
         await send(body(b"one"))
         heard.append(await receive())
 
-    async def leave() -> None:
-        parts = answer_parts(app, CALL)
-        await anext(parts)
-        await parts.aclose()
-
-    asyncio.run(leave())
+    await leave(app)
     assert heard == [{"type": "http.disconnect"}]
 
 
-def test_an_application_that_does_not_listen_is_cancelled(monkeypatch):
+async def test_an_application_that_does_not_listen_is_cancelled(monkeypatch):
     monkeypatch.setattr("redrafter.serve.replicas.exchange.LEAVING_SECONDS", 0.01)
     ended = []
 
@@ -70,11 +66,6 @@ def test_an_application_that_does_not_listen_is_cancelled(monkeypatch):
         finally:
             ended.append(True)
 
-    async def leave() -> None:
-        parts = answer_parts(app, CALL)
-        await anext(parts)
-        await parts.aclose()
-        await asyncio.sleep(0)
-        assert ended
-
-    asyncio.run(leave())
+    await leave(app)
+    await asyncio.sleep(0)
+    assert ended

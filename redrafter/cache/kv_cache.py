@@ -1,0 +1,164 @@
+"""Keys and values of the rows of a batch: what layers store, and what both kinds of cache have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redrafter.attention.mask import AttentionKind
+from redrafter.attention.prompt_attention import Piece, PromptPlan
+from redrafter.cache.states import StateShape, StatesOfRows
+from redrafter.kernels.cache_format import as_bytes, write_slots
+from redrafter.tree.accept import Path
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The keys and values that one layer stores per slot, and the recurrent states that it keeps per row.
+
+    Attributes:
+        heads: Key heads; 0 for a layer that stores nothing.
+        key_dim: Width of a head's key.
+        value_dim: Width of a head's value.
+        dtype: Dtype of keys and values.
+        device: Where the layer runs.
+        source: For a layer that stores nothing, the layer whose keys and values it attends to; None where it attends to
+            no tokens before it.
+        of_drafter: Whether it is what a drafter stores, which stands behind the model's own layers.
+        index_dim: Width of the keys by which an indexer chooses the slots that the layer attends to, one a slot; 0
+            without an indexer.
+        states: Recurrent states; none for a layer that only attends.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    source: int | None = None
+    of_drafter: bool = False
+    index_dim: int = 0
+    states: tuple[StateShape, ...] = ()
+
+    def widened(self) -> "LayerShape":
+        """Return the shape of the layer where it computes in float32."""
+        states = tuple(replace(state, dtype=torch.float32) for state in self.states)
+        return replace(self, dtype=torch.float32, states=states)
+
+    def storing_nothing(self, source: int | None = None) -> "LayerShape":
+        """Return the shape of a layer beside this one that stores nothing of its own."""
+        return LayerShape(0, 0, 0, self.dtype, self.device, source)
+
+
+def states_of(shapes: Sequence[LayerShape]) -> list[StateShape]:
+    """Return the recurrent states of all layers."""
+    return [state for shape in shapes for state in shape.states]
+
+
+def stored_as(shapes: Sequence[LayerShape], dtype: torch.dtype | None) -> list[LayerShape]:
+    """Return shapes of layers stored in another format, None for their own; what a drafter stores keeps its."""
+    return [shape if dtype is None or shape.of_drafter else replace(shape, dtype=dtype) for shape in shapes]
+
+
+def allocate(shapes: Sequence[LayerShape], slots: int) -> tuple[list[Tensor], list[list[tuple[int, int]]]]:
+    """Return pools of zeros, `[G, slots, heads, dim]` each, and where in them each layer's keys and values are.
+
+    All that has one shape, dtype and device shares a pool, so that committing a path is one gather and one scatter. A
+    layer that stores something has two places, or three where it has an indexer: the number of a pool, and the index in
+    it.
+    """
+    sizes: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
+    places: list[list[tuple[int, int]]] = [[] for _ in shapes]
+    for shape, home in zip(shapes, places, strict=True):
+        sides = [(shape.heads, shape.key_dim), (shape.heads, shape.value_dim)] if shape.heads else []
+        for heads, dim in sides + ([(1, shape.index_dim)] if shape.index_dim else []):
+            pool = heads, dim, shape.dtype, shape.device
+            index = sizes[pool] = sizes.get(pool, -1) + 1
+            home.append((list(sizes).index(pool), index))
+    pools = [
+        torch.zeros(last + 1, slots, heads, dim, dtype=dtype, device=device)
+        for (heads, dim, dtype, device), last in sizes.items()
+    ]
+    return pools, places
+
+
+class KVCache(ABC):
+    """Keys and values of the rows of a batch, in slots of pools that all layers of one shape share.
+
+    Row b's n_b committed tokens are in its slots 0 to n_b - 1; node i of a tree goes to slot n_b + i.
+
+    Attributes:
+        window: Slots per row that attention reads, at least every row's length plus the tree.
+        has_drafter_layer: Whether the last layer is what a drafter stores.
+        states: The recurrent states of the rows; None for a model without.
+        for_model: What the model is given to write to, a cache of its own kind; None where attention writes.
+    """
+
+    window: int
+    has_drafter_layer: bool
+    states: StatesOfRows | None
+    for_model: Any = None
+    pools: list[Tensor]  # `[G, slots, heads, dim]` each
+
+    @abstractmethod
+    def slots(self, row_slots: Tensor) -> Tensor:
+        """Map slots counted along each row, `[B, M']`, to slots of the pools, `[B * M']`."""
+
+    @abstractmethod
+    def stores(self, layer: int) -> tuple[Tensor, ...]:
+        """Return where the keys that a layer attends to are by slot, `[slots, H, d]`, then the values; -1 for the last.
+
+        After them come the keys of an indexer, `[slots, 1, d]`, of a layer of a dense cache that has one.
+        """
+
+    @abstractmethod
+    def plan_prefill(self, pieces: Sequence[Piece], kinds: Sequence[AttentionKind]) -> PromptPlan:
+        """Plan a forward over pieces of prompts, whose layers attend as `kinds` say; all else is known to the cache."""
+
+    @property
+    def fp8(self) -> torch.dtype | None:
+        """Format of the model's keys and values where they are stored in FP8; else None."""
+        return next((pool.dtype for pool in self.pools if pool.dtype.itemsize == 1), None)
+
+    def fill_first_slots(self, states: Iterable[tuple[int, Sequence[Tensor]]]) -> None:
+        """Put keys and values into the first slots of the only row.
+
+        Args:
+            states: Layers that store something, each with the keys and values of P tokens, `[1, heads, P, dim]`, and
+                after them the keys of an indexer, `[1, P, dim]`, of a layer that has one.
+        """
+        for layer, tensors in states:
+            slots = self.slots(torch.arange(tensors[0].shape[2], device=tensors[0].device)[None])
+            for store, x in zip(self.stores(layer), tensors, strict=False):
+                write_slots(store, slots, x[0].transpose(0, 1) if x.dim() == 4 else x[0][:, None])
+
+    def read_drafter_layer(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a drafter remembers of the tokens at positions `[B, S]`, keys and values `[B, S, H, d]`."""
+        slots = self.slots(positions)
+        keys, values = (store.index_select(0, slots).unflatten(0, positions.shape) for store in self.stores(-1))
+        return keys, values
+
+    def commit(self, length: Tensor, nodes: Tensor) -> None:
+        """Move the keys and values of accepted nodes next to those of the committed tokens.
+
+        Node `nodes[b, d]` goes to slot `length[b] + d`. A source is never before its destination, and all are read
+        before any is written. Entries past a path's end are copied too, into scratch slots that nothing reads.
+
+        Args:
+            length: Committed tokens of each row, `[B]` int64.
+            nodes: Accepted nodes by depth, `[B, K+1]` int64.
+        """
+        if nodes.shape[1] == 1:
+            return  # the root is in its final slot already
+        source = self.slots(length[:, None] + nodes)
+        target = self.slots(length[:, None] + torch.arange(nodes.shape[1], device=nodes.device))
+        for pool in map(as_bytes, self.pools):
+            pool.index_copy_(1, target.to(pool.device), pool.index_select(1, source.to(pool.device)))
+
+    def commit_states(self, length: Tensor, path: Path, active: Tensor) -> None:
+        """Keep the recurrent states after the accepted nodes of active rows, if the model has any."""
+        if self.states is not None:
+            self.states.commit(length, path, active)

@@ -1,0 +1,179 @@
+"""Servers of other kinds of models: EAGLE-3, recurrent states, FP8 weights, a cache on the host, and no numbers."""
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")
+
+from helpers.eagle import random_head, speculators_dir
+from helpers.engine_in_thread import client_of, server_of, serving, written
+from helpers.recurrent import recurrent_model
+from helpers.scheduling import alone, make_sequence, nothing_is_held
+from helpers.serving import PROMPTS, offline, text_of
+from redrafter import DraftTarget
+from redrafter.app.loading import Pair
+from redrafter.app.options import DraftOptions, LoadOptions
+from redrafter.cli import main
+from redrafter.errors import ArgumentError
+from redrafter.model.target import Target
+from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.limits import Limits
+from redrafter.scheduler.scheduler import Scheduler
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.engine_process.engine import warm_up
+from redrafter.serve.engine_process.start import LoadEngine
+
+
+@pytest.fixture(scope="module")
+def served(pair, tmp_path_factory):
+    """A server of the boxed base with a head that was converted."""
+    place, base = tmp_path_factory.mktemp("heads"), pair[0].model.config
+    head = random_head(vocab_size=base.vocab_size, hidden_size=base.hidden_size, target_layers=None)
+    source = speculators_dir(place / "theirs", head)
+    words = ["convert", "--drafter-model-dir", str(source), "--to", "drafter", "--output-dir", f"{place}/ours"]
+    assert main(words) == 0
+    load = LoadOptions(drafter=f"{place}/ours", num_beams=3, draft_len_per_beam=2, device="cpu")
+    with serving(load) as program:
+        yield program
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_clients_get_what_plain_decoding_writes(temperature, served, pair):
+    def ask(index: int) -> str:
+        body = {"model": "boxed", "prompt": PROMPTS[index], "max_tokens": 12, "ignore_eos": True}
+        body |= {"temperature": temperature, "seed": index}
+        answer = served.post("/v1/completions", body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        texts = list(pool.map(ask, range(len(PROMPTS))))
+    for index, text in enumerate(texts):
+        how = {"do_sample": True, "temperature": 1.0, "seed": index} if temperature else {"do_sample": False}
+        assert text == text_of(pair, offline(pair, PROMPTS[index], 12, min_new_tokens=12, **how))
+    metrics = served.metrics()
+    assert max(value for name, value in metrics.items() if "draft" in name and "token" in name) > 0
+
+
+SETTINGS = [SamplingParams(temperature=0), SamplingParams(temperature=0.9, seed=5)]
+
+
+async def test_clients_at_once_get_what_each_would_alone():
+    target = Target(recurrent_model("lfm2"))
+    engine = DraftTarget(target, Target(recurrent_model("lfm2")), draft_len=3)
+    served = Scheduler(engine, engine.make_graphs(4), Limits(max_batch_size=4, max_seq_len=200))
+    assert served.graphs.store.rows == 4
+    warm_up(served)
+    client = client_of(served)
+    client.start()
+
+    cases = [([5 + number, 6, 7] * (1 + number), 12, SETTINGS[number % 2]) for number in range(7)]
+    try:
+        texts = await asyncio.gather(*(written(client, *case) for case in cases))
+    finally:
+        client.stop()
+    assert texts == [alone(engine, make_sequence(*case)) for case in cases]
+    nothing_is_held(served)
+
+
+SCHEMES = {None: (0, 0, ""), "fp8": (1, 0, ", FP8 weights"), "fp8_dynamic": (1, 1, ", FP8 weights and activations")}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_log_and_metrics_tell_the_scheme(scheme):
+    weights, activations, words = SCHEMES[scheme]
+    pair = Pair.load(LoadOptions(device="cpu", quantization=scheme))
+    server = server_of(pair)
+    assert f" on cpu{words}; " in server.engine.facts.description[0]
+    metrics = server.metrics.text().decode().splitlines()
+    for name, value in (("fp8_weights", weights), ("fp8_activations", activations)):
+        (line,) = [line for line in metrics if line.startswith(f"redrafter:{name}{{")]
+        assert float(line.split()[-1]) == value
+
+
+SAILORS = [f"Number {number} of the sailors told of {what} and the sea. " * 8 for number, what in enumerate("abcdef")]
+
+
+def test_tokens_found_on_the_host_are_reported():
+    with serving(LoadOptions(max_seq_len=200, kv_host_cache_gib=0.05, device="cpu"), max_batch_size=1) as program:
+        bodies = [{"prompt": prompt, "max_tokens": 8, "temperature": 0} for prompt in (*SAILORS, SAILORS[0])]
+        first, *_, again = [program.post("/v1/completions", body).json() for body in bodies]
+        metrics = program.metrics()
+    assert first["choices"] == again["choices"]
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0.8 * again["usage"]["prompt_tokens"]
+    assert metrics["redrafter:kv_host_hits_total"] == metrics["vllm:prefix_cache_hits_total"] == cached
+    assert metrics["redrafter:kv_host_blocks"] >= cached // 16
+    assert any("more on the host" in line for line in program.server.engine.facts.description)
+
+
+def test_a_cache_on_the_host_needs_reuse():
+    with pytest.raises(ArgumentError, match="--kv-host-cache-gib stores what --no-kv-cache-reuse never finds"):
+        LoadEngine(ServeOptions(kv_cache_reuse=False), LoadOptions(kv_host_cache_gib=1.0), DraftOptions())
+
+
+@pytest.mark.parametrize("gib", [-1.0, float("nan"), 1e9])
+def test_a_size_that_cannot_be_is_refused_before_anything_is_loaded(gib: float):
+    with pytest.raises(ArgumentError, match=r"--kv-host-cache-gib\) must be from 0 to the machine's memory"):
+        LoadOptions(kv_host_cache_gib=gib)
+
+
+GOOD = [[5, 6, 7], [40, 41, 42, 43], [90] * 20]
+
+
+def ask(url: str, prompt: list[int], **how: object) -> httpx.Response:
+    body = {"model": "boxed", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **how}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=300)
+
+
+def without(embedding: torch.nn.Module, token: int) -> Any:
+    """Return a forward of an embedding that has no numbers for a token."""
+    embed = embedding.forward
+    return lambda ids: embed(ids).masked_fill((ids == token)[..., None], torch.nan)
+
+
+def failures(server: Any) -> float:
+    lines = server.metrics.text().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if '_total{finished_reason="error"' in line)
+
+
+def test_others_are_answered_and_later_ones_too(server, url, loaded, monkeypatch):
+    before, embedding = failures(server), loaded.engine.model.get_input_embeddings()
+    bad = embedding.num_embeddings - 1
+    expected = [ask(url, prompt).json()["choices"][0]["text"] for prompt in GOOD]
+    with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:
+        patch.setattr(embedding, "forward", without(embedding, bad))
+        wrong = [pool.submit(ask, url, [*range(10, 60 + n), bad, 9, 8]) for n in range(3)]
+        for text, prompt in zip(expected, GOOD, strict=True):
+            assert pool.submit(ask, url, prompt).result().json()["choices"][0]["text"] == text
+        for answer in (future.result() for future in wrong):
+            assert answer.status_code == 500
+            assert "no finite number after" in answer.json()["error"]["message"]
+    assert [ask(url, prompt).json()["choices"][0]["text"] for prompt in GOOD] == expected
+    assert failures(server) == before + 3
+    assert ask(url, [*range(10, 60), bad, 9, 8]).status_code == 200  # nothing of it is found
+
+
+def test_a_stream_has_what_was_written_before_and_then_the_reason(url, loaded, monkeypatch):
+    engine = loaded.engine
+    embedding, written = engine.model.get_input_embeddings(), ask(url, GOOD[0]).json()["choices"][0]["text"]
+    ids = engine.generate(
+        torch.tensor(GOOD[:1]), max_new_tokens=24, do_sample=False, speculate=False, eos_token_id=None
+    )
+    tokens = ids[0, len(GOOD[0]) :].tolist()
+    last = next(n for n in range(6, 24) if tokens[n] not in tokens[:n] + GOOD[0])
+    monkeypatch.setattr(embedding, "forward", without(embedding, tokens[last]))
+    lines = ask(url, GOOD[0], stream=True).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    text = "".join(event["choices"][0]["text"] for event in events if event.get("choices"))
+    assert text
+    assert written.startswith(text)
+    assert "no finite number after" in events[-1]["error"]["message"]
