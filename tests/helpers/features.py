@@ -274,6 +274,7 @@ def pair(feature: str, engine: str) -> Pair:
 OWN_WAYS = {("images", name) for name in ("context", "EAGLE", "draft model", "other vocabulary", "prompt lookup")}
 OWN_WAYS |= {(feature, "draft model's tree") for feature in ("convolutions", "states", "fp8", "invariant")}
 OWN_WAYS |= {("images", "drafter's chain")}
+OWN_WAYS |= {("adapters", name) for name in ("prompt lookup", "draft model")}
 # Those where either is the first of its kind.
 SIMPLE = {("text", engine) for engine in ENGINES} | {(feature, "drafter") for feature in FEATURES}
 # And what layers attend to, with all that drafts.
