@@ -20,11 +20,10 @@ from transformers import PreTrainedModel
 from helpers.adapters import adapted, saved
 from helpers.context_drafter import checked_windows, context_drafter
 from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
-from helpers.models import tiny_drafter, tiny_model, uneven_batch
+from helpers.models import CHUNKED, tiny_drafter, tiny_model, uneven_batch
 from helpers.recurrent import generated_alone, recurrent_model
 from helpers.scheduling import KINDS, alone, make_sequence, seeing_sequence
 from helpers.seeing_models import UNEVEN, prompts_with_images, tiny_seeing_model
-from helpers.targets import CHUNKED
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.checkpoints.merged import TreeShape
@@ -284,6 +283,7 @@ def pair(feature: str, engine: str) -> Pair:
 OWN_WAYS = {("images", name) for name in ("context", "EAGLE", "draft model", "other vocabulary", "prompt lookup")}
 OWN_WAYS |= {(feature, "draft model's tree") for feature in ("convolutions", "states", "fp8", "invariant")}
 OWN_WAYS |= {("images", "drafter's chain")}
+OWN_WAYS |= {("adapters", name) for name in ("prompt lookup", "draft model")}
 # Those where either is the first of its kind.
 SIMPLE = {("text", engine) for engine in ENGINES} | {(feature, "drafter") for feature in FEATURES}
 # And what layers attend to, with all that drafts.
