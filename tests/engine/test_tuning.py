@@ -84,7 +84,7 @@ def test_the_entry_of_the_smallest_size_that_holds_the_rows(target):
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9])
 def test_a_tuning_changes_no_token(target, rows, sampling, monkeypatch):
     taken = noted(monkeypatch, RunningBatch, "prepare_step", lambda step, batch, *_: (len(batch.rows), step.proposer))
-    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target))
+    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target), options=DRAFTER_ALONE)
     ids, mask = uneven_batch(rows)
     how = {"max_new_tokens": 14, "eos_token_id": None, "return_dict_in_generate": True, **sampling}
     out = same_undrafted(engine, ids, mask, **how)
@@ -94,7 +94,7 @@ def test_a_tuning_changes_no_token(target, rows, sampling, monkeypatch):
 
 
 def test_each_shape_is_one_proposer_and_a_size_without_one_is_decoded_plainly(target):
-    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target))
+    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target), options=DRAFTER_ALONE)
     proposers = {rows: engine.proposer_for(rows) for rows in SHAPES}
     assert all(engine.proposer_for(rows) is proposer for rows, proposer in proposers.items())
     assert isinstance(proposers.pop(2), PlainProposer)
@@ -109,6 +109,7 @@ def test_a_shape_that_is_asked_for_wins_over_a_tuning(llama, target, home, named
     drafter = tiny_drafter()
     path = tuning_path(target, drafter)
     tuned(target, drafter).write(path)
+    asked = asked | {"draft_from_text": False}
     engine = ReDrafter.from_pretrained(llama, drafter, tuning=path if named else "auto", **asked)
     assert engine.tuning is None
     assert engine.proposer_for(2) is engine.proposer_for(4) is engine.proposer
@@ -121,7 +122,7 @@ def test_a_tuning_is_picked_up(llama, target, home):
     assert home in path.parents
     assert "float32" in path.name
     tuned(target, drafter).write(path)
-    assert ReDrafter.from_pretrained(llama, drafter).proposer_for(3).depth == 3
+    assert ReDrafter.from_pretrained(llama, drafter).proposer_for(3).without_text.depth == 3
     assert ReDrafter.from_pretrained(llama, drafter, tuning=None).tuning is None
     other = home / "other.json"
     tuned(target, drafter, {1: TreeShape(2, 2, 5)}).write(other)
