@@ -57,8 +57,9 @@ def new_drafter(model: Any, form: str, layers: int, block_size: int) -> DFlashDr
     with torch.no_grad():
         drafter.norm.weight.copy_(model.model.norm.weight)  # hidden states are to be read as the base's own
         for name, weight in drafter.named_parameters():
-            if "codebook" in name:
-                weight.normal_(std=0.1)
+            if weight.dim() == 2:
+                small = "codebook" in name or "markov" in name or "kernel" in name
+                weight.normal_(std=0.02 if small else weight.shape[1] ** -0.5)
     return drafter.to(model.device)
 
 
