@@ -114,8 +114,10 @@ def check_beams(config: DrafterArchitecture, beams: int | None) -> None:
 
 
 def draft_length_warning(config: DrafterArchitecture, depth: int | None) -> str | None:
-    """Return a warning for drafts of more tokens than the drafter is known to have been trained for."""
-    if depth is None or config.trained_draft_len is None or depth <= config.trained_draft_len:
+    """Return a warning for drafts of more tokens than the drafter is known to have been trained or measured for."""
+    if depth is None or config.trained_draft_len is None:
+        return None
+    if depth <= max(config.trained_draft_len, config.draft_len_per_beam):  # the latter is what a training measured
         return None
     return (
         f"draft_len_per_beam={depth} is more than the {config.trained_draft_len} steps that the drafter was trained "

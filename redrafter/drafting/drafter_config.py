@@ -11,6 +11,7 @@ from redrafter.files.checkpoint_kind import EAGLE_MODEL_TYPE, MODEL_TYPE
 
 RECURRENCES = ("apple", "trtllm", "gated")
 CONTEXT_HEADS, CONTEXT_KV_HEADS, CONTEXT_HEAD_DIM = 4, 1, 64  # of a drafter that attends to the text, by default
+MEASURED_NODES = 26  # of a tree, that searches are compared at: on a GPU they cost a step hardly more than one
 MAX_SIZE, MAX_LAYERS = 2**31 - 1, 1024  # of a width or a vocabulary; of residual layers
 
 

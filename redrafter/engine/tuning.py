@@ -18,6 +18,7 @@ import torch
 
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.merged import TreeShape
+from redrafter.drafting.drafter_config import MEASURED_NODES
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically
@@ -60,7 +61,7 @@ def default_shape(rows: int, beams: int, depth: int, device: str = "cuda", share
     nodes = min(lattice, max(free // rows, least))
     if rows * nodes > most:
         return None
-    if nodes < lattice:
+    if nodes < min(lattice, MEASURED_NODES):  # with so many, the depth is what was measured best
         beams, depth = min(beams, nodes - 1), min(depth, nodes.bit_length() - 1)
     return TreeShape(beams, depth, min(nodes, 1 + beams * depth))
 

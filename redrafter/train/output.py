@@ -21,7 +21,7 @@ import redrafter
 from redrafter.app.flags import short_name
 from redrafter.data.windows import Windows
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.drafting.drafter_config import MEASURED_NODES, DrafterConfig
 from redrafter.files.atomic_folder import check_output_folder, write_folder
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.report import hardware, versions
@@ -86,9 +86,9 @@ def describe_size(model: PreTrainedModel, drafter: RecurrentDrafter) -> str:
 
 
 def served_shape(drafter: RecurrentDrafter) -> Shape:
-    """Return the tree shape that a drafter is measured with: its config's beams and depth, with all nodes."""
+    """Return the tree that a drafter is measured with: its config's beams and depth, with `MEASURED_NODES` at most."""
     beams, depth = drafter.config.draft_beams, drafter.config.draft_len_per_beam
-    return Shape(beams, depth, 1 + beams * depth)
+    return Shape(beams, depth, min(MEASURED_NODES, 1 + beams * depth))
 
 
 def make_model_card(

@@ -63,6 +63,7 @@ from redrafter.train.processes import (
 )
 from redrafter.train.progress import Console, NotFiniteError, TrainingState
 from redrafter.train.sharding import load_sharded
+from redrafter.train.tree_choice import choose_tree
 
 __all__ = ["TrainConfig", "main", "new_drafter", "train"]
 
@@ -171,10 +172,13 @@ class TrainingSession:
             self.console.print_line(
                 f"step {result.best_step} was the best of {len(result.tokens_per_step)} validations"
             )
-            self.validate()
+        texts = self.validation_texts
+        if texts is not None and texts.count:
+            self.validation, line = choose_tree(drafter, texts, config.draft_len, config.seed)
+            self.console.print_line(line)
         if not self.accelerator.is_main_process:
             return
-        model, texts = self.target.model, self.validation_texts
+        model = self.target.model
         facts = make_provenance(model, self.base, config, result, self.windows, self.accelerator)
         prompts = texts.count if texts else 0
         card = make_model_card(model, drafter, config, result, self.validation, prompts, facts)

@@ -247,18 +247,28 @@ class ValidationTexts:
     def __init__(
         self, target: Target, prompts: Sequence[list[int]], new_tokens: int, end_ids: Collection[int] | None = None
     ):
-        self.target, self.texts = target, write_texts(target, prompts, new_tokens, end_ids=end_ids)
+        self.target, self.prompts, self.new_tokens, self.end_ids = target, prompts, new_tokens, end_ids
+        self.texts = write_texts(target, prompts, new_tokens, end_ids=end_ids)
 
     @property
     def count(self) -> int:
         """Texts that hold a step, which are those that did not end with their first token."""
         return sum(len(continuation) > 1 for continuation in self.texts.continuations)
 
+    def sampled(self, seed: int) -> Texts:
+        """Let the base continue the same prompts at temperature 1."""
+        return write_texts(self.target, self.prompts, self.new_tokens, 1.0, seed, end_ids=self.end_ids)
+
     def measure(self, drafter: RecurrentDrafter, shape: Shape) -> ReplayStats:
         """Replay all texts with a copy of a drafter in the base's dtype."""
+        return self.measure_all(drafter, [shape], self.texts)[0]
+
+    def measure_all(self, drafter: RecurrentDrafter, shapes: Sequence[Shape], texts: Texts) -> list[ReplayStats]:
+        """Replay some texts for each shape with a copy of a drafter in the base's dtype."""
         model = self.target.model
         served = copy.deepcopy(drafter).to(model.device, model.dtype).eval()
-        return ReplayStats.sum(shape, replay(served, self.target, self.texts, [shape])[0])
+        by_shape = zip(shapes, replay(served, self.target, texts, shapes), strict=True)
+        return [ReplayStats.sum(shape, stats) for shape, stats in by_shape]
 
 
 @torch.inference_mode()
