@@ -123,6 +123,10 @@ class DrafterConfig(PretrainedConfig):
         self.base_embedding_norms = base_embedding_norms
         super().__init__(**kwargs)
 
+    def target_layers_of(self, count: int) -> list[int]:
+        """Return which decoder layers the drafter reads of a target with `count` of them."""
+        return self.target_layers
+
     def check(self) -> None:
         """Raise `ArgumentError` for values that no drafter can have."""
         sizes = ("vocab_size", "hidden_size", "exit_dim", "draft_beams", "draft_len_per_beam")

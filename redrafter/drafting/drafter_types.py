@@ -21,6 +21,13 @@ _KINDS: tuple[type[Drafter], ...] = (RecurrentDrafter, EagleDrafter)
 DRAFTER_CLASSES = {kind.config_class.model_type: kind for kind in _KINDS}
 
 
+def make_drafter(config: DrafterArchitecture) -> Drafter:
+    """Make a drafter with random weights, of the type that its config is of."""
+    kind: Any = DRAFTER_CLASSES[config.model_type]
+    drafter: Drafter = kind(config)
+    return drafter
+
+
 def open_drafter_model(name: str | Path, **hub_options: Any) -> Drafter:
     """Load a drafter of the type that its config names.
 
