@@ -11,7 +11,7 @@ from redrafter.drafting.drafter_config import MEASURED_NODES
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.train.evaluate.replay import ReplayStats, Shape, ValidationTexts
 
-WIDTHS = (2, 3, 4, 5, 6, 8)
+WIDTHS = (3, 4, 5, 8)
 # A tree that writes less than the best by no more than this share is as good: 32 texts of 64 tokens tell no better.
 TIE = 0.01
 
