@@ -5,6 +5,7 @@ from itertools import count
 import pytest
 import torch
 
+from helpers.models import DRAFTER_ALONE
 from helpers.training import learn_circle, round_circle, tiny_model
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.redrafter import ReDrafter
@@ -49,6 +50,6 @@ def test_a_drafter_of_a_base_that_never_strays_is_searched_deep():
     assert {shape.nodes for shape in candidates(drafter, 4)} <= set(range(27))
     assert f"{found[0]}x{found[1]} writes most" in line
     assert "; 5x4 " in line
-    engine, prompts = ReDrafter(texts.target, drafter, TreeShape(node_budget=26)), torch.tensor(texts.prompts)
+    engine, prompts = ReDrafter(texts.target, drafter, TreeShape(node_budget=26), options=DRAFTER_ALONE), torch.tensor(texts.prompts)
     settings = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
     assert engine.generate(prompts, **settings).stats.tokens_per_step == stats.tokens_per_step
