@@ -289,16 +289,16 @@ class RecurrentDrafter(DrafterModel):
             head_inputs.append(x)
         return torch.stack(head_inputs, dim=1)
 
-    def unroll_bytes(self, rows: int, length: int, steps: int) -> int:
+    def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
         """Return about how many bytes `unroll` keeps; see `DrafterModel.unroll_bytes`."""
-        config = self.config
-        position = 4 * steps * config.exit_dim * (2 + config.num_draft_layers)
+        config, positions = self.config, rows * length
+        parts = {"the drafter's states": positions * 4 * steps * config.exit_dim * (2 + config.num_draft_layers)}
         if config.context_window is not None:
             by_step = 3 * config.hidden_size + 4 * config.context_heads * config.context_head_dim  # states and queries
             keys = 5 * config.hidden_size + 4 * config.context_kv_heads * config.context_head_dim  # and what makes them
             masks = (1 + steps) * length  # a mask, and its copy at each step
-            position += 4 * (steps * by_step + keys) + masks
-        return rows * length * position
+            parts["its attention to the texts"] = positions * (4 * (steps * by_step + keys) + masks)
+        return dict(parts)
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt | None:
         """Return what gives the windows of positions of texts; see `DrafterModel.read_texts`."""

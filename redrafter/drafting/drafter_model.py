@@ -95,8 +95,11 @@ class DrafterModel(PreTrainedModel):
         """
         raise NotImplementedError
 
-    def unroll_bytes(self, rows: int, length: int, steps: int) -> int:
-        """Return about how many bytes `unroll` keeps for the gradients of all positions of rows of `length` tokens."""
+    def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
+        """Return about how many bytes `unroll` keeps for the gradients of all positions of rows of `length` tokens.
+
+        They are named by what they are for, as `redrafter train --dry-run` shows them.
+        """
         raise NotImplementedError
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> "ReadAt | None":

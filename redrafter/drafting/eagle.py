@@ -310,13 +310,14 @@ class EagleDrafter(DrafterModel):
             head_inputs.append(x.flatten(0, 1).index_select(0, anchors))
         return torch.stack(head_inputs, dim=1)
 
-    def unroll_bytes(self, rows: int, length: int, steps: int) -> int:
+    def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
         """Return about how many bytes `unroll` keeps on a GPU; see `DrafterModel.unroll_bytes`."""
         config = self.config
         entries = 4 * steps * (6 * config.width + 2 * (1 + steps) * config.num_key_value_heads * config.head_dim)
         layer = 4 * (8 * config.width + 4 * config.intermediate_size)  # of one step: the others are computed again
         scores = 14 * config.num_attention_heads * length  # of one step: three copies and a mask
-        return rows * length * (entries + layer + scores)
+        positions = rows * length
+        return {"the drafter's states": positions * (entries + layer), "its attention to the texts": positions * scores}
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
         """Return what gives the entries before positions of texts; see `DrafterModel.read_texts`."""

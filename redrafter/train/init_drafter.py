@@ -219,7 +219,12 @@ def _size(base: PretrainedConfig, name: str, default: int) -> int:
 def _prepare_eagle(drafter: EagleDrafter, model: PreTrainedModel, draft_ids: Tensor | None) -> None:
     """Let a new head begin as what the base's head reads of the last of the layers. Collective with a spread base."""
     width, head = drafter.config.width, gather_tensor(model.get_output_embeddings().weight)
+    for product in (drafter.fc, drafter.midlayer.self_attn.o_proj, drafter.midlayer.mlp.down_proj):
+        product.weight *= 0.1  # what is random drowns nothing
     drafter.fc.weight[:, -width:] += torch.eye(width)
+    norm = getattr(getattr(model.get_decoder(), "norm", None), "weight", None)  # the last one, where it is called so
+    if isinstance(norm, Tensor) and norm.shape == (width,):
+        drafter.norm.weight.copy_(gather_tensor(norm))
     if head.shape == (drafter.config.vocab_size, width) and head.dtype.itemsize > 1:  # FP8 would need its scale
         ids = slice(None) if draft_ids is None else draft_ids.to(head.device)
         drafter.lm_head.weight.copy_(head[ids])

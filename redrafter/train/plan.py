@@ -135,7 +135,7 @@ def _memory(config: TrainConfig, base: PreTrainedModel, drafter: Drafter, row: i
         "their gradients": 4 * share,
         "AdamW's state": 8 * share,
         "the base's logits": positions * (drafter_config.vocab_size + reduced) * item_bytes,
-        "the drafter's states": drafter.unroll_bytes(config.batch_size, row, config.draft_len),
+        **drafter.unroll_bytes(config.batch_size, row, config.draft_len),
         "a chunk's logits": LOGIT_COPIES * chunk,
     }
     if config.shard_drafter:

@@ -91,7 +91,9 @@ def test_a_few_steps_of_training_are_worth_many_tokens():
 
 def written(base: Path, head: Path, **settings: object) -> tuple[Tensor, object]:
     """Return what a pair writes with branches in the tree, and the statistics of its drafts."""
-    engine = ReDrafter.from_pretrained(base, head, num_beams=3, draft_len_per_beam=3, node_budget=10, draft_from_text=False)
+    engine = ReDrafter.from_pretrained(
+        base, head, num_beams=3, draft_len_per_beam=3, node_budget=10, draft_from_text=False
+    )
     ids, mask = torch.tensor([[1, 30, 40, 12], [0, 0, 1, 9]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
     how = {"attention_mask": mask, "max_new_tokens": 16, "return_dict_in_generate": True} | settings
     out, plain = engine.generate(ids, **how), engine.generate(ids, **how, speculate=False)

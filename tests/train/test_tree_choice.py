@@ -50,6 +50,6 @@ def test_a_drafter_of_a_base_that_never_strays_is_searched_deep():
     assert {shape.nodes for shape in candidates(drafter, 4)} <= set(range(27))
     assert f"{found[0]}x{found[1]} writes most" in line
     assert "; 5x4 " in line
-    engine, prompts = ReDrafter(texts.target, drafter, TreeShape(node_budget=26), options=DRAFTER_ALONE), torch.tensor(texts.prompts)
+    engine = ReDrafter(texts.target, drafter, TreeShape(node_budget=26), options=DRAFTER_ALONE)
     settings = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-    assert engine.generate(prompts, **settings).stats.tokens_per_step == stats.tokens_per_step
+    assert engine.generate(torch.tensor(texts.prompts), **settings).stats.tokens_per_step == stats.tokens_per_step
