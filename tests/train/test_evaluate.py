@@ -97,7 +97,7 @@ def test_a_replay_counts_what_generate_reports(request, pair, temperature, monke
     ids = torch.tensor([[0] * (17 - len(prompt)) + prompt for prompt in prompts])
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "seed": 5} if temperature else {}
     for shape, replayed in zip(SHAPES, found, strict=True):
-        engine = ReDrafter(target, drafter, TreeShape(shape.beams, shape.depth, shape.nodes))
+        engine = ReDrafter(target, drafter, TreeShape(shape.beams, shape.depth, shape.nodes), options=DRAFTER_ALONE)
         arguments = {"do_sample": False, "max_new_tokens": 23, "return_dict_in_generate": True} | sampling
         out = engine.generate(ids, (ids > 0).long(), **arguments)
         for row, (text, mine, stats) in enumerate(zip(texts.continuations, replayed, out.stats.rows, strict=True)):
