@@ -10,6 +10,7 @@ from redrafter.app.flags import flag
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.checkpoints.merged import default_sampling, holds_drafter
 from redrafter.checkpoints.models import bind
+from redrafter.checkpoints.mtp import holds_mtp
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.engine import Engine
@@ -47,11 +48,11 @@ def _asked(options: LoadOptions, draft: DraftOptions) -> list[str]:
 
 
 def can_draft(options: LoadOptions, draft: DraftOptions) -> bool:
-    """Return whether the options choose a drafting method, or the model is a merged checkpoint."""
+    """Return whether the options choose a drafting method, or the model's checkpoint holds a drafter."""
     if _asked(options, draft) or options.model is None:
         return True
     try:
-        return holds_drafter(options.model)
+        return holds_drafter(options.model) or holds_mtp(options.model)
     except OSError:
         return True  # loading the model reports what is wrong
 

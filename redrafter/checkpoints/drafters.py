@@ -1,12 +1,12 @@
 """Load drafters, and check that they were trained for the target."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.merged import Defaults, find_defaults_file
+from redrafter.checkpoints.mtp import load_mtp
 from redrafter.checkpoints.models import check_quantization, quantize_drafter
 from redrafter.drafting.drafter_types import Drafter, DrafterArchitecture, open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
@@ -27,8 +27,9 @@ def load_drafter(
     """Load the drafter of a target onto the target's device, in the target's dtype.
 
     Args:
-        model: What the target was loaded from. Must name a merged checkpoint where `drafter` is None.
-        drafter: Directory, hub id or loaded drafter; None for the one inside the merged checkpoint.
+        model: What the target was loaded from. Must name a merged checkpoint, or one with an MTP layer, where
+            `drafter` is None.
+        drafter: Directory, hub id or loaded drafter; None for the one inside the target's checkpoint.
         target: The target to draft for.
         revision: Revision of the merged checkpoint on the hub.
         quantization: One of `QUANTIZATIONS`, or None to leave the weights as they are.
@@ -42,18 +43,18 @@ def load_drafter(
         if not isinstance(model, str | Path):
             raise ArgumentError("a loaded model comes without a drafter: pass drafter=")
         file = find_defaults_file(str(model), revision)
-        if file is None:
+        if file is not None:
+            defaults = Defaults.read(file)
+            drafter = open_drafter_model(model, subfolder=DRAFTER_FOLDER, revision=revision)
+        elif (drafter := load_mtp(str(model), target, revision)) is None:
             raise CheckpointError(
-                f"{model} has no {SHAPE_FILE}, so it holds no drafter: give one as the second argument, or draft with "
-                "DraftTarget or PromptLookup"
+                f"{model} has no {SHAPE_FILE} and no MTP layer, so it holds no drafter: give one as the second "
+                "argument, or draft with DraftTarget or PromptLookup"
             )
-        defaults = Defaults.read(file)
-        drafter = open_drafter_model(model, subfolder=DRAFTER_FOLDER, revision=revision)
     elif isinstance(drafter, str | Path):
         drafter = open_drafter_model(drafter)
     check_fits_target(drafter, target)
-    module: Any = drafter
-    module = module.to(target.device, target.dtype).eval()
+    module = drafter.placed(target)
     if quantization is not None:
         quantize_drafter(module, quantization)
     return module, defaults
