@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from redrafter.app.flags import flag
 from redrafter.app.options import DraftOptions, LoadOptions
-from redrafter.checkpoints.merged import default_sampling, holds_drafter
+from redrafter.checkpoints.drafters import holds_drafter
+from redrafter.checkpoints.merged import default_sampling, find_defaults_file
 from redrafter.checkpoints.models import bind
-from redrafter.checkpoints.mtp import holds_mtp
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.engine import Engine
@@ -52,7 +52,7 @@ def can_draft(options: LoadOptions, draft: DraftOptions) -> bool:
     if _asked(options, draft) or options.model is None:
         return True
     try:
-        return holds_drafter(options.model) or holds_mtp(options.model)
+        return holds_drafter(options.model)
     except OSError:
         return True  # loading the model reports what is wrong
 
@@ -133,7 +133,8 @@ def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, b
 def drafting_model_name(method: str, model: str, options: LoadOptions, draft: DraftOptions) -> str | None:
     """Return the directory or hub id of the drafter or draft model that the method uses; None if it uses neither."""
     if method == DRAFTER:
-        return options.drafter or str(Path(model) / DRAFTER_FOLDER)
+        merged = options.drafter is None and find_defaults_file(model) is not None
+        return str(Path(model) / DRAFTER_FOLDER) if merged else options.drafter or model  # which has an MTP layer
     return draft.draft_model if method == DRAFT_MODEL else None
 
 

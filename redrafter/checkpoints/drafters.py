@@ -6,12 +6,13 @@ import torch
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.merged import Defaults, find_defaults_file
-from redrafter.checkpoints.mtp import load_mtp
 from redrafter.checkpoints.models import check_quantization, quantize_drafter
+from redrafter.checkpoints.mtp import holds_mtp, load_mtp
 from redrafter.drafting.drafter_types import Drafter, DrafterArchitecture, open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.model.target import Target
+from redrafter.parallel.launched import launched_processes
 
 NORM_ROWS = 8  # rows of the embedding table whose norms tell one base from another
 NORM_TOLERANCE = 0.02  # relative: enough for half precision, far less than two bases differ
@@ -58,6 +59,14 @@ def load_drafter(
     if quantization is not None:
         quantize_drafter(module, quantization)
     return module, defaults
+
+
+def holds_drafter(name: str) -> bool:
+    """Return whether the checkpoint in a directory or repository holds a drafter: one of ours, or an MTP layer.
+
+    An MTP layer does not draft for a model that processes share. Raises `OSError` if the hub cannot be asked.
+    """
+    return find_defaults_file(name) is not None or (launched_processes() == 1 and holds_mtp(name))
 
 
 def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:

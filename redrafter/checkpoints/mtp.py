@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
 from redrafter.drafting.drafter_config import MTPConfig
-from redrafter.drafting.mtp import MTPDrafter
+from redrafter.drafting.mtp import Entries, MTPDrafter
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
 from redrafter.model.forward_batch import decoder_stack
+from redrafter.model.patch import MODEL_ERRORS
 from redrafter.model.target import Target
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -91,6 +92,11 @@ class FoundLayer:
     block: dict[str, str]
 
     @property
+    def names(self) -> list[str]:
+        """Names of all tensors of the layer in the checkpoint."""
+        return [*self.own.values(), *self.block.values()]
+
+    @property
     def config(self) -> dict[str, Any]:
         """Fields of `MTPConfig` that the family says."""
         return {"family": self.family, **(FAMILIES[self.family].config or {})}
@@ -145,6 +151,7 @@ def load_mtp(name: str, target: Target, revision: str | None = None) -> MTPDraft
         raise CheckpointError(f"{name} has no {missing[0]}, so its MTP layer is not whole: {_OTHERWISE}")
     wanted = {f"block.{mine}": theirs for mine, theirs in found.block.items()} | found.own
     tensors = _read(name, revision, wanted, files)
+    _widen_blocks(tensors)
     drafter = _make_drafter(name, target, found, tensors)
     floats = tuple(getattr(target.model, "_keep_in_fp32_modules_strict", None) or ())
     for mine, tensor in tensors.items():  # such as biases of experts, whose differences are small
@@ -160,7 +167,9 @@ def load_mtp(name: str, target: Target, revision: str | None = None) -> MTPDraft
     for mine, x in (*drafter.named_parameters(), *drafter.named_buffers()):
         if x.is_meta:
             raise UnsupportedError(f"{target.name} computes {mine} of its layers when it is made: {_OTHERWISE}")
-    return drafter.eval().requires_grad_(False)
+    drafter.eval().requires_grad_(False)
+    _try(drafter, target)
+    return drafter
 
 
 _OTHERWISE = "write without drafts (--no-speculate), or give a drafter"
@@ -199,6 +208,20 @@ def _make_drafter(name: str, target: Target, found: FoundLayer, tensors: dict[st
     raise CheckpointError(f"the MTP layer of {name} {wrong}, so it cannot be loaded: {_OTHERWISE}")
 
 
+def _try(drafter: MTPDrafter, target: Target) -> None:
+    """Draft once after two tokens; refuse a layer that is called in another way."""
+    inputs = torch.zeros(1, 2, target.hidden_size, dtype=target.dtype, device=target.device)
+    position, entries = torch.arange(2, device=target.device)[None], Entries()
+    try:
+        with torch.no_grad():
+            drafter.store(inputs, position, entries)
+            drafter.step(inputs, position + 2, torch.ones(1, 2, 4, dtype=torch.bool, device=target.device), entries)
+    except MODEL_ERRORS as error:
+        raise UnsupportedError(
+            f"layers of {target.name} cannot be an MTP layer here ({first_line(error)}): {_OTHERWISE}"
+        ) from error
+
+
 def _drafter_of(target: Target, found: FoundLayer, block: nn.Module) -> MTPDrafter:
     width = target.hidden_size
     norms = [
@@ -230,6 +253,18 @@ def _join_experts(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dic
         if experts:
             joined[name] = torch.stack(experts)
     return joined
+
+
+def _widen_blocks(tensors: dict[str, Tensor]) -> None:
+    """Multiply weights in FP8 by the scales of their blocks, as DeepSeek-V3 stores them, in place, without scales."""
+    for scales in [name for name in tensors if name.endswith(".weight_scale_inv")]:
+        scale, name = tensors.pop(scales).float(), scales.removesuffix("_scale_inv")
+        weight = tensors[name].float()
+        # The last blocks of both dimensions may be cut; all blocks are of one power of two.
+        sizes = [1 << ((size - 1) // count).bit_length() for size, count in zip(weight.shape, scale.shape, strict=True)]
+        for dim, size in enumerate(sizes):
+            scale = scale.repeat_interleave(size, dim=dim).narrow(dim, 0, weight.shape[dim])
+        tensors[name] = (weight * scale).bfloat16()
 
 
 def _files_by_tensor(name: str, revision: str | None) -> dict[str, str]:

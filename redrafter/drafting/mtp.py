@@ -28,8 +28,8 @@ PAST = 1024  # entries of the text that a draft attends to, the nearest ones: th
 ENTRIES_AT_ONCE = 512  # of a row; bounds what computing them takes beside the result
 
 
-class _Stored(Exception):  # noqa: N818  no error: how the forward of a layer ends once its keys are known
-    pass
+class _Stored(Exception):
+    """No error: ends the forward of a layer once its keys are known."""
 
 
 class Entries:
@@ -99,7 +99,7 @@ class MTPDrafter(DrafterModel):
         return MTPProposer(self, target, beams, depth, nodes, shared_nodes, compiled)
 
     def placed(self, target: Target) -> Any:
-        """Return the layer on a target's device, in the dtypes that it was loaded in: some of its tensors keep theirs."""
+        """Return the layer on a target's device, in the dtypes that it was loaded in."""
         module: Any = self
         return module.to(target.device).eval()
 
