@@ -21,7 +21,7 @@ from redrafter.model.forward_batch import ForwardBatch
 from redrafter.model.target import Target
 from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.sampling.prefixes import Prefixes
-from redrafter.sampling.sampler import Sampler
+from redrafter.sampling.sampler import Sampler, finite_draws
 from redrafter.tree.accept import Path, accept
 from redrafter.tree.token_tree import Tree, chain
 
@@ -35,8 +35,10 @@ class StepOutput:
             `path.accepted` are undefined.
         path: The accepted nodes of the tree.
         levels: Levels of drafts in the tree, at most K.
+        grafted: Nodes of each tree that were copied from the text, beside the proposer's.
         drafted: Number of drafts verified in each row, `[B]` int64.
         finite: How many of the tokens, from the first on, were drawn from logits that are finite numbers, `[B]` int64.
+        copied: How many accepted drafts only the text itself had drafted, `[B]` int64.
         logits: The target's logits at every node, `[B, N, V]`; undefined at nodes that were not verified.
         scores: The logits after the sampler's processors, `[B, N, V]`; the logits themselves where the sampler is
             fused into one kernel, which keeps no processed scores.
@@ -46,18 +48,22 @@ class StepOutput:
     tokens: Tensor
     path: Path
     levels: int
+    grafted: int
     drafted: Tensor
     finite: Tensor
+    copied: Tensor
     logits: Tensor
     scores: Tensor
     chunk_ends: ChunkEnds | None = None
 
     def pack_for_host(self) -> Tensor:
-        """Return all that the host needs in one tensor, `[B, K+4]` int64.
+        """Return all that the host needs in one tensor, `[B, K+5]` int64.
 
-        It holds the tokens, the accepted length, the number of drafts verified, and how many tokens are finite draws.
+        It holds the tokens, the accepted length, the number of drafts verified, how many tokens are finite draws, and
+        how many accepted drafts were copied from the text.
         """
-        return torch.cat([self.tokens, torch.stack([self.path.accepted, self.drafted, self.finite], dim=1)], dim=1)
+        counts = self.path.accepted, self.drafted, self.finite, self.copied
+        return torch.cat([self.tokens, torch.stack(counts, dim=1)], dim=1)
 
 
 def step(
@@ -89,8 +95,9 @@ def step(
         The state after the step, and the tokens it produced.
     """
     # 1. Draft. The root of the tree is the pending token. The drafter sees the noise that the target will draw with.
-    noise = sampler.noise(state.length + 1, proposer.depth + 1)  # [B, K+1, V]
+    noise = sampler.noise(state.length + 1, (proposer.without_text or proposer).depth + 1)  # [B, K+1, V]
     tree = proposer.propose(state, sampler, noise, cache, draft_cache).of_first(target.ranks)  # [B, N]
+    noise = sampler.noise(state.length + 1, tree.levels + 1, known=noise)  # drafts that the text adds may be deeper
 
     # 2. Verify. One forward computes the target's logits and hidden states at all nodes.
     batch = ForwardBatch(
@@ -104,7 +111,7 @@ def step(
         drawn = sampler.draw(scores, noise, tree.depth)  # [B, N]
     else:
         drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
-    finite = _finite(verified.logits, drawn, sampled=tree.sampled_from is not None)
+    finite = finite_draws(verified.logits, drawn, sampled=tree.sampled_from is not None)
     drawn, finite = target.ranks.of_first(drawn, finite)
 
     # 4. Accept. A draft holds if it is the token that was drawn at its parent, and its parent holds.
@@ -127,8 +134,10 @@ def step(
         tokens,
         path,
         tree.levels,
+        tree.grafted,
         drafted,
         finite.gather(1, path.nodes).cumprod(1).sum(1),
+        (path.nodes >= tree.tokens.shape[1] - tree.grafted).sum(1),
         verified.logits,
         scores,
         verified.chunk_ends,
@@ -157,26 +166,11 @@ def draw_first_tokens(
     tree = chain(before.pending)  # [B, 1], the last prompt token
     scores = sampler.scores(logits[:, None], _prefixes(before, tree, sampler, window))  # [B, 1, V]
     drawn = sampler.draw(scores, sampler.noise(prompt, 1), tree.depth)  # [B, 1]
-    drawn, finite = ranks.of_first(drawn, _finite(logits[:, None], drawn))
+    drawn, finite = ranks.of_first(drawn, finite_draws(logits[:, None], drawn))
     path = accept(tree, drawn, max_depth=0)
-    return _advance(before, drawn, path, hidden[:, None]), StepOutput(
-        drawn, path, 0, torch.zeros_like(prompt), finite[:, 0], logits[:, None], scores
-    )
-
-
-def _finite(logits: Tensor, drawn: Tensor, *, sampled: bool = False) -> Tensor:
-    """Return 1 for each node whose draw was made from finite numbers, else 0, `[B, N]` int64.
-
-    An argmax takes a NaN for the largest number. So the logit of the token that was drawn tells, without a pass over
-    the vocabulary: it is no finite number where a model overflows, or writes NaN, and the draw means nothing.
-
-    Args:
-        logits: The target's logits before any processor, `[B, N, V]`.
-        drawn: The tokens that were drawn, `[B, N]` int64.
-        sampled: Whether they were drawn by rejection sampling, whose distribution a single NaN spoils.
-    """
-    highest = logits.amax(-1) if sampled else logits.gather(2, drawn[..., None]).squeeze(2)
-    return highest.isfinite().long()
+    none = torch.zeros_like(prompt)
+    output = StepOutput(drawn, path, 0, 0, none, finite[:, 0], none, logits[:, None], scores)
+    return _advance(before, drawn, path, hidden[:, None]), output
 
 
 def _prefixes(state: State, tree: Tree, sampler: Sampler, window: int) -> Prefixes:

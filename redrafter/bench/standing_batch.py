@@ -192,6 +192,7 @@ def measure_parts(
     What is returned is an entry of the document's `parts`. A floor is bytes over copy bandwidth.
     """
     proposer, target = work.proposer(rows, speculate), work.engine.target
+    proposer = proposer.without_text or proposer  # copying takes no time beside what is timed here
     with open_standing_batch(work, proposer, rows, context=asked) as batch:
         step = batch.step_ms()
         propose = batch.propose(proposer)
@@ -225,6 +226,7 @@ def measure_parts(
 def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Drafter) -> dict[str, Any] | None:
     """Time proposing a tree with `drafter` in place of the engine's; None where speculation is off at `rows` rows."""
     proposer = work.proposer(rows, speculate=True)
+    proposer = proposer.without_text or proposer
     if not isinstance(proposer, SearchProposer):
         return None
     with open_standing_batch(work, proposer, rows) as batch:

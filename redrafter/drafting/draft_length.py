@@ -54,6 +54,9 @@ class AdaptiveDraftLength:
 # precision does not depend on the load of the machine.
 STEP_COSTS = {"cuda": 1.25, "cpu": 1.5}
 
+# Tokens that a step must gain for each row, drafts copied from its text and one, for these to be worth their nodes.
+TEXT_GAIN = 1.1
+
 WINDOW = 32  # rows of steps that are looked back on, at least
 FEWEST = 6  # rows of steps by which drafts are judged at first
 FEWEST_AFTER_PAUSE = 2  # the same after a pause, in which they have gained too little before

@@ -58,7 +58,7 @@ class DraftModelProposer:
     confidence: Callable[[int], float] | None = None
     vocabulary: VocabularyMap | None = None
 
-    shared_nodes = None
+    shared_nodes = without_text = None
 
     @property
     def sizes(self) -> dict[str, int]:

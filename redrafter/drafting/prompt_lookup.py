@@ -1,14 +1,57 @@
-"""Prompt lookup: drafts copied from an earlier occurrence of the last tokens in the same text."""
+"""Drafts copied from the text itself: what followed an earlier occurrence of its last tokens.
 
-from dataclasses import dataclass
+`PromptLookupProposer` drafts nothing else. `TextBeside` adds such a chain to the tree of any other proposer, as nodes
+beside those that are there. Since a draft counts only if it is what the target draws itself, any union of drafts is as
+exact as each of them.
+"""
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from redrafter.cache.kv_cache import KVCache
-from redrafter.drafting.proposer import State
+from redrafter.drafting.proposer import Proposer, State
 from redrafter.sampling.sampler import Sampler
+from redrafter.tree.accept import accept
 from redrafter.tree.token_tree import Tree, chain, check_size
+
+MATCH_TOKENS = 8  # last tokens that are looked for beside another proposer, at most
+LEAST_MATCH = 2  # of these that must match: single tokens recur by chance
+DRAFTS_PER_MATCHED = 2  # on a CPU, where each node takes time: a long match is more likely to go on
+
+
+def latest_match(tokens: Tensor, length: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Find the longest earlier occurrence of each row's last tokens in its own text, the latest of equally long ones.
+
+    Args:
+        tokens: Each row's text by position, `[B, T]` int64; ignored after the pending token.
+        length: Position of the pending token, the last one that is matched, `[B]` int64.
+        most: Last tokens that are looked for, at most.
+
+    Returns:
+        The position after the occurrence, 0 for none, and how many tokens match, `[B, 1]` int64 each.
+    """
+    last, back = length[:, None], torch.arange(1 - most, 1, device=tokens.device)
+    key = tokens.gather(1, (last + back).clamp(min=0)).masked_fill(last + back < 0, -1)  # [B, most]
+    ending = pad(tokens, (most - 1, 0), value=-2).unfold(1, most, 1)  # [B, T, most], the tokens up to each position
+    matched = (ending == key[:, None]).flip(-1).long().cumprod(-1).sum(-1)  # [B, T]
+    position = torch.arange(tokens.shape[1], device=tokens.device)
+    rank = torch.where(position < last, matched * tokens.shape[1] + position, 0)
+    best = rank.argmax(dim=1, keepdim=True)
+    found = matched.gather(1, best).where(best < last, 0)
+    return torch.where(found > 0, best + 1, 0), found
+
+
+def copy_from(tokens: Tensor, length: Tensor, start: Tensor, count: int) -> Tensor:
+    """Return the `count` tokens from position `start` `[B, 1]` on, `[B, count]`; 0 stands for the pending token.
+
+    What reaches the end of the text starts over, which is right where the text is in a loop.
+    """
+    last = length[:, None]
+    steps = torch.arange(count, device=tokens.device) % (last + 1 - start)
+    return tokens.gather(1, torch.where(start > 0, start + steps, last))
 
 
 @dataclass(frozen=True)
@@ -25,7 +68,7 @@ class PromptLookupProposer:
     ngram: int
     draft_len: int
 
-    model = shared_nodes = None
+    model = shared_nodes = without_text = None
 
     def __post_init__(self) -> None:
         for name in ("ngram", "draft_len"):
@@ -55,26 +98,93 @@ class PromptLookupProposer:
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:
         """Copy drafts from each row's own text; see `Proposer.propose`."""
-        last = state.length[:, None]  # [B, 1], position of the pending token
-        start = torch.zeros_like(last)  # [B, 1], position of the drafts; 0 without a match
-        for size in range(1, min(self.ngram, state.tokens.shape[1]) + 1):  # a longer match overrules a shorter one
-            after = _after_latest(state.tokens, last, size)
-            start = torch.where(after > 0, after, start)
-        # A continuation that reaches the end of the text starts over, which is right where the text is in a loop.
-        steps = torch.arange(self.draft_len, device=last.device) % (last + 1 - start)
-        drafts = state.tokens.gather(1, torch.where(start > 0, start + steps, last))  # [B, K]
+        start, _ = latest_match(state.tokens, state.length, self.ngram)
+        drafts = copy_from(state.tokens, state.length, start, self.draft_len)  # [B, K]
         return chain(torch.cat([state.pending, drafts], dim=1))
 
 
-def _after_latest(tokens: Tensor, last: Tensor, size: int) -> Tensor:
-    """Return the position after the latest earlier occurrence of a row's last tokens, `[B, 1]` int64; 0 for none.
+@dataclass(frozen=True)
+class TextBeside:
+    """Drafts what another proposer drafts, and beside it a chain that is copied from the text.
+
+    Attributes:
+        without_text: The other proposer, which has no model of its own: a second LM would have to read what it has not
+            drafted.
+        draft_len: L, tokens that are added.
+    """
+
+    without_text: Proposer
+    draft_len: int
+
+    model = shared_nodes = None
+
+    @property
+    def nodes(self) -> int:
+        """N, the other proposer's nodes and L more."""
+        return self.without_text.nodes + self.draft_len
+
+    @property
+    def depth(self) -> int:
+        """K, levels of drafts: the chain may begin below the deepest node of the other's tree."""
+        return self.without_text.depth + self.draft_len
+
+    @property
+    def sizes(self) -> dict[str, int] | None:
+        """The other proposer's sizes, and what is copied."""
+        return (self.without_text.sizes or {}) | {"draft_from_text": self.draft_len}
+
+    @property
+    def scratch_slots(self) -> int:
+        """Slots after a row's committed tokens that a step writes to."""
+        return self.without_text.scratch_slots + self.draft_len
+
+    def propose(
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
+    ) -> Tree:
+        """Draft the other proposer's tree, and add what the text says; see `Proposer.propose`.
+
+        A GPU verifies all L nodes in any case, as a captured step has one shape, and some nodes cost it nothing.
+        """
+        tree = self.without_text.propose(state, sampler, noise, cache, draft_cache)
+        start, matched = latest_match(state.tokens, state.length, MATCH_TOKENS)
+        count = self.draft_len
+        if not matched.is_cuda:
+            longest = int(matched.where(state.active[:, None], 0).max())
+            if longest < LEAST_MATCH:
+                return tree
+            count = min(count, DRAFTS_PER_MATCHED * longest)
+        return graft(tree, copy_from(state.tokens, state.length, start, tree.levels + count))
+
+
+def graft(tree: Tree, drafts: Tensor) -> Tree:
+    """Hang a chain of drafts on the deepest node of a tree that agrees with it.
+
+    The nodes that agree are those that `accept` would keep if the chain were the target's draws. The tree has no node
+    for the token after them, so siblings still differ.
 
     Args:
-        tokens: Each row's text by position, `[B, T]` int64; ignored after `last`.
-        last: Position of the last token, `[B, 1]` int64.
-        size: How many last tokens must match.
+        tree: A tree of N nodes, K levels deep, of which the next forward computes all.
+        drafts: The tokens that follow the pending one, `[B, K + L]` int64.
+
+    Returns:
+        The tree with L more nodes, the last ones.
     """
-    key = tokens.gather(1, (last + torch.arange(1 - size, 1, device=last.device)).clamp(min=0))  # [B, size]
-    same = (tokens.unfold(1, size, 1) == key[:, None]).all(dim=-1)  # [B, T - size + 1], by position of the first token
-    after = torch.arange(size, size + same.shape[1], device=last.device)
-    return torch.where(same & (after <= last) & (last + 1 > size), after, 0).amax(dim=1, keepdim=True)
+    rows, nodes = tree.tokens.shape
+    count = drafts.shape[1] - tree.levels
+    agreed = accept(tree, drafts.gather(1, tree.depth), tree.levels)
+    first, new = agreed.accepted[:, None], torch.arange(count, device=drafts.device)  # [B, 1], [L]
+    end = agreed.end[:, None]  # [B, 1], the node that the chain hangs on
+    above = tree.ancestors.gather(1, end[..., None].expand(-1, 1, nodes))  # [B, 1, N]
+    among = (new[:, None] >= new).expand(rows, count, count)
+    ancestors = torch.cat([above.expand(-1, count, -1), among], dim=2)  # [B, L, N + L]
+    return replace(
+        tree,
+        tokens=torch.cat([tree.tokens, drafts.gather(1, first + new)], dim=1),
+        parents=torch.cat([tree.parents, end, (nodes + new[:-1]).expand(rows, -1)], dim=1),
+        depth=torch.cat([tree.depth, first + 1 + new], dim=1),
+        ancestors=torch.cat([pad(tree.ancestors, (0, count)), ancestors], dim=1),
+        levels=tree.levels + count,
+        width=tree.width + 1,
+        branches=True,
+        grafted=count,
+    )

@@ -78,6 +78,10 @@ class Proposer(Protocol):
         """Nodes that all rows of a step share, the likeliest ones; None for N in each row."""
 
     @property
+    def without_text(self) -> "Proposer | None":
+        """What drafts the same but for what is copied from the text; None where nothing is copied beside it."""
+
+    @property
     def sizes(self) -> dict[str, int] | None:
         """Sizes of what is drafted per step, by the names of their options; None where nothing is."""
 
@@ -98,7 +102,7 @@ class Proposer(Protocol):
 class PlainProposer:
     """Drafts nothing: plain decoding, in the same engine."""
 
-    nodes, depth, scratch_slots, model, shared_nodes, sizes = 1, 0, 1, None, None, None
+    nodes, depth, scratch_slots, model, shared_nodes, without_text, sizes = 1, 0, 1, None, None, None, None
 
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
@@ -129,7 +133,7 @@ class SearchProposer:
     shared_nodes: int | None = None
     compiled: bool = False
 
-    model = None  # what a drafter stores of texts lies in the target's cache
+    model = without_text = None  # what a drafter stores of texts is in the target's cache
 
     @property
     def scratch_slots(self) -> int:

@@ -34,6 +34,9 @@ class EngineOptions:
     compile: bool = option(
         True, "compile the model on a GPU, which takes time at the first request and makes steps faster"
     )
+    draft_from_text: bool = option(
+        True, "add to a drafter's drafts what the text itself says where it repeats: what followed the last time"
+    )
     batch_invariant: bool = option(
         False,
         "write the same text whatever is computed beside it, bit for bit: drafts, other texts, cut prompts; slower, "

@@ -11,11 +11,12 @@ from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import bind, check_quantization
 from redrafter.drafting.draft_length import STEP_COSTS
 from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
-from redrafter.engine.tuning import Tuning, default_shape, find_tuning
+from redrafter.engine.tuning import Tuning, default_shape, find_tuning, text_nodes
 from redrafter.files.checkpoint_kind import check_drafter
 from redrafter.model.target import Target
 from redrafter.tree.beam_search import node_count
@@ -69,6 +70,7 @@ class ReDrafter(Engine):
             target.store_drafter_layer(layer)
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
         self._proposers: dict[tuple[int, int, int, int | None], SearchProposer] = {}
+        self._with_text: dict[tuple[int, int], TextBeside] = {}
         self._compiled = compiled
         drafter.prepare(target.device)
         super().__init__(target, self._propose(target, shape), options)
@@ -149,7 +151,15 @@ class ReDrafter(Engine):
             shape = default_shape(rows, searched.beams, searched.depth, device, share=self.target.varlen.ok)
             if shape is not None and not shape.shared_nodes and (shape.node_budget or 0) >= self.proposer.nodes:
                 shape = self.shape
-        return self.plain if shape is None else self._propose(self.target, shape)
+        if shape is None:
+            return self.plain
+        proposer = self._propose(self.target, shape)
+        # Recurrent layers are called once for each level, and a chain would add as many levels as it has drafts.
+        copies = self.options.draft_from_text and proposer.shared_nodes is None and not self.target.keeps_states
+        count = text_nodes(rows, proposer.nodes, self.target.device.type) if copies else 0
+        if not count:
+            return proposer
+        return self._with_text.setdefault((id(proposer), count), TextBeside(proposer, count))
 
     def draft_step_cost(self, rows: int) -> float | None:
         """Return the time of a step of `rows` rows with drafts, in steps without; None where drafting never pauses.

@@ -33,6 +33,7 @@ from redrafter.scheduler.captured_step import bucket
 # the published form writes 1.5 times plain decoding's tokens with trees of 6 nodes in 8 rows, 1.2 with 4 nodes in 16,
 # and no more in 32 rows.
 _DEFAULTS = {"cuda": (128, 256, 2), "cpu": (64, 64, 3)}
+MOST_COPIED, LEAST_COPIED = 16, 4  # drafts that are copied from a text in one step
 _SHARING_ROWS = 32  # from which on rows share nodes; with fewer, each has nodes enough for what is likely
 
 
@@ -63,6 +64,19 @@ def default_shape(rows: int, beams: int, depth: int, device: str = "cuda", share
     if nodes < lattice:
         beams, depth = min(beams, nodes - 1), min(depth, nodes.bit_length() - 1)
     return TreeShape(beams, depth, min(nodes, 1 + beams * depth))
+
+
+def text_nodes(rows: int, nodes: int, device: str = "cuda") -> int:
+    """Return how many drafts to copy from each row's text beside trees of `nodes` nodes; 0 where they would cost time.
+
+    Args:
+        rows: Rows of the batch.
+        nodes: Nodes of each row's tree.
+        device: Type of the device.
+    """
+    free, *_ = _DEFAULTS.get(device, _DEFAULTS["cuda"])
+    count = min(MOST_COPIED, free // bucket(rows) - nodes)
+    return count if count >= LEAST_COPIED else 0
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,21 @@ def draw_residual(tree: Tree, scores: Tensor, noise: Tensor, chance: Tensor) -> 
     return torch.cat([torch.where(kept, tree.tokens[:, 1:], other[:, :-1]), other[:, -1:]], dim=1)
 
 
+def finite_draws(logits: Tensor, drawn: Tensor, *, sampled: bool = False) -> Tensor:
+    """Return 1 for each node whose draw was made from finite numbers, else 0, `[B, N]` int64.
+
+    An argmax takes a NaN for the largest number. So the logit of the token that was drawn tells, without a pass over
+    the vocabulary: it is no finite number where a model overflows, or writes NaN, and the draw means nothing.
+
+    Args:
+        logits: The target's logits before any processor, `[B, N, V]`.
+        drawn: The tokens that were drawn, `[B, N]` int64.
+        sampled: Whether they were drawn by rejection sampling, whose distribution a single NaN spoils.
+    """
+    highest = logits.amax(-1) if sampled else logits.gather(2, drawn[..., None]).squeeze(2)
+    return highest.isfinite().long()
+
+
 @dataclass(frozen=True)
 class Sampler:
     """How `B` rows draw. Greedy and sampling are the same code: an argmax, of scores or of scores plus noise.
@@ -79,10 +94,17 @@ class Sampler:
         processors = (p.map(lambda x: x.to(device)) if isinstance(p, RowProcessor) else p for p in self.processors)
         return replace(self, processors=tuple(processors), **tensors)
 
-    def noise(self, position: Tensor, count: int) -> Tensor | None:
-        """Return the noise of `count` tokens from `position` `[B]` on, `[B, count, V]` float32; None if greedy."""
+    def noise(self, position: Tensor, count: int, known: Tensor | None = None) -> Tensor | None:
+        """Return the noise of `count` tokens from `position` `[B]` on, `[B, count, V]` float32; None if greedy.
+
+        What is `known` of it, that of the first tokens, is not computed again, and returned whole where it is more.
+        """
         if self.seeds is None:
             return None
+        if known is not None:
+            first = known.shape[1]
+            more = self.noise(position + first, count - first) if count > first else None
+            return known if more is None else torch.cat([known, more], dim=1)
         positions = position[:, None] + torch.arange(count, device=position.device)
         if kernels.TRITON and position.is_cuda:
             noise = kernels.gumbel(streams(self.seeds, positions), len(self.ids))

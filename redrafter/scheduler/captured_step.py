@@ -83,7 +83,7 @@ class CapturedStep:
         chunks: Buffers of what is read of prompts beside the rows, or None.
         output: What the last replay drew. The next replay overwrites it. Logits and scores are empty unless they were
             asked for: a graph would hold them for good, beside those of every other graph.
-        report: What `StepOutput.pack_for_host` says of it, `[B, K+4]` int64, overwritten likewise.
+        report: What `StepOutput.pack_for_host` says of it, `[B, K+5]` int64, overwritten likewise.
         graph: The captured step; None where it cannot be captured and runs as it is.
     """
 
@@ -185,6 +185,7 @@ class LaunchedStep:
         logits: Logits along the accepted path, `[K+1, V]`, of the rows whose sequences want them.
         scores: Processed logits, likewise.
         levels: Levels of drafts.
+        grafted: Nodes of each row's tree that were copied from the text.
     """
 
     sequences: Sequence[TokenSequence]
@@ -192,6 +193,7 @@ class LaunchedStep:
     logits: Mapping[int, Tensor]
     scores: Mapping[int, Tensor]
     levels: int
+    grafted: int
 
     @classmethod
     def of(cls, sequences: Sequence[TokenSequence], output: StepOutput, report: PendingReport) -> "LaunchedStep":
@@ -202,17 +204,21 @@ class LaunchedStep:
                 logits[row] = output.logits[row].index_select(0, output.path.nodes[row])
             if "scores" in sequence.keeps:
                 scores[row] = output.scores[row].index_select(0, output.path.nodes[row])
-        return cls(sequences, report, logits, scores, output.levels)
+        return cls(sequences, report, logits, scores, output.levels, output.grafted)
 
     def read(self) -> Iterator[tuple[TokenSequence, SequenceDelta]]:
         """Wait for the step, and yield what it drew for each of its sequences."""
         reports = zip(self.sequences, self.report.read(), strict=False)
-        for row, (sequence, (*tokens, accepted, drafted, finite)) in enumerate(reports):
+        for row, (sequence, (*tokens, accepted, drafted, finite, copied)) in enumerate(reports):
             count = min(accepted + 1, finite)
             logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
             drafts, overflowed = drafted if self.levels > 0 and sequence.params.speculate else None, finite <= accepted
-            drawn = SequenceDelta(tokens[:count], drafted=drafts, logits=logits, scores=scores, overflowed=overflowed)
-            yield sequence, drawn
+            yield (
+                sequence,
+                SequenceDelta(
+                    tokens[:count], drafted=drafts, copied=copied, logits=logits, scores=scores, overflowed=overflowed
+                ),
+            )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.to_device import to_device
-from redrafter.drafting.draft_length import AdaptiveDraftLength, DraftPauses
+from redrafter.drafting.draft_length import TEXT_GAIN, AdaptiveDraftLength, DraftGain, DraftPauses
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -117,6 +117,7 @@ class RunningBatch:
         depth: Greatest number of successive drafts of any of the proposers.
         overshoot: Positions behind the last token of a sequence that a step may write to.
         draft_lengths: Chooses the proposer of each step by how drafts were accepted; None where that is fixed.
+        text_gain: Decides which steps also verify drafts that are copied from the text.
         draft_pauses: Decides which steps draft nothing, as drafts gain too little; None where all of them draft.
         captured_steps: The steps so far, the one used last at the end.
     """
@@ -149,6 +150,7 @@ class RunningBatch:
         proposers = self._proposers.values()
         self.depth = max(proposer.depth for proposer in proposers)
         self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in proposers)
+        self.text_gain = DraftGain(TEXT_GAIN)
         self.draft_pauses = DraftPauses(lambda count: models.draft_step_cost(self._size(count)))
 
     def _size(self, rows: int) -> int:
@@ -313,7 +315,12 @@ class RunningBatch:
             return self.draft_lengths.choose([sequence.index for sequence in self.rows])
         proposer = self._proposers[self._size(len(self.rows))]
         gain = self.draft_pauses.gain(len(self.rows)) if proposer.depth and self.draft_pauses else None
-        return proposer if gain is None or gain.should_draft() else self._plain
+        if gain is not None and not gain.should_draft():
+            return self._plain
+        # On a GPU another kind of step would have to be captured, which costs more than nodes that are copied in vain.
+        if proposer.without_text and self.target.device.type == "cpu" and not self.text_gain.should_draft():
+            return proposer.without_text
+        return proposer
 
     def _capture(
         self, key: StepKey, state: State, proposer: Proposer, caches: CachePair, chunks: PromptChunks | None

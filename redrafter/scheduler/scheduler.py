@@ -327,13 +327,13 @@ class Scheduler:
                 self.prefiller.pace.measure(forward.size, seconds)
             return
         step = forward
-        rows = tokens = 0  # of rows that took drafts
+        rows = tokens = copied = 0  # of rows that took drafts
         for sequence, drawn in step.read():
             sequence.launched -= 1
             if sequence.ended:
                 continue
             if drawn.drafted is not None:
-                rows, tokens = rows + 1, tokens + len(drawn.tokens)
+                rows, tokens, copied = rows + 1, tokens + len(drawn.tokens), copied + drawn.copied
                 if self.batch.draft_lengths is not None:
                     self.batch.draft_lengths.observe(sequence.index, max(len(drawn.tokens) - 1, 0), step.levels)
             try:
@@ -346,6 +346,8 @@ class Scheduler:
                 sequence.sink(sequence, delta)
             else:
                 self._running.end(sequence, delta, keep=delta.error is None)
+        if rows and step.grafted:
+            self.batch.text_gain.observe(rows, rows + copied)
         if rows and self.batch.draft_pauses and (gain := self.batch.draft_pauses.gain(len(step.sequences))):
             gain.observe(rows, tokens)
 

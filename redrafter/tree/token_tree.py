@@ -44,6 +44,8 @@ class Tree:
             where there are counts.
         total: The sum of `counts`, a number on the host; None for all nodes.
         levels_above: Levels, the root's included, whose nodes were computed by earlier forwards; a number on the host.
+        grafted: How many of the nodes, the last ones, were copied from the text beside another's drafts; a number on
+            the host. They are in no order of depth.
     """
 
     tokens: Tensor
@@ -59,6 +61,7 @@ class Tree:
     counts: Tensor | None = None
     total: int | None = None
     levels_above: int = 0
+    grafted: int = 0
 
     @property
     def new(self) -> int:
@@ -241,7 +244,11 @@ def nodes_by_level(tree: Tree) -> Tensor:
     levels = torch.arange(tree.levels_above, tree.levels + 1, device=depth.device)[:, None]  # [L, 1]
     first, count = ((compared.sum(dim=-1)) for compared in _compare(depth, levels))  # [L, B] each
     beam = torch.arange(tree.width, device=depth.device)
-    return torch.where(beam < count[..., None], first[..., None] + beam, new)
+    index = first[..., None] + beam  # [L, B, W]
+    if tree.grafted:
+        order = depth.argsort(dim=1, stable=True).expand(len(levels), -1, -1)  # [L, B, M]
+        index = order.gather(2, index.clamp(max=new - 1))
+    return torch.where(beam < count[..., None], index, new)
 
 
 def _compare(depth: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:

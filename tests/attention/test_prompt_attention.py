@@ -9,9 +9,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.generation import same_as_model, same_undrafted
-from helpers.models import ARCHITECTURES, HIDDEN, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.models import (
+    ARCHITECTURES,
+    CHUNKED,
+    HIDDEN,
+    VOCAB,
+    paged,
+    tiny_drafter,
+    tiny_model,
+    uneven_batch,
+    with_tree,
+)
 from helpers.steps import read_prompts, verify
-from helpers.targets import CHUNKED
 from redrafter.attention.prompt_attention import Piece, cut_prompts
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE

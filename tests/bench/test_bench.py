@@ -79,7 +79,8 @@ def test_both_ways_write_the_same_tokens_and_are_timed(everything):
     for one in batches:
         same = {"divergent": 0, "first": None, "largest_margin": None, "equal": True}
         assert one["equality"] == {"rows": one["tokens"] // 12} | same
-        assert one["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "nodes": 12}
+        copied = {1: 16, 3: 4}[one["batch_size"]]
+        assert one["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "nodes": 12, "draft_from_text": copied}
         assert 1 < one["tokens_per_step"] < 6
         assert one["accepted_by_depth"][0] <= 1
         assert one["plain"]["steps"] == 11 * one["batches"] > one["speculative"]["steps"]
@@ -155,7 +156,12 @@ def test_a_padded_pair_is_measured_and_every_table_says_what_it_is(monkeypatch):
     assert tables.count(document["padded"]) == 3
     assert "boxed's text at twice's cost" in document["padded"]
     assert document["batches"][0]["equality"]["equal"] is True
-    assert document["batches"][0]["shape"] == {"num_beams": 5, "draft_len_per_beam": 3, "nodes": 12}
+    assert document["batches"][0]["shape"] == {
+        "num_beams": 5,
+        "draft_len_per_beam": 3,
+        "nodes": 12,
+        "draft_from_text": 16,
+    }
     assert document["bytes"]["weights_per_forward"] > 4 * 18e6 / 2
 
 

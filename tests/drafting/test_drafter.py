@@ -183,7 +183,7 @@ def change_config(**changes):
         (change_weights(lambda w: {k: x for k, x in w.items() if k != "rnn_u.bias"}), r"missing keys rnn_u\.bias"),
         (change_weights(lambda w: w | {"stray": torch.zeros(1)}), "unexpected keys stray"),
         (change_config(context_head_dim=4), r"context\.scale of shape \(8,\) instead of \(4,\)"),
-        (change_config(hidden_size=16), "shape"),
+        (change_config(hidden_size=16), r"missing keys input_proj\.bias"),
         (
             lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:5000]),
             "cannot load a drafter",

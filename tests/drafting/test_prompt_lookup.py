@@ -1,13 +1,21 @@
-"""Prompt lookup: drafts from the row's own text."""
+"""Drafts from a row's own text: alone, and beside those of another proposer."""
+
+import random
 
 import pytest
 import torch
 
 from helpers.generation import ON_BOTH_CACHES, same_as_model, same_undrafted
-from helpers.models import tiny_model, uneven_batch
-from redrafter import ArgumentError, PromptLookup
-from redrafter.drafting.prompt_lookup import PromptLookupProposer
+from helpers.models import tiny_drafter, tiny_model, uneven_batch
+from redrafter import ArgumentError, PromptLookup, ReDrafter
+from redrafter.checkpoints.merged import TreeShape
+from redrafter.drafting.prompt_lookup import PromptLookupProposer, graft, latest_match
 from redrafter.drafting.proposer import State
+from redrafter.engine.options import EngineOptions
+from redrafter.engine.tuning import text_nodes
+from redrafter.model.target import Target
+from redrafter.tree.accept import accept
+from redrafter.tree.beam_search import beam_search
 
 
 def drafts(text, *, ngram=2, draft_len=4, room=6):
@@ -60,3 +68,93 @@ def test_text_that_repeats_takes_few_steps():
 def test_numbers_that_make_no_proposer_are_refused(llama, name, value):
     with pytest.raises(ArgumentError, match=name):
         PromptLookup.from_pretrained(llama, **{name: value})
+
+
+def slow_match(text: list[int], most: int) -> tuple[int, int]:
+    """Look at every earlier position, and return where the best match ends and its length."""
+    found = (0, 0)
+    for end in range(1, len(text)):
+        size = 0
+        while size < min(most, end) and text[end - 1 - size] == text[-1 - size]:
+            size += 1
+        if size and size >= found[1]:
+            found = end, size
+    return found
+
+
+@pytest.mark.parametrize("most", [1, 2, 8])
+def test_the_longest_match_is_found_in_every_text(most):
+    made = random.Random(most)
+    texts = [[made.randrange(3) for _ in range(made.randrange(1, 30))] for _ in range(200)]
+    tokens = torch.tensor([text + [0] * (40 - len(text)) for text in texts])
+    start, size = latest_match(tokens, torch.tensor([len(text) - 1 for text in texts]), most)
+    assert list(zip(start[:, 0].tolist(), size[:, 0].tolist(), strict=True)) == [
+        slow_match(text, most) for text in texts
+    ]
+
+
+def paths(tree, row: int) -> set[tuple[int, ...]]:
+    """Return the tokens on the way to each node."""
+    ways = []
+    for node in range(tree.tokens.shape[1]):
+        parent = int(tree.parents[row, node])
+        assert node == 0 or parent < node
+        ways.append((ways[parent] if node else ()) + (int(tree.tokens[row, node]),))
+        assert len(ways[-1]) == tree.depth[row, node] + 1
+        assert sorted(tree.ancestors[row, node].nonzero()[:, 0].tolist())[-1] == node
+        assert tree.ancestors[row, node].sum() == len(ways[-1])
+    assert len(set(ways)) == len(ways), "siblings have different tokens"
+    return set(ways)
+
+
+def test_a_grafted_tree_has_the_paths_of_both_and_keeps_the_longer():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(3, 64, 5, 5, generator=generator)  # of 5 tokens after each, in 64 rows
+
+    def expand(k, tokens, sources):
+        return scores[k][torch.arange(64)[:, None], tokens]
+
+    root = torch.zeros(64, dtype=torch.long)
+    for beams, nodes in ((1, 9), (3, 10), (3, 6)):
+        tree = beam_search(root, expand, beams=beams, depth=3, nodes=nodes)
+        drafts = torch.randint(5, (64, tree.levels + 4), generator=generator)
+        both = graft(tree, drafts)
+        drawn = torch.randint(5, both.tokens.shape, generator=generator)
+        drawn[::2] = drafts[::2].gather(1, both.depth[::2].clamp(max=drafts.shape[1] - 1))  # what was copied is right
+        kept = accept(both, drawn, both.levels).accepted
+        alone = accept(tree, drawn[:, : tree.tokens.shape[1]], tree.levels).accepted
+        assert (kept >= alone).all()
+        for row in range(64):
+            own, whole = paths(tree, row), paths(both, row)
+            agreed = max(len(way) for way in own if way == (0, *drafts[row].tolist())[: len(way)])
+            assert whole == own | {(0, *drafts[row].tolist())[:size] for size in range(agreed + 1, agreed + 5)}
+            if row % 2 == 0:
+                assert kept[row] >= agreed - 1 + 4
+
+
+@ON_BOTH_CACHES
+@pytest.mark.parametrize(
+    "how", [{"do_sample": False}, {"do_sample": True, "seed": 3, "top_k": 5}], ids=["greedy", "sampled"]
+)
+def test_a_text_that_repeats_takes_fewer_steps_than_its_drafter(on, how):
+    model = tiny_model("llama")
+    engines = [
+        on(ReDrafter(Target(model), tiny_drafter(), TreeShape(3, 3), options=EngineOptions(draft_from_text=copies)))
+        for copies in (True, False)
+    ]
+    prompt = torch.tensor([list(range(3, 20)) * 3])
+    settings = {"max_new_tokens": 44, "eos_token_id": -1, "return_dict_in_generate": True} | how
+    both, alone = (engine.generate(prompt, **settings) for engine in engines)
+    assert torch.equal(both.sequences, alone.sequences)
+    assert torch.equal(both.sequences, engines[0].generate(prompt, speculate=False, **settings).sequences)
+    assert alone.stats.copied == 0
+    assert both.stats.copied <= both.stats.accepted
+    if not how["do_sample"]:  # which ends in a loop
+        assert both.stats.copied > 20
+        assert both.stats.steps < 0.7 * alone.stats.steps
+
+
+def test_rows_that_would_pay_for_copies_have_none():
+    assert text_nodes(1, 26, "cuda") == text_nodes(4, 13, "cuda") == 16
+    assert text_nodes(4, 26, "cuda") == 6
+    assert text_nodes(8, 16, "cuda") == text_nodes(4, 16, "cpu") == 0

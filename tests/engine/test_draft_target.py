@@ -12,7 +12,7 @@ from einops import rearrange
 from transformers import LogitsProcessor
 
 from helpers.generation import ON_BOTH_CACHES, noted, same_alone, same_as_model, same_undrafted
-from helpers.models import CONTEXT, VOCAB, assert_close_by_scale, in_threads, paged, row_texts, tiny_model, uneven_batch
+from helpers.models import CONTEXT, VOCAB, assert_close_by_scale, paged, row_texts, tiny_model, uneven_batch
 from helpers.steps import prefill, read_prompts
 from helpers.vocabularies import renumbered
 from redrafter import ArgumentError, DraftTarget
@@ -36,8 +36,9 @@ SHAPES = {
     "adaptive": {"adaptive": True},
     "adaptive tree": {"num_beams": 3, "adaptive": True},
 }
-OTHER_IDS = ("chain", "few nodes", "adaptive")  # shapes that are tested with another vocabulary too
-WAYS = [(shape, False) for shape in SHAPES] + [(shape, True) for shape in OTHER_IDS]
+REJECTION = {"rejection": {"acceptance": "rejection"}}
+# Shapes, and whether the draft model has another vocabulary.
+WAYS = [*((shape, False) for shape in SHAPES), *((shape, True) for shape in ("chain", "few nodes", "adaptive"))]
 PAIRS = [
     ("llama", "gpt2"),
     ("gemma2", "llama"),
@@ -104,9 +105,9 @@ def test_models_of_any_architecture_draft_for_each_other(architecture, draft_arc
 
 
 @ON_BOTH_CACHES
-@pytest.mark.parametrize(("shape", "other"), WAYS)
+@pytest.mark.parametrize(("shape", "other"), [*WAYS, ("rejection", False), ("rejection", True)])
 def test_greedy_texts_to_the_end_of_the_context_are_those_of_the_model(make, on, shape, other):
-    engine = on(make(other, **SHAPES[shape]))
+    engine = on(make(other, **(SHAPES | REJECTION)[shape]))
     for rows in (1, 4):
         assert same_as_model(engine, IDS[:rows], MASK[:rows], max_length=CONTEXT, eos_token_id=None).shape[1] == CONTEXT
     out = same_undrafted(engine, IDS, MASK, max_new_tokens=NEW, repetition_penalty=1.2, output_logits=True, **NO_EOS)
@@ -338,16 +339,6 @@ def test_a_grammar_is_kept_to_and_never_asked_about_what_it_forbids(make, on, sh
     out = engine.generate(IDS[:1], logits_processor=[Counting(raises)], max_new_tokens=15, **NO_EOS, **sampling)
     assert out.sequences[0, IDS.shape[1] :].tolist() == [7 + n % 7 for n in range(15)]
     assert out.stats.steps < 14
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, {"temperature": 0.9, "do_sample": True}])
-def test_requests_in_several_threads_disturb_none(make, sampling):
-    engine = paged(make(False, num_beams=2, adaptive=True))
-    arguments = {"max_new_tokens": 12} | sampling
-    work = lambda row: engine.generate(IDS[row : row + 1], MASK[row : row + 1], seed=row, **arguments)  # noqa: E731
-    expected, found = [work(row) for row in range(4)], in_threads(work, 4)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert engine.graphs.blocks.num_free_blocks == 199
 
 
 def test_a_text_that_the_draft_model_has_not_read_is_read_again(llama):

@@ -61,14 +61,7 @@ def trained_head(texts: Tensor) -> EagleDrafter:
 
 
 def draft_loss(head: EagleDrafter, text: Tensor, hidden: Tensor, embedding: Tensor) -> Tensor:
-    """Return the cross-entropy of the drafts after random anchors, each draft reading the hidden state of the last.
-
-    Args:
-        head: The head.
-        text: `[B, T]` int64.
-        hidden: The base's hidden states of all tokens, `[B, T, F]`.
-        embedding: Their embeddings, `[B, T, D]`.
-    """
+    """Return the cross-entropy of the drafts after random anchors, each draft reading the hidden state of the last."""
     (rows, tokens), groups = text.shape, head.config.num_attention_heads // head.config.num_key_value_heads
     fused, row = head.fuse_hidden(hidden), torch.arange(rows)[:, None]
     length = torch.randint(8, tokens - DEPTH, (rows, ANCHORS))  # committed tokens of each anchor

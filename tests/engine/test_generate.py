@@ -1,6 +1,7 @@
 """What `generate` takes, gives back and refuses."""
 
 import copy
+import inspect
 import pickle
 import random
 from itertools import chain
@@ -13,9 +14,10 @@ from transformers import LogitsProcessor, set_seed
 
 from helpers.generation import Collect, Steps, noted, same_as_model, same_undrafted
 from helpers.models import HIDDEN, VOCAB, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
-from redrafter import ArgumentError, DraftTarget, Engine, MismatchError, ReDrafter, UnsupportedError
+from redrafter import ArgumentError, DraftTarget, Engine, MismatchError, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.engine import call
 from redrafter.engine.call import ColumnStream
+from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import row_seeds
 
 IDS, MASK = uneven_batch()
@@ -214,3 +216,26 @@ def test_without_a_seed_calls_and_rows_have_others_and_torchs_generator_repeats_
     assert all(map(torch.equal, written[0], written[1]))
     assert not torch.equal(*written[0])
     assert not torch.equal(written[0][0], written[2][0])
+
+
+# Engines are loaded in one way.
+
+# Besides what drafts, which each engine has names of its own for.
+COMMON = ["model", "dtype", "device", "trust_remote_code", *EngineOptions.__dataclass_fields__, "model_kwargs"]
+
+
+SIGNATURES = [inspect.signature(engine.from_pretrained) for engine in (ReDrafter, DraftTarget, PromptLookup)]
+
+
+def test_engines_are_loaded_with_the_same_arguments():
+    for signature in SIGNATURES:
+        assert [name for name in signature.parameters if name in COMMON] == COMMON
+        assert "options" not in signature.parameters
+    for name in COMMON:
+        parameters = [signature.parameters[name] for signature in SIGNATURES]
+        assert len({(parameter.kind, parameter.default) for parameter in parameters}) == 1, name
+
+
+def test_what_an_engine_may_use_is_checked_first():
+    with pytest.raises(ArgumentError, match="max_seq_len must be an integer"):
+        PromptLookup.from_pretrained("nowhere", max_seq_len="many")

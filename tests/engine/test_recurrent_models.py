@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.generation import same_undrafted
-from helpers.models import in_threads, uneven_batch
+from helpers.models import uneven_batch
 from helpers.recurrent import generated_alone, recurrent_model
 from redrafter import DraftTarget, PromptLookup, UnsupportedError
 
@@ -46,14 +46,6 @@ def test_rows_come_and_go():
     for row in range(7):  # others beside it end earlier and later
         out = engine.generate(ids[row:], mask[row:], max_new_tokens=limits[row], do_sample=False)
         assert torch.equal(out, expected[row:, : ids.shape[1] + limits[row]])
-
-
-def test_threads_share_an_engine():
-    model = recurrent_model("lfm2")
-    engine = PromptLookup.from_pretrained(model)
-    expected = generated_alone(model, IDS, MASK, NEW)
-    texts = in_threads(lambda row: engine.generate(IDS, MASK, max_new_tokens=NEW, do_sample=False)[row], 4)
-    assert torch.equal(torch.stack(texts), expected)
 
 
 def test_batch_invariance_is_refused():

@@ -10,6 +10,7 @@ import torch
 
 from helpers.drafters import random_drafter
 from helpers.models import in_threads, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.recurrent import recurrent_model
 from redrafter import CacheFullError, DraftTarget, Engine, PromptLookup
 from redrafter.scheduler.paged_memory import PagedMemory, SequenceBlocks
 
@@ -34,9 +35,10 @@ KINDS = {
     "drafter": lambda: with_tree(tiny_model("llama"), tiny_drafter(), 3, 3),
     "layers": lambda: with_tree(tiny_model("gemma2"), random_drafter(target_layers=(0, 2)), 3, 3),
     "draft model": lambda: DraftTarget.from_pretrained(
-        tiny_model("llama"), tiny_model("gpt2", num_hidden_layers=1), draft_len=3, num_beams=2
+        tiny_model("llama"), tiny_model("gpt2", num_hidden_layers=1), draft_len=3, num_beams=2, adaptive=True
     ),
     "lookup": lambda: PromptLookup.from_pretrained(tiny_model("llama")),
+    "states": lambda: PromptLookup.from_pretrained(recurrent_model("lfm2")),
 }
 
 

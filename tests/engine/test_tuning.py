@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.generation import noted, same_undrafted
-from helpers.models import CONTEXT, VOCAB, tiny_drafter, tiny_model, uneven_batch
+from helpers.models import CONTEXT, DRAFTER_ALONE, VOCAB, tiny_drafter, tiny_model, uneven_batch
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
@@ -84,7 +84,7 @@ def test_the_entry_of_the_smallest_size_that_holds_the_rows(target):
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9])
 def test_a_tuning_changes_no_token(target, rows, sampling, monkeypatch):
     taken = noted(monkeypatch, RunningBatch, "prepare_step", lambda step, batch, *_: (len(batch.rows), step.proposer))
-    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target))
+    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target), options=DRAFTER_ALONE)
     ids, mask = uneven_batch(rows)
     how = {"max_new_tokens": 14, "eos_token_id": None, "return_dict_in_generate": True, **sampling}
     out = same_undrafted(engine, ids, mask, **how)
@@ -94,7 +94,7 @@ def test_a_tuning_changes_no_token(target, rows, sampling, monkeypatch):
 
 
 def test_each_shape_is_one_proposer_and_a_size_without_one_is_decoded_plainly(target):
-    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target))
+    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target), options=DRAFTER_ALONE)
     proposers = {rows: engine.proposer_for(rows) for rows in SHAPES}
     assert all(engine.proposer_for(rows) is proposer for rows, proposer in proposers.items())
     assert isinstance(proposers.pop(2), PlainProposer)
@@ -109,6 +109,7 @@ def test_a_shape_that_is_asked_for_wins_over_a_tuning(llama, target, home, named
     drafter = tiny_drafter()
     path = tuning_path(target, drafter)
     tuned(target, drafter).write(path)
+    asked = asked | {"draft_from_text": False}
     engine = ReDrafter.from_pretrained(llama, drafter, tuning=path if named else "auto", **asked)
     assert engine.tuning is None
     assert engine.proposer_for(2) is engine.proposer_for(4) is engine.proposer
@@ -121,7 +122,7 @@ def test_a_tuning_is_picked_up(llama, target, home):
     assert home in path.parents
     assert "float32" in path.name
     tuned(target, drafter).write(path)
-    assert ReDrafter.from_pretrained(llama, drafter).proposer_for(3).depth == 3
+    assert ReDrafter.from_pretrained(llama, drafter).proposer_for(3).without_text.depth == 3
     assert ReDrafter.from_pretrained(llama, drafter, tuning=None).tuning is None
     other = home / "other.json"
     tuned(target, drafter, {1: TreeShape(2, 2, 5)}).write(other)
@@ -241,7 +242,7 @@ def test_rows_of_an_untuned_gpu_share_nodes_where_each_has_few():
 
 def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size():
     class OnGPU(Target):
-        device, varlen = torch.device("cuda"), Support()
+        device, varlen, keeps_states = torch.device("cuda"), Support(), False
 
         def __init__(self) -> None:
             """Bind no model."""
@@ -250,7 +251,11 @@ def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size():
             """Read none."""
 
     gpu = OnGPU()
-    engine = ReDrafter(gpu, tiny_drafter())
+    both = ReDrafter(gpu, tiny_drafter())
+    assert both.proposer_for(1) is both.proposer_for(1)
+    assert [both.proposer_for(rows).nodes for rows in (1, 4, 8)] == [42, 32, 16]  # with what is copied from the text
+    assert both.proposer_for(1).without_text is both.proposer_for(4).without_text is both.proposer
+    engine = ReDrafter(gpu, tiny_drafter(), options=DRAFTER_ALONE)
     assert engine.proposer_for(1) is engine.proposer_for(4) is engine.proposer
     assert (engine.proposer_for(16).beams, engine.proposer_for(16).nodes) == (5, 8)
     assert engine.proposer_for(64).shared_nodes == 128
@@ -259,12 +264,12 @@ def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size():
 
 
 def test_an_untuned_cpu_verifies_fewer_nodes_in_larger_batches(target):
-    engine = ReDrafter(target, tiny_drafter())
+    engine = ReDrafter(target, tiny_drafter(), options=DRAFTER_ALONE)
     proposers = [engine.proposer_for(rows) for rows in (1, 2, 4, 5, 8, 16, 17, 500)]
     assert [proposer.nodes for proposer in proposers] == [12, 12, 12, 8, 8, 4, 1, 1]
     assert proposers[0] is proposers[2] is engine.proposer
     assert [proposer.depth for proposer in proposers[3:6]] == [3, 3, 2]
-    asked = ReDrafter(target, tiny_drafter(), TreeShape(node_budget=20))
+    asked = ReDrafter(target, tiny_drafter(), TreeShape(node_budget=20), options=DRAFTER_ALONE)
     assert {asked.proposer_for(rows) for rows in (1, 8, 64, 500)} == {asked.proposer}
 
 

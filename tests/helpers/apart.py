@@ -20,26 +20,14 @@ SERVER.set_forkserver_preload(
 
 
 def start(words: list[str], output: Path, **environment: object) -> BaseProcess:
-    """Start `redrafter` with these words.
-
-    Args:
-        words: The command line without the program.
-        output: File for what it prints.
-        environment: Variables to set.
-    """
+    """Start `redrafter` with these words and variables of the environment; it prints to the file `output`."""
     process = SERVER.Process(target=_run, args=(words, output, environment))
     process.start()
     return process
 
 
 def start_together(commands: Sequence[list[str]], folder: Path, **environment: object) -> list[BaseProcess]:
-    """Start a command line for each rank, as torchrun starts processes that work together.
-
-    Args:
-        commands: Words of each rank's command line, without the program.
-        folder: Folder for what they print, `said.RANK`.
-        environment: Variables to set in all of them.
-    """
+    """Start a command line for each rank, as torchrun does; they print to `said.RANK` in a folder."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
     environment |= {"WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": len(commands)}

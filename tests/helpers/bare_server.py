@@ -49,12 +49,7 @@ with listen(options) as listening:
 
 
 class BareServer:
-    """`ServerProcess` in a process of its own, around a small application instead of a model.
-
-    Args:
-        changes: Python code that is run before it listens.
-        tls: What a client needs, if it serves https.
-    """
+    """`ServerProcess` in a process of its own, around a small application; `changes` is code that is run before."""
 
     def __init__(self, changes: str = "", tls: ssl.SSLContext | None = None):
         words = [sys.executable, "-c", SCRIPT.replace("CHANGES", changes)]

@@ -120,20 +120,11 @@ def _output(model: torch.nn.Module, text: Tensor, layer: int) -> Tensor:
 
 @torch.no_grad()
 def plain_logits(head: EagleDrafter, model: torch.nn.Module, text: Tensor, drafts: Tensor) -> Tensor:
-    """Return what a head says after a text and after each of some drafts, from weights alone, without any cache.
+    """Return what a head says after a text `[n + 1]` and each of some drafts `[k]`, `[k + 1, V']`, without a cache.
 
     The whole text is computed anew for each draft, entry by entry: entry t reads the target's outputs at token t and
     the embedding of token t + 1, under a causal mask. An entry past the text reads the hidden state that the one before
     made.
-
-    Args:
-        head: The head.
-        model: The target.
-        text: Committed tokens and the pending one, `[n + 1]` int64.
-        drafts: Tokens drafted after them, `[k]` int64.
-
-    Returns:
-        Logits after the pending token and after each draft, `[k + 1, V']`.
     """
     weights, config = dict(head.named_parameters()), head.config
     whole = torch.cat([text, drafts])
@@ -195,12 +186,7 @@ def rotated(x: Tensor, config: EagleConfig) -> Tensor:
 
 
 def published_tensors(head: EagleDrafter, layer: str) -> dict[str, Tensor]:
-    """Return a head's tensors as both formats name them.
-
-    Args:
-        head: The head.
-        layer: What the format calls the decoder layer.
-    """
+    """Return a head's tensors as both formats name them. layer: what the format calls the decoder layer."""
     tensors = {name.replace("midlayer.", f"{layer}."): x.clone() for name, x in head.state_dict().items()}
     if (ids := tensors.pop("draft_ids", None)) is not None:
         known = torch.zeros(VOCAB, dtype=torch.bool)

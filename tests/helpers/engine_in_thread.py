@@ -26,11 +26,7 @@ OPENAI_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "
 
 
 class EngineThread:
-    """Serves a scheduler, as `EngineProcess` does in another process.
-
-    Attributes:
-        exit_code: What the process would exit with, once it has ended.
-    """
+    """Serves a scheduler, as `EngineProcess` does in another process."""
 
     exit_code: int | None = None
 

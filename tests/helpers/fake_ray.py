@@ -24,13 +24,7 @@ class Deployment:
 
 @dataclass
 class FakeRay:
-    """A cluster.
-
-    Attributes:
-        states: States that the application has, one after the other, with their messages.
-        resources: What the cluster has.
-        calls: What was done to it.
-    """
+    """A cluster, whose application has these states one after the other, with their messages."""
 
     states: Iterable[tuple[str, str]] = (("RUNNING", ""),)
     resources: dict[str, float] = field(default_factory=dict)

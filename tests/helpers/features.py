@@ -20,16 +20,15 @@ from transformers import PreTrainedModel
 from helpers.adapters import adapted, saved
 from helpers.context_drafter import checked_windows, context_drafter
 from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
-from helpers.models import tiny_drafter, tiny_model, uneven_batch
+from helpers.models import CHUNKED, tiny_drafter, tiny_model, uneven_batch
 from helpers.mtp import checked_layers, random_mtp
 from helpers.recurrent import generated_alone, recurrent_model
 from helpers.scheduling import KINDS, alone, make_sequence, seeing_sequence
 from helpers.seeing_models import UNEVEN, prompts_with_images, tiny_seeing_model
-from helpers.targets import CHUNKED
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.checkpoints.merged import TreeShape
-from redrafter.drafting.prompt_lookup import PromptLookupProposer
+from redrafter.drafting.prompt_lookup import PromptLookupProposer, TextBeside
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import Tuning
@@ -134,6 +133,13 @@ def sharing(model: PreTrainedModel, options: EngineOptions, drafter: Any = None)
     return ReDrafter(Target(model), drafter, tuning=tuning, options=options)
 
 
+def beside_text(engine: ReDrafter) -> ReDrafter:
+    """Add what the text says to the drafts of an engine, whatever its rows pay for the nodes."""
+    both = TextBeside(engine.proposer, 3)
+    engine.proposer_for = lambda rows: both
+    return engine
+
+
 def head(model: PreTrainedModel) -> Any:
     return random_head(**EAGLE_FORMS["published"], **sized(model))
 
@@ -149,12 +155,14 @@ ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
     "drafter": lambda model, options: recurrent(model, options, TreeShape(4, 4, 999)),
     "drafter's chain": lambda model, options: recurrent(model, options, TreeShape(1, 4, 999)),
     "context": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), context_drafter(**sized(model))),
+    "drafter and text": lambda model, options: beside_text(recurrent(model, options, TreeShape(4, 4, 10))),
     "shared nodes": sharing,
     "EAGLE": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), head(model)),
+    "EAGLE and text": lambda model, options: beside_text(recurrent(model, options, TreeShape(1, 3, 999), head(model))),
     "EAGLE's chain": lambda model, options: recurrent(model, options, TreeShape(1, 4, 999), head(model)),
     "EAGLE's shared nodes": lambda model, options: sharing(model, options, head(model)),
     "MTP": lambda model, options: with_mtp(model, options, TreeShape(4, 3, 999)),
-    "MTP's chain": lambda model, options: with_mtp(model, options, TreeShape(1, 4, 999)),
+    "MTP and text": lambda model, options: beside_text(with_mtp(model, options, TreeShape(1, 3, 999))),
     "draft model": draft_target,
     "draft model's tree": lambda model, options: draft_target(model, options, num_beams=3, node_budget=6),
     "other vocabulary": other_vocabulary,
@@ -165,7 +173,7 @@ def make_engine(name: str, model: PreTrainedModel | None = None, **options: Any)
     """Make an engine of that name on a model whose texts do not end by themselves; None for a new tiny Llama."""
     model = model or tiny_model("llama")
     model.generation_config.eos_token_id = None
-    return ENGINES[name](model, EngineOptions(**options))
+    return ENGINES[name](model, EngineOptions(**{"draft_from_text": False} | options))
 
 
 WATCHED: dict[str, Callable[[], AbstractContextManager]] = {
@@ -173,7 +181,6 @@ WATCHED: dict[str, Callable[[], AbstractContextManager]] = {
     "EAGLE": checked_drafts,
     "EAGLE's chain": checked_drafts,
     "MTP": checked_layers,
-    "MTP's chain": checked_layers,
 }
 
 
@@ -285,6 +292,7 @@ def pair(feature: str, engine: str) -> Pair:
 OWN_WAYS = {("images", name) for name in ("context", "EAGLE", "draft model", "other vocabulary", "prompt lookup")}
 OWN_WAYS |= {(feature, "draft model's tree") for feature in ("convolutions", "states", "fp8", "invariant")}
 OWN_WAYS |= {("images", "drafter's chain")}
+OWN_WAYS |= {("adapters", name) for name in ("prompt lookup", "draft model")}
 # Those where either is the first of its kind.
 SIMPLE = {("text", engine) for engine in ENGINES} | {(feature, "drafter") for feature in FEATURES}
 # And what layers attend to, with all that drafts.

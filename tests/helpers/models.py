@@ -17,6 +17,7 @@ from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import State
 from redrafter.engine.modes import kv_dtype_of
+from redrafter.engine.options import EngineOptions
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
@@ -24,6 +25,8 @@ from redrafter.scheduler.paged_memory import PagedMemory, prepare
 from redrafter.tree.token_tree import Tree, tree_of
 
 VOCAB, HIDDEN, CONTEXT = 97, 32, 96
+
+DRAFTER_ALONE = EngineOptions(draft_from_text=False)  # trees have the drafter's nodes and no copied ones
 
 
 _COMMON = {
@@ -81,6 +84,17 @@ ARCHITECTURES: dict[str, dict] = {
 }
 
 
+CHUNKED = {  # of a Llama 4 whose layers attend within chunks
+    "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    "no_rope_layers": [1, 0, 1],
+    "attention_chunk_size": 6,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 48,
+    "head_dim": 8,
+}
+
+
 def tiny_model(model_type: str, **changes: object) -> PreTrainedModel:
     """Make a random model of an architecture, in fp32; each architecture has a seed of its own."""
     shape = _COMMON | ARCHITECTURES.get(model_type, {}) | changes
@@ -126,14 +140,9 @@ def prompts_of(lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Scripted:
-    """A proposer of `beams` x `depth` trees whose first beam follows a script.
+    """A proposer of `beams` x `depth` trees whose first beam follows each row's script `[B, T]`.
 
-    Attributes:
-        script: Each row's tokens by position, `[B, T]` int64.
-        beams: W, siblings at each level.
-        depth: K, levels.
-        offset: Added to every scripted token: 0 for drafts that are always right, another number for drafts that never
-            are.
+    With an `offset` that is added to every scripted token, drafts are never right.
     """
 
     script: Tensor
@@ -141,7 +150,7 @@ class Scripted:
     depth: int
     offset: int = 0
 
-    model = shared_nodes = sizes = None
+    model = shared_nodes = sizes = without_text = None
 
     @property
     def scratch_slots(self) -> int:
@@ -194,7 +203,7 @@ def assert_close_by_scale(found: Tensor, expected: Tensor, part: float) -> None:
 
 def with_tree(model: PreTrainedModel, drafter: Drafter, beams: int, depth: int, nodes: int = 999) -> ReDrafter:
     """Make an engine that drafts trees of `beams` x `depth` with a drafter, cut to the `nodes` best nodes."""
-    return ReDrafter(Target(model), drafter, TreeShape(beams, depth, nodes))
+    return ReDrafter(Target(model), drafter, TreeShape(beams, depth, nodes), options=DRAFTER_ALONE)
 
 
 def engine_with_config(**settings: object) -> tuple[ReDrafter, PreTrainedModel]:
@@ -220,13 +229,7 @@ def new_pool(engine: Engine, model: Target, blocks: int) -> KVCachePool:
 
 
 def paged(engine: Engine, blocks: int = 200, host_blocks: int = 0) -> Engine:
-    """Let an engine work as on a GPU, on a paged cache, with the slow reference of attention; return it.
-
-    Args:
-        engine: The engine.
-        blocks: Blocks of each model.
-        host_blocks: Blocks on the host, for each block manager.
-    """
+    """Let an engine work as on a GPU, on a paged cache, with the slow reference of attention; return it."""
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
     stores = [new_pool(engine, model, blocks) for model in models]
     engine.graphs = graphs_with_host(engine, stores, host_blocks)

@@ -11,14 +11,10 @@ PER_TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": T
 
 
 def save_compressed(folder: Path, name: str, model: Any = None) -> None:
-    """Save a base as llm-compressor writes it.
+    """Save a base as llm-compressor writes it; None for a tiny Llama.
 
-    Scales of weights are taken from the weights; the largest activation is taken to be 8.
-
-    Args:
-        folder: Where to save it.
-        name: A preset scheme of compressed-tensors, or "FP8 per tensor" or "FP8 keys".
-        model: What to quantise; None for a tiny Llama.
+    `name` is a preset scheme of compressed-tensors, or "FP8 per tensor" or "FP8 keys". Scales of weights are taken from
+    the weights; the largest activation is taken to be 8.
     """
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import ModelCompressor

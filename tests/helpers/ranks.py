@@ -22,13 +22,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def launch(ranks: int, *words: object, module: bool = False) -> list[str]:
-    """Return the command line that runs a program on so many ranks of this machine.
-
-    Args:
-        ranks: Number of ranks.
-        words: The program and its arguments.
-        module: Whether the program is a module's name.
-    """
+    """Return the command line that runs a program, or a module, on so many ranks of this machine."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*torchrun, *(["-m"] if module else []), *map(str, words)]
 

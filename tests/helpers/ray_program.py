@@ -57,15 +57,7 @@ def _title(process: psutil.Process) -> str:
 
 @dataclass
 class Stream:
-    """Holds what a client hears of one stream.
-
-    Attributes:
-        text: Its text so far.
-        finish: Why it has ended, once it has.
-        replica: Name of the replica that has begun it.
-        error: Message of an error within the stream.
-        begun: Whether anything has come.
-    """
+    """Holds what a client hears of one stream, and of which replica."""
 
     text: str = ""
     finish: str | None = None

@@ -40,15 +40,7 @@ def recurrent_model(model_type: str) -> PreTrainedModel:
 
 
 def generated_alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, new: int, **arguments: object) -> Tensor:
-    """Return what `model.generate` writes of each row greedily, without padding and without the others, `[B, P + new]`.
-
-    Args:
-        model: The model.
-        ids: Left-padded prompts, `[B, P]`.
-        mask: `[B, P]`.
-        new: Tokens to write.
-        arguments: Others of `generate`.
-    """
+    """Return what `model.generate` writes of each left-padded row `[B, P]` greedily, without padding and the others."""
     rows, arguments = [], {"max_new_tokens": new, "do_sample": False, **arguments}
     for row, seen in zip(ids, mask.bool(), strict=True):
         prompt = row[seen][None]

@@ -88,13 +88,7 @@ _WHOLE: dict[str, dict] = {
 
 
 def tiny_seeing_model(model_type: str, image: int = IMAGE, **changes: object) -> PreTrainedModel:
-    """Return a random model of that family, fp32, with its own seed.
-
-    Args:
-        model_type: The family.
-        image: The id that stands for an image.
-        changes: What differs in its text.
-    """
+    """Return a random model of that family, fp32, with its own seed; `image` is the id that stands for an image."""
     text, eyes = FAMILIES[model_type]
     marks = {"image_token_id": image, "image_token_index": image, "video_token_id": VIDEO} | _WHOLE.get(model_type, {})
     config = AutoConfig.for_model(

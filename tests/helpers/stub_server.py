@@ -48,19 +48,7 @@ def completion(texts: Sequence[str], pause: float = 0.0, prompt: int = 3) -> lis
 
 
 class StubServer:
-    """A server in a thread.
-
-    Args:
-        answer: Returns the answer to the body of a request to `/v1/completions`.
-        version: The answer to `/version`.
-
-    Attributes:
-        url: Its address.
-        bodies: The bodies of all completions that were asked for.
-        headers: The headers of all requests, in lower case.
-        connections: Connections that were opened.
-        most_at_once: Most completions that were answered at the same time.
-    """
+    """A server in a thread, which answers the bodies of `/v1/completions` by a function; it keeps what it is sent."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], list[Part]], version: list[Part] | None = None):
         self._answer, self._version = answer, version or reply(b"no such route", 404)

@@ -30,12 +30,7 @@ FORMS = AS_CHAIN, AS_TREE, AS_CHUNK, AS_PROMPT, AS_LAST_NODE, AMONG_ROWS = (
 
 @dataclass(frozen=True)
 class TokenForms:
-    """Calls an operator of attention with tokens of one text in several forms.
-
-    Attributes:
-        operator: A reference or a kernel of attention.
-        device: Where it runs.
-    """
+    """Calls an operator of attention, or a kernel with its arguments, with tokens of one text in several forms."""
 
     operator: Callable[..., torch.Tensor]
     device: torch.device

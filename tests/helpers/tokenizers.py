@@ -18,13 +18,7 @@ TEXTS = [
 
 
 def byte_level(texts: Iterable[str], size: int, special: Sequence[str] = SPECIAL) -> PreTrainedTokenizerFast:
-    """Train byte-level BPE of at most `size` tokens; it adds no special token to a text.
-
-    Args:
-        texts: What it is trained on.
-        size: Tokens, special ones included.
-        special: Special tokens; the first two begin and end texts.
-    """
+    """Train byte-level BPE of at most `size` tokens, special ones included; it adds none of these to a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -13,9 +13,7 @@ START = 5  # what the draft models' texts begin with
 def renumbered(model: PreTrainedModel, shared_share: float = 1.0) -> tuple[PreTrainedModel, VocabularyMap]:
     """Return a copy of a model in which every token has another id, and the map from the model's ids.
 
-    Args:
-        model: A model with a table of its own for its head.
-        shared_share: Share of the tokens that are shared; the copy reads each of the others as two or three of its own.
+    Of the tokens a share is shared; the copy reads each of the others as two or three of its own.
     """
     size, generator = model.config.vocab_size, torch.Generator().manual_seed(8)
     new = torch.randperm(size, generator=generator)  # [V], the copy's id of each token

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from helpers.eagle import EAGLE_FORMS, random_head
-from helpers.models import ARCHITECTURES, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.models import ARCHITECTURES, CHUNKED, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.recurrent import generated_alone, recurrent_model
 from helpers.seeing_models import prompts_with_images, tiny_seeing_model
-from helpers.targets import CHUNKED
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.checkpoints.merged import TreeShape

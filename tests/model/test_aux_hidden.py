@@ -17,6 +17,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedM
 from helpers.drafters import FORMS, random_drafter
 from helpers.models import (
     ARCHITECTURES,
+    CHUNKED,
     HIDDEN,
     VOCAB,
     assert_close_by_scale,
@@ -27,7 +28,6 @@ from helpers.models import (
     with_tree,
 )
 from helpers.steps import read_prompts, verify
-from helpers.targets import CHUNKED
 from redrafter import Engine, MismatchError, ReDrafter, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.drafter import RecurrentProposer

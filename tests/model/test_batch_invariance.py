@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from helpers.models import VOCAB, assert_close_by_scale, tiny_model
+from helpers.models import CHUNKED, VOCAB, assert_close_by_scale, tiny_model
 from helpers.steps import read_prompts, verify
-from helpers.targets import CHUNKED
 from redrafter import UnsupportedError
 from redrafter.attention import invariant_attention
 from redrafter.attention.tree_plan import PromptChunks

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from helpers.models import ARCHITECTURES, VOCAB, check_texts, paged, tiny_drafter, tiny_model, with_tree
+from helpers.models import ARCHITECTURES, CHUNKED, VOCAB, check_texts, paged, tiny_drafter, tiny_model, with_tree
 from helpers.steps import grown_and_whole
-from helpers.targets import CHUNKED
 from redrafter import CheckpointError, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.model.target import Target

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.generation import ON_BOTH_CACHES, same_alone
 from helpers.models import paged, tiny_model, uneven_batch
 from redrafter import DraftTarget
 from redrafter.sampling.noise import DRAFT, branch
@@ -116,15 +117,16 @@ def test_texts_have_the_targets_distribution(models, draft_len, draws, sampling)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on", [lambda engine: engine, paged])
+@ON_BOTH_CACHES
 def test_rows_of_other_prompts_and_temperatures_have_their_own_distributions(models, on):
     ids = torch.cat([PROMPT, torch.nn.functional.pad(SHORT, (1, 0))])
     batch, temperatures = 2000, [0.8, 1.3]
     engine = DraftTarget.from_pretrained(*models, acceptance="rejection")
-    if on is paged:
-        batch, engine = 50, paged(engine)
+    engine = on(engine)
+    if engine.graphs is not None:
+        batch = 50
     arguments = {"ids": ids, "mask": torch.tensor([[1, 1, 1], [0, 1, 1]]), "temperature": temperatures * (batch // 2)}
-    drawn, _ = draw(engine, 20_000 if on is not paged else 2_000, batch=batch, **arguments)
+    drawn, _ = draw(engine, 20_000 if batch > 50 else 2_000, batch=batch, **arguments)
     for row, prompt in enumerate((PROMPT, SHORT)):
         assert_drawn_from(drawn[row::2], law(models[0], prompt, temperature=temperatures[row]))
 
@@ -200,14 +202,6 @@ def test_as_many_drafts_are_kept_as_the_two_distributions_overlap(models):
     assert abs(kept - expected) < 5 * (expected * (1 - expected) / len(drawn)) ** 0.5
 
 
-@pytest.mark.parametrize("on", [lambda engine: engine, paged])
-def test_greedy_decoding_knows_no_odds(llama, on):
-    ids, mask = uneven_batch()
-    engine = on(DraftTarget.from_pretrained(llama, tiny_model("qwen2"), acceptance="rejection"))
-    expected = llama.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False)
-    assert torch.equal(engine.generate(ids, mask, max_new_tokens=24, do_sample=False), expected)
-
-
 def test_a_seed_draws_the_same_tokens_twice_and_in_any_batch(llama):
     ids, mask = uneven_batch()
     arguments = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": None}
@@ -215,13 +209,10 @@ def test_a_seed_draws_the_same_tokens_twice_and_in_any_batch(llama):
     together = engine.generate(ids, mask, seed=5, **arguments)
     assert torch.equal(engine.generate(ids, mask, seed=5, **arguments), together)
     assert torch.equal(paged(engine).generate(ids, mask, seed=5, **arguments), together)
-    for row in range(4):
-        prompt = ids[row : row + 1, mask[row].argmax() :]
-        alone = engine.generate(prompt, seed=5 + row, **arguments)[0, prompt.shape[1] :]
-        assert torch.equal(alone, together[row, ids.shape[1] :])
+    same_alone(engine, ids, mask, together, seed=[5, 6, 7, 8], **arguments)
 
 
-@pytest.mark.parametrize("on", [lambda engine: engine, paged])
+@ON_BOTH_CACHES
 def test_a_node_budget_cuts_a_sampled_chain(models, on):
     engine = on(DraftTarget.from_pretrained(*models, draft_len=4, node_budget=3, acceptance="rejection"))
     drawn, stats = draw(engine, 2_000, batch=50)

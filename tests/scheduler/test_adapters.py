@@ -22,8 +22,9 @@ def engine() -> Engine:
     [
         [(name, None, reused) for reused in (False, True) for name in (None, "one", "two")],
         [("one", "a", False), ("one", "b", False), ("one", None, False), ("one", "a", True)],
+        [(None, None, False), (None, "a", False), (None, "a", True), (None, None, True), (None, "b", False)],
     ],
-    ids=["adapters", "salts"],
+    ids=["adapters", "salts of one", "salts of none"],
 )
 def test_equal_prompts_share_blocks_where_they_have_one_adapter_and_one_salt(engine, sent):
     served = scheduler(engine)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from helpers.scheduling import KINDS, Sink, nothing_is_held, random_sequences, run, run_as_alone, same_alone, scheduler
+from helpers.scheduling import KINDS, Sink, nothing_is_held, random_sequences, run, same_alone, scheduler
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.limits import Limits, QueueFullError
 from redrafter.scheduler.running_set import MAX_CANCELLATIONS_PER_ROUND, MIN_ROUNDS_IN_PLACE
@@ -242,14 +242,6 @@ def test_a_round_that_fails_loses_nobody_who_waits(where, engine, monkeypatch):
     same_alone(engine, [each for each in sequences if each not in failed])
     assert not served.clients
     nothing_is_held(served)
-
-
-def test_beginnings_are_shared_only_under_the_same_salt(engine):
-    served, prompt = scheduler(engine), [3 + n % 60 for n in range(40)]
-    for salt, reused in ((None, 0), ("a", 0), ("a", 32), (None, 32), ("b", 0)):
-        each = make_sequence("x", prompt, cache_salt=salt)
-        run_as_alone(served, [each])
-        assert each.reused == reused
 
 
 def test_a_request_is_served_for_its_client_and_under_its_salt(engine, monkeypatch):

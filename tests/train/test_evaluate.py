@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from helpers.chats import write
 from helpers.command_line import fails
-from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
+from helpers.models import DRAFTER_ALONE, HIDDEN, VOCAB, tiny_drafter, tiny_model
 from helpers.training import learn_circle, round_circle
 from redrafter import RecurrentDrafter, ReDrafter, boxed_pair
 from redrafter.app.loading import Pair
@@ -410,7 +410,8 @@ def test_the_document_is_what_decoding_reports(measured, boxed):
         sampling = {"do_sample": True, "top_k": 0, "seed": 4} if one["temperature"] else {"do_sample": False}
         arguments = {"max_new_tokens": 24, "return_dict_in_generate": True} | sampling
         for tree in (tree for tree in one["trees"] if tree["nodes"]):
-            own = ReDrafter(engine.target, engine.drafter, TreeShape(tree["beams"], tree["depth"], tree["nodes"]))
+            shape = TreeShape(tree["beams"], tree["depth"], tree["nodes"])
+            own = ReDrafter(engine.target, engine.drafter, shape, options=DRAFTER_ALONE)
             stats = own.generate(ids, (ids > 0).long(), **arguments).stats
             found = tree["all_steps"]["steps"], tree["all_steps"]["accepted_by_depth"]
             assert found == (stats.steps, stats.accepted_by_depth)
@@ -428,7 +429,8 @@ def test_one_run_counts_trees_deeper_than_the_drafter_was_trained_for(boxed):
     assert [(tree["beams"], tree["depth"]) for tree in trees] == list(searches)
     ids = torch.tensor(PromptSource([], tokenizer, 1).by_category(900)["eips"])
     for tree in trees:
-        own = ReDrafter(engine.target, engine.drafter, TreeShape(tree["beams"], tree["depth"], 26))
+        shape = TreeShape(tree["beams"], tree["depth"], 26)
+        own = ReDrafter(engine.target, engine.drafter, shape, options=DRAFTER_ALONE)
         stats = own.generate(ids, do_sample=False, max_new_tokens=32, return_dict_in_generate=True).stats
         assert tree["categories"]["eips"]["accepted_by_depth"] == stats.accepted_by_depth
         assert stats.accepted_by_depth[-1] > 0

@@ -110,11 +110,7 @@ def uneven_prompts(lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, row: int, cached: bool) -> tuple[Tensor, Tensor]:
-    """Decode one row alone with `model.generate`.
-
-    Returns:
-        The text with the padding put back, `[1, P + NEW]`, and the logits it was chosen from, `[1, NEW, V]`.
-    """
+    """Decode one row alone with `model.generate`; return the text, padding put back, and its logits `[1, NEW, V]`."""
     own = ids[row, mask[row].bool()][None]
     told = GREEDY | {"use_cache": cached, "output_logits": True, "return_dict_in_generate": True}
     out = model.generate(own, attention_mask=torch.ones_like(own), **told)
@@ -125,16 +121,7 @@ def _alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, row: int, cached: 
 def _differences(
     target: Target, ids: Tensor, mask: Tensor, expected: Tensor, logits: Tensor, cache: str
 ) -> Iterator[str]:
-    """Yield a line for each way of decoding that does not write what it should.
-
-    Args:
-        target: The model.
-        ids: The prompts, `[B, P]`, left-padded.
-        mask: `[B, P]`.
-        expected: What `model.generate` writes, `[B, P + NEW]`.
-        logits: What it chose from, `[B, NEW, V]`.
-        cache: "dense" or "paged".
-    """
+    """Yield a line for each way of decoding that does not write the expected ids `[B, P + NEW]`, by these logits."""
     ready = paged if cache == "paged" else lambda engine: engine
     drafter = tiny_drafter(hidden_size=target.hidden_size, vocab_size=target.vocab_size)
     engine = ready(ReDrafter(target, drafter, TreeShape(4, 3, 999)))

@@ -19,13 +19,7 @@ Outcomes = dict[str, Outcome]  # by the variant's name
 
 
 def check_all(model_types: list[str], jobs: int, seconds: float) -> Iterator[tuple[str, Outcomes]]:
-    """Yield the outcomes of each architecture, in order.
-
-    Args:
-        model_types: The architectures.
-        jobs: Processes at a time.
-        seconds: How long one architecture may take.
-    """
+    """Yield the outcomes of each architecture, in order; each may take so many seconds."""
     context = multiprocessing.get_context("forkserver")  # what is imported is imported once
     context.set_forkserver_preload([__name__])
     with ThreadPoolExecutor(jobs) as pool:

@@ -1,0 +1,115 @@
+"""FP8 keys and values, and LoRA adapters, on a GPU: drafts change no text in captured and compiled steps."""
+
+import warnings
+
+import pytest
+import torch
+
+from helpers.adapters import saved
+from helpers.models import tiny_drafter, tiny_model, uneven_batch
+from redrafter import DraftTarget, ReDrafter
+from redrafter.checkpoints.merged import TreeShape
+from redrafter.engine.options import EngineOptions
+from redrafter.model.target import Target
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SETTINGS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}}
+SHARE = {"kv_cache_free_gpu_memory_fraction": 0.1}
+CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+NAMES = ["fp8", "fp8_e5m2"] if CAPABLE else ["fp8_e5m2"]
+GREEDY = {"max_new_tokens": 20, "do_sample": False}
+MIXED = ["one", None, "two", "one"]
+COMPILE = pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
+
+
+def on_gpu(architecture: str, dtype: torch.dtype = torch.float32, **options: object) -> ReDrafter:
+    target, drafter = Target(tiny_model(architecture).to("cuda", dtype)), tiny_drafter().to("cuda", dtype)
+    return ReDrafter(target, drafter, TreeShape(5, 5, 999), options=EngineOptions(**SHARE, **options))
+
+
+def write(engine, **arguments):
+    """Return the texts of an uneven batch, and the logits of each step."""
+    ids, mask = (x.cuda() for x in uneven_batch())
+    length = {"max_new_tokens": 24, "min_new_tokens": 24}
+    out = engine.generate(ids, mask, return_dict_in_generate=True, output_logits=True, **length, **arguments)
+    return out.sequences, torch.stack(out.logits)
+
+
+@pytest.fixture(scope="module", params=[("llama", NAMES[-1]), ("gemma2", NAMES[0]), ("gpt_oss", NAMES[0])], ids=str)
+def invariant(request):
+    """Return an engine whose forward is compiled once for all settings."""
+    architecture, name = request.param
+    return on_gpu(architecture, torch.bfloat16, kv_cache_dtype=name, batch_invariant=True)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_bit_changes_where_batches_are_invariant(invariant, setting):
+    plain, drafted = (write(invariant, speculate=speculate, **SETTINGS[setting]) for speculate in (False, True))
+    assert torch.equal(drafted[0], plain[0])
+    assert torch.equal(drafted[1], plain[1])
+
+
+@COMPILE
+@pytest.mark.parametrize("name", NAMES)
+def test_first_steps_are_plain_decodings(name, compile):
+    """In float32 a number at the edge of two of FP8 is rare; logits of first tokens show whether all are rounded."""
+    engine = on_gpu("llama", torch.float32, kv_cache_dtype=name, compile=compile)
+    plain, drafted = (write(engine, speculate=speculate, do_sample=False)[1][:4] for speculate in (False, True))
+    assert (drafted - plain).norm() < 3e-3 * plain.norm()
+
+
+def test_a_draft_model_has_such_a_cache_too():
+    model, small = tiny_model("llama").cuda(), tiny_model("qwen2", num_hidden_layers=1).cuda()
+    engine = DraftTarget.from_pretrained(model, small, kv_cache_dtype=NAMES[0], compile=False, **SHARE)
+    plain, drafted = (write(engine, speculate=speculate, do_sample=False)[1][:4] for speculate in (False, True))
+    assert (drafted - plain).norm() < 3e-3 * plain.norm()
+    assert engine.graphs.draft_store.fp8 is engine.graphs.store.fp8
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def adapters(request, tmp_path_factory):
+    """The architecture, PEFT's models with three adapters by name, and their directories."""
+    folder = tmp_path_factory.mktemp("adapters")
+    kinds = {"one": {}, "two": {"r": 8, "target_modules": ["o_proj", "down_proj"]}, "three": {"use_rslora": True}}
+    made = {name: saved(folder / name, request.param, seed, **more) for seed, (name, more) in enumerate(kinds.items())}
+    return request.param, made
+
+
+def check(engine, architecture, made, names):
+    ids, mask = (x.cuda() for x in uneven_batch())
+    found = engine.generate(ids, mask, adapter=names, **GREEDY)
+    assert torch.equal(engine.generate(ids, mask, adapter=names, speculate=False, **GREEDY), found)
+    sampled = {"max_new_tokens": 20, "do_sample": True, "seed": 3, "adapter": names}
+    assert torch.equal(engine.generate(ids, mask, **sampled), engine.generate(ids, mask, speculate=False, **sampled))
+    for row, name in enumerate(names):
+        model = (tiny_model(architecture) if name is None else made[name][0]).cuda()
+        expected = model.generate(input_ids=ids[row : row + 1], attention_mask=mask[row : row + 1], **GREEDY)[0]
+        assert torch.equal(found[row, : len(expected)], expected), name
+
+
+@COMPILE
+def test_rows_with_several_adapters_write_what_each_model_writes(adapters, compile):
+    architecture, made = adapters
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*slower", UserWarning)  # steps that are not captured say so
+        engine = on_gpu(architecture, compile=compile)
+        engine.load_adapter("one", made["one"][1])
+        check(engine, architecture, made, ["one", None, "one", "one"])
+        engine.load_adapter("two", made["two"][1])  # which changes other layers
+        check(engine, architecture, made, MIXED)
+        check(engine, architecture, made, [None] * 4)
+
+
+@COMPILE
+def test_a_captured_step_survives_a_change_of_adapters(adapters, compile):
+    architecture, made = adapters
+    engine = on_gpu(architecture, compile=compile, max_loras=2)
+    engine.load_adapter("one", made["one"][1])
+    engine.load_adapter("two", made["two"][1])
+    check(engine, architecture, made, MIXED)
+    steps = [set(batch.captured_steps) for batch in engine.batches.idle]
+    engine.unload_adapter("one")
+    engine.load_adapter("three", made["three"][1])
+    check(engine, architecture, made, ["three", None, "two", "three"])
+    assert [set(batch.captured_steps) for batch in engine.batches.idle] == steps

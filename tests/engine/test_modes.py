@@ -1,0 +1,299 @@
+"""Modes of engines: keys and values in FP8, and batch invariance in half precision.
+
+Drafts, other rows and parts of prompts change no text, and where batches are invariant no bit of a logit. Most models
+with FP8 compute in float64 here, in which other shapes of products move no number to another one of FP8.
+"""
+
+import pytest
+import torch
+from transformers.generation.logits_process import TypicalLogitsWarper
+
+from helpers.features import make_engine
+from helpers.models import CHUNKED, VOCAB, Scripted, paged, tiny_drafter, tiny_model, uneven_batch
+from helpers.scheduling import KINDS, launch_ahead, make_sequence, random_sequences, run, run_as_alone, scheduler
+from helpers.steps import read_prompts
+from redrafter import ArgumentError, DraftTarget, Engine, PromptLookup, ReDrafter, UnsupportedError
+from redrafter.app.loading import Pair
+from redrafter.app.options import LoadOptions
+from redrafter.cache import paged as paged_cache
+from redrafter.cache.kv_cache import stored_as
+from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.checkpoints.merged import TreeShape
+from redrafter.engine.modes import check_processors, make_batch_invariant, use_kv_cache_dtype
+from redrafter.engine.options import EngineOptions
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.target import Target
+
+LIMITS = {"kv_cache_free_gpu_memory_fraction": 0.01, "max_seq_len": 96}
+FP8 = EngineOptions(kv_cache_dtype="fp8", **LIMITS)
+INVARIANT = EngineOptions(batch_invariant=True, **LIMITS)
+SETTINGS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 1.0, "seed": 7}}
+NEW = 12
+FORMATS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+TREES = [(1, 5), (5, 5), (10, 3)]
+
+
+def tiny_target(model_type="llama", dtype=torch.float64, **changes):
+    return Target(tiny_model(model_type, **changes).to(dtype))
+
+
+def engine_of(target, beams=5, depth=4, options=FP8, **drafter):
+    return ReDrafter(target, tiny_drafter(**drafter).to(target.dtype), TreeShape(beams, depth, 999), options=options)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module", params=["gemma3_text", "qwen3_moe"])
+def half(request):
+    return tiny_target(request.param, torch.bfloat16)
+
+
+def write(engine, ids, mask, new=NEW, **arguments):
+    """Return the texts `[B, L]` and the logits by step, `[B, new, V]`."""
+    arguments |= {"max_new_tokens": new, "min_new_tokens": new, "return_dict_in_generate": True, "output_logits": True}
+    out = engine.generate(ids, mask, **arguments)
+    return out.sequences, torch.stack(out.logits, dim=1)
+
+
+def assert_same(found, expected, atol=1e-5):
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], atol=atol, rtol=0)
+
+
+def drafts_change_nothing(engine, ids, mask, setting="greedy", new=NEW, atol=1e-5):
+    plain = write(engine, ids, mask, new, speculate=False, **SETTINGS[setting])
+    assert_same(write(engine, ids, mask, new, **SETTINGS[setting]), plain, atol)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
+def test_drafts_change_no_text(target, name, setting):
+    ids, mask = uneven_batch(rows=5)
+    options = EngineOptions(kv_cache_dtype=name, **LIMITS)
+    plain = write(engine_of(target, options=options), ids, mask, speculate=False, **SETTINGS[setting])
+    for beams, depth in TREES:
+        engine = engine_of(target, beams, depth, options)
+        assert_same(write(engine, ids, mask, **SETTINGS[setting]), plain)
+        assert engine.graphs.store.fp8 == FORMATS[name]
+
+
+def test_accepted_drafts_change_no_text(target):
+    ids, mask = uneven_batch(rows=1)
+    plain = write(engine_of(target), ids, mask, 40, speculate=False, **SETTINGS["greedy"])
+    engine = Engine(target, Scripted(plain[0], 3, 5), FP8)
+    assert_same(write(engine, ids, mask, 40, **SETTINGS["greedy"]), plain)
+    out = engine.generate(ids, mask, max_new_tokens=40, min_new_tokens=40, return_dict_in_generate=True)
+    assert out.stats.tokens_per_step > 5
+
+
+def test_the_cache_is_what_changes_the_text(target):
+    """Guard the tests above: in FP8, other logits come out."""
+    ids, mask = uneven_batch(rows=2)
+    as_they_are = paged(engine_of(target, options=EngineOptions(**LIMITS)))
+    first, second = (write(e, ids, mask, **SETTINGS["greedy"])[1][:, 1] for e in (as_they_are, engine_of(target)))
+    difference = (first - second).abs().max() / first.abs().max()
+    assert 1e-3 < difference < 0.3
+
+
+@pytest.mark.parametrize("form", ["gemma3_text", "llama4_text", "lfm2"])
+def test_layers_of_any_kind_write_the_same_in_fp8(form):
+    """Windows, chunks of positions and convolutions."""
+    engine = engine_of(tiny_target(form, **CHUNKED if form == "llama4_text" else {}))
+    drafts_change_nothing(engine, *uneven_batch(rows=3))
+
+
+@pytest.mark.parametrize("form", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_no_bit_changes_where_batches_are_invariant_in_fp8(form):
+    """Soft caps and sinks, whose sums are in float32 otherwise, and latent keys, as attention receives them."""
+    options = EngineOptions(kv_cache_dtype="fp8", batch_invariant=True, **LIMITS)
+    engine = engine_of(tiny_target(form, torch.bfloat16), options=options)
+    drafts_change_nothing(engine, *uneven_batch(rows=4), "sampled", atol=0)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5, 16])
+def test_prompts_in_pieces_are_read_as_whole_ones(target, max_tokens):
+    prompts = (torch.arange(40)[None] * 7 + 3) % VOCAB
+    length, table = torch.tensor([40]), torch.tensor([[1, 2, 3]], dtype=torch.int32)
+    shapes = stored_as(target.paged_shapes, torch.float8_e4m3fn)
+    caches = [PagedCache(KVCachePool(shapes, 4), table) for _ in range(2)]
+    with torch.inference_mode():
+        whole, _ = read_prompts(target, prompts, length, caches[0])
+        in_pieces, _ = read_prompts(target, prompts, length, caches[1], max_tokens=max_tokens)
+    torch.testing.assert_close(in_pieces, whole, atol=1e-5, rtol=0)
+    for pieces, at_once in zip(caches[1].pool.pools, caches[0].pool.pools, strict=True):
+        assert torch.equal(pieces.float(), at_once.float())
+
+
+def test_what_a_drafter_remembers_keeps_its_format():
+    engine = engine_of(tiny_target(), context_window=12, context_head_dim=8)
+    drafts_change_nothing(engine, *uneven_batch(rows=3), "sampled", new=30)
+    dtypes = [keys.dtype for keys, *_ in engine.graphs.store.layer_pools]
+    assert dtypes == [torch.float8_e4m3fn] * 3 + [torch.float64]
+
+
+def test_all_engines_take_fp8_as_an_argument():
+    ids, mask = uneven_batch(rows=3)
+    model, use = tiny_model("llama").double(), {"kv_cache_dtype": "fp8", **LIMITS}
+    draft = tiny_model("qwen2", num_hidden_layers=1).double()
+    engines = [
+        PromptLookup.from_pretrained(model, **use),
+        DraftTarget.from_pretrained(model, draft, draft_len=3, num_beams=2, **use),
+        ReDrafter.from_pretrained(model, tiny_drafter().double(), **use),
+    ]
+    texts = [write(engine, ids, mask, **SETTINGS["sampled"]) for engine in engines]
+    for text in texts[1:]:
+        assert_same(text, texts[0])
+    assert all(engine.graphs.store.fp8 for engine in engines)
+    assert engines[1].graphs.draft_store.fp8 == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(("name", "times"), [("auto", 1), ("fp8", 2), ("fp8_e5m2", 2)])
+def test_a_bfloat16_cache_holds_half_as_many_tokens(monkeypatch, name, times):
+    target = tiny_target(dtype=torch.bfloat16)
+    block = KVCachePool.block_bytes(target.paged_shapes)
+    monkeypatch.setattr(paged_cache, "_free_memory", lambda *_: 50 * block)
+    options = EngineOptions(kv_cache_dtype=name, kv_cache_free_gpu_memory_fraction=1.0)
+    graphs = engine_of(target, options=options).make_graphs(rows=100)
+    assert graphs.store.num_blocks == times * 50
+    assert sum(pool.nbytes for pool in graphs.store.pools) == 50 * block
+    assert graphs.store.pools[0].shape[1] == times * 50 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_drafts_change_no_bit(half, setting):
+    ids, mask = uneven_batch(rows=8)
+    plain = write(engine_of(half, options=INVARIANT), ids, mask, speculate=False, **SETTINGS[setting])
+    for beams, depth in TREES:
+        assert_same(write(engine_of(half, beams, depth, INVARIANT), ids, mask, **SETTINGS[setting]), plain, atol=0)
+
+
+def test_other_rows_change_no_bit(half):
+    (ids, mask), engine = uneven_batch(rows=8), engine_of(half, options=INVARIANT)
+    text, logits = write(engine, ids, mask, **SETTINGS["sampled"])
+    for row in (0, 3):
+        prompt = ids[row : row + 1, mask[row].argmax() :]
+        alone = write(engine, prompt, None, do_sample=True, temperature=1.0, seed=7 + row)
+        assert torch.equal(alone[0][0, prompt.shape[1] :], text[row, ids.shape[1] :])
+        assert torch.equal(alone[1][0], logits[row])
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_only_with_the_mode_drafts_change_no_bit_in_float32(invariant):
+    """Guard the tests above: without it, the numbers that they compare differ."""
+    ids, mask = uneven_batch(rows=8)
+    options = INVARIANT if invariant else EngineOptions()
+    engine = engine_of(tiny_target("llama", torch.float32), 5, 5, options)
+    plain, drafted = (write(engine, ids, mask, 24, speculate=s, do_sample=False)[1] for s in (False, True))
+    assert torch.equal(plain, drafted) is invariant
+
+
+def test_prompts_that_are_read_beside_trees_give_the_same_texts(half, monkeypatch):
+    engine, launched = engine_of(half, 3, 4, INVARIANT), []
+    for ahead in (False, True):
+        if ahead:
+            launch_ahead(monkeypatch)
+        sequences = random_sequences(8, longest=30)
+        run(scheduler(engine), sequences, 1)
+        launched.append([sequence.sink.tokens for sequence in sequences])
+    assert launched[0] == launched[1]
+
+
+def test_a_draft_model_and_prompt_lookup_write_the_same():
+    ids, mask = uneven_batch(rows=3)
+    model, small = tiny_model("llama").to(torch.bfloat16), tiny_model("qwen2", num_hidden_layers=1).to(torch.bfloat16)
+    engines = [
+        DraftTarget(Target(model), Target(small), draft_len=3, num_beams=2, options=INVARIANT),
+        DraftTarget.from_pretrained(model, model, batch_invariant=True, max_seq_len=96),
+        PromptLookup.from_pretrained(model, batch_invariant=True, max_seq_len=96),
+        engine_of(Target(model), options=INVARIANT),
+    ]
+    results = [write(engine, ids, mask, **SETTINGS["sampled"]) for engine in engines]
+    for result in results:
+        assert_same(result, results[0], atol=0)
+
+
+def test_a_prompt_of_which_most_is_in_the_cache_is_read_beside_a_whole_one():
+    target = tiny_target("llama", torch.bfloat16)
+    served = scheduler(engine_of(target, 3, 3, INVARIANT, context_window=12, context_head_dim=8), blocks=40)
+    first, second = torch.randint(3, VOCAB, (2, 60), generator=torch.Generator().manual_seed(3)).tolist()
+    for prompts in ([first], [first, second]):
+        run_as_alone(served, [make_sequence(prompt, 12, KINDS["sampled"]) for prompt in prompts])
+
+
+def test_flags_set_the_modes():
+    use = {"tuning": "none", "max_seq_len": 64, "kv_cache_free_gpu_memory_fraction": 0.01}
+    assert Pair.load(LoadOptions(batch_invariant=True, **use)).engine.target.batch_invariant
+    graphs = Pair.load(LoadOptions(kv_cache_dtype="fp8", **use)).engine.make_graphs(rows=1)
+    assert graphs.store.fp8 == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"batch_invariant": wrong}, "batch_invariant must be True or False") for wrong in (1, None, "yes")),
+        *(
+            ({"kv_cache_dtype": wrong}, "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, fp8_e5m2, got")
+            for wrong in ("int8", "FP8", "", None, 8)
+        ),
+    ],
+)
+def test_a_value_that_no_mode_has_is_refused(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        EngineOptions(**options)
+
+
+def test_a_model_without_a_paged_cache_is_refused():
+    target = Target(tiny_model("bloom"))
+    refused = r"needs the paged cache, and Bloom\w+ has none: .*--kv-cache-dtype auto"
+    with pytest.raises(UnsupportedError, match=refused):
+        Engine(target, Scripted(torch.zeros(1, 9).long(), 1, 1), FP8)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda target, draft: make_batch_invariant(target, draft, compile=True),
+        lambda target, draft: DraftTarget(target, draft, options=FP8),
+    ],
+    ids=["invariant", "fp8"],
+)
+def test_a_draft_model_on_another_device_is_refused(monkeypatch, use):
+    draft = Target(tiny_model("qwen2", num_hidden_layers=1))
+    monkeypatch.setattr(draft, "device", torch.device("meta"))
+    with pytest.raises(UnsupportedError, match="the draft model is on meta"):
+        use(tiny_target(dtype=torch.float32), draft)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "fits"), [("fp8", (8, 0), False), ("fp8", (8, 9), True), ("fp8_e5m2", (8, 0), True)]
+)
+def test_an_older_gpu_has_e5m2_alone(monkeypatch, name, capability, fits):
+    target = tiny_target(dtype=torch.float32)
+    _ = target.paged
+    monkeypatch.setattr(target, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if fits:
+        use_kv_cache_dtype(target, None, name)
+    else:
+        with pytest.raises(UnsupportedError, match=r"this one has 8\.0: take 'fp8_e5m2'"):
+            use_kv_cache_dtype(target, None, name)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpu_needs_a_forward_that_is_compiled_for_the_mode(monkeypatch, compiled):
+    engine = make_engine("undrafted")
+    bound = paged(engine).target if compiled else engine.target
+    monkeypatch.setattr(bound, "device", torch.device("cuda"))
+    with pytest.raises(ArgumentError, match="load the model anew" if compiled else "leave out compile=False"):
+        make_batch_invariant(bound, None, compile=compiled)
+
+
+def test_processors_that_sum_by_rows_are_refused_on_a_gpu(monkeypatch):
+    engine = engine_of(tiny_target("llama", torch.bfloat16), options=INVARIANT)
+    engine.generate(*uneven_batch(rows=1), max_new_tokens=2, do_sample=True, typical_p=0.9)
+    monkeypatch.setattr(engine.target, "device", torch.device("cuda"))
+    with pytest.raises(UnsupportedError, match="typical_p sums in an order that suits the number of rows"):
+        check_processors(engine.target, [TypicalLogitsWarper(0.9)])
