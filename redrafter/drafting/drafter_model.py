@@ -49,12 +49,22 @@ class DrafterModel(PreTrainedModel):
         """Return a proposer that drafts with the drafter; the arguments are the attributes of `SearchProposer`."""
         raise NotImplementedError
 
+    def placed(self, target: Target) -> Any:
+        """Return the drafter on a target's device, in its dtype, in evaluation mode."""
+        module: Any = self
+        return module.to(target.device, target.dtype).eval()
+
     def prepare(self, device: torch.device) -> None:
         """Join weights where that makes drafting faster on a device."""
 
     def identity(self) -> list[Any]:
-        """Return sizes and settings that tell the drafter from others, beside norms of its head."""
+        """Return sizes and settings that tell the drafter from others, beside norms of `told_by`."""
         raise NotImplementedError
+
+    @property
+    def told_by(self) -> nn.Module:
+        """The product, by rows, whose norms tell the drafter from one that was trained anew."""
+        return self.lm_head
 
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads.

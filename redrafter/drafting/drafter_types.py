@@ -7,17 +7,18 @@ from typing import Any, TypeAlias
 from transformers import PretrainedConfig
 
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
+from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig, MTPConfig
 from redrafter.drafting.eagle import EagleDrafter
+from redrafter.drafting.mtp import MTPDrafter
 from redrafter.files.checkpoint_kind import check_drafter
 
-Drafter: TypeAlias = RecurrentDrafter | EagleDrafter
+Drafter: TypeAlias = RecurrentDrafter | EagleDrafter | MTPDrafter
 """A drafter of any type."""
 
-DrafterArchitecture: TypeAlias = DrafterConfig | EagleConfig
+DrafterArchitecture: TypeAlias = DrafterConfig | EagleConfig | MTPConfig
 """The config of a drafter of any type."""
 
-_KINDS: tuple[type[Drafter], ...] = (RecurrentDrafter, EagleDrafter)
+_KINDS: tuple[type[Drafter], ...] = (RecurrentDrafter, EagleDrafter)  # those with checkpoints of their own
 DRAFTER_CLASSES = {kind.config_class.model_type: kind for kind in _KINDS}
 
 

@@ -224,7 +224,7 @@ def target_fingerprint(target: Target) -> str:
 def drafter_fingerprint(drafter: Drafter) -> str:
     """Return a digest of a drafter, which one that was trained anew does not share: it needs a tuning of its own."""
     scheme = float8_scheme(drafter)
-    return _digest([*drafter.identity(), *_rounded(drafter.lm_head), *([scheme] if scheme else [])])
+    return _digest([*drafter.identity(), *_rounded(drafter.told_by), *([scheme] if scheme else [])])
 
 
 def _rounded(table: Any) -> list[str]:
