@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from redrafter.app.flags import flag
 from redrafter.app.options import DraftOptions, LoadOptions
-from redrafter.checkpoints.merged import default_sampling, holds_drafter
+from redrafter.checkpoints.drafters import holds_drafter
+from redrafter.checkpoints.merged import default_sampling, find_defaults_file
 from redrafter.checkpoints.models import bind
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.draft_target import DraftTarget
@@ -47,7 +48,7 @@ def _asked(options: LoadOptions, draft: DraftOptions) -> list[str]:
 
 
 def can_draft(options: LoadOptions, draft: DraftOptions) -> bool:
-    """Return whether the options choose a drafting method, or the model is a merged checkpoint."""
+    """Return whether the options choose a drafting method, or the model's checkpoint holds a drafter."""
     if _asked(options, draft) or options.model is None:
         return True
     try:
@@ -132,7 +133,8 @@ def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, b
 def drafting_model_name(method: str, model: str, options: LoadOptions, draft: DraftOptions) -> str | None:
     """Return the directory or hub id of the drafter or draft model that the method uses; None if it uses neither."""
     if method == DRAFTER:
-        return options.drafter or str(Path(model) / DRAFTER_FOLDER)
+        merged = options.drafter is None and find_defaults_file(model) is not None
+        return str(Path(model) / DRAFTER_FOLDER) if merged else options.drafter or model  # which has an MTP layer
     return draft.draft_model if method == DRAFT_MODEL else None
 
 

@@ -109,7 +109,9 @@ class Pair:
         tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
         find_template(tokenizer, name)
         if method == DRAFTER and not can_draft(options, draft):
-            raise CheckpointError(f"{name} has no {SHAPE_FILE}, so it holds no drafter: give one (--drafter D){others}")
+            raise CheckpointError(
+                f"{name} has no {SHAPE_FILE} and no MTP layer, so it holds no drafter: give one (--drafter D){others}"
+            )
         engine = load_engine(method, name, options, draft)
         return cls(name, method, drafting_model_name(method, name, options, draft), tokenizer, engine)
 

@@ -28,7 +28,7 @@ class LoadOptions(EngineOptions):
         None, "hub id or directory of the target, or of a merged checkpoint (default: the boxed pair)", metavar="M"
     )
     drafter: str | None = option(
-        None, "hub id or directory of the drafter (default: the one in the merged checkpoint)", metavar="D"
+        None, "hub id or directory of the drafter (default: the one in the checkpoint of the target)", metavar="D"
     )
     num_beams: int | None = option(
         None, "beams of the drafter's search; the text does not depend on it (default: the checkpoint's)"

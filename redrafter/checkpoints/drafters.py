@@ -1,17 +1,18 @@
 """Load drafters, and check that they were trained for the target."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.merged import Defaults, find_defaults_file
 from redrafter.checkpoints.models import check_quantization, quantize_drafter
+from redrafter.checkpoints.mtp import holds_mtp, load_mtp
 from redrafter.drafting.drafter_types import Drafter, DrafterArchitecture, open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.model.target import Target
+from redrafter.parallel.launched import launched_processes
 
 NORM_ROWS = 8  # rows of the embedding table whose norms tell one base from another
 NORM_TOLERANCE = 0.02  # relative: enough for half precision, far less than two bases differ
@@ -27,8 +28,9 @@ def load_drafter(
     """Load the drafter of a target onto the target's device, in the target's dtype.
 
     Args:
-        model: What the target was loaded from. Must name a merged checkpoint where `drafter` is None.
-        drafter: Directory, hub id or loaded drafter; None for the one inside the merged checkpoint.
+        model: What the target was loaded from. Must name a merged checkpoint, or one with an MTP layer, where
+            `drafter` is None.
+        drafter: Directory, hub id or loaded drafter; None for the one inside the target's checkpoint.
         target: The target to draft for.
         revision: Revision of the merged checkpoint on the hub.
         quantization: One of `QUANTIZATIONS`, or None to leave the weights as they are.
@@ -42,21 +44,29 @@ def load_drafter(
         if not isinstance(model, str | Path):
             raise ArgumentError("a loaded model comes without a drafter: pass drafter=")
         file = find_defaults_file(str(model), revision)
-        if file is None:
+        if file is not None:
+            defaults = Defaults.read(file)
+            drafter = open_drafter_model(model, subfolder=DRAFTER_FOLDER, revision=revision)
+        elif (drafter := load_mtp(str(model), target, revision)) is None:
             raise CheckpointError(
-                f"{model} has no {SHAPE_FILE}, so it holds no drafter: give one as the second argument, or draft with "
-                "DraftTarget or PromptLookup"
+                f"{model} has no {SHAPE_FILE} and no MTP layer, so it holds no drafter: give one as the second "
+                "argument, or draft with DraftTarget or PromptLookup"
             )
-        defaults = Defaults.read(file)
-        drafter = open_drafter_model(model, subfolder=DRAFTER_FOLDER, revision=revision)
     elif isinstance(drafter, str | Path):
         drafter = open_drafter_model(drafter)
     check_fits_target(drafter, target)
-    module: Any = drafter
-    module = module.to(target.device, target.dtype).eval()
+    module = drafter.placed(target)
     if quantization is not None:
         quantize_drafter(module, quantization)
     return module, defaults
+
+
+def holds_drafter(name: str) -> bool:
+    """Return whether the checkpoint in a directory or repository holds a drafter: one of ours, or an MTP layer.
+
+    An MTP layer does not draft for a model that processes share. Raises `OSError` if the hub cannot be asked.
+    """
+    return find_defaults_file(name) is not None or (launched_processes() == 1 and holds_mtp(name))
 
 
 def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:
@@ -114,8 +124,10 @@ def check_beams(config: DrafterArchitecture, beams: int | None) -> None:
 
 
 def draft_length_warning(config: DrafterArchitecture, depth: int | None) -> str | None:
-    """Return a warning for drafts of more tokens than the drafter is known to have been trained for."""
-    if depth is None or config.trained_draft_len is None or depth <= config.trained_draft_len:
+    """Return a warning for drafts of more tokens than the drafter is known to have been trained or measured for."""
+    if depth is None or config.trained_draft_len is None:
+        return None
+    if depth <= max(config.trained_draft_len, config.draft_len_per_beam):  # the latter is what a training measured
         return None
     return (
         f"draft_len_per_beam={depth} is more than the {config.trained_draft_len} steps that the drafter was trained "

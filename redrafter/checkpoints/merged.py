@@ -91,11 +91,6 @@ def boxed_pair() -> Path:
     return Path(str(resources.files("redrafter"))) / "boxed"
 
 
-def holds_drafter(name: str) -> bool:
-    """Return whether a directory or hub id is a merged checkpoint; raise `OSError` if the hub cannot be asked."""
-    return find_defaults_file(name) is not None
-
-
 def default_sampling(name: str) -> bool | None:
     """Return whether `generate` samples by default, as the `redrafter.json` of a directory or hub id says.
 

@@ -23,7 +23,7 @@ from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair, check_options
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.bench.options import CompareOptions
-from redrafter.checkpoints.merged import holds_drafter
+from redrafter.checkpoints.drafters import holds_drafter
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.engine.call import GenerateStats
 from redrafter.errors import ArgumentError

@@ -13,12 +13,12 @@ from redrafter.drafting.drafter_config import RECURRENCES
 from redrafter.errors import ArgumentError
 from redrafter.options import option
 
-OUTPUT_FORMATS = ("redrafter", "trtllm", "apple", "drafter")
+OUTPUT_FORMATS = ("redrafter", "trtllm", "apple", "drafter", "speculators")
 _OPTION_FORMATS = {  # output formats of options that are not for all of them
-    "base_model_checkpoint_dir": ("redrafter", "trtllm", "drafter"),
+    "base_model_checkpoint_dir": ("redrafter", "trtllm", "drafter", "speculators"),
     "copy": ("redrafter",),
     "node_budget": ("redrafter",),
-    "redrafter_draft_len_per_beam": ("redrafter", "trtllm", "drafter"),
+    "redrafter_draft_len_per_beam": ("redrafter", "trtllm", "drafter", "speculators"),
     "redrafter_greedy_search": ("redrafter", "trtllm"),
     "redrafter_no_greedy_search": ("redrafter", "trtllm"),
     "redrafter_num_beams": ("redrafter", "trtllm", "drafter"),
@@ -45,8 +45,8 @@ class ConvertConfig:
     output_dir: str | None = option(None, "directory to write", metavar="DIR")
     to: str = option(
         "redrafter",
-        "output format: a merged checkpoint of redrafter, a TensorRT-LLM checkpoint, a drafter in Apple's format, or a "
-        "drafter of redrafter",
+        "output format: a merged checkpoint of redrafter, a TensorRT-LLM checkpoint, a drafter in Apple's format, a "
+        "drafter of redrafter, or an EAGLE-3 head as vllm-project/speculators and vLLM read it",
         choices=OUTPUT_FORMATS,
     )
     dtype: str | None = option(
@@ -129,11 +129,13 @@ def build_parser(prog: str | None) -> Parser:
     """Return the parser of the command; `prog` is its name in messages, None for the name of the program."""
     parser = Parser(
         prog=prog,
-        description="Convert a drafter, or a model with its drafter, between the formats of redrafter, Apple and\n"
-        "TensorRT-LLM, or merge a model and its drafter into one directory.",
+        description="Convert a drafter, or a model with its drafter, between the formats of redrafter, Apple,\n"
+        "TensorRT-LLM and speculators, or merge a model and its drafter into one directory.",
         epilog="examples:\n"
         "  redrafter convert --base-model-checkpoint-dir my-base --drafter-model-dir my-drafter --output-dir merged\n"
         "  redrafter convert --drafter-model-dir apple-drafter --to drafter --output-dir my-drafter\n"
+        "  redrafter convert --base-model-checkpoint-dir my-base --drafter-model-dir my-head --to speculators "
+        "--output-dir out\n"
         "  redrafter convert --base-model-checkpoint-dir tllm-checkpoint --tokenizer-dir my-base --output-dir merged",
     )
     add_options(parser, ConvertConfig, "converting")

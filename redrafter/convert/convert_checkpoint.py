@@ -33,6 +33,7 @@ OUTPUT_KINDS = {  # what `kind_of` calls a directory in each output format
     "trtllm": "TensorRT-LLM ReDrafter checkpoint",
     "apple": "Apple drafter",
     "drafter": "drafter",
+    "speculators": "EAGLE-3 head",
 }
 
 

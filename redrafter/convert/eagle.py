@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of others: those of vllm-project/speculators, and those of SafeAILab/EAGLE and sgl-project/SpecForge.
+"""EAGLE-3 heads in others' formats: of vllm-project/speculators, and of SafeAILab/EAGLE and sgl-project/SpecForge.
 
 Both hold one decoder layer, a product `fc` before it, a norm and a head after it, and a map `d2t` from the head's ids
 to the target's. They differ in their configs, and in which output of the target a layer number stands for:
@@ -7,6 +7,9 @@ to the target's. They differ in their configs, and in which output of the target
 - the others, `eagle_config.eagle_aux_hidden_state_layer_ids`: the output of that layer.
 
 Where neither is given, both mean the inputs of the layers 2, n // 2 and n - 3 of a target with n.
+
+Both are read. Heads are written as speculators', which vLLM serves: it reads the input of a layer as well, and takes
+`norm_before_residual` for true where it is left out.
 """
 
 import re
@@ -18,7 +21,7 @@ import torch
 from transformers import AutoConfig
 
 from redrafter.convert.tensors import LazyTensor, memory_tensor
-from redrafter.drafting.drafter_config import ROPE_TYPES, EagleConfig
+from redrafter.drafting.drafter_config import DEFAULT_ROPE, ROPE_TYPES, EagleConfig
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import SPECULATORS_KEY, config_errors
 
@@ -36,6 +39,17 @@ _EAGLE_CONFIG = {
     "parallel_draft_step": 1,
     "parallel_draft_heads_num_layers": 1,
 }
+# Fields of a config that our config and that of a layer have under the same name.
+_LAYER_KEYS = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "attention_bias",
+)
 # Of the target, or made anew from the config; nothing here reads them.
 _UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.inv_freq")
 
@@ -178,6 +192,75 @@ def draft_ids(
             raise CheckpointError(f"{directory} has all ids of its base, and d2t puts them in another order")
         return {}
     return {"draft_ids": memory_tensor("d2t", ids)}
+
+
+def to_speculators_config(
+    config: EagleConfig, name: str | None, architecture: str | None, dtype: str, length: int
+) -> dict[str, Any]:
+    """Convert a head's config to speculators'.
+
+    Args:
+        config: The config of the head.
+        name: Where the base is found: a directory or a hub id; None where that is not known.
+        architecture: The base's class, if it is known.
+        dtype: Number format of the tensors.
+        length: Tokens that are drafted in a step.
+
+    Raises:
+        UnsupportedError: speculators' format cannot hold the head.
+    """
+    if config.qk_norm and config.mlp_bias:
+        raise UnsupportedError("speculators' format has no layer with both qk_norm and mlp_bias")
+    layer: dict[str, Any] = {
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "num_hidden_layers": 1,
+        # Read by programs from before `rope_parameters`.
+        "rope_theta": config.rope.get("rope_theta", DEFAULT_ROPE["rope_theta"]),
+        "rope_parameters": DEFAULT_ROPE | config.rope,
+        "tie_word_embeddings": False,
+    }
+    layer |= {key: getattr(config, key) for key in _LAYER_KEYS}
+    if not config.qk_norm:
+        layer["mlp_bias"] = config.mlp_bias
+    written: dict[str, Any] = {
+        "architectures": ["Eagle3Speculator"],
+        SPECULATORS_KEY: "eagle3",
+        "speculators_version": "0.3.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": length,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": name, "architectures": [architecture] if architecture else []},
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "target_hidden_size": None if config.width == config.hidden_size else config.hidden_size,
+        LAYER_IDS: None if config.target_layers is None else [i + 1 for i in config.target_layers],
+        "norm_before_residual": config.norm_before_residual,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+    }
+    return written | {key: True for key in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, key)}
+
+
+def to_speculators_tensors(tensors: Mapping[str, LazyTensor], config: EagleConfig) -> dict[str, LazyTensor]:
+    """Return a head's tensors by speculators' names, with `d2t`, offsets to the target's ids, and `t2d`, `[V]` bool."""
+    written = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items()}
+    ids, stored = torch.arange(config.vocab_size), written.pop("draft_ids", None)
+    if stored is not None:
+        ids = stored.read(0, stored.length)
+    known = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    maps = {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+    return written | {name: memory_tensor("draft_ids", tensor) for name, tensor in maps.items()}
 
 
 def is_same(one: LazyTensor, other: LazyTensor) -> bool:

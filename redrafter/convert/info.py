@@ -23,9 +23,11 @@ from redrafter.app.parser import Parser, add_json
 from redrafter.app.program import run_command
 from redrafter.cache.states import StateShape
 from redrafter.checkpoints.merged import Defaults, boxed_pair
+from redrafter.checkpoints.mtp import find_layer
 from redrafter.convert.plan import possible_formats
 from redrafter.convert.sources import FOREIGN, SourceBase, SourceDrafter, is_pair, open_base, open_drafter
 from redrafter.convert.tensors import LazyTensor
+from redrafter.drafting.drafter_config import MTPConfig
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
@@ -62,6 +64,10 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
         drafter = open_drafter(_locate(drafter_name))
     elif is_pair(kind):
         drafter = open_drafter(directory)
+    elif (found := find_layer(base.tensors)) is not None:
+        config = MTPConfig(document["model"]["vocabulary"], document["model"]["hidden_size"], **found.config)
+        tensors = {name: base.tensors[name] for name in found.names if name in base.tensors}
+        return document | {"drafter": _describe_drafter(SourceDrafter(directory, kind, config, tensors))}
     else:
         return document
     share = _count_parameters(drafter.tensors) / max(document["model"]["parameters"] or 1, 1)

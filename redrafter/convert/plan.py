@@ -26,7 +26,7 @@ from redrafter.convert.tensors import (
     split_into_files,
     write_safetensors,
 )
-from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
 from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
@@ -194,6 +194,31 @@ def plan_apple(drafter: SourceDrafter, base: SourceBase | None, config: ConvertC
     )
 
 
+def plan_speculators(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
+    """Plan a directory of an EAGLE-3 head as vllm-project/speculators writes it and vLLM serves it."""
+    if not isinstance(drafter.config, EagleConfig):
+        raise UnsupportedError(
+            f"speculators' format cannot hold a {drafter.config.kind}; `redrafter train --form eagle3` makes a head for "
+            "it"
+        )
+    name, architecture, notes = drafter.config.base_model, None, tuple[str, ...]()
+    if base is not None:
+        base.check_fits(drafter.config)
+        name, architecture = config.base_model_checkpoint_dir or name, next(iter(base.config.architectures or ()), None)
+    if name is None or not (base or "/" in name):
+        notes += (
+            f"the base is written as {name!r}, where vLLM looks for it; --base-model-checkpoint-dir names a directory",
+        )
+    layers = drafter.config.target_layers
+    depth = None if base is None else getattr(base.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if layers is not None and depth is not None and layers[-1] == depth - 1:
+        notes += (f"the head reads the output of the base's last layer, {layers[-1]}, which vLLM does not give",)
+    tensors = eagle.to_speculators_tensors(_cast_floats(drafter.tensors, config.dtype), drafter.config)
+    dtype, length = dtype_name(tensors["lm_head.weight"].dtype), drafter.fill(config.defaults).shape.draft_len_per_beam
+    content = eagle.to_speculators_config(drafter.config, name, architecture, dtype, length or 1)
+    return ConversionPlan(weights={WEIGHTS_FILE: tensors}, json_files={"config.json": content}, notes=notes)
+
+
 def plan_merged(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
     """Plan a merged checkpoint: a base and its drafter in one directory, as `ReDrafter.from_pretrained` opens it."""
     base = _required(base, "redrafter")
@@ -290,6 +315,7 @@ OUTPUT_PLANNERS: dict[str, Callable[[SourceDrafter, SourceBase | None, ConvertCo
     "trtllm": plan_trtllm,
     "apple": plan_apple,
     "drafter": plan_drafter,
+    "speculators": plan_speculators,
 }
 
 

@@ -23,7 +23,7 @@ from redrafter.convert.tensors import (
     memory_tensor,
     open_directory,
 )
-from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture
+from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture, make_drafter
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, config_errors, kind_of, read_json
 from redrafter.files.dtype_names import dtype_name
@@ -221,8 +221,7 @@ def _check_tensors(drafter: SourceDrafter, source_name: Callable[[str], str]) ->
 
     def make() -> torch.nn.Module:
         config.check()
-        kind: Any = DRAFTER_CLASSES[config.model_type]
-        return kind(config)
+        return make_drafter(config)
 
     names = lambda name: tensors[name].name if name in tensors else source_name(name)  # noqa: E731
     check_tensors(make, {x.name: x for x in tensors.values()}, directory, source_name=names)

@@ -132,6 +132,49 @@ class ContextAttention(nn.Module):
         return _rotate(_norm(query, self.eps) * self.scale, position)
 
 
+class PackedContext:
+    """The keys and values of a batch's texts, and which of them each anchor attends to.
+
+    All positions of the texts attend at once, as queries of one product. So the anchors' states are put at their
+    positions, and zeros at the others.
+
+    Args:
+        attention: The drafter's attention to committed tokens.
+        config: The architecture of the drafter.
+        hidden: Hidden states of all tokens as `RecurrentDrafter.fuse_hidden` returns them, `[B, T, D]`.
+        embedding: The base's embeddings of the tokens, `[B, T, D]`.
+        segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
+        anchors: Flat positions of the anchors, `[A]` int64. Only position 0 may occur several times: no pair ends
+            there, so it reads nothing, and its state gets no gradient from here.
+    """
+
+    def __init__(
+        self,
+        attention: ContextAttention,
+        config: DrafterConfig,
+        hidden: Tensor,
+        embedding: Tensor,
+        segment: Tensor | None,
+        anchors: Tensor,
+    ):
+        rows, length, _ = hidden.shape
+        self._attention, self._shape, self._anchors = attention, (rows, length), anchors
+        keys, values = attention.remember(hidden, embedding, torch.arange(length, device=hidden.device))
+        self._keys, self._values = with_empty_entry(keys[:, :-1]), with_empty_entry(values[:, 1:])
+        self._mask = packed_mask(segment, rows, length, config.context_window or 0, hidden.device)
+
+    def read(self, step: int, state: Tensor) -> Tensor:
+        """Attend from the anchors' states after a draft step to the texts, and return what they read, `[A, D]`.
+
+        `step` counts draft steps from 0; `state` is the state of each anchor, `[A, D]`.
+        """
+        rows, length = self._shape
+        grid = state.new_zeros(rows * length, state.shape[-1]).index_copy(0, self._anchors, state)
+        grid = grid.unflatten(0, (rows, length))  # [B, T, D]
+        attended = self._attention.read_packed(grid, step, self._keys, self._values, self._mask)
+        return attended.flatten(0, 1).index_select(0, self._anchors)
+
+
 def packed_mask(segment: Tensor | None, rows: int, length: int, window: int, device: torch.device) -> Tensor:
     """Return which entries each anchor of packed texts attends to: the empty one, and pairs of neighbouring tokens.
 

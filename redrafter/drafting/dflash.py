@@ -228,7 +228,8 @@ class DFlashDrafter(DrafterModel):
         self.norm = nn.RMSNorm(width, eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         ids = config.draft_vocab_size
-        self.lm_head = nn.Linear(width, ids or config.vocab_size, bias=False) if config.own_head else None
+        head: Any = nn.Linear(width, ids or config.vocab_size, bias=False) if config.own_head else None
+        self.lm_head = head
         self.markov_head = _MarkovHead(config) if config.markov_rank else None
         self.candidate_selector = _Selector(config) if config.selector_rank else None
         self.draft_ids: Tensor | None
@@ -241,8 +242,8 @@ class DFlashDrafter(DrafterModel):
         return list(self.layers)  # type: ignore[arg-type]
 
     @property
-    def telling_layer(self) -> nn.Linear:
-        """The product of the target's hidden states: the head may be the target's."""
+    def told_by(self) -> nn.Module:
+        """The product of the target's hidden states, whose norms tell the drafter: the head may be the target's."""
         return self.fc
 
     def layers_read(self, target: Target) -> list[int]:

@@ -17,16 +17,15 @@ from torch.nn.functional import rms_norm, silu
 from transformers import AutoModel
 
 from redrafter.cache.kv_cache import KVCache
-from redrafter.drafting.context_attention import ContextAttention, ContextWindow
+from redrafter.drafting.context_attention import ContextAttention, ContextWindow, PackedContext
 from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.drafting.drafter_model import DrafterModel, drafter_layer, layer_bytes, partial_linear
+from redrafter.drafting.drafter_model import DrafterModel, ReadAt, drafter_layer, layer_bytes, partial_linear
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.kernels.linear_operators import thin_linear
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
-from redrafter.sampling.sampler import Sampler
-from redrafter.tree.token_tree import Tree
+from redrafter.tree.beam_search import Expand
 
 
 class DraftStart(NamedTuple):
@@ -183,13 +182,6 @@ class RecurrentDrafter(DrafterModel):
         normed = rms_norm(precise, (size,), eps=self.config.rms_norm_eps).to(hidden)
         return last + self.fuse(torch.cat([last, normed.flatten(-2)], dim=-1))
 
-    def index_ids(self) -> Tensor:
-        """Return the drafter's id of each of the target's ids, `[V]` int64; -1 for those that it does not know."""
-        every = torch.arange(self.config.vocab_size, device=self.lm_head.weight.device)
-        if not isinstance(self.draft_ids, Tensor):
-            return every
-        return torch.full_like(every, -1).index_copy_(0, self.draft_ids, every[: len(self.draft_ids)])
-
     def begin(self, hidden: Tensor) -> DraftStart:
         """Compute, once for all steps of a draft, what they take from the target's hidden state alone.
 
@@ -273,6 +265,60 @@ class RecurrentDrafter(DrafterModel):
                 x = layer(x)
         return x if self.head_proj is None else self.head_proj(x), state
 
+    def unroll(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        embedding: Tensor,
+        segment: Tensor | None,
+        anchors: Tensor,
+        position: Tensor,
+    ) -> Tensor:
+        """Unroll the recurrence over given texts; see `DrafterModel.unroll`."""
+        context = None
+        if self.context is None:
+            hidden = self.fuse_hidden(features.flatten(0, 1)[anchors])  # [A, D]
+        else:
+            fused = self.fuse_hidden(features)  # [B, T, D]: all tokens have keys, not only anchors
+            hidden = fused.flatten(0, 1).index_select(0, anchors)
+            context = PackedContext(self.context, self.config, fused, embedding, segment, anchors)
+        flat, state, start, head_inputs = embedding.flatten(0, 1), None, self.begin(hidden), []
+        for k in range(position.shape[1]):
+            read = None if context is None else partial(context.read, k)
+            x, state = self.advance(flat[position[:, k]], state, start, read)
+            head_inputs.append(x)
+        return torch.stack(head_inputs, dim=1)
+
+    def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
+        """Return about how many bytes `unroll` keeps; see `DrafterModel.unroll_bytes`."""
+        config, positions = self.config, rows * length
+        parts = {"the drafter's states": positions * 4 * steps * config.exit_dim * (2 + config.num_draft_layers)}
+        if config.context_window is not None:
+            by_step = 3 * config.hidden_size + 4 * config.context_heads * config.context_head_dim  # states and queries
+            keys = 5 * config.hidden_size + 4 * config.context_kv_heads * config.context_head_dim  # and what makes them
+            masks = (1 + steps) * length  # a mask, and its copy at each step
+            parts["its attention to the texts"] = positions * (4 * (steps * by_step + keys) + masks)
+        return dict(parts)
+
+    def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt | None:
+        """Return what gives the windows of positions of texts; see `DrafterModel.read_texts`."""
+        if self.context is None:
+            return None
+        position = torch.arange(tokens.shape[1], device=tokens.device)
+        keys, values = self.context.remember(self.fuse_hidden(hidden), embedding, position)
+        size = min(self.config.context_window or 0, tokens.shape[1] - 1)  # no text has more pairs
+
+        def at(row: Tensor, length: Tensor) -> ContextWindow:
+            return ContextWindow.read(length, size, lambda n: (keys[row[:, None], n], values[row[:, None], n]))
+
+        return at
+
+    def context_bytes(self, length: int, beams: int) -> int:
+        """Return the bytes of a window, which is copied once, and of its scores; see `DrafterModel.context_bytes`."""
+        config = self.config
+        stored = 4 * config.context_kv_heads * config.context_head_dim * self.dtype.itemsize
+        return min(config.context_window or 0, length) * (stored + 12 * beams * config.context_heads)
+
     def join_recurrence(self) -> None:
         """Compute `W e + U s` as one product from now on, from a copy of both weights.
 
@@ -297,42 +343,25 @@ class RecurrentProposer(SearchProposer):
 
     drafter: RecurrentDrafter
 
-    def propose(
-        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
-    ) -> Tree:
-        """Draft a tree by beam search; see `Proposer.propose`."""
-        window, size = None, self.drafter.config.context_window
-        if size:  # a row of the cache has no more than its window
-            window = ContextWindow.read(state.length, min(size, cache.window), cache.read_drafter_layer)
-        return self.search(state, sampler, noise, window=window)
+    def read_context(self, state: State, cache: KVCache) -> ContextWindow | None:
+        """Return the keys and values that drafts attend to; None for a drafter without `context_window`."""
+        size = self.drafter.config.context_window
+        if not size:
+            return None
+        return ContextWindow.read(state.length, min(size, cache.window), cache.read_drafter_layer)  # a row has no more
 
-    def search(
-        self,
-        state: State,
-        sampler: Sampler,
-        noise: Tensor | None,
-        should_stop: Callable[[Tensor], bool] | None = None,
-        window: ContextWindow | None = None,
-    ) -> Tree:
-        """Draft a tree whose root is each row's pending token.
-
-        Args:
-            state: The rows' texts, pending tokens and hidden states.
-            sampler: How the target will draw.
-            noise: The noise that the target will draw with, by depth, `[B, K+1, V]`; None if greedy.
-            should_stop: Ends the search early, as `beam_search` describes; None to search all steps.
-            window: What the drafter reads of the committed tokens; None where it reads nothing.
-        """
+    def draft_logits(self, state: State, context: ContextWindow | None) -> Expand:
+        """Return what computes the drafter's logits; see `SearchProposer.draft_logits`."""
         carried: Tensor | None = None  # [B, w, D], the recurrent state of each beam
-        start, ids = self.drafter.begin(self.drafter.fuse_hidden(state.hidden)[:, None]), self.drafter.draft_ids
+        start = self.drafter.begin(self.drafter.fuse_hidden(state.hidden)[:, None])
         advance = _compiled(_advance) if self.compiled else _advance
 
-        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
+        def logits(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried
-            logits, carried = advance(self.drafter, self.target.embedding, tokens, sources, carried, start, k, window)
-            return sampler.draft_scores(logits, noise, k, ids)
+            scores, carried = advance(self.drafter, self.target.embedding, tokens, sources, carried, start, k, context)
+            return scores
 
-        return self.grow(state, sampler, expand, should_stop)
+        return logits
 
 
 def _advance(

@@ -7,10 +7,11 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
 from redrafter.errors import ArgumentError, MismatchError
-from redrafter.files.checkpoint_kind import EAGLE_MODEL_TYPE, MODEL_TYPE
+from redrafter.files.checkpoint_kind import EAGLE_MODEL_TYPE, MODEL_TYPE, MTP_MODEL_TYPE
 
 RECURRENCES = ("apple", "trtllm", "gated")
 CONTEXT_HEADS, CONTEXT_KV_HEADS, CONTEXT_HEAD_DIM = 4, 1, 64  # of a drafter that attends to the text, by default
+MEASURED_NODES = 26  # of a tree, that searches are compared at: on a GPU they cost a step hardly more than one
 MAX_SIZE, MAX_LAYERS = 2**31 - 1, 1024  # of a width or a vocabulary; of residual layers
 
 
@@ -124,6 +125,10 @@ class DrafterConfig(PretrainedConfig):
         self.base_model = base_model
         self.base_embedding_norms = base_embedding_norms
         super().__init__(**kwargs)
+
+    def target_layers_of(self, count: int) -> list[int]:
+        """Return which decoder layers the drafter reads of a target with `count` of them."""
+        return self.target_layers
 
     def check(self) -> None:
         """Raise `ArgumentError` for values that no drafter can have."""
@@ -343,3 +348,43 @@ class EagleConfig(PretrainedConfig):
 
 
 AutoConfig.register(EAGLE_MODEL_TYPE, EagleConfig, exist_ok=True)
+
+
+class MTPConfig(PretrainedConfig):
+    """What is known of an MTP layer beside its weights; both are in the checkpoint of its base.
+
+    Args:
+        vocab_size: V, ids of the target.
+        hidden_size: D, hidden size of the target.
+        family: The names that its tensors have, one of those in `redrafter.checkpoints.mtp`.
+        hidden_first: Whether the layer's product reads `[hidden; embedding]`, in place of `[embedding; hidden]`.
+        first_embedding_is_zero: Whether the entry at position 0 reads zeros in place of an embedding.
+        draft_beams: Default number of beams.
+        draft_len_per_beam: Default draft length.
+        base_model: Name of the target.
+        kwargs: Passed to `PretrainedConfig`.
+    """
+
+    model_type, kind = MTP_MODEL_TYPE, "MTP layer"
+    draft_vocab_size = trained_draft_len = base_embedding_norms = None
+
+    def __init__(
+        self,
+        vocab_size: int = 0,
+        hidden_size: int = 0,
+        family: str = "",
+        hidden_first: bool = False,
+        first_embedding_is_zero: bool = False,
+        draft_beams: int = 3,
+        draft_len_per_beam: int = 4,
+        base_model: str | None = None,
+        **kwargs: Any,
+    ):
+        self.vocab_size, self.hidden_size, self.family = vocab_size, hidden_size, family
+        self.hidden_first, self.first_embedding_is_zero = hidden_first, first_embedding_is_zero
+        self.draft_beams, self.draft_len_per_beam, self.base_model = draft_beams, draft_len_per_beam, base_model
+        super().__init__(**kwargs)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what this kind of drafter alone has to say of itself; see `DrafterConfig.describe`."""
+        return {"named_as_in": self.family}

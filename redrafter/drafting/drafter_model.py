@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.drafting.proposer import SearchProposer
-from redrafter.errors import ArgumentError, CheckpointError
+from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
+
+ReadAt: TypeAlias = Callable[[Tensor, Tensor], Any]
+"""Returns what a drafter reads of texts at positions; see `DrafterModel.read_texts`."""
 
 
 class DrafterModel(PreTrainedModel):
@@ -28,13 +31,9 @@ class DrafterModel(PreTrainedModel):
 
     config_class: type[PretrainedConfig]
     base_model_prefix = "drafter"
+    lm_head: nn.Linear
+    draft_ids: Tensor | None
     unquantized: nn.Module | None = None
-
-    @property
-    def telling_layer(self) -> nn.Linear:
-        """The layer whose norms tell the drafter from one of the same form: its head."""
-        head: nn.Linear = self.lm_head
-        return head
 
     def layers_read(self, target: Target) -> list[int]:
         """Return the target's decoder layers whose outputs the drafter reads."""
@@ -50,17 +49,93 @@ class DrafterModel(PreTrainedModel):
         """Return a proposer that drafts with the drafter; the arguments are the attributes of `SearchProposer`."""
         raise NotImplementedError
 
+    def placed(self, target: Target) -> Any:
+        """Return the drafter on a target's device, in its dtype, in evaluation mode."""
+        module: Any = self
+        return module.to(target.device, target.dtype).eval()
+
     def prepare(self, device: torch.device) -> None:
         """Join weights where that makes drafting faster on a device."""
 
     def identity(self) -> list[Any]:
-        """Return sizes and settings that tell the drafter from others, beside norms of its head."""
+        """Return sizes and settings that tell the drafter from others, beside norms of `told_by`."""
         raise NotImplementedError
+
+    @property
+    def told_by(self) -> nn.Module:
+        """The product, by rows, whose norms tell the drafter from one that was trained anew."""
+        return self.lm_head
 
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads.
 
         What reads the target's hidden state alone is read once; what is stored of committed tokens is not made then.
+        """
+        raise NotImplementedError
+
+    def index_ids(self) -> Tensor:
+        """Return the drafter's id of each of the target's ids, `[V]` int64; -1 for those that it does not know."""
+        every = torch.arange(self.config.vocab_size, device=self.lm_head.weight.device)
+        if not isinstance(self.draft_ids, Tensor):
+            return every
+        return torch.full_like(every, -1).index_copy_(0, self.draft_ids, every[: len(self.draft_ids)])
+
+    def unroll(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        embedding: Tensor,
+        segment: Tensor | None,
+        anchors: Tensor,
+        position: Tensor,
+    ) -> Tensor:
+        """Draft over given texts as the search does, from many of their positions at once, without the head.
+
+        Args:
+            tokens: Token ids of texts, `[B, T]` int64.
+            features: Hidden states of the tokens that the drafter reads, `[B, T, F]`.
+            embedding: The target's embeddings of the tokens, `[B, T, D]`.
+            segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
+            anchors: Flat positions of the A tokens whose hidden states predicted the pending tokens, `[A]` int64. Only
+                position 0 may occur several times.
+            position: Flat position of the token that each of K steps reads, `[A, K]` int64.
+
+        Returns:
+            The input of `lm_head` at each step, `[A, K, R]`.
+        """
+        raise NotImplementedError
+
+    def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
+        """Return about how many bytes `unroll` keeps for the gradients of all positions of rows of `length` tokens.
+
+        They are named by what they are for, as `redrafter train --dry-run` shows them.
+        """
+        raise NotImplementedError
+
+    def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> "ReadAt | None":
+        """Read whole texts, in order to draft from many of their positions at once.
+
+        Args:
+            tokens: Token ids of texts, `[B, T]` int64.
+            hidden: Hidden states of the tokens that the drafter reads, `[B, T, F]`.
+            embedding: The target's embeddings of the tokens, `[B, T, D]`.
+
+        Returns:
+            What returns the `context` of `SearchProposer.search` for positions, given the row of each, `[A]` int64, and
+            the committed tokens before it, `[A]` int64; None where the drafter reads nothing of the text.
+
+        Raises:
+            UnsupportedError: This kind of drafter cannot be replayed.
+        """
+        raise UnsupportedError(
+            f"only recurrent drafters and EAGLE-3 heads are replayed along texts, and this is a {self.config.kind}: "
+            "`redrafter bench` measures its tokens per step"
+        )
+
+    def context_bytes(self, length: int, beams: int) -> int:
+        """Return the bytes that a position of a text of `length` tokens takes in a search with what `read_texts` gives.
+
+        The search is one of `beams` beams; its scores over the vocabulary are not counted.
         """
         raise NotImplementedError
 

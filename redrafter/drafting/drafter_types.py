@@ -9,18 +9,27 @@ from transformers import PretrainedConfig
 from redrafter.drafting.dflash import DFlashDrafter
 from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
+from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig, MTPConfig
 from redrafter.drafting.eagle import EagleDrafter
+from redrafter.drafting.mtp import MTPDrafter
 from redrafter.files.checkpoint_kind import check_drafter
 
-Drafter: TypeAlias = RecurrentDrafter | EagleDrafter | DFlashDrafter
+Drafter: TypeAlias = RecurrentDrafter | EagleDrafter | MTPDrafter | DFlashDrafter
 """A drafter of any type."""
 
-DrafterArchitecture: TypeAlias = DrafterConfig | EagleConfig | DFlashConfig
+DrafterArchitecture: TypeAlias = DrafterConfig | EagleConfig | MTPConfig | DFlashConfig
 """The config of a drafter of any type."""
 
+# Those with checkpoints of their own.
 _KINDS: tuple[type[Drafter], ...] = (RecurrentDrafter, EagleDrafter, DFlashDrafter)
 DRAFTER_CLASSES = {kind.config_class.model_type: kind for kind in _KINDS}
+
+
+def make_drafter(config: DrafterArchitecture) -> Drafter:
+    """Make a drafter with random weights, of the type that its config is of."""
+    kind: Any = DRAFTER_CLASSES[config.model_type]
+    drafter: Drafter = kind(config)
+    return drafter
 
 
 def open_drafter_model(name: str | Path, **hub_options: Any) -> Drafter:

@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel
 
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.decoder_parts import GatedMLP, of_beams, rotate
 from redrafter.drafting.drafter_config import EagleConfig
-from redrafter.drafting.drafter_model import DrafterModel, drafter_layer, layer_bytes, partial_linear
+from redrafter.drafting.drafter_model import DrafterModel, ReadAt, drafter_layer, layer_bytes, partial_linear
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.target import Target
-from redrafter.sampling.sampler import Sampler
-from redrafter.tree.token_tree import Tree
+from redrafter.tree.beam_search import Expand
 
 
 class EagleEntries(NamedTuple):
@@ -39,16 +39,24 @@ class PastEntries(NamedTuple):
         entries: Keys and values of S entries, those past a row's end included, `[B, S, H, d]`.
         bias: Added to scores, float32: -inf for what is past a row's end, else 0; `[B, 1, 1, S]`, or `[B, 1, w g, S]`
             where beams see different entries, g query heads of each.
+        length: Committed tokens of each row, `[B]` int64.
     """
 
     entries: EagleEntries
     bias: Tensor
+    length: Tensor
 
     @classmethod
     def join(cls, parts: Sequence["PastEntries"]) -> "PastEntries":
         """Return parts that follow each other, as one."""
         keys, values = (torch.cat(sides, dim=1) for sides in zip(*(part.entries for part in parts), strict=True))
-        return cls(EagleEntries(keys, values), torch.cat([part.bias for part in parts], dim=-1))
+        return cls(EagleEntries(keys, values), torch.cat([part.bias for part in parts], dim=-1), parts[0].length)
+
+    def at(self, row: Tensor, length: Tensor) -> "PastEntries":
+        """Return those of rows `[A]` int64 after `length` committed tokens of each, `[A]` int64, as A rows."""
+        position = torch.arange(self.bias.shape[-1], device=length.device)
+        bias = _hide(position >= length[:, None] - 1)[:, None, None]
+        return PastEntries(EagleEntries(*(part[row] for part in self.entries)), bias, length)
 
 
 class _Attention(nn.Module):
@@ -200,9 +208,8 @@ class EagleDrafter(DrafterModel):
         heads = self.config.num_key_value_heads
         position = torch.arange(first, first + keys.shape[1] - 1, device=keys.device)  # [S]
         key, value = (x[:, :-1, :heads] + x[:, 1:, heads:] for x in (keys, values))
-        missing = position >= length[:, None] - 1  # [B, S]
-        bias = torch.zeros_like(missing, dtype=torch.float32).masked_fill(missing, -torch.inf)[:, None, None]
-        return PastEntries(EagleEntries(self._finish_keys(key, position), value), bias)
+        bias = _hide(position >= length[:, None] - 1)[:, None, None]
+        return PastEntries(EagleEntries(self._finish_keys(key, position), value), bias, length)
 
     def step(
         self, embedding: Tensor, hidden: Tensor, position: Tensor, path: EagleEntries | None, past: PastEntries
@@ -219,6 +226,19 @@ class EagleDrafter(DrafterModel):
         Returns:
             Logits `[B, w, V']` over the head's vocabulary, the drafted hidden states `[B, w, D]`, and the entries of
             each beam with the new one at the end.
+        """
+        x, hidden, path = self.advance(embedding, hidden, position, path, past)
+        return self.lm_head(x), hidden, path
+
+    forward = step
+
+    def advance(
+        self, embedding: Tensor, hidden: Tensor, position: Tensor, path: EagleEntries | None, past: PastEntries
+    ) -> tuple[Tensor, Tensor, EagleEntries]:
+        """Make one step without its last product, for the same arguments as `step`.
+
+        Returns:
+            The input of `lm_head` and the drafted hidden states, `[B, w, D]` each, and the entries of each beam.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         e, h = layer.input_layernorm(embedding), layer.hidden_norm(hidden)
@@ -237,9 +257,64 @@ class EagleDrafter(DrafterModel):
         x = residual + attention.o_proj(_attend(query, new, past))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         normed = self.norm(x)
-        return self.lm_head(normed), normed if self.config.norm_output else x, new
+        return normed, normed if self.config.norm_output else x, new
 
-    forward = step
+    def unroll(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        embedding: Tensor,
+        segment: Tensor | None,
+        anchors: Tensor,
+        position: Tensor,
+    ) -> Tensor:
+        """Draft over given texts, as EAGLE-3's training-time test does; see `DrafterModel.unroll`.
+
+        All positions of a row draft at once, as the beams of one search. From the second step on, each reads the hidden
+        state that it drafted itself; it attends to the committed entries before it and to the entries of its own steps.
+        """
+        rows, length = tokens.shape
+        fused, index = self.fuse_hidden(features), torch.arange(length, device=tokens.device)
+        if self.embed_tokens is not None:
+            embedding = self.embed_tokens(tokens)
+        seen = (index[:-1] < index[:, None]).expand(rows, -1, -1)  # [B, T, S]
+        if segment is not None:
+            seen = seen & (segment[:, :, None] == segment[:, None, :-1])
+        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        past = self.read_past(*self.remember(embedding, fused), torch.full_like(tokens[:, 0], length))
+        past = past._replace(bias=_hide(~seen).repeat_interleave(groups, dim=1)[:, None])
+        hidden, path, head_inputs = fused, None, []
+        for k in range(position.shape[1]):
+            ahead = embedding[:, (index + 1 + k).clamp(max=length - 1)]  # past the end, steps weigh 0
+            arguments = ahead, hidden, (index + k)[None], path, past
+            if tokens.is_cuda:  # the scores of all positions would be most of the memory
+                x, hidden, path = checkpoint(self.advance, *arguments, use_reentrant=False)
+            else:
+                x, hidden, path = self.advance(*arguments)
+            head_inputs.append(x.flatten(0, 1).index_select(0, anchors))
+        return torch.stack(head_inputs, dim=1)
+
+    def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
+        """Return about how many bytes `unroll` keeps on a GPU; see `DrafterModel.unroll_bytes`."""
+        config = self.config
+        entries = 4 * steps * (6 * config.width + 2 * (1 + steps) * config.num_key_value_heads * config.head_dim)
+        layer = 4 * (8 * config.width + 4 * config.intermediate_size)  # of one step: the others are computed again
+        scores = 14 * config.num_attention_heads * length  # of one step: three copies and a mask
+        positions = rows * length
+        return {"the drafter's states": positions * (entries + layer), "its attention to the texts": positions * scores}
+
+    def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
+        """Return what gives the entries before positions of texts; see `DrafterModel.read_texts`."""
+        if self.embed_tokens is not None:
+            embedding = self.embed_tokens(tokens)
+        stored = self.remember(embedding, self.fuse_hidden(hidden))
+        return self.read_past(*stored, torch.full_like(tokens[:, 0], tokens.shape[1])).at
+
+    def context_bytes(self, length: int, beams: int) -> int:
+        """Return the bytes of a text's entries, which are copied, and of scores; see `DrafterModel.context_bytes`."""
+        config = self.config
+        stored = 4 * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
+        return length * (stored + 12 * beams * config.num_attention_heads)
 
     def _by_head(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.config.head_dim))
@@ -248,6 +323,11 @@ class EagleDrafter(DrafterModel):
         """Normalise keys `[..., H, d]` where the head does so, and rotate them by positions that broadcast."""
         norm = self.midlayer.self_attn.k_norm
         return rotate(keys if norm is None else norm(keys), position, self.config)
+
+
+def _hide(missing: Tensor) -> Tensor:
+    """Return what is added to scores, float32: -inf where entries are missing, else 0."""
+    return torch.zeros_like(missing, dtype=torch.float32).masked_fill(missing, -torch.inf)
 
 
 def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
@@ -290,34 +370,31 @@ class EagleProposer(SearchProposer):
 
     drafter: EagleDrafter
 
-    def propose(
-        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
-    ) -> Tree:
-        """Draft a tree by beam search; see `Proposer.propose`."""
-        head = self.drafter
-        past = self.read_past(cache, state.length)
-        carried = head.fuse_hidden(state.hidden)[:, None]  # [B, w, D], the hidden state that each beam reads
-        path: EagleEntries | None = None  # what was drafted on each beam
-
-        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
-            nonlocal carried, path
-            if path is not None:
-                carried = of_beams(carried, sources)
-                path = EagleEntries(*(of_beams(part, sources) for part in path))
-            embedding = head.embed(tokens, self.target.embedding)
-            logits, carried, path = head.step(embedding, carried, (state.length - 1 + k)[:, None], path, past)
-            return sampler.draft_scores(logits, noise, k, head.draft_ids)
-
-        return self.grow(state, sampler, expand)
-
-    def read_past(self, cache: KVCache, length: Tensor) -> PastEntries:
-        """Return the entries of the committed tokens of rows with `length` `[B]` int64 of them."""
-        parts, count = [], cache.window - 1
+    def read_context(self, state: State, cache: KVCache) -> PastEntries:
+        """Return the entries of the rows' committed tokens."""
+        parts, count, length = [], cache.window - 1, state.length
         for first in range(0, count, ENTRIES_AT_ONCE):
             position = torch.arange(first, min(first + ENTRIES_AT_ONCE, count) + 1, device=length.device)
             stored = cache.read_drafter_layer(position.expand(len(length), -1))
             parts.append(self.drafter.read_past(*stored, length, first))
         return PastEntries.join(parts)
+
+    def draft_logits(self, state: State, context: PastEntries) -> Expand:
+        """Return what computes the head's logits; see `SearchProposer.draft_logits`."""
+        head = self.drafter
+        carried = head.fuse_hidden(state.hidden)[:, None]  # [B, w, D], the hidden state that each beam reads
+        path: EagleEntries | None = None  # what was drafted on each beam
+
+        def logits(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
+            nonlocal carried, path
+            if path is not None:
+                carried = of_beams(carried, sources)
+                path = EagleEntries(*(of_beams(part, sources) for part in path))
+            embedding, position = head.embed(tokens, self.target.embedding), (context.length - 1 + k)[:, None]
+            scores, carried, path = head.step(embedding, carried, position, path, context)
+            return scores
+
+        return logits
 
 
 def _remember(

@@ -23,7 +23,7 @@ from redrafter.tree.beam_search import node_count
 
 
 class ReDrafter(Engine):
-    """A target with its drafter, of any type.
+    """A target with its drafter: a recurrent one, an EAGLE-3 head, an MTP layer or a DFlash drafter.
 
     Attributes:
         pauses: Whether steps draft nothing for a while where drafts gain less than they cost. It changes no token.
@@ -96,7 +96,8 @@ class ReDrafter(Engine):
 
         Args:
             model: The target.
-            drafter: The drafter; None where `model` is a merged checkpoint, such as `boxed_pair()`.
+            drafter: The drafter; None where `model` is a merged checkpoint, such as `boxed_pair()`, or has an MTP
+                layer.
             num_beams: Width of the beam search; None for the checkpoint's.
             draft_len_per_beam: Depth of the beam search; None for the checkpoint's.
             node_budget: Nodes verified per step, 1 + beams * length at most; None for as many as suit the device and

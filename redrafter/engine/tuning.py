@@ -18,6 +18,7 @@ import torch
 
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.merged import TreeShape
+from redrafter.drafting.drafter_config import MEASURED_NODES
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically
@@ -61,7 +62,7 @@ def default_shape(rows: int, beams: int, depth: int, device: str = "cuda", share
     nodes = min(lattice, max(free // rows, least))
     if rows * nodes > most:
         return None
-    if nodes < lattice:
+    if nodes < min(lattice, MEASURED_NODES):  # with so many, the depth is what was measured best
         beams, depth = min(beams, nodes - 1), min(depth, nodes.bit_length() - 1)
     return TreeShape(beams, depth, min(nodes, 1 + beams * depth))
 
@@ -223,7 +224,7 @@ def target_fingerprint(target: Target) -> str:
 def drafter_fingerprint(drafter: Drafter) -> str:
     """Return a digest of a drafter, which one that was trained anew does not share: it needs a tuning of its own."""
     scheme = float8_scheme(drafter)
-    return _digest([*drafter.identity(), *_rounded(drafter.telling_layer), *([scheme] if scheme else [])])
+    return _digest([*drafter.identity(), *_rounded(drafter.told_by), *([scheme] if scheme else [])])
 
 
 def _rounded(table: Any) -> list[str]:

@@ -13,6 +13,7 @@ from redrafter.errors import ArgumentError, CheckpointError, ReDrafterError, fir
 MODEL_TYPE = "redrafter"  # `model_type` in the config.json of this project's drafters
 EAGLE_MODEL_TYPE = "redrafter_eagle3"  # the same of EAGLE-3 heads in the form of this project
 DFLASH_MODEL_TYPE = "redrafter_dflash"  # and of drafters of blocks
+MTP_MODEL_TYPE = "redrafter_mtp"  # of MTP layers, which are in the checkpoints of their bases and have no config.json
 APPLE_MODEL_TYPE = "recurrent_drafting_drafter"  # `model_type` in the config.json of Apple's drafters
 SPECULATORS_KEY = "speculators_model_type"  # in the config.json of vllm-project/speculators' checkpoints
 DRAFTER_FOLDER = "drafter"  # of a merged checkpoint

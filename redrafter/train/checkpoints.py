@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from redrafter.app.flags import flag, format_value
-from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter_types import Drafter, open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
 from redrafter.files.atomic_folder import remove_leftovers, write_folder
 from redrafter.train.config import SIZED_OPTIONS, TrainConfig
@@ -85,10 +85,9 @@ def _other_option(path: Path, name: str, old: object, new: object) -> ArgumentEr
     )
 
 
-def load_drafter(folder: str | Path) -> RecurrentDrafter:
-    """Load a drafter in float32, to be trained."""
-    drafter: RecurrentDrafter = RecurrentDrafter.from_pretrained(folder, dtype=torch.float32)
-    return drafter
+def load_drafter(folder: str | Path) -> Drafter:
+    """Load a drafter of any type in float32, to be trained."""
+    return open_drafter_model(folder).float()
 
 
 @dataclass(frozen=True)
@@ -172,9 +171,7 @@ class Checkpoints:
         self.identity.check(checkpoint.identity, checkpoint.path)
         return checkpoint
 
-    def save(
-        self, drafter: RecurrentDrafter, state: TrainingState, optimizer: dict[str, Any], random_states: list[Any]
-    ) -> None:
+    def save(self, drafter: Drafter, state: TrainingState, optimizer: dict[str, Any], random_states: list[Any]) -> None:
         """Write a checkpoint and remove those that are too old. Raises as `write_folder` does.
 
         `Checkpoint.load_optimizer` gives back the states of the optimizer and of all processes' random generators.
@@ -189,11 +186,11 @@ class Checkpoints:
         for old in self._steps()[: -self.keep]:
             _remove(old)
 
-    def save_best(self, drafter: RecurrentDrafter, state: TrainingState) -> None:
+    def save_best(self, drafter: Drafter, state: TrainingState) -> None:
         """Write the drafter with the best validation, in place of the one before. Raises as `write_folder` does."""
         write_folder(self.best, lambda folder: self._fill(folder, drafter, state))
 
-    def _fill(self, folder: Path, drafter: RecurrentDrafter, state: TrainingState) -> None:
+    def _fill(self, folder: Path, drafter: Drafter, state: TrainingState) -> None:
         drafter.save_pretrained(folder)
         document = {"standing": state.to_json(), "identity": asdict(self.identity)}
         (folder / "trainer.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

@@ -26,7 +26,9 @@ SIZED_OPTIONS = (
     *("context_window", "context_heads", "context_kv_heads"),
 )
 # Options that set the form of a new drafter; a drafter to train further has its own.
-FORM_OPTIONS = (*SIZED_OPTIONS, "rnn", "draft_vocab_size", "context_head_dim")
+FORM_OPTIONS = (*SIZED_OPTIONS, "form", "rnn", "draft_vocab_size", "context_head_dim")
+FORMS = ("recurrent", "eagle3")
+EAGLE_OPTIONS = ("form", "target_layers", "draft_vocab_size")  # those of `FORM_OPTIONS` that an EAGLE-3 head has
 
 
 def layers(text: str) -> tuple[int, ...]:
@@ -60,6 +62,12 @@ class TrainConfig:
     trust_remote_code: bool = option(False, "run model code that comes with the base")
     dtype: str = option("auto", "dtype of the base; auto: as saved", choices=("auto", *DTYPES), type=dtype_word)
     save_dtype: str = option("float32", "dtype of the saved drafter", choices=DTYPES, type=dtype_word)
+    form: str = option(
+        "recurrent",
+        "form of a new drafter: recurrent, this project's; or eagle3, an EAGLE-3 head, which other engines serve too: "
+        "of the options of a form it takes --target-layers and --draft-vocab-size, and its layer has the base's sizes",
+        choices=FORMS,
+    )
     recurrence: str | None = option(
         None,
         "recurrent cell of a new drafter: gated (the default), or apple, the published one; with apple, the options of "
@@ -174,6 +182,9 @@ class TrainConfig:
         for name in FORM_OPTIONS if self.drafter is not None else ():
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise ArgumentError(f"{flag(name)} is the drafter's own: leave it out with --drafter")
+        for name in set(FORM_OPTIONS).difference(EAGLE_OPTIONS) if self.form == "eagle3" else ():
+            if getattr(self, name) != getattr(TrainConfig, name):
+                raise ArgumentError(f"{flag(name)} is for recurrent drafters: leave it out with --form eagle3")
         for name in heads if self.context_window == 0 else ():
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise ArgumentError(f"{flag(name)} is for drafters that attend to the text: give --context-window too")
@@ -190,7 +201,7 @@ def parse(argv: Sequence[str] | None) -> TrainConfig:
     """Parse a command line, with one flag for each field of `TrainConfig`."""
     parser = ConfigParser(
         prog="redrafter train",
-        description="Train a recurrent drafter for a Hugging Face causal LM.",
+        description="Train a drafter for a Hugging Face causal LM.",
         options=(TrainConfig,),
     )
     add_options(parser, TrainConfig, "training")

@@ -1,28 +1,98 @@
-"""Make untrained drafters for a base, of the form that suits it where the options leave it open."""
+"""Make untrained drafters for a base, of the form that suits it where the options leave it open.
+
+`FORMS` says what of it differs between a recurrent drafter and an EAGLE-3 head.
+"""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.drafting.drafter_config import CONTEXT_HEADS, CONTEXT_KV_HEADS, DrafterConfig
+from redrafter.drafting.drafter_config import (
+    CONTEXT_HEADS,
+    CONTEXT_KV_HEADS,
+    DEFAULT_ROPE,
+    DrafterConfig,
+    EagleConfig,
+)
+from redrafter.drafting.drafter_types import Drafter, DrafterArchitecture, make_drafter
+from redrafter.drafting.eagle import EagleDrafter
 from redrafter.model.supported import config_width
+from redrafter.model.target import context_of
 from redrafter.train.config import TrainConfig
+from redrafter.train.sharding import gather_tensor
 
 MAX_EXIT_DIM = 8192  # a residual layer of 16,384 would have 268M parameters
 
 
+class Form(NamedTuple):
+    """How new drafters of a form are made."""
+
+    size: Callable[[PretrainedConfig, TrainConfig], dict[str, Any]]  # values of options, where they are None
+    config: Callable[[PretrainedConfig, TrainConfig, int | None], Any]  # architecture with so many ids; None for all
+    prepare: Callable[[Any, PreTrainedModel, Tensor | None], None]  # sets first weights; the ids are set after it
+    options: Callable[[Any], dict[str, Any]]  # options of `size` with which a drafter was made, from its architecture
+
+
 def size_form(base: PretrainedConfig, config: TrainConfig) -> TrainConfig:
-    """Choose the options of a new drafter's form that are None, to suit the base.
+    """Choose the options of a new drafter's form that are None, to suit the base."""
+    form = FORMS[config.form].size(base.get_text_config(decoder=True), config)
+    return replace(config, **{name: value for name, value in form.items() if getattr(config, name) is None})
+
+
+def form_of(drafter: DrafterArchitecture) -> dict[str, Any]:
+    """Return the options of `size_form` with which a drafter was made."""
+    return FORMS["eagle3" if drafter.model_type == EagleConfig.model_type else "recurrent"].options(drafter)
+
+
+def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None = None) -> DrafterArchitecture:
+    """Make the config of a new drafter with `draft_vocab_size` ids; None for all of the base's."""
+    config = size_form(base, config)
+    made: DrafterArchitecture = FORMS[config.form].config(base.get_text_config(decoder=True), config, draft_vocab_size)
+    return made
+
+
+def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor | None = None) -> Drafter:
+    """Make an untrained float32 drafter for a base, on the CPU.
+
+    `draft_ids` holds the base's ids that the drafter is to know, `[V']` int64; None for all.
+    """
+    drafter_config = new_config(model.config, config, None if draft_ids is None else len(draft_ids))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(config.seed)
+        drafter: Any = make_drafter(drafter_config).float()
+        for module in drafter.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+        FORMS[config.form].prepare(drafter, model, draft_ids)
+    if draft_ids is not None:
+        drafter.draft_ids.copy_(draft_ids)
+    made: Drafter = drafter
+    return made
+
+
+def _spread_layers(depth: int) -> tuple[int, ...]:
+    """Return the layers at a quarter, a half and three quarters of so many.
+
+    The last layer's output is the last hidden state, which is read anyway.
+    """
+    return tuple(sorted({depth * part // 4 for part in (1, 2, 3)} & set(range(depth - 1))))
+
+
+# Recurrent drafters
+
+
+def _size_recurrent(base: PretrainedConfig, config: TrainConfig) -> dict[str, Any]:
+    """Return options that suit the base.
 
     docs/benchmarks.md (Training) has what each part is worth, measured at a hidden size of 512; larger bases get fewer
     heads and a smaller head in proportion, since these are read at every draft step.
     """
-    base = base.get_text_config(decoder=True)
     width, depth = config_width(base), getattr(base, "num_hidden_layers", 0)
     exit_dim = config.exit_dim or min(2 * width, MAX_EXIT_DIM)
     if config.recurrence == "apple" or not config.rnn:
@@ -33,8 +103,7 @@ def size_form(base: PretrainedConfig, config: TrainConfig) -> TrainConfig:
         form = {
             "recurrence": "gated",
             "num_layers": 3,
-            # The last layer's output is the last hidden state, which is read anyway.
-            "target_layers": tuple(sorted({depth * part // 4 for part in (1, 2, 3)} & set(range(depth - 1)))),
+            "target_layers": _spread_layers(depth),
             "head_rank": rank if rank < exit_dim else 0,
         }
         window = 512 if config.context_window is None else config.context_window
@@ -43,31 +112,10 @@ def size_form(base: PretrainedConfig, config: TrainConfig) -> TrainConfig:
         kv_heads = config.context_kv_heads or math.gcd(max(width // 2048, 1), config.context_heads or 0)
         per_kv_head = max(width // (256 * kv_heads), 4)
         form |= {"context_kv_heads": kv_heads, "context_heads": kv_heads * per_kv_head}
-    return replace(config, **{name: value for name, value in form.items() if getattr(config, name) is None})
-
-
-def form_of(drafter: DrafterConfig) -> dict[str, Any]:
-    """Return the options of `size_form` with which a drafter was made."""
-    form = {
-        "recurrence": drafter.recurrence,
-        "num_layers": drafter.num_draft_layers,
-        "exit_dim": drafter.exit_dim,
-        "target_layers": tuple(drafter.target_layers),
-        "context_window": drafter.context_window or 0,
-        "head_rank": drafter.head_rank or 0,
-    }
-    if drafter.context_window:
-        form |= {"context_heads": drafter.context_heads, "context_kv_heads": drafter.context_kv_heads}
     return form
 
 
-def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None = None) -> DrafterConfig:
-    """Make the config of an untrained drafter.
-
-    `base` is the base's config, and `draft_vocab_size` the number of ids that the drafter knows; None for all of the
-    base's.
-    """
-    config, base = size_form(base, config), base.get_text_config(decoder=True)
+def _recurrent_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> DrafterConfig:
     assert config.recurrence is not None, "size_form chose it"
     assert config.num_layers is not None, "size_form chose it"
     assert config.target_layers is not None, "size_form chose it"
@@ -89,40 +137,104 @@ def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: in
     )
 
 
-def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor | None = None) -> RecurrentDrafter:
-    """Make an untrained float32 drafter for a base, on the CPU.
-
-    `draft_ids` holds the base's ids that the drafter is to know, `[V']` int64; None for all.
-    """
-    drafter_config = new_config(model.config, config, None if draft_ids is None else len(draft_ids))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        drafter = RecurrentDrafter(drafter_config).float()
-        for module in drafter.modules():
-            if isinstance(module, nn.Linear):
-                module.reset_parameters()
-        for layer in drafter.layers:  # the residual layers start as the identity
-            _set_to_zero(layer.linear)
-        if drafter.fuse is not None:  # at first only the last hidden state counts
-            _set_to_zero(drafter.fuse)
-        if drafter.context is not None:  # at first nothing is read of the text
-            nn.init.zeros_(drafter.context.out.weight)
-        if config.rnn:
-            # Embeddings are often far smaller than hidden states. If the weights that read them were not scaled, the
-            # drafter would take long to learn from which token it goes on.
-            width, ids = drafter_config.hidden_size, torch.arange(min(1024, drafter_config.vocab_size))
-            with torch.no_grad():
-                embeddings = model.get_input_embeddings()(ids.to(model.device)).float()  # as the module returns them
-                rms = float(embeddings.square().mean().sqrt().clamp(min=1e-6))
-                if drafter_config.recurrence == "gated":
-                    drafter.rnn_gate.weight[:, :width] *= 1 / rms  # the columns that read the embedding
-                else:
-                    nn.init.normal_(drafter.rnn_w.weight, std=1 / rms / width**0.5)
-    if draft_ids is not None:
-        drafter.draft_ids.copy_(draft_ids)
-    return drafter
+def _prepare_recurrent(drafter: RecurrentDrafter, model: PreTrainedModel, draft_ids: Tensor | None) -> None:
+    for layer in drafter.layers:  # the residual layers start as the identity
+        _set_to_zero(layer.linear)
+    if drafter.fuse is not None:  # at first only the last hidden state counts
+        _set_to_zero(drafter.fuse)
+    if drafter.context is not None:  # at first nothing is read of the text
+        nn.init.zeros_(drafter.context.out.weight)
+    if drafter.config.rnn:
+        # Embeddings are often far smaller than hidden states. If the weights that read them were not scaled, the
+        # drafter would take long to learn from which token it goes on.
+        width, ids = drafter.config.hidden_size, torch.arange(min(1024, drafter.config.vocab_size))
+        with torch.no_grad():
+            embeddings = model.get_input_embeddings()(ids.to(model.device)).float()  # as the module returns them
+            rms = float(embeddings.square().mean().sqrt().clamp(min=1e-6))
+            if drafter.config.recurrence == "gated":
+                drafter.rnn_gate.weight[:, :width] *= 1 / rms  # the columns that read the embedding
+            else:
+                nn.init.normal_(drafter.rnn_w.weight, std=1 / rms / width**0.5)
 
 
-def _set_to_zero(linear: nn.Linear) -> None:
+def _recurrent_options(drafter: DrafterConfig) -> dict[str, Any]:
+    form = {
+        "recurrence": drafter.recurrence,
+        "num_layers": drafter.num_draft_layers,
+        "exit_dim": drafter.exit_dim,
+        "target_layers": tuple(drafter.target_layers),
+        "context_window": drafter.context_window or 0,
+        "head_rank": drafter.head_rank or 0,
+    }
+    if drafter.context_window:
+        form |= {"context_heads": drafter.context_heads, "context_kv_heads": drafter.context_kv_heads}
+    return form
+
+
+def _set_to_zero(linear: Any) -> None:
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
+
+
+# EAGLE-3 heads
+
+
+def _size_eagle(base: PretrainedConfig, config: TrainConfig) -> dict[str, Any]:
+    """Return the published layers of the base, or where it is too small for them, those of a recurrent drafter."""
+    depth = getattr(base, "num_hidden_layers", 0)
+    published = 1, depth // 2 - 1, depth - 4
+    ascend = list(published) == sorted(set(published))
+    return {"target_layers": published if ascend else _spread_layers(depth) or (0,)}
+
+
+def _eagle_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> EagleConfig:
+    """Return the architecture of a head whose layer has the base's sizes, where the base has ordinary ones."""
+    width = config_width(base)
+    heads = _size(base, "num_attention_heads", max(width // 64, 1))
+    kv_heads, head_dim = _size(base, "num_key_value_heads", heads), _size(base, "head_dim", 2 * (width // heads // 2))
+    rope = getattr(base, "rope_parameters", None)
+    theta = rope.get("rope_theta") if isinstance(rope, dict) else None
+    return EagleConfig(
+        vocab_size=base.vocab_size,
+        hidden_size=width,
+        intermediate_size=_size(base, "intermediate_size", 4 * width),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads if heads % kv_heads == 0 else heads,
+        head_dim=max(head_dim, 2),
+        rms_norm_eps=getattr(base, "rms_norm_eps", 1e-6),
+        rope=DEFAULT_ROPE | ({"rope_theta": theta} if isinstance(theta, float | int) else {}),
+        max_position_embeddings=context_of(base) or 2048,
+        target_layers=config.target_layers,
+        norm_before_residual=True,
+        draft_vocab_size=draft_vocab_size,
+        draft_len_per_beam=config.draft_len,
+    )
+
+
+def _size(base: PretrainedConfig, name: str, default: int) -> int:
+    value = getattr(base, name, None)
+    return value if isinstance(value, int) and value > 0 else default
+
+
+def _prepare_eagle(drafter: EagleDrafter, model: PreTrainedModel, draft_ids: Tensor | None) -> None:
+    """Let a new head begin as what the base's head reads of the last of the layers. Collective with a spread base."""
+    width, head = drafter.config.width, gather_tensor(model.get_output_embeddings().weight)
+    for product in (drafter.fc, drafter.midlayer.self_attn.o_proj, drafter.midlayer.mlp.down_proj):
+        product.weight *= 0.1  # what is random drowns nothing
+    drafter.fc.weight[:, -width:] += torch.eye(width)
+    norm = getattr(getattr(model.get_decoder(), "norm", None), "weight", None)  # the last one, where it is called so
+    if isinstance(norm, Tensor) and norm.shape == (width,):
+        drafter.norm.weight.copy_(gather_tensor(norm))
+    if head.shape == (drafter.config.vocab_size, width) and head.dtype.itemsize > 1:  # FP8 would need its scale
+        ids = slice(None) if draft_ids is None else draft_ids.to(head.device)
+        drafter.lm_head.weight.copy_(head[ids])
+
+
+def _eagle_options(drafter: EagleConfig) -> dict[str, Any]:
+    return {"form": "eagle3", "target_layers": tuple(drafter.target_layers or ())}
+
+
+FORMS = {
+    "recurrent": Form(_size_recurrent, _recurrent_config, _prepare_recurrent, _recurrent_options),
+    "eagle3": Form(_size_eagle, _eagle_config, _prepare_eagle, _eagle_options),
+}

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
-from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter_types import Drafter
 from redrafter.errors import CheckpointError, first_line
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, gather_random_states, restore_random_state
 from redrafter.train.config import TrainConfig
@@ -32,7 +32,7 @@ ADAM_BETAS = (0.9, 0.95)
 
 def train(
     model: PreTrainedModel,
-    drafter: RecurrentDrafter,
+    drafter: Drafter,
     batches: Iterable[tuple[Tensor, ...]],
     config: TrainConfig,
     *,
@@ -115,7 +115,7 @@ def learning_rate_factor(fraction_done: float, warmup: float) -> float:
     return rise * (1 + math.cos(math.pi * fraction_done)) / 2
 
 
-def make_optimizer(drafter: RecurrentDrafter, config: TrainConfig, device: torch.device) -> AdamW:
+def make_optimizer(drafter: Drafter, config: TrainConfig, device: torch.device) -> AdamW:
     """Make AdamW over all weights of a drafter; weight decay applies to matrices only."""
     weights = list(drafter.parameters())
     matrices, vectors = ([weight for weight in weights if (weight.dim() > 1) == wide] for wide in (True, False))
@@ -133,7 +133,7 @@ class Trainer:
     def __init__(
         self,
         model: PreTrainedModel,
-        drafter: RecurrentDrafter,
+        drafter: Drafter,
         config: TrainConfig,
         accelerator: Accelerator,
         resumed: Checkpoint | None,
@@ -142,7 +142,8 @@ class Trainer:
         self.validate: Callable[[], float | None] | None = None
         self.checkpoints: Checkpoints | None = None
         base: Any = model
-        self.teacher = Teacher(base.to(accelerator.device), drafter.config.target_layers)
+        depth = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.teacher = Teacher(base.to(accelerator.device), drafter.config.target_layers_of(depth))
         self.meter = LossMeter(config.draft_len, accelerator)
         drafter.train()
         self.sharded = ShardedDrafter(drafter, config, accelerator) if config.shard_drafter else None

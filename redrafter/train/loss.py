@@ -6,15 +6,13 @@ logits at position i+k. The states of all K steps are computed first, for they d
 the loss over the vocabulary, in chunks (see `HeadLoss`).
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from redrafter.drafting.context_attention import packed_mask, with_empty_entry
-from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter_types import Drafter
 from redrafter.train.config import TrainConfig
 from redrafter.train.head_loss import HeadLoss, Objective, chunk_anchors, chunk_loss
 from redrafter.train.teacher import TeacherOutput
@@ -74,7 +72,7 @@ class Unroll(nn.Module):
     A drafter with a reduced vocabulary is compared with the teacher restricted to its ids and normalised again.
     """
 
-    def __init__(self, drafter: RecurrentDrafter, config: TrainConfig):
+    def __init__(self, drafter: Drafter, config: TrainConfig):
         super().__init__()
         self.drafter, self.config = drafter, config
         self.objective = Objective(config.distill, config.reach, drafter.config.draft_beams)
@@ -106,12 +104,13 @@ class Unroll(nn.Module):
         last = len(labels) - 1  # steps past the end weigh 0; they only must not index past it
         position = (anchors[:, None] + torch.arange(1, config.draft_len + 1, device=device)).clamp(max=last)  # [A, K]
         label = labels[(position + 1).clamp(max=last)]
+        features, embedding = (x.to(drafter.dtype) for x in (teacher_output.hidden, teacher_output.embedding))
         teacher = teacher_output.logits
         if isinstance(drafter.draft_ids, Tensor):
             teacher = teacher.index_select(-1, drafter.draft_ids)
 
         loss, attempted, correct = HeadLoss.apply(
-            self.head_inputs(teacher_output, segment, anchors, position),
+            drafter.unroll(tokens, features, embedding, segment, anchors, position),
             drafter.lm_head.weight,
             teacher.flatten(0, 1),
             position,
@@ -122,70 +121,3 @@ class Unroll(nn.Module):
             self._compute,
         )
         return BatchLoss(loss, attempted, correct)
-
-    def head_inputs(
-        self, teacher_output: TeacherOutput, segment: Tensor | None, anchors: Tensor, position: Tensor
-    ) -> Tensor:
-        """Unroll the recurrence from all anchors.
-
-        Args:
-            teacher_output: What the base computed for the batch.
-            segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
-            anchors: Flat positions of the anchors, `[A]` int64.
-            position: Flat position of the token that each step reads, `[A, K]` int64.
-
-        Returns the input of the head at each step, `[A, K, R]`.
-        """
-        drafter, features, context = self.drafter, teacher_output.hidden, None
-        embedding = teacher_output.embedding.to(drafter.dtype)  # [B, T, D]
-        if drafter.context is None:
-            hidden = drafter.fuse_hidden(features.flatten(0, 1)[anchors].to(drafter.dtype))  # [A, D]
-        else:
-            fused = drafter.fuse_hidden(features.to(drafter.dtype))  # [B, T, D]: all tokens have keys, not only anchors
-            hidden = fused.flatten(0, 1).index_select(0, anchors)
-            context = PackedContext(drafter, fused, embedding, segment, anchors)
-        tokens, state, start, head_inputs = embedding.flatten(0, 1), None, drafter.begin(hidden), []
-        for k in range(self.config.draft_len):
-            read = None if context is None else partial(context.read, k)
-            x, state = drafter.advance(tokens[position[:, k]], state, start, read)
-            head_inputs.append(x)
-        return torch.stack(head_inputs, dim=1)
-
-
-class PackedContext:
-    """The keys and values of a batch's texts, and which of them each anchor attends to.
-
-    All positions of the texts attend at once, as queries of one product. So the anchors' states are put at their
-    positions, and zeros at the others.
-
-    Args:
-        drafter: A drafter that attends to committed tokens.
-        hidden: Hidden states of all tokens as `RecurrentDrafter.fuse_hidden` returns them, `[B, T, D]`.
-        embedding: The base's embeddings of the tokens, `[B, T, D]`.
-        segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
-        anchors: Flat positions of the anchors, `[A]` int64. Only position 0 may occur several times: no pair ends
-            there, so it reads nothing, and its state gets no gradient from here.
-    """
-
-    def __init__(
-        self, drafter: RecurrentDrafter, hidden: Tensor, embedding: Tensor, segment: Tensor | None, anchors: Tensor
-    ):
-        attention, window = drafter.context, drafter.config.context_window
-        assert attention is not None, "the drafter has a context_window"
-        assert window is not None, "the drafter has a context_window"
-        rows, length, _ = hidden.shape
-        self._attention, self._shape, self._anchors = attention, (rows, length), anchors
-        keys, values = attention.remember(hidden, embedding, torch.arange(length, device=hidden.device))
-        self._keys, self._values = with_empty_entry(keys[:, :-1]), with_empty_entry(values[:, 1:])
-        self._mask = packed_mask(segment, rows, length, window, hidden.device)
-
-    def read(self, step: int, state: Tensor) -> Tensor:
-        """Attend from the anchors' states after a draft step to the texts, and return what they read, `[A, D]`.
-
-        `step` counts draft steps from 0; `state` is the state of each anchor, `[A, D]`.
-        """
-        rows, length = self._shape
-        grid = state.new_zeros(rows * length, state.shape[-1]).index_copy(0, self._anchors, state)
-        grid = grid.unflatten(0, (rows, length))  # [B, T, D]
-        attended = self._attention.read_packed(grid, step, self._keys, self._values, self._mask)
-        return attended.flatten(0, 1).index_select(0, self._anchors)

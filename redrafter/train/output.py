@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 import redrafter
 from redrafter.app.flags import short_name
 from redrafter.data.windows import Windows
-from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.drafting.drafter_config import MEASURED_NODES
+from redrafter.drafting.drafter_types import DRAFTER_CLASSES, Drafter
 from redrafter.files.atomic_folder import check_output_folder, write_folder
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.report import hardware, versions
@@ -40,7 +40,7 @@ def check_output(output: Path, overwrite: bool) -> None:
 
 
 def save_drafter(
-    drafter: RecurrentDrafter,
+    drafter: Drafter,
     output: Path,
     card: str,
     facts: dict[str, Any],
@@ -65,7 +65,7 @@ def save_drafter(
 
 def _holds_drafter_or_its_files(folder: Path) -> bool:
     """Return whether a folder holds a drafter, or nothing but what `save_drafter` writes beside a drafter's weights."""
-    if _read(folder / "config.json").get("model_type") == DrafterConfig.model_type:
+    if _read(folder / "config.json").get("model_type") in DRAFTER_CLASSES:
         return True
     names = {file.name for file in folder.iterdir()}
     return names <= FILES_BESIDE_WEIGHTS and "saved_step" in _read(folder / RECORD_FILE)
@@ -79,21 +79,21 @@ def _read(file: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def describe_size(model: PreTrainedModel, drafter: RecurrentDrafter) -> str:
+def describe_size(model: PreTrainedModel, drafter: Drafter) -> str:
     """Describe a drafter's size, e.g. `164,224 parameters, 3.6 % of the base's 4,505,184`."""
     base, size = model.num_parameters(), drafter.num_parameters()
     return f"{size:,} parameters, {100 * size / base:.1f} % of the base's {base:,}"
 
 
-def served_shape(drafter: RecurrentDrafter) -> Shape:
-    """Return the tree shape that a drafter is measured with: its config's beams and depth, with all nodes."""
+def served_shape(drafter: Drafter) -> Shape:
+    """Return the tree that a drafter is measured with: its config's beams and depth, with `MEASURED_NODES` at most."""
     beams, depth = drafter.config.draft_beams, drafter.config.draft_len_per_beam
-    return Shape(beams, depth, 1 + beams * depth)
+    return Shape(beams, depth, min(MEASURED_NODES, 1 + beams * depth))
 
 
 def make_model_card(
     model: PreTrainedModel,
-    drafter: RecurrentDrafter,
+    drafter: Drafter,
     config: TrainConfig,
     result: TrainingState,
     validation: Stats | None,
@@ -131,7 +131,7 @@ def make_model_card(
 {header.to_yaml()}
 ---
 
-# Recurrent drafter for {base}
+# {drafter.config.kind[0].upper() + drafter.config.kind[1:]} for {base}
 
 It makes this base write faster and changes none of its tokens. It fits no other base; loading refuses one.
 

@@ -15,8 +15,7 @@ from redrafter.data.documents import encode_documents, format_sample
 from redrafter.data.prompts import sample_prompts
 from redrafter.data.rows import Row, read_rows
 from redrafter.data.windows import Windows
-from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.drafting.drafter_types import DRAFTER_CLASSES, Drafter, make_drafter
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import load_error
 from redrafter.files.dtype_names import dtype_name
@@ -78,7 +77,7 @@ def last_step(config: TrainConfig, windows: Windows, processes: int) -> int | No
     return min(by_epochs, config.steps or by_epochs)
 
 
-def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, RecurrentDrafter]:
+def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, Drafter]:
     """Build the base and the drafter on the meta device, without memory for weights."""
     base_config = _base_config(config)
     saved: Any = base_config.get_text_config(decoder=True).dtype or base_config.dtype or torch.float32
@@ -94,11 +93,12 @@ def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, Recurre
         form = new_config(base_config, config, config.draft_vocab_size)
     else:
         try:
-            form = DrafterConfig.from_pretrained(config.drafter)
+            form = AutoConfig.from_pretrained(config.drafter)
+            _ = DRAFTER_CLASSES[form.model_type]
         except Exception as error:
             raise load_error("drafter", config.drafter, error) from error
     with torch.device("meta"):
-        return base, RecurrentDrafter(form).float()
+        return base, make_drafter(form).float()
 
 
 def row_length(config: TrainConfig) -> int:
@@ -119,9 +119,7 @@ def _base_config(config: TrainConfig) -> PretrainedConfig:
         raise load_error("model", str(config.model), error) from error
 
 
-def _memory(
-    config: TrainConfig, base: PreTrainedModel, drafter: RecurrentDrafter, row: int, processes: int
-) -> list[str]:
+def _memory(config: TrainConfig, base: PreTrainedModel, drafter: Drafter, row: int, processes: int) -> list[str]:
     """Estimate the memory on each process's device; of a batch, only the largest parts are counted."""
     drafter_size, item_bytes = drafter.num_parameters(), base.dtype.itemsize
     drafter_config, vocabulary = drafter.config, drafter.lm_head.out_features
@@ -130,7 +128,6 @@ def _memory(
     predictions = config.chunk or config.draft_len * chunk_anchors(vocabulary, config.draft_len, device)
     chunk = 4 * vocabulary * min(predictions, config.draft_len * positions)
     reduced = vocabulary if drafter_config.draft_vocab_size is not None else 0
-    states = 4 * positions * config.draft_len * drafter_config.exit_dim * (2 + drafter_config.num_draft_layers)
     share = drafter_size / (processes if config.shard_drafter else 1)
     parts = {
         "base": base.num_parameters() * item_bytes / (processes if config.shard_base else 1),
@@ -138,18 +135,11 @@ def _memory(
         "their gradients": 4 * share,
         "AdamW's state": 8 * share,
         "the base's logits": positions * (drafter_config.vocab_size + reduced) * item_bytes,
-        "the drafter's states": states,
+        **drafter.unroll_bytes(config.batch_size, row, config.draft_len),
         "a chunk's logits": LOGIT_COPIES * chunk,
     }
     if config.shard_drafter:
         parts["the drafter's weights and gradients gathered"] = 8 * drafter_size
-    if drafter_config.context_window is not None:
-        steps, heads, kv_heads = config.draft_len, drafter_config.context_heads, drafter_config.context_kv_heads
-        width, head_dim = drafter_config.hidden_size, drafter_config.context_head_dim
-        by_step = 3 * width + 4 * heads * head_dim  # states and queries
-        keys = 5 * width + 4 * kv_heads * head_dim  # and what they are made of
-        masks = (1 + steps) * row  # a mask, and its copy at each step
-        parts["its attention to the texts"] = positions * (4 * (steps * by_step + keys) + masks)
     shown = ", ".join(f"{name} {_format_bytes(count)}" for name, count in parts.items())
     return [f"memory on each device, about: {_format_bytes(sum(parts.values()))} ({shown})"]
 

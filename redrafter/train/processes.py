@@ -23,7 +23,7 @@ from accelerate.utils import DistributedDataParallelKwargs, broadcast, broadcast
 
 from redrafter.app.flags import flag
 from redrafter.app.program import print_message
-from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter_types import Drafter
 from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError, first_line
 from redrafter.train.config import TrainConfig
 
@@ -94,7 +94,7 @@ def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
     return accelerator
 
 
-def broadcast_weights(drafter: RecurrentDrafter, accelerator: Accelerator) -> None:
+def broadcast_weights(drafter: Drafter, accelerator: Accelerator) -> None:
     """Give the first process's weights to the drafters of all. Collective: call it on every rank."""
     with torch.no_grad():
         for weight in drafter.parameters():

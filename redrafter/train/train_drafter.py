@@ -1,4 +1,4 @@
-"""Train a recurrent drafter for any Hugging Face causal LM. The base stays as it is.
+"""Train a drafter for any Hugging Face causal LM. The base stays as it is.
 
     accelerate launch train/train_drafter.py --model BASE --data chat.jsonl --output drafter --mixed-precision bf16
     python train/train_drafter.py --model TINY --data text.jsonl --output drafter --length 128 --steps 200
@@ -25,7 +25,7 @@ from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_fits_target, embedding_norms
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
-from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter_types import Drafter
 from redrafter.errors import ArgumentError
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
@@ -63,6 +63,7 @@ from redrafter.train.processes import (
 )
 from redrafter.train.progress import Console, NotFiniteError, TrainingState
 from redrafter.train.sharding import load_sharded
+from redrafter.train.tree_choice import choose_tree
 
 __all__ = ["TrainConfig", "main", "new_drafter", "train"]
 
@@ -171,10 +172,13 @@ class TrainingSession:
             self.console.print_line(
                 f"step {result.best_step} was the best of {len(result.tokens_per_step)} validations"
             )
-            self.validate()
+        texts = self.validation_texts
+        if texts is not None and texts.count:
+            self.validation, line = choose_tree(drafter, texts, config.draft_len, config.seed)
+            self.console.print_line(line)
         if not self.accelerator.is_main_process:
             return
-        model, texts = self.target.model, self.validation_texts
+        model = self.target.model
         facts = make_provenance(model, self.base, config, result, self.windows, self.accelerator)
         prompts = texts.count if texts else 0
         card = make_model_card(model, drafter, config, result, self.validation, prompts, facts)
@@ -209,7 +213,7 @@ class TrainingSession:
             checkpoints.remove_all()
         return checkpoints, resumed
 
-    def _load_drafter(self) -> RecurrentDrafter:
+    def _load_drafter(self) -> Drafter:
         """Make a new drafter or load the one to train further, and set in its config what it is trained for."""
         config, target = self.config, self.target
         if self.resumed is not None or config.drafter is not None:

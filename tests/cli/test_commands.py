@@ -506,7 +506,7 @@ def test_processes_must_be_those_of_the_target(two_processes, text):
 def test_a_base_alone_is_told_what_the_command_has(folder, capsys, command, others):
     base = str(folder / "base")
     err = fails(capsys, command, "--model", base, *(["ja"] if command == "generate" else []))
-    assert f"{base} has no redrafter.json, so it holds no drafter: give one (--drafter D)" in err
+    assert f"{base} has no redrafter.json and no MTP layer, so it holds no drafter: give one (--drafter D)" in err
     assert [flag in err for flag in ("--draft-model", "--prompt-lookup", "--no-speculate")] == [others] * 3
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from helpers.conversion import convert, refused, weights
 from helpers.eagle import EAGLE_FORMS, eagle_dir, random_head, speculators_dir
-from helpers.models import VOCAB, tiny_model
+from helpers.models import VOCAB, tiny_drafter, tiny_model
 from redrafter import CheckpointError, EagleDrafter, MismatchError, ReDrafter
 from redrafter.cli import main as redrafter
 
@@ -45,6 +45,49 @@ def test_a_head_of_speculators_is_read_as_it_is(form, tmp_path, capsys):
     assert_same(found, head)
     assert found.config.draft_len_per_beam == 3
     assert found.config.base_model == "some/base"
+
+
+@pytest.mark.parametrize("form", EAGLE_FORMS)
+def test_a_head_is_written_as_speculators_writes_it(form, tmp_path, capsys):
+    """Names, numbers and config are those of a head that was published; converted back, it is the head it was."""
+    head = random_head(**EAGLE_FORMS[form] | {"draft_len_per_beam": 3, "base_model": "some/base"})
+    head.save_pretrained(tmp_path / "ours")
+    theirs, written = speculators_dir(tmp_path / "theirs", head), tmp_path / "written"
+    convert(written, drafter=tmp_path / "ours", to="speculators")
+    found, expected = weights(written), weights(theirs)
+    assert found.keys() == expected.keys() | {"d2t", "t2d"}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert (found["d2t"].dtype, found["t2d"].dtype) == (torch.int64, torch.bool)
+    config, published = (json.loads((place / "config.json").read_text()) for place in (written, theirs))
+    assert published["speculators_config"]["verifier"].pop("architectures")
+    layer = config["transformer_layer_config"]
+    for key, value in published["transformer_layer_config"].items():
+        if key != "rope_scaling":
+            assert layer[key] == value, key
+    scaling = published["transformer_layer_config"]["rope_scaling"] or {"rope_type": "default"}
+    assert layer["rope_parameters"] == scaling | {"rope_theta": layer["rope_theta"]}
+    for key in published.keys() - {"transformer_layer_config", "speculators_config"}:
+        assert config.get(key, False) == published[key], key
+    asked, given = config["speculators_config"], published["speculators_config"]
+    assert asked["verifier"]["name_or_path"] == given["verifier"]["name_or_path"]
+    assert given["proposal_methods"][0].items() <= asked["proposal_methods"][0].items()
+    assert (asked["algorithm"], asked["default_proposal_method"]) == ("eagle3", "greedy")
+    back = EagleDrafter.from_pretrained(convert(tmp_path / "back", drafter=written, to="drafter"))
+    assert_same(back, head)
+
+
+def test_what_another_engine_has_to_find_is_said(base, tmp_path, capsys):
+    random_head(target_layers=[0, 2]).save_pretrained(tmp_path / "head")
+    convert(tmp_path / "out", base=base, drafter=tmp_path / "head", to="speculators")
+    assert "the output of the base's last layer, 2, which vLLM does not give" in capsys.readouterr().err
+    verifier = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"]["verifier"]
+    assert verifier == {"name_or_path": str(base), "architectures": ["LlamaForCausalLM"]}
+    random_head(base_model="name").save_pretrained(tmp_path / "named")
+    convert(tmp_path / "lost", drafter=tmp_path / "named", to="speculators")
+    assert "the base is written as 'name'" in capsys.readouterr().err
+    tiny_drafter().save_pretrained(tmp_path / "recurrent")
+    error = refused(capsys, output=tmp_path / "none", drafter=tmp_path / "recurrent", to="speculators")
+    assert "cannot hold a recurrent drafter; `redrafter train --form eagle3`" in error
 
 
 @pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "pickle"])

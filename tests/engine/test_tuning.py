@@ -230,6 +230,8 @@ def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():
     assert [shape and shape.node_budget for shape in shapes] == [26, 26, 26, 16, 16, 8, 4, 2, 2, None]
     assert [shape and shape.draft_len_per_beam for shape in shapes] == [5, 5, 5, 4, 4, 3, 2, 1, 1, None]
     assert default_shape(1, 10, 5) == TreeShape(10, 5, 51)
+    assert default_shape(4, 4, 10) == TreeShape(4, 10, 32)  # as deep as was measured best with 26 nodes
+    assert default_shape(8, 4, 10) == TreeShape(4, 4, 16)
     assert default_shape(64, 1, 2) == TreeShape(1, 1, 2)
 
 

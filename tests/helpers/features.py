@@ -22,6 +22,7 @@ from helpers.context_drafter import checked_windows, context_drafter
 from helpers.dflash import DFLASH_FORMS, checked_blocks, random_block_drafter
 from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
 from helpers.models import CHUNKED, tiny_drafter, tiny_model, uneven_batch
+from helpers.mtp import checked_layers, random_mtp
 from helpers.recurrent import generated_alone, recurrent_model
 from helpers.scheduling import KINDS, alone, make_sequence, seeing_sequence
 from helpers.seeing_models import UNEVEN, prompts_with_images, tiny_seeing_model
@@ -148,6 +149,11 @@ def blocks(form: str, model: PreTrainedModel) -> Any:
     return random_block_drafter(**DFLASH_FORMS[form], **sized(model))
 
 
+def with_mtp(model: PreTrainedModel, options: EngineOptions, shape: TreeShape) -> ReDrafter:
+    target = Target(model)
+    return ReDrafter(target, random_mtp(target), shape, options=options)
+
+
 ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
     "undrafted": lambda model, options: Engine(Target(model), PlainProposer(), options),
     "prompt lookup": lambda model, options: Engine(Target(model), PromptLookupProposer(2, 4), options),
@@ -163,6 +169,8 @@ ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
     "DFlash": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), blocks("DFlash", model)),
     "DSpark": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), blocks("DSpark", model)),
     "DFlash2": lambda model, options: sharing(model, options, blocks("DFlash2", model)),
+    "MTP": lambda model, options: with_mtp(model, options, TreeShape(4, 3, 999)),
+    "MTP and text": lambda model, options: beside_text(with_mtp(model, options, TreeShape(1, 3, 999))),
     "draft model": draft_target,
     "draft model's tree": lambda model, options: draft_target(model, options, num_beams=3, node_budget=6),
     "other vocabulary": other_vocabulary,
@@ -182,6 +190,7 @@ WATCHED: dict[str, Callable[[], AbstractContextManager]] = {
     "EAGLE's chain": checked_drafts,
     "DFlash": checked_blocks,
     "DSpark": checked_blocks,
+    "MTP": checked_layers,
 }
 
 
@@ -301,6 +310,9 @@ SIMPLE = {("text", engine) for engine in ENGINES} | {(feature, "drafter") for fe
 # And what layers attend to, with all that drafts.
 LAYERS = [name for name, feature in FEATURES.items() if not (feature.images or feature.adapters or feature.options)]
 PAIRS = sorted(SIMPLE | OWN_WAYS | {(feature, engine) for feature in LAYERS for engine in ENGINES})
+# Layers that are called in ways of their own, or have no keys; no checkpoint of theirs has an MTP layer.
+NO_MTP = ("window", "chunks", "learned positions", "states")
+PAIRS = [of for of in PAIRS if of[0] not in NO_MTP or not of[1].startswith("MTP")]
 
 
 def case(*names: str, fast: bool) -> Any:

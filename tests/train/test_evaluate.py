@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from helpers.chats import write
 from helpers.command_line import fails
+from helpers.eagle import EAGLE_FORMS, random_head
 from helpers.models import DRAFTER_ALONE, HIDDEN, VOCAB, tiny_drafter, tiny_model
 from helpers.training import learn_circle, round_circle
 from redrafter import RecurrentDrafter, ReDrafter, boxed_pair
@@ -75,7 +76,7 @@ def random_pair(draft_vocab: int | None = None, **changes: object) -> tuple[PreT
 
 @pytest.mark.parametrize(
     "pair, temperature",
-    [("patterned", 0.6), *product(("patterned", "random", "reduced", "layered", "context"), (0.0, 1.0))],
+    [("patterned", 0.6), *product(("patterned", "random", "reduced", "layered", "context", "EAGLE"), (0.0, 1.0))],
 )
 def test_a_replay_counts_what_generate_reports(request, pair, temperature, monkeypatch):
     """Compare text by text, on unequal prompts decoded as one batch, some of which end early."""
@@ -85,7 +86,9 @@ def test_a_replay_counts_what_generate_reports(request, pair, temperature, monke
     context = {"context_window": 6, "context_head_dim": 8}
     changes = {"reduced": {"draft_vocab": 40}, "layered": layered, "context": layered | context}.get(pair, {})
     model, drafter = request.getfixturevalue("patterned") if pair == "patterned" else random_pair(**changes)
-    if drafter.context is not None:
+    if pair == "EAGLE":
+        drafter = random_head(**EAGLE_FORMS["speculators"])
+    elif drafter.context is not None:
         torch.nn.init.normal_(drafter.context.out.weight, std=3)  # or nothing that is read would show
     target, prompts = Target(model), random_prompts()
     texts = write_texts(target, prompts, 23, temperature, seed=5, batch_size=2)
@@ -94,7 +97,7 @@ def test_a_replay_counts_what_generate_reports(request, pair, temperature, monke
     ids = torch.tensor([[0] * (17 - len(prompt)) + prompt for prompt in prompts])
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "seed": 5} if temperature else {}
     for shape, replayed in zip(SHAPES, found, strict=True):
-        engine = ReDrafter(target, drafter, TreeShape(shape.beams, shape.depth, shape.nodes))
+        engine = ReDrafter(target, drafter, TreeShape(shape.beams, shape.depth, shape.nodes), options=DRAFTER_ALONE)
         arguments = {"do_sample": False, "max_new_tokens": 23, "return_dict_in_generate": True} | sampling
         out = engine.generate(ids, (ids > 0).long(), **arguments)
         for row, (text, mine, stats) in enumerate(zip(texts.continuations, replayed, out.stats.rows, strict=True)):

@@ -43,9 +43,8 @@ def trained_logits(drafter: RecurrentDrafter, target: Target, tokens: Tensor, se
         output = teacher.read(tokens, segment)
     anchors = torch.arange(tokens.shape[1])
     position = (anchors[:, None] + torch.arange(1, DEPTH + 1)).clamp(max=tokens.shape[1] - 1)
-    unroll = Unroll(drafter, TrainConfig(draft_len=DEPTH))
     with torch.no_grad():
-        return drafter.lm_head(unroll.head_inputs(output, segment, anchors, position))
+        return drafter.lm_head(drafter.unroll(tokens, output.hidden, output.embedding, segment, anchors, position))
 
 
 @torch.no_grad()
@@ -75,7 +74,7 @@ def drafted_logits(drafter: RecurrentDrafter, target: Target, text: Tensor, pend
     zero = torch.zeros(1, dtype=torch.long)
     proposer = RecurrentProposer(drafter, target, 1, DEPTH, 1 + DEPTH)
     sampler = SimpleNamespace(draft_scores=draft_scores, plain=None)
-    proposer.search(State(ahead[None], zero, hidden, zero == 0), sampler, None, window=window)
+    proposer.search(State(ahead[None], zero, hidden, zero == 0), sampler, None, context=window)
     return torch.stack(logits)
 
 
@@ -153,7 +152,7 @@ def draft_chain(drafter: RecurrentDrafter, target: Target, text: list[int]) -> l
     sampler = SimpleNamespace(draft_scores=lambda logits, *_: logits, plain=None)
     proposer = RecurrentProposer(drafter, target, 1, DEPTH, 1 + DEPTH)
     state = State(torch.tensor([text[-1:]]), zero, hidden, zero == 0)
-    return proposer.search(state, sampler, None, window=window).tokens[0, 1:].tolist()
+    return proposer.search(state, sampler, None, context=window).tokens[0, 1:].tolist()
 
 
 @pytest.mark.parametrize("form", READING)

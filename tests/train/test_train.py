@@ -236,8 +236,10 @@ def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "data.jsonl", "out"]
     drafter = RecurrentDrafter.from_pretrained(out)
     config = drafter.config
-    found = config.trained_draft_len, config.draft_len_per_beam, config.exit_dim, config.base_model
-    assert found == (3, 3, 16, "base")
+    assert (config.trained_draft_len, config.exit_dim, config.base_model) == (3, 16, "base")
+    chosen = re.search(r"nodes: (\d+)x(\d+) writes most, tokens per step ([\d.]+) greedily", said)
+    assert [str(config.draft_beams), str(config.draft_len_per_beam)] == [chosen[1], chosen[2]]
+    assert config.draft_len_per_beam <= 2 * 3
     assert len(config.base_embedding_norms) == 8
     assert drafter.dtype == torch.float32
     learnt = {token for token in range(VOCAB) if token in drafter.draft_ids}
@@ -255,7 +257,8 @@ def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
         "tags": ["redrafter", "speculative-decoding"],
     }
     assert str(tmp_path) not in card
-    for words in ("data.jsonl", "--draft-vocab-size 40", "tokens per step", "1 held-out prompts (5 beams x 3 tokens,"):
+    tree = f"1 held-out prompts ({chosen[1]} beams x {chosen[2]} tokens,"
+    for words in ("data.jsonl", "--draft-vocab-size 40", f"{chosen[3]} tokens per step, greedy", tree):
         assert words in card
 
     more = ["--steps", "2", "--drafter", str(out), "--save-dtype", "bfloat16", "--validate-prompts", "0"]

@@ -26,9 +26,9 @@ from redrafter.app.program import run_command
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_beams
 from redrafter.checkpoints.tokenizers import end_tokens
-from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
+from redrafter.drafting.proposer import SearchProposer
 from redrafter.engine.redrafter import ReDrafter
-from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import write_atomically
 from redrafter.measure.report import check_picture, output_file
 from redrafter.train.evaluate.explain import OtherTexts, explain
@@ -52,12 +52,7 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
     """
     engine, proposer = pair.engine, pair.engine.proposer
     assert isinstance(engine, ReDrafter)
-    if not isinstance(engine.drafter, RecurrentDrafter):
-        raise UnsupportedError(
-            "`redrafter evaluate` replays recurrent drafters alone, and this is none: `redrafter bench` "
-            "measures its tokens per step"
-        )
-    assert isinstance(proposer, RecurrentProposer)
+    assert isinstance(proposer, SearchProposer)
     search = Search(proposer.beams, proposer.depth)
     trees = options.trees(search)
     if options.explain:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.app.loading import Pair
 from redrafter.checkpoints.tokenizers import end_tokens
-from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter_types import Drafter
 from redrafter.model.target import Target
 from redrafter.train.evaluate.options import EvaluateOptions
 from redrafter.train.evaluate.replay import (
@@ -57,7 +56,7 @@ class OtherTexts:
 
 def explain(
     pair: Pair,
-    drafter: RecurrentDrafter,
+    drafter: Drafter,
     options: EvaluateOptions,
     shape: Shape,
     categories: dict[str, int],
@@ -95,7 +94,7 @@ def explain(
 
 
 def explain_temperature(
-    drafter: RecurrentDrafter, target: Target, texts: Texts, shape: Shape, categories: dict[str, int]
+    drafter: Drafter, target: Target, texts: Texts, shape: Shape, categories: dict[str, int]
 ) -> dict[str, Any]:
     """Explain the acceptance along the texts of one temperature; the arguments are those of `explain`."""
     steps = trace_steps(drafter, target, texts, shape)
@@ -138,7 +137,7 @@ def _count_steps(steps: "Steps", shape: Shape, chosen: Tensor) -> dict[str, Any]
 
 
 def _measure_form(
-    pair: Pair, drafter: RecurrentDrafter, options: EvaluateOptions, shape: Shape, prompts: list[list[int]]
+    pair: Pair, drafter: Drafter, options: EvaluateOptions, shape: Shape, prompts: list[list[int]]
 ) -> dict[str, Any]:
     """Measure the steps along greedy texts after prompts in one form, plain or in the chat template."""
     engine, ends = pair.engine, end_tokens(pair.engine.model, pair.tokenizer)
@@ -247,7 +246,7 @@ def bucket_drafts(names: Sequence[str], value: Tensor, accepted: Tensor, bounds:
 
 
 @torch.inference_mode()
-def trace_steps(drafter: RecurrentDrafter, target: Target, texts: Texts, shape: Shape) -> Steps:
+def trace_steps(drafter: Drafter, target: Target, texts: Texts, shape: Shape) -> Steps:
     """Take the steps that `replay` counts, and tell of each how its first missed draft was missed.
 
     The drafter must be in eval mode, on the target's device and in its dtype.
@@ -267,7 +266,7 @@ def trace_steps(drafter: RecurrentDrafter, target: Target, texts: Texts, shape: 
 
 
 @torch.inference_mode()
-def best_guess_share(drafter: RecurrentDrafter, target: Target, texts: Texts, depth: int) -> list[float | None]:
+def best_guess_share(drafter: Drafter, target: Target, texts: Texts, depth: int) -> list[float | None]:
     """Return how often the drafter's best guess is the text's own token, after the text's own tokens before it.
 
     Every position of what follows the prompts counts, and no noise is shared, so texts of any origin can be compared.
@@ -305,17 +304,16 @@ def base_probabilities(target: Target, texts: Texts) -> list[Tensor]:
     return [found[index] for index in range(len(texts.tokens))]
 
 
-def _ranks(drafter: RecurrentDrafter, target: Target, at: Positions) -> Tensor:
+def _ranks(drafter: Drafter, target: Target, at: Positions) -> Tensor:
     """Rank the text's own tokens among the drafter's scores, as the search makes them, `[A, K]` int64.
 
     -1 stands for tokens that the drafter does not know, and for those past the end of the text.
     """
     tokens, ids, ranks = at.state.tokens[:, :-1], drafter.draft_ids, list[Tensor]()  # [A, K+1]
     label = drafter.index_ids()[tokens.clamp(min=0)].where(tokens >= 0, -1)
-    start, carried = drafter.begin(drafter.fuse_hidden(at.state.hidden)[:, None]), None
-    for k in range(tokens.shape[1] - 1):
-        embedding = target.embedding(tokens[:, k : k + 1].clamp(min=0))
-        read = None if at.window is None else partial(drafter.context, step=k, window=at.window)
-        logits, carried = drafter.step(embedding, carried, start, read)
+    depth = tokens.shape[1] - 1
+    draft = drafter.proposer(target, 1, depth, 1 + depth, None, False).draft_logits(at.state, at.context)
+    for k in range(depth):
+        logits = draft(k, tokens[:, k : k + 1].clamp(min=0), torch.zeros_like(tokens[:, :1]))
         ranks.append(rank_of(at.sampler.draft_scores(logits, at.noise, k, ids)[:, 0], label[:, k + 1]))
     return torch.stack(ranks, dim=1)

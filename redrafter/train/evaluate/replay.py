@@ -13,14 +13,14 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from redrafter.drafting.context_attention import ContextWindow
-from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
+from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import State
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
@@ -64,10 +64,10 @@ class Positions:
     state: State
     sampler: Sampler  # how the base sampled the texts
     noise: Tensor | None  # noise of the tokens after the pending one, `[A, K, V]`; None when greedy
-    window: ContextWindow | None  # what the drafter reads of the texts there; None where it reads nothing
+    context: Any  # what the drafter reads of the texts there; None where it reads nothing
 
 
-def count_accepted(drafter: RecurrentDrafter, target: Target, at: Positions, shapes: Sequence[Shape]) -> Tensor:
+def count_accepted(drafter: Drafter, target: Target, at: Positions, shapes: Sequence[Shape]) -> Tensor:
     """Count the drafts that are accepted and those that are verified at A positions, `[2, A, shapes]` int64.
 
     The drafter must be in eval mode. The depth K of the positions is that of the deepest shape.
@@ -79,8 +79,8 @@ def count_accepted(drafter: RecurrentDrafter, target: Target, at: Positions, sha
         depth = max(shapes[column].depth for column in columns)
         # The search ranks each node by the sum of the drafter's log-probabilities, noise included, from the root to it.
         scores = [torch.zeros_like(state.length[:, None], dtype=torch.float32)]
-        proposer = RecurrentProposer(drafter, target, beams, depth, 1 + beams * depth)
-        lattice = proposer.search(state, at.sampler, at.noise, should_stop=partial(_record, scores), window=at.window)
+        proposer = drafter.proposer(target, beams, depth, 1 + beams * depth, None, False)
+        lattice = proposer.search(state, at.sampler, at.noise, partial(_record, scores), at.context)
         score = torch.cat(scores, dim=1)  # [A, N]
         path = accept(lattice, state.tokens.gather(1, lattice.depth + 1), depth)  # [A, K+1]
         drawn = torch.arange(depth, device=score.device) < path.accepted[:, None]  # [A, K]
@@ -128,7 +128,7 @@ def group_texts(texts: Texts, vocabulary: int) -> Iterator[list[int]]:
 
 
 def read_positions(
-    drafter: RecurrentDrafter, target: Target, texts: Texts, group: list[int], shapes: Sequence[Shape]
+    drafter: Drafter, target: Target, texts: Texts, group: list[int], shapes: Sequence[Shape]
 ) -> Iterator[Positions]:
     """Read a group of texts with the base, and yield their pending positions, text by text.
 
@@ -137,26 +137,22 @@ def read_positions(
     """
     depth, device = max(shape.depth for shape in shapes), target.device
     tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True, padding_value=-1)  # [B, T]
-    with Teacher(target.model, drafter.config.target_layers) as teacher:
-        read = teacher.read(tokens.clamp(min=0).to(device))
-    hidden, remembered = read.hidden, None  # [B, T, F]
-    if drafter.context is not None:  # keys and values, [B, T, H, d] each
-        position = torch.arange(tokens.shape[1], device=device)
-        remembered = drafter.context.remember(drafter.fuse_hidden(hidden), read.embedding, position)
+    ids = tokens.clamp(min=0).to(device)
+    with Teacher(target.model, drafter.layers_read(target)) as teacher:
+        read = teacher.read(ids)
+    hidden, contexts = read.hidden, drafter.read_texts(ids, read.hidden, read.embedding)  # [B, T, F]
     anchors = [(b, n) for b, i in enumerate(group) for n in pending_positions(texts, i)]
     row, position = torch.tensor(anchors, dtype=torch.long).reshape(-1, 2).unbind(1)  # [A] each
     ahead = pad(tokens, (0, depth + 1), value=-1)  # -1: past the end, drawn by nobody
     text = ahead[row[:, None], position[:, None] + torch.arange(depth + 2)]  # [A, K+2]
     seeds = None if texts.seeds is None else torch.tensor([texts.seeds[i] for i in group])[row]
     # Memory of a position: a search holds some copies of its beams' scores, and making noise takes several integers a
-    # number; each node is compared with all others; a window is keys and values, copied once, and scores of the pairs.
-    config, beams, sampling = drafter.config, max(shape.beams for shape in shapes), texts.temperature > 0
-    window_size = min(config.context_window or 0, tokens.shape[1])
-    stored = 4 * config.context_kv_heads * config.context_head_dim * drafter.dtype.itemsize
+    # number; each node is compared with all others; and what is read of the text.
+    beams, sampling = max(shape.beams for shape in shapes), texts.temperature > 0
     most_bytes = max(
         target.vocab_size * (16 * beams + 32 * sampling * depth),
         4 * max(shape.lattice for shape in shapes) ** 2,
-        window_size * (stored + 12 * beams * config.context_heads),
+        drafter.context_bytes(tokens.shape[1], beams),
     )
     batch = min(MAX_BATCH_POSITIONS, max(1, MAX_BATCH_BYTES // most_bytes))
     for part in torch.arange(len(row)).split(batch):
@@ -172,21 +168,12 @@ def read_positions(
             ids=torch.arange(target.vocab_size, device=device),
         )
         noise = sampler.noise(committed + 1, depth)  # [a, K, V]
-        window = None
-        if remembered is not None:
-            keys, values = remembered
-            size = min(config.context_window or 0, keys.shape[1] - 1)  # no text has more pairs
-            at_rows = partial(_pairs, keys, values, text_row[:, None])
-            window = ContextWindow.read(committed, size, at_rows)
-        yield Positions(State(text[part].to(device), zero, before, zero == 0), sampler, noise, window)
-
-
-def _pairs(keys: Tensor, values: Tensor, row: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    return keys[row, at], values[row, at]
+        context = None if contexts is None else contexts(text_row, committed)
+        yield Positions(State(text[part].to(device), zero, before, zero == 0), sampler, noise, context)
 
 
 def measure_positions(
-    drafter: RecurrentDrafter,
+    drafter: Drafter,
     target: Target,
     texts: Texts,
     shapes: Sequence[Shape],
@@ -247,22 +234,32 @@ class ValidationTexts:
     def __init__(
         self, target: Target, prompts: Sequence[list[int]], new_tokens: int, end_ids: Collection[int] | None = None
     ):
-        self.target, self.texts = target, write_texts(target, prompts, new_tokens, end_ids=end_ids)
+        self.target, self.prompts, self.new_tokens, self.end_ids = target, prompts, new_tokens, end_ids
+        self.texts = write_texts(target, prompts, new_tokens, end_ids=end_ids)
 
     @property
     def count(self) -> int:
         """Texts that hold a step, which are those that did not end with their first token."""
         return sum(len(continuation) > 1 for continuation in self.texts.continuations)
 
-    def measure(self, drafter: RecurrentDrafter, shape: Shape) -> ReplayStats:
+    def sampled(self, seed: int) -> Texts:
+        """Let the base continue the same prompts at temperature 1."""
+        return write_texts(self.target, self.prompts, self.new_tokens, 1.0, seed, end_ids=self.end_ids)
+
+    def measure(self, drafter: Drafter, shape: Shape) -> ReplayStats:
         """Replay all texts with a copy of a drafter in the base's dtype."""
+        return self.measure_all(drafter, [shape], self.texts)[0]
+
+    def measure_all(self, drafter: Drafter, shapes: Sequence[Shape], texts: Texts) -> list[ReplayStats]:
+        """Replay some texts for each shape with a copy of a drafter in the base's dtype."""
         model = self.target.model
         served = copy.deepcopy(drafter).to(model.device, model.dtype).eval()
-        return ReplayStats.sum(shape, replay(served, self.target, self.texts, [shape])[0])
+        by_shape = zip(shapes, replay(served, self.target, texts, shapes), strict=True)
+        return [ReplayStats.sum(shape, stats) for shape, stats in by_shape]
 
 
 @torch.inference_mode()
-def replay(drafter: RecurrentDrafter, target: Target, texts: Texts, shapes: Sequence[Shape]) -> list[list[ReplayStats]]:
+def replay(drafter: Drafter, target: Target, texts: Texts, shapes: Sequence[Shape]) -> list[list[ReplayStats]]:
     """Compute what `generate` would report on texts that the base wrote.
 
     The drafter must be in eval mode, on the target's device and in its dtype. Returns statistics for each shape, for

@@ -1,0 +1,158 @@
+"""Training of EAGLE-3 heads: what is learnt is what is drafted, and what is written goes out and comes back."""
+
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.eagle import EAGLE_FORMS, plain_logits, random_head
+from helpers.models import VOCAB, assert_close_by_scale, tiny_model
+from helpers.training import command, learn_circle, record, refused, round_circle
+from helpers.training import tiny_model as trained_base
+from redrafter import EagleDrafter, ReDrafter
+from redrafter.cli import main as redrafter
+from redrafter.convert.convert_checkpoint import main as convert_main
+from redrafter.model.target import Target
+from redrafter.train.config import TrainConfig
+from redrafter.train.evaluate.replay import Shape, ValidationTexts
+from redrafter.train.init_drafter import new_drafter
+from redrafter.train.loop import train
+from redrafter.train.loss import Unroll
+from redrafter.train.teacher import Teacher
+from redrafter.train.train_drafter import main
+
+DEPTH, LENGTH = 3, 14
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return tiny_model("llama")
+
+
+def some_text(head: EagleDrafter, length: int = LENGTH, seed: int = 0) -> Tensor:
+    """Return a random text `[1, length]` of tokens that the head knows."""
+    known = torch.arange(3, VOCAB) if head.draft_ids is None else head.draft_ids
+    return known[torch.randint(len(known), (1, length), generator=torch.Generator().manual_seed(seed))]
+
+
+@torch.no_grad()
+def trained_logits(head: EagleDrafter, model: torch.nn.Module, tokens: Tensor, segment: Tensor | None = None) -> Tensor:
+    """Return the logits of the training's unroll at all positions of a row of tokens, `[T, K, V']`."""
+    with Teacher(model, head.config.target_layers) as teacher:
+        output = teacher.read(tokens, segment)
+    anchors = torch.arange(tokens.shape[1])
+    position = (anchors[:, None] + torch.arange(1, DEPTH + 1)).clamp(max=tokens.shape[1] - 1)
+    return head.lm_head(head.unroll(tokens, output.hidden, output.embedding, segment, anchors, position))
+
+
+@pytest.mark.parametrize("form", EAGLE_FORMS)
+def test_what_is_trained_is_what_is_drafted(form, model):
+    """Compare with a plain recomputation: from the second step on, the head reads hidden states of its own."""
+    head = random_head(**EAGLE_FORMS[form])
+    text = some_text(head)
+    trained = trained_logits(head, model, text)
+    for pending in (1, 5, LENGTH - DEPTH - 1):
+        committed, drafts = text[0, : pending + 1], text[0, pending + 1 : pending + DEPTH]
+        assert_close_by_scale(trained[pending - 1], plain_logits(head, model, committed, drafts), 1e-5)
+
+
+@pytest.mark.parametrize("form", ["published", "speculators"])
+def test_texts_packed_into_a_row_are_apart(form, model):
+    head = random_head(**EAGLE_FORMS[form])
+    first, second = some_text(head, 8), some_text(head, 9, seed=1)
+    packed = trained_logits(head, model, torch.cat([first, second], dim=1), torch.tensor([[0] * 8 + [1] * 9]))
+    assert_close_by_scale(packed[8:14], trained_logits(head, model, second)[:6], 1e-5)
+
+
+@pytest.mark.parametrize("form", EAGLE_FORMS)
+def test_every_weight_is_learnt(form, model):
+    head = random_head(**EAGLE_FORMS[form])
+    tokens, mask = some_text(head), torch.ones(1, LENGTH, dtype=torch.bool)
+    with Teacher(model, head.config.target_layers) as teacher:
+        output = teacher.read(tokens)
+    Unroll(head, TrainConfig(draft_len=DEPTH))(tokens, mask, output).loss.backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in head.parameters())
+
+
+def test_a_few_steps_of_training_are_worth_many_tokens():
+    base = trained_base(vocab=48, initializer_range=0.05, num_hidden_layers=3)
+    circle = learn_circle(base, 40)
+    config = TrainConfig(form="eagle3", steps=60, draft_len=4, cpu=True, lr=1e-2, log_every=60)
+    head = new_drafter(base, config, circle.sort().values)
+    texts = ValidationTexts(Target(base), [circle[n : n + 3].tolist() for n in range(0, 36, 4)], 20)
+    before = texts.measure(head, Shape(3, 4, 13)).tokens_per_step
+    batches = ((round_circle(circle, 8, step), torch.ones(8, 24, dtype=torch.bool)) for step in count())
+    result = train(base, head, batches, config, log=lambda _: None)
+    assert texts.measure(head, Shape(3, 4, 13)).tokens_per_step > max(3.5, before)
+    assert result.accuracy[3] > 0.8
+
+
+def written(base: Path, head: Path, **settings: object) -> tuple[Tensor, object]:
+    """Return what a pair writes with branches in the tree, and the statistics of its drafts."""
+    engine = ReDrafter.from_pretrained(
+        base, head, num_beams=3, draft_len_per_beam=3, node_budget=10, draft_from_text=False
+    )
+    ids, mask = torch.tensor([[1, 30, 40, 12], [0, 0, 1, 9]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    how = {"attention_mask": mask, "max_new_tokens": 16, "return_dict_in_generate": True} | settings
+    out, plain = engine.generate(ids, **how), engine.generate(ids, **how, speculate=False)
+    assert torch.equal(out.sequences, plain.sequences)
+    return out.sequences, out.stats
+
+
+def test_the_command_makes_a_head_that_loads_goes_out_and_comes_back(tmp_path, capsys):
+    words = command(tmp_path, "--form", "eagle3", "--steps", "4", "--draft-vocab-size", "40", "--lr", "1e-2")
+    assert main(words) == 0
+    base, out = tmp_path / "base", tmp_path / "out"
+    assert "drafter of" in capsys.readouterr().out
+    head = EagleDrafter.from_pretrained(out)
+    assert head.config.target_layers == [0]
+    assert head.config.trained_draft_len == 3
+    assert "# EAGLE-3 head for base" in (out / "README.md").read_text()
+    assert record(tmp_path)["config"]["form"] == "eagle3"
+    there = ["--drafter-model-dir", str(out), "--to", "speculators", "--output-dir", str(tmp_path / "theirs")]
+    back = ["--drafter-model-dir", str(tmp_path / "theirs"), "--to", "drafter", "--output-dir", str(tmp_path / "back")]
+    assert convert_main(there) == convert_main(back) == 0
+    for how in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
+        texts, stats = written(base, out, **how)
+        again, same = written(base, tmp_path / "back", **how)
+        assert torch.equal(texts, again)
+        assert (stats.steps, stats.drafted, stats.accepted_by_depth) == (
+            same.steps,
+            same.drafted,
+            same.accepted_by_depth,
+        )
+    prompts = ["--prompts", str(tmp_path / "data.jsonl"), "--num-prompts", "2", "--new-tokens", "8"]
+    evaluated = ["evaluate", "--model", str(base), "--drafter", str(out), *prompts, "--device", "cpu", "--explain"]
+    assert redrafter(evaluated) == 0
+    assert "tokens per step" in capsys.readouterr().out
+    more = [*words[:-8], "--steps", "2", "--drafter", str(out), "--output", str(tmp_path / "more")]
+    assert main(more) == 0
+    assert "--form is the drafter's own" in refused(capsys, [*more, "--form", "eagle3", "--overwrite"])
+    assert main([*words, "--dry-run"]) == 0
+    assert "the drafter's states" in capsys.readouterr().out
+
+
+def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(tmp_path, capsys):
+    words = command(tmp_path, "--form", "eagle3", "--save-every", "2", "--validate-prompts", "0")
+    assert main([*words, "--steps", "4"]) == 0
+    whole = EagleDrafter.from_pretrained(tmp_path / "out").state_dict()
+    newest = tmp_path / "out.checkpoints" / "step-0000004"
+    for file in sorted(newest.iterdir()):
+        file.unlink()
+    newest.rmdir()
+    assert main([*words, "--steps", "4", "--resume", "--overwrite"]) == 0
+    assert "going on from step 2" in capsys.readouterr().out
+    found = EagleDrafter.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert "was made with --form eagle3" in refused(
+        capsys,
+        [*command(tmp_path, "--steps", "4"), "--save-every", "2", "--validate-prompts", "0", "--resume", "--overwrite"],
+    )
+
+
+@pytest.mark.parametrize("option", ["--recurrence apple", "--exit-dim 8", "--context-window 4", "--no-rnn"])
+def test_options_of_recurrent_drafters_are_refused_by_name(capsys, tmp_path, option):
+    words = command(tmp_path, "--form", "eagle3", *option.split())
+    assert " is for recurrent drafters: leave it out with --form eagle3" in refused(capsys, words)
