@@ -198,8 +198,8 @@ def plan_speculators(drafter: SourceDrafter, base: SourceBase | None, config: Co
     """Plan a directory of an EAGLE-3 head as vllm-project/speculators writes it and vLLM serves it."""
     if not isinstance(drafter.config, EagleConfig):
         raise UnsupportedError(
-            f"speculators' format cannot hold a {drafter.config.kind}; `redrafter train --form eagle3` makes a head for "
-            "it"
+            f"speculators' format cannot hold a {drafter.config.kind}; `redrafter train --form eagle3` makes a head "
+            "for it"
         )
     name, architecture, notes = drafter.config.base_model, None, tuple[str, ...]()
     if base is not None:
