@@ -28,6 +28,12 @@ def batches():
     return [tokenizer.pad({"input_ids": prompts[i : i + 50]}, return_tensors="pt") for i in range(0, len(prompts), 50)]
 
 
+def test_the_pair_is_searched_as_was_measured_best(pair):
+    assert (pair.proposer.beams, pair.proposer.depth, pair.proposer.nodes) == (5, 9, 26)
+    assert ReDrafter.from_pretrained(boxed_pair()).proposer.depth == 5  # with the nodes that a CPU verifies
+    assert ReDrafter.from_pretrained(boxed_pair(), draft_len_per_beam=9).proposer.depth == 9
+
+
 @pytest.mark.slow
 def test_greedy_text_of_200_held_out_prompts_is_that_of_model_generate(pair, batches):
     emitted = steps = rows = 0

@@ -6,13 +6,14 @@ transformers drops these tensors when it loads the model.
 import copy
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
 
 from redrafter.drafting.drafter_config import MTPConfig
@@ -31,48 +32,80 @@ class Family:
     """Names that a family of models has for the tensors of an MTP layer, and the formula that goes with them.
 
     Attributes:
-        projection: A regular expression of the name of the product that joins embedding and hidden state. Its group
-            `at` is what other names begin with.
-        embedding_norm: The norm of the embedding, after `at`.
+        told_by: A regular expression of the name of a tensor that no other family has. What its group `at` matches is
+            what all names begin with; those below follow it.
+        projection: The product that joins embedding and hidden state.
+        embedding_norm: The norm of the embedding.
         hidden_norm: The norm of the hidden state.
-        norm: The norm of the layer's output.
-        block: What the names of the decoder layer's tensors begin with.
+        norm: The norm of the layer's output; None for none.
+        blocks: What the names of the tensors of each of its decoder layers begin with.
+        renamed: Parts of names in these, and what transformers has for each.
         unread: Tensors that are the target's own embedding table and head once more.
         config: Fields of `MTPConfig` that differ from their defaults.
     """
 
+    told_by: str
     projection: str
     embedding_norm: str
     hidden_norm: str
-    norm: str
-    block: str = "."
+    norm: str | None
+    blocks: tuple[str, ...] = (".",)
+    renamed: tuple[tuple[str, str], ...] = ()
     unread: tuple[str, ...] = (".embed_tokens.weight", ".shared_head.head.weight")
-    config: Mapping[str, Any] | None = None
-
-    def own_names(self, at: str, projection: str) -> dict[str, str]:
-        """Return the names of tensors beside those of the decoder layer, by the names of the drafter's."""
-        norms = {"embedding_norm": self.embedding_norm, "hidden_norm": self.hidden_norm, "norm": self.norm}
-        return {"projection.weight": projection} | {
-            f"{mine}.weight": f"{at}{theirs}.weight" for mine, theirs in norms.items()
-        }
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
-# Qwen3-Next and Qwen3.5, dense and with experts; DeepSeek-V3, Kimi K2 and GLM-4.5; MiMo.
+# Qwen3-Next and Qwen3.5, dense and with experts; Nemotron-H; Ling 2.5 and later; DeepSeek-V3, Kimi K2 and GLM-4.5;
+# MiMo; ERNIE 4.5. The first that is told by a tensor is taken.
 FAMILIES = {
     "Qwen": Family(
         r"(?P<at>(?:.*\.)?mtp)\.fc\.weight",
+        ".fc",
         ".pre_fc_norm_embedding",
         ".pre_fc_norm_hidden",
         ".norm",
-        block=".layers.0.",
+        blocks=(".layers.0.",),
     ),
-    "DeepSeek": Family(r"(?P<at>(?:.*\.)?layers\.\d+)\.eh_proj\.weight", ".enorm", ".hnorm", ".shared_head.norm"),
+    "Nemotron": Family(
+        r"(?P<at>(?:.*\.)?mtp)\.layers\.0\.eh_proj\.weight",
+        ".layers.0.eh_proj",
+        ".layers.0.enorm",
+        ".layers.0.hnorm",
+        ".layers.1.final_layernorm",
+        blocks=(".layers.0.", ".layers.1."),
+    ),
+    "Bailing": Family(
+        r"(?P<at>(?:.*\.)?layers\.\d+)\.final_layernorm\.weight",
+        ".eh_proj",
+        ".enorm",
+        ".hnorm",
+        ".final_layernorm",
+        renamed=(
+            ("attention.dense.", "self_attn.o_proj."),
+            ("attention.", "self_attn."),
+            ("mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"),
+        ),
+        config={"first_embedding_is_zero": True},
+    ),
+    "DeepSeek": Family(
+        r"(?P<at>(?:.*\.)?layers\.\d+)\.eh_proj\.weight", ".eh_proj", ".enorm", ".hnorm", ".shared_head.norm"
+    ),
     "MiMo": Family(
         r"(?P<at>(?:.*\.)?mtp_layers\.\d+)\.input_proj\.weight",
+        ".input_proj",
         ".token_layernorm",
         ".hidden_layernorm",
         ".final_layernorm",
         config={"hidden_first": True, "first_embedding_is_zero": True},
+    ),
+    "ERNIE": Family(
+        r"(?P<at>.*)\.mtp_linear_proj\.0\.weight",
+        ".mtp_linear_proj.0",
+        ".mtp_emb_norm.0",
+        ".mtp_hidden_norm.0",
+        None,
+        blocks=(".mtp_block.0.",),
+        config={"first_embedding_is_zero": True},
     ),
 }
 
@@ -83,38 +116,48 @@ class FoundLayer:
 
     Attributes:
         family: One of `FAMILIES`.
-        own: Names of the tensors beside the decoder layer's, by the names of the drafter's.
-        block: Names of the decoder layer's tensors, by the names that they have in the layer.
+        own: Names of the tensors beside those of decoder layers, by the names of the drafter's.
+        blocks: Names of the tensors of each decoder layer, by the names that they have in the layer.
     """
 
     family: str
     own: dict[str, str]
-    block: dict[str, str]
+    blocks: list[dict[str, str]]
 
     @property
     def names(self) -> list[str]:
         """Names of all tensors of the layer in the checkpoint."""
-        return [*self.own.values(), *self.block.values()]
+        return [*self.own.values(), *(name for block in self.blocks for name in block.values())]
 
     @property
     def config(self) -> dict[str, Any]:
         """Fields of `MTPConfig` that the family says."""
-        return {"family": self.family, **(FAMILIES[self.family].config or {})}
+        return {"family": self.family, **FAMILIES[self.family].config}
 
 
 def find_layer(names: Iterable[str]) -> FoundLayer | None:
     """Return the first MTP layer among the tensors of a checkpoint, by their names; None where there is none."""
     names = list(names)
     for family, form in FAMILIES.items():
-        matches = [match for name in names if (match := re.fullmatch(form.projection, name))]
+        matches = [match["at"] for name in names if (match := re.fullmatch(form.told_by, name))]
         if not matches:
             continue
-        first = min(matches, key=lambda match: [int(number) for number in re.findall(r"\d+", match["at"])])
-        at = first["at"]
-        own, begins = form.own_names(at, first[0]), at + form.block
-        others = {*own.values(), *(at + name for name in form.unread)}
-        block = {name[len(begins) :]: name for name in names if name.startswith(begins) and name not in others}
-        return FoundLayer(family, own, block)
+        at = min(matches, key=lambda at: [int(number) for number in re.findall(r"\d+", at)])
+        own = {
+            f"{mine}.weight": f"{at}{theirs}.weight"
+            for mine in ("projection", "embedding_norm", "hidden_norm", "norm")
+            if (theirs := getattr(form, mine)) is not None
+        }
+        others, blocks = {*own.values(), *(at + name for name in form.unread)}, list[dict[str, str]]()
+        for begins in (at + block for block in form.blocks):
+            blocks.append({})
+            for name in names:
+                if name.startswith(begins) and name not in others:
+                    mine = name[len(begins) :]
+                    for theirs, here in form.renamed:
+                        mine = here + mine.removeprefix(theirs) if mine.startswith(theirs) else mine
+                    blocks[-1][mine] = name
+        return FoundLayer(family, own, blocks)
     return None
 
 
@@ -149,7 +192,9 @@ def load_mtp(name: str, target: Target, revision: str | None = None) -> MTPDraft
         )
     if missing := sorted(set(found.own.values()) - set(files)):
         raise CheckpointError(f"{name} has no {missing[0]}, so its MTP layer is not whole: {_OTHERWISE}")
-    wanted = {f"block.{mine}": theirs for mine, theirs in found.block.items()} | found.own
+    wanted = found.own | {
+        f"blocks.{number}.{mine}": theirs for number, block in enumerate(found.blocks) for mine, theirs in block.items()
+    }
     tensors = _read(name, revision, wanted, files)
     _widen_blocks(tensors)
     drafter = _make_drafter(name, target, found, tensors)
@@ -176,35 +221,53 @@ _OTHERWISE = "write without drafts (--no-speculate), or give a drafter"
 
 
 def _make_drafter(name: str, target: Target, found: FoundLayer, tensors: dict[str, Tensor]) -> MTPDrafter:
-    """Return a drafter without weights, and join the experts of `tensors` where its layer has them joined.
-
-    The layer is made as that of the target's which has the same tensors, and is the last of these.
-    """
-    model, count = target.model, target.config.num_hidden_layers
-    stack = decoder_stack(model, count)
+    """Return a drafter without weights, and join the experts of `tensors` where its layers have them joined."""
+    stack = decoder_stack(target.model, target.config.num_hidden_layers)
     if stack is None:
         raise UnsupportedError(f"{target.name} does not hold its layers in a list: {_OTHERWISE}")
     config = copy.deepcopy(target.config)
-    config._attn_implementation = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    config._attn_implementation = "sdpa" if getattr(target.model, "_supports_sdpa", False) else "eager"
+    blocks = [_make_block(name, stack, config, tensors, f"blocks.{number}.") for number in range(len(found.blocks))]
+    width, decoder = target.hidden_size, cast("Any", target.model.get_decoder())
+    norms = [
+        module
+        for name, module in blocks[0].named_modules()
+        if "norm" in name.rpartition(".")[2] and getattr(getattr(module, "weight", None), "shape", None) == (width,)
+    ]
+    if not norms:
+        raise UnsupportedError(f"{target.name} has layers without norms of {width}: {_OTHERWISE}")
+    base = target.model.config.name_or_path or None
+    form = MTPConfig(target.vocab_size, width, base_model=base, **found.config)
+    with torch.device("meta"):
+        drafter = MTPDrafter(form, blocks, norms[0], getattr(decoder, "rotary_emb", None))
+    if "norm.weight" not in found.own:
+        drafter.norm = nn.Identity()
+    return drafter
+
+
+def _make_block(
+    name: str, stack: nn.ModuleList, config: PretrainedConfig, tensors: dict[str, Tensor], begins: str
+) -> nn.Module:
+    """Return a decoder layer like that of the stack which has the tensors `begins...`, and is the last of these."""
     wrong, kinds = "", set[tuple[str, ...]]()
-    for index in reversed(range(count)):
-        expected = tuple(stack[index].state_dict())
-        if expected in kinds:
+    for index in reversed(range(len(stack))):
+        if (kind := tuple(stack[index].state_dict())) in kinds:
             continue
-        kinds.add(expected)
+        kinds.add(kind)
+        make: Any = type(stack[index])
         with torch.device("meta"):
-            block = type(stack[index])(config, index)
-        expected = tuple(f"block.{mine}" for mine in block.state_dict())
+            block: nn.Module = make(config, index)
+        expected = {begins + mine for mine in block.state_dict()}
         joined = _join_experts(tensors, expected)
-        block_names = {mine for mine in joined if mine.startswith("block.")}
-        missing, extra = sorted(set(expected) - block_names), sorted(block_names - set(expected))
+        found = {mine for mine in joined if mine.startswith(begins)}
+        missing, extra = sorted(expected - found), sorted(found - expected)
         if not missing and not extra:
             tensors.clear()
             tensors |= joined
-            return _drafter_of(target, found, block)
+            return block
         if not wrong:
             what = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which its model's layers have not"
-            wrong = what.replace("block.", "", 1)
+            wrong = what.replace(begins, "", 1)
     raise CheckpointError(f"the MTP layer of {name} {wrong}, so it cannot be loaded: {_OTHERWISE}")
 
 
@@ -222,28 +285,12 @@ def _try(drafter: MTPDrafter, target: Target) -> None:
         ) from error
 
 
-def _drafter_of(target: Target, found: FoundLayer, block: nn.Module) -> MTPDrafter:
-    width = target.hidden_size
-    norms = [
-        module
-        for name, module in block.named_modules()
-        if "norm" in name.rpartition(".")[2] and getattr(getattr(module, "weight", None), "shape", None) == (width,)
-    ]
-    if not norms:
-        raise UnsupportedError(f"{target.name} has layers without norms of {width}: {_OTHERWISE}")
-    decoder: Any = target.model.get_decoder()
-    name = target.model.config.name_or_path or None
-    config = MTPConfig(target.vocab_size, width, base_model=name, **found.config)
-    with torch.device("meta"):
-        return MTPDrafter(config, block, norms[0], getattr(decoder, "rotary_emb", None))
-
-
 def _join_experts(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dict[str, Tensor]:
     """Return tensors with those of each expert joined, `[E, ...]`, as transformers' layers have them."""
     joined = dict(tensors)
     for name in expected:
         place, _, what = name.rpartition(".")
-        if name in joined or what not in ("gate_up_proj", "down_proj"):
+        if name in joined or what not in ("gate_up_proj", "up_proj", "down_proj"):
             continue
         parts = ("gate_proj", "up_proj") if what == "gate_up_proj" else (what,)
         experts: list[Tensor] = []

@@ -69,6 +69,7 @@ class RecurrentDrafter(DrafterModel):
     config_class = DrafterConfig
     config: DrafterConfig
     main_input_name = "embedding"
+    follows_texts = True
 
     def __init__(self, config: DrafterConfig):
         """Make a drafter with random weights.

@@ -27,6 +27,7 @@ class DrafterModel(PreTrainedModel):
 
     Attributes:
         unquantized: What stays as it is where the drafter is quantised; None for nothing.
+        follows_texts: Whether it drafts over given texts, by `unroll` and `read_texts`: it can be trained and replayed.
     """
 
     config_class: type[PretrainedConfig]
@@ -34,6 +35,7 @@ class DrafterModel(PreTrainedModel):
     lm_head: nn.Linear
     draft_ids: Tensor | None
     unquantized: nn.Module | None = None
+    follows_texts = False
 
     def layers_read(self, target: Target) -> list[int]:
         """Return the target's decoder layers whose outputs the drafter reads."""
@@ -123,14 +125,16 @@ class DrafterModel(PreTrainedModel):
         Returns:
             What returns the `context` of `SearchProposer.search` for positions, given the row of each, `[A]` int64, and
             the committed tokens before it, `[A]` int64; None where the drafter reads nothing of the text.
-
-        Raises:
-            UnsupportedError: This kind of drafter cannot be replayed.
         """
-        raise UnsupportedError(
-            f"only recurrent drafters and EAGLE-3 heads are replayed along texts, and this is a {self.config.kind}: "
-            "`redrafter bench` measures its tokens per step"
-        )
+        raise NotImplementedError
+
+    def check_follows_texts(self, command: str) -> None:
+        """Raise `UnsupportedError` unless the drafter drafts over given texts; `command` is what that is needed for."""
+        if not self.follows_texts:
+            raise UnsupportedError(
+                f"`redrafter {command}` is for recurrent drafters and EAGLE-3 heads, and this drafter is of the kind "
+                f"{self.config.kind}; `redrafter bench` measures its tokens per step"
+            )
 
     def context_bytes(self, length: int, beams: int) -> int:
         """Return the bytes that a position of a text of `length` tokens takes in a search with what `read_texts` gives.

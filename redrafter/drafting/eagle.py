@@ -94,6 +94,7 @@ class EagleDrafter(DrafterModel):
     config_class = EagleConfig
     config: EagleConfig
     main_input_name = "embedding"
+    follows_texts = True
 
     def __init__(self, config: EagleConfig):
         """Make a head with random weights.

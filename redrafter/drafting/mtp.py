@@ -1,11 +1,12 @@
 """The proposer that drafts with a layer for multi-token prediction (MTP), which the target's own checkpoint holds.
 
-The layer is one decoder layer of the target's class. Its entry of position p reads the target's hidden state there and
+The layer is a decoder layer of the target's class. Its entry of position p reads the target's hidden state there and
 the token after it, and predicts the token after that one (Gloeckle et al. 2024, arXiv 2404.19737; DeepSeek-V3, arXiv
 2412.19437). Applied again to its own output and the token that it drafted, it drafts further ones.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,17 +66,18 @@ class MTPDrafter(DrafterModel):
     main_input_name = "embedding"
     draft_ids = None
 
-    def __init__(self, config: MTPConfig, block: nn.Module, norm: nn.Module, rotary: nn.Module | None):
+    def __init__(self, config: MTPConfig, blocks: Sequence[nn.Module], norm: nn.Module, rotary: nn.Module | None):
         """Make a layer whose weights are loaded later.
 
         Args:
             config: The architecture.
-            block: The decoder layer.
+            blocks: The decoder layers, of which one attends: one alone, unless attention and MLP are layers apart.
             norm: A norm as the target's layers have it, which is copied.
             rotary: What computes rotary positions, as the target's decoder has it; None for a target without.
         """
         super().__init__(config)
-        self.block, self.rotary = block, copy.deepcopy(rotary)  # of some ropes the frequencies are changed in place
+        self.blocks = nn.ModuleList(blocks)
+        self.rotary = copy.deepcopy(rotary)  # of some ropes the frequencies are changed in place
         self.embedding_norm, self.hidden_norm, self.norm = (copy.deepcopy(norm) for _ in range(3))
         self.projection = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
 
@@ -154,7 +156,7 @@ class MTPDrafter(DrafterModel):
         except _Stored:
             entries.stores_only = False
             return
-        raise UnsupportedError(f"{type(self.block).__name__} stores no keys, so it cannot be an MTP layer here")
+        raise UnsupportedError(f"{type(self.blocks[0]).__name__} stores no keys, so it cannot be an MTP layer here")
 
     def step(self, inputs: Tensor, position: Tensor, seen: Tensor, entries: Entries) -> Tensor:
         """Compute entries of w beams after those that are stored, and store them.
@@ -171,22 +173,21 @@ class MTPDrafter(DrafterModel):
         """
         mask = torch.zeros(seen.shape, dtype=inputs.dtype, device=inputs.device)
         mask = mask.masked_fill(~seen, torch.finfo(inputs.dtype).min)[:, None]
-        output = self._run(inputs, position, mask, entries)
-        normed: Tensor = self.norm(output[0] if isinstance(output, tuple) else output)
+        normed: Tensor = self.norm(self._run(inputs, position, mask, entries))
         return normed
 
     forward = step
 
-    def _run(self, inputs: Tensor, position: Tensor, mask: Tensor | None, entries: Entries) -> Any:
-        rope = None if self.rotary is None else self.rotary(inputs, position)
-        return self.block(
-            inputs,
-            position_embeddings=rope,
-            attention_mask=mask,
-            position_ids=position,
-            past_key_values=entries,
-            use_cache=True,
-        )
+    def _run(self, x: Tensor, position: Tensor, mask: Tensor | None, entries: Entries) -> Tensor:
+        # Of ropes with sections for images, which text counts alike, older versions of transformers take all three.
+        positions = position.expand(3, -1, -1) if hasattr(self.rotary, "mrope_section") else position
+        rope = {} if self.rotary is None else {"position_embeddings": self.rotary(x, positions)}
+        for block in self.blocks:
+            output = block(
+                x, attention_mask=mask, position_ids=position, past_key_values=entries, use_cache=True, **rope
+            )
+            x = output[0] if isinstance(output, tuple) else output
+        return x
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,10 @@ def _other_option(path: Path, name: str, old: object, new: object) -> ArgumentEr
 
 
 def load_drafter(folder: str | Path) -> Drafter:
-    """Load a drafter of any type in float32, to be trained."""
-    return open_drafter_model(folder).float()
+    """Load a drafter in float32, to be trained; raise `UnsupportedError` for a type that cannot be."""
+    drafter = open_drafter_model(folder)
+    drafter.check_follows_texts("train")
+    return drafter.float()
 
 
 @dataclass(frozen=True)

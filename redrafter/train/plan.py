@@ -98,7 +98,9 @@ def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, Drafter
         except Exception as error:
             raise load_error("drafter", config.drafter, error) from error
     with torch.device("meta"):
-        return base, make_drafter(form).float()
+        drafter = make_drafter(form).float()
+    drafter.check_follows_texts("train")
+    return base, drafter
 
 
 def row_length(config: TrainConfig) -> int:

@@ -94,7 +94,7 @@ def test_weights_in_fp8_are_multiplied_by_the_scales_of_their_blocks(tmp_path):
     place = mtp_checkpoint(tmp_path / "base", "deepseek_v3", **{name: stored, f"{name}_scale_inv": scale})
     engine = ReDrafter.from_pretrained(place, **SHAPE)
     expected = stored.float() * scale.repeat_interleave(16, dim=0)
-    torch.testing.assert_close(engine.drafter.block.self_attn.o_proj.weight, expected, atol=0, rtol=0.01)
+    torch.testing.assert_close(engine.drafter.blocks[0].self_attn.o_proj.weight, expected, atol=0, rtol=0.01)
 
 
 def test_info_shows_the_layer(places, capsys):

@@ -283,3 +283,12 @@ def test_what_an_engine_may_use_is_passed_on(llama, home):
         ReDrafter.from_pretrained(llama, drafter, kv_cache_free_gpu_memory_fraction=2)
     pair = Pair.load(LoadOptions(max_input_len=9, compile=False, tuning="none"))
     assert (pair.engine.options.max_input_len, pair.engine.options.compile, pair.engine.tuning) == (9, False, None)
+
+
+def test_a_cpu_searches_as_deep_as_was_trained_unless_more_is_asked_for(target):
+    """The depth that a training measured best holds for more nodes than a CPU verifies by default."""
+    drafter = tiny_drafter(draft_beams=3, draft_len_per_beam=6, trained_draft_len=4)
+    shapes = {None: (3, 4, 12), TreeShape(draft_len_per_beam=6): (3, 6, 12), TreeShape(node_budget=16): (3, 6, 16)}
+    for shape, searched in shapes.items():
+        proposer = ReDrafter(target, drafter, shape).proposer
+        assert (proposer.beams, proposer.depth, proposer.nodes) == searched

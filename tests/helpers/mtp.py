@@ -10,7 +10,7 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
@@ -33,22 +33,42 @@ class Form:
     Attributes:
         model: Makes the model.
         names: Names of the norms of embedding, hidden state and output, and of the product; N is the number of layers.
-        block: What the names of the decoder layer's tensors begin with.
+        blocks: What the names of the tensors of each decoder layer begin with, and what the model's layer has that is
+            like it.
         hidden_first: Whether the product reads the hidden state before the embedding.
         first_is_zero: Whether the entry at position 0 has zeros in place of an embedding.
-        layer: The model's layer that the MTP layer is like.
+        published: Parts of names of transformers, and what the published ones have for each.
     """
 
     model: Callable[[], PreTrainedModel]
-    names: tuple[str, str, str, str]
-    block: str
+    names: tuple[str, str, str | None, str]
+    blocks: tuple[tuple[str, str], ...]
     hidden_first: bool = False
     first_is_zero: bool = False
-    layer: int = -1
+    published: tuple[tuple[str, str], ...] = ()
+
+    def likes(self, model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+        """Return what the names of each decoder layer begin with, and the model's layer that is like it."""
+        layers, count = list(model.get_decoder().layers), model.config.num_hidden_layers
+        has = lambda layer, part: any(name.startswith(part) for name in layer.state_dict())  # noqa: E731
+        return [
+            (begins.replace("N", str(count)), next(layer for layer in layers[::-1] if has(layer, part)))
+            for begins, part in self.blocks
+        ]
+
+    def published_name(self, name: str) -> str:
+        """Return the published name of a tensor of a decoder layer."""
+        for ours, theirs in self.published:
+            name = name.replace(ours, theirs)
+        return name
 
 
 def _begun(place: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{place}.{name}" for name in names)
+
+
+def _decoder(begins: str) -> tuple[tuple[str, str], ...]:
+    return ((begins, "self_attn.o_proj"),)
 
 
 QWEN = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.fc")
@@ -61,7 +81,7 @@ def _hybrid(model_type: str) -> Callable[[], PreTrainedModel]:
 
 
 FORMS: dict[str, Form] = {
-    "deepseek_v3": Form(lambda: tiny_model("deepseek_v3"), DEEPSEEK, "model.layers.N."),
+    "deepseek_v3": Form(lambda: tiny_model("deepseek_v3"), DEEPSEEK, _decoder("model.layers.N.")),
     "glm4_moe": Form(
         lambda: tiny_model(
             "glm4_moe",
@@ -69,12 +89,39 @@ FORMS: dict[str, Form] = {
             **{"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
         ),
         DEEPSEEK,
-        "model.layers.N.",
+        _decoder("model.layers.N."),
     ),
-    "mimo": Form(lambda: tiny_model("qwen2"), MIMO, "model.mtp_layers.0.", hidden_first=True, first_is_zero=True),
-    "qwen3_next": Form(_hybrid("qwen3_next"), QWEN, "mtp.layers.0."),
-    "qwen3_5_text": Form(_hybrid("qwen3_5_text"), QWEN, "mtp.layers.0."),
-    "qwen3_5_moe_text": Form(_hybrid("qwen3_5_moe_text"), QWEN, "mtp.layers.0."),
+    "mimo": Form(
+        lambda: tiny_model("qwen2"), MIMO, _decoder("model.mtp_layers.0."), hidden_first=True, first_is_zero=True
+    ),
+    "qwen3_next": Form(_hybrid("qwen3_next"), QWEN, _decoder("mtp.layers.0.")),
+    "qwen3_5_text": Form(_hybrid("qwen3_5_text"), QWEN, _decoder("mtp.layers.0.")),
+    "qwen3_5_moe_text": Form(_hybrid("qwen3_5_moe_text"), QWEN, _decoder("mtp.layers.0.")),
+    "nemotron_h": Form(
+        _hybrid("nemotron_h"),
+        (*_begun("mtp.layers", "0.enorm", "0.hnorm", "1.final_layernorm"), "mtp.layers.0.eh_proj"),
+        (("mtp.layers.0.", "mixer.q_proj"), ("mtp.layers.1.", "mixer.experts")),
+    ),
+    "bailing_hybrid": Form(
+        _hybrid("bailing_hybrid"),
+        _begun("model.layers.N", "enorm", "hnorm", "final_layernorm", "eh_proj"),
+        (("model.layers.N.", "self_attn.kv_b_proj"),),
+        first_is_zero=True,
+        published=(
+            ("self_attn.o_proj", "self_attn.dense"),
+            ("self_attn.", "attention."),
+            ("gate.e_score_correction_bias", "gate.expert_bias"),
+        ),
+    ),
+    "ernie4_5_moe": Form(
+        lambda: tiny_model(
+            "ernie4_5_moe",
+            **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
+        ),
+        ("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", None, "model.mtp_linear_proj.0"),
+        (("model.mtp_block.0.", "mlp.up_proj"),),
+        first_is_zero=True,
+    ),
 }
 
 
@@ -86,24 +133,28 @@ def mtp_tensors(model: PreTrainedModel, form: Form) -> dict[str, Tensor]:
     def random(shape: tuple[int, ...], spread: float = 0.3) -> Tensor:
         return torch.randn(shape, generator=generator) * spread
 
-    *norms, product = (name.replace("N", str(count)) for name in form.names)
-    tensors = {f"{name}.weight": 0.75 + random((width,), 0.1) for name in norms}
+    *norms, product = (name and name.replace("N", str(count)) for name in form.names)
+    tensors = {f"{name}.weight": 0.75 + random((width,), 0.1) for name in norms if name}
     tensors[f"{product}.weight"] = random((width, 2 * width))
-    begins = form.block.replace("N", str(count))
-    layers = model.get_decoder().layers
-    like = next(layers[i] for i in reversed(range(count)) if hasattr(layers[i], "self_attn"))
-    for name, x in like.state_dict().items():
-        made = random(tuple(x.shape)) if x.dim() > 1 else 0.75 + random(tuple(x.shape), 0.1)
-        place, _, last = name.rpartition(".")
-        if last == "gate_up_proj":
-            for expert, rows in enumerate(made):
-                for part, half in zip(("gate_proj", "up_proj"), rows.chunk(2), strict=True):
-                    tensors[f"{begins}{place}.{expert}.{part}.weight"] = half.clone()
-        elif last == "down_proj":
-            tensors |= {f"{begins}{place}.{expert}.{last}.weight": rows.clone() for expert, rows in enumerate(made)}
-        else:
-            tensors[begins + name] = made
+    for begins, like in form.likes(model):
+        for name, x in like.state_dict().items():
+            made = random(tuple(x.shape)) if x.dim() > 1 else 0.75 + random(tuple(x.shape), 0.1)
+            parts = _experts(name, made) or {name: made}
+            tensors |= {begins + form.published_name(part): x for part, x in parts.items()}
     return tensors
+
+
+def _experts(name: str, joined: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of each expert, by their published names, of what transformers joins; none of another."""
+    place, _, last = name.rpartition(".")
+    if not place.endswith("experts"):
+        return {}
+    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    return {
+        f"{place}.{expert}.{part}.weight": half.clone()
+        for expert, rows in enumerate(joined)
+        for part, half in zip(parts, rows.chunk(len(parts)), strict=True)
+    }
 
 
 def mtp_checkpoint(place: Path, name: str, *, sharded: bool = False, **changes: Tensor | None) -> Path:
@@ -113,9 +164,7 @@ def mtp_checkpoint(place: Path, name: str, *, sharded: bool = False, **changes: 
     model.save_pretrained(place)
     tensors = mtp_tensors(model, form) | changes
     written = {name: x for name, x in tensors.items() if x is not None}
-    weights = {name: x.clone() for name, x in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del weights["lm_head.weight"]
+    weights = load_file(place / "model.safetensors")
     if not sharded:
         save_file(weights | written, place / "model.safetensors", metadata={"format": "pt"})
         return place
@@ -131,7 +180,10 @@ def mtp_checkpoint(place: Path, name: str, *, sharded: bool = False, **changes: 
 def random_mtp(target: Target) -> MTPDrafter:
     """Make an MTP layer for a target, with random weights."""
     place = Path(mkdtemp())
-    save_file(mtp_tensors(target.model, Form(lambda: target.model, QWEN, "mtp.layers.0.")), place / "model.safetensors")
+    save_file(
+        mtp_tensors(target.model, Form(lambda: target.model, QWEN, _decoder("mtp.layers.0."))),
+        place / "model.safetensors",
+    )
     drafter = load_mtp(str(place), target)
     assert drafter is not None
     return drafter
@@ -147,33 +199,31 @@ def plain_logits(
     token t and the embedding of token t + 1; an entry after these, the output of the one before it.
     """
     count, width = model.config.num_hidden_layers, model.config.hidden_size
-    layers, decoder = model.get_decoder().layers, model.get_decoder()
-    index = next(i for i in reversed(range(count)) if hasattr(layers[i], "self_attn"))
-    block, norms = copy.deepcopy(layers[index]), []
-    block.self_attn.config = copy.deepcopy(block.self_attn.config)
-    block.self_attn.config._attn_implementation = "eager"
-    begins = form.block.replace("N", str(count))
-    stored = {name.removeprefix(begins): x for name, x in tensors.items() if name.startswith(begins)}
-    state = {}
-    for name, x in block.state_dict().items():
-        place, _, last = name.rpartition(".")
-        experts = range(len(x))
-        if last == "gate_up_proj":
-            parts = [[stored[f"{place}.{e}.{part}.weight"] for part in ("gate_proj", "up_proj")] for e in experts]
-            state[name] = torch.stack([torch.cat(pair) for pair in parts])
-        elif last == "down_proj":
-            state[name] = torch.stack([stored[f"{place}.{e}.down_proj.weight"] for e in experts])
-        else:
-            state[name] = stored[name]
-    block.load_state_dict(state)
+    decoder, norms = model.get_decoder(), []
+    blocks = []
+    for begins, like in form.likes(model):
+        blocks.append(copy.deepcopy(like))
+        for part in blocks[-1].modules():
+            if hasattr(part, "config"):
+                part.config = copy.deepcopy(part.config)
+                part.config._attn_implementation = "eager"
+        state = {}
+        for name, x in like.state_dict().items():
+            parts = [tensors[begins + form.published_name(part)] for part in _experts(name, x) or (name,)]
+            if parts[0].shape != x.shape:
+                parts = [torch.cat(parts).view(x.shape)]
+            state[name] = parts[0]
+        blocks[-1].load_state_dict(state)
     for name in form.names[:3]:
-        norm: nn.Module = copy.deepcopy(decoder.norm)
-        norm.load_state_dict({"weight": tensors[name.replace("N", str(count)) + ".weight"]})
-        norms.append(norm)
+        norm: nn.Module = copy.deepcopy(getattr(decoder, "norm", None) or decoder.norm_f)
+        norms.append(nn.Identity())
+        if name:
+            norm.load_state_dict({"weight": tensors[name.replace("N", str(count)) + ".weight"]})
+            norms[-1] = norm
     product = tensors[form.names[3].replace("N", str(count)) + ".weight"]
 
     hidden = model(input_ids=text[None, :-1], output_hidden_states=True).hidden_states[-1][0]
-    following, logits = torch.cat([text[1:], drafts]), []
+    following, logits, rope = torch.cat([text[1:], drafts]), [], {}
     for _ in range(len(drafts) + 1):
         embedded = model.get_input_embeddings()(following[: len(hidden)])
         if form.first_is_zero:
@@ -182,9 +232,13 @@ def plain_logits(
         inputs = linear(torch.cat(parts[::-1] if form.hidden_first else parts, dim=-1), product)[None]
         positions = torch.arange(len(hidden))[None]
         mask = torch.full((len(hidden), len(hidden)), -torch.inf).triu(1)[None, None]
-        rope = decoder.rotary_emb(inputs, positions)
-        output = block(inputs, attention_mask=mask, position_ids=positions, position_embeddings=rope)
-        normed = norms[2](output[0] if isinstance(output, tuple) else output).view(len(hidden), width)[-1:]
+        if hasattr(decoder, "rotary_emb"):
+            sections = 3 if hasattr(decoder.rotary_emb, "mrope_section") else 1
+            rope = {"position_embeddings": decoder.rotary_emb(inputs, positions.expand(sections, -1, -1).squeeze(0))}
+        for block in blocks:
+            output = block(inputs, attention_mask=mask, position_ids=positions, **rope)
+            inputs = output[0] if isinstance(output, tuple) else output
+        normed = norms[2](inputs).view(len(hidden), width)[-1:]
         logits.append(model.get_output_embeddings()(normed))
         hidden = torch.cat([hidden, normed])
     return torch.cat(logits)
@@ -208,7 +262,7 @@ def checked_layers(tensors: dict[str, Tensor] | None = None, form: Form | None =
         outputs.clear()
         tree = propose(self, state, sampler, noise, *caches)
         model = self.target.model
-        named = form or Form(lambda: model, QWEN, "mtp.layers.0.")
+        named = form or Form(lambda: model, QWEN, _decoder("mtp.layers.0."))
         weights = tensors or mtp_tensors(model, named)
         for row in state.active.nonzero().flatten().tolist():
             text = state.tokens[row, : state.length[row] + 1]
@@ -217,7 +271,8 @@ def checked_layers(tensors: dict[str, Tensor] | None = None, form: Form | None =
             for level, node in enumerate(path[: len(outputs)]):
                 beam = 0 if level == 0 else node - 1 - (level - 1) * self.beams
                 found = model.get_output_embeddings()(outputs[level][row, beam])
-                torch.testing.assert_close(found, expected[level], atol=1e-3, rtol=1e-3)
+                # Recurrent states of a base are summed in another order than in a whole text: 1e-3 of a hidden state.
+                torch.testing.assert_close(found, expected[level], atol=2e-2, rtol=1e-3)
             checked.append(len(text))
         return tree
 

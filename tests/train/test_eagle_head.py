@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.dflash import random_block_drafter
 from helpers.eagle import EAGLE_FORMS, plain_logits, random_head
 from helpers.models import VOCAB, assert_close_by_scale, tiny_model
 from helpers.training import command, learn_circle, record, refused, round_circle
@@ -156,3 +157,15 @@ def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(tmp_path, 
 def test_options_of_recurrent_drafters_are_refused_by_name(capsys, tmp_path, option):
     words = command(tmp_path, "--form", "eagle3", *option.split())
     assert " is for recurrent drafters: leave it out with --form eagle3" in refused(capsys, words)
+
+
+def test_drafters_that_follow_no_texts_are_refused_by_name(capsys, tmp_path):
+    words = command(tmp_path)
+    sizes = {"vocab_size": trained_base().config.vocab_size, "target_layers": [0], "mask_token_id": 3}
+    random_block_drafter(**sizes).save_pretrained(tmp_path / "blocks")
+    for more in ([], ["--dry-run"]):
+        error = refused(capsys, [*words, "--drafter", str(tmp_path / "blocks"), *more])
+        assert "`redrafter train` is for recurrent drafters and EAGLE-3 heads, and this drafter is of the kind" in error
+    pair = ["--model", str(tmp_path / "base"), "--drafter", str(tmp_path / "blocks"), "--device", "cpu"]
+    assert redrafter(["evaluate", *pair, "--prompts", str(tmp_path / "data.jsonl")]) == 2
+    assert "`redrafter evaluate` is for recurrent drafters" in capsys.readouterr().err

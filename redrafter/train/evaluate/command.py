@@ -52,6 +52,7 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
     """
     engine, proposer = pair.engine, pair.engine.proposer
     assert isinstance(engine, ReDrafter)
+    engine.drafter.check_follows_texts("evaluate")
     assert isinstance(proposer, SearchProposer)
     search = Search(proposer.beams, proposer.depth)
     trees = options.trees(search)
