@@ -130,7 +130,7 @@ def train(
 
 def tokens_per_step(base: Any, drafter: Any, prompts: list[Tensor], new: int, **shape: int) -> tuple[float, float]:
     """Return the tokens per step of a shape, greedy and at temperature 1; fail unless the text is the base's own."""
-    engine = ReDrafter.from_pretrained(base, drafter, tuning=None, **shape)
+    engine = ReDrafter.from_pretrained(base, drafter, tuning=None, draft_from_text=False, **shape)
     found = []
     for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 1.0, "seed": 1}):
         steps = written = 0

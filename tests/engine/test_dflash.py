@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers.dflash import BLOCK, DFLASH_FORMS, FORM, checked_blocks, random_block_drafter
-from helpers.generation import same_as_model, same_undrafted
+from helpers.generation import noted, same_as_model, same_undrafted
 from helpers.models import VOCAB, paged, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, DFlashConfig, DFlashDrafter, ReDrafter
 
@@ -89,3 +89,18 @@ def test_drafts_come_from_the_block_under_the_targets_noise():
 def test_a_config_that_cannot_be_is_refused(change):
     with pytest.raises(ArgumentError, match="DFlashConfig"):
         DFlashConfig(**(FORM | change)).check()
+
+
+def test_candidates_are_what_the_noise_makes_likeliest(monkeypatch):
+    engine, changed = engine_of(**DFLASH_FORMS["DFlash2"]), []
+
+    def note(made: torch.Tensor, selector: object, tokens: torch.Tensor, *given: torch.Tensor) -> None:
+        _, logits, scores = given
+        found = made[:, 0].isfinite()  # [B, V]
+        likeliest = torch.zeros_like(found).scatter(1, scores[:, 0].topk(9).indices, True)
+        assert torch.equal(found, likeliest)
+        changed.append(not torch.equal(logits.argsort(), scores.argsort()))
+
+    noted(monkeypatch, type(engine.drafter.candidate_selector), "forward", note)
+    same_undrafted(engine, torch.arange(3, 12)[None], max_new_tokens=9, do_sample=True, seed=4)
+    assert all(changed)
