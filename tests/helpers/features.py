@@ -160,7 +160,7 @@ ENGINES: dict[str, Callable[[PreTrainedModel, EngineOptions], Engine]] = {
     "drafter": lambda model, options: recurrent(model, options, TreeShape(4, 4, 999)),
     "drafter's chain": lambda model, options: recurrent(model, options, TreeShape(1, 4, 999)),
     "context": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), context_drafter(**sized(model))),
-    "drafter and text": lambda model, options: beside_text(recurrent(model, options, TreeShape(4, 4, 10))),
+    "drafter and text": lambda model, options: beside_text(recurrent(model, options, TreeShape(3, 3, 6))),
     "shared nodes": sharing,
     "EAGLE": lambda model, options: recurrent(model, options, TreeShape(4, 3, 999), head(model)),
     "EAGLE and text": lambda model, options: beside_text(recurrent(model, options, TreeShape(1, 3, 999), head(model))),

@@ -325,7 +325,8 @@ def test_a_stop_string_cuts_a_delta(stop, tokens, accepted, finish):
     assert delta == SequenceDelta(tokens, accepted, logprobs[: len(tokens)], finish, drafted=11)
     assert text.ended
     assert text.written == 1 + len(tokens)
-    assert text.stats == Stats(1, 11, accepted, len(tokens), [1] * accepted + [0] * (4 - accepted))
+    depths = [1] * accepted + [0] * (4 - accepted)
+    assert text.stats == Stats(1, 11, accepted, emitted=len(tokens), accepted_by_depth=depths)
 
 
 @pytest.mark.parametrize(("drafted", "draft_steps"), [(5, 1), (0, 1), (None, 0)])
