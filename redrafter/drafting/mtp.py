@@ -65,6 +65,9 @@ class MTPDrafter(DrafterModel):
     config: MTPConfig
     main_input_name = "embedding"
     draft_ids = None
+    # Keys and values of the past are made anew in each step. On an H100, steps of a bf16 base of 24 layers of width
+    # 2048 after 1,000 tokens, with a chain of 3, took 1.8 steps without drafts at 1 row, 2.6 at 8 and 3.6 at 32.
+    cost_per_row = 0.1
 
     def __init__(self, config: MTPConfig, blocks: Sequence[nn.Module], norm: nn.Module, rotary: nn.Module | None):
         """Make a layer whose weights are loaded later.

@@ -177,8 +177,9 @@ class ReDrafter(Engine):
         """
         if not self.pauses:
             return None
-        measured = None if self.tuning is None else self.tuning.step_cost_for(rows)
-        return STEP_COSTS.get(self.target.device.type, STEP_COSTS["cuda"]) if measured is None else measured
+        if self.tuning is not None and (measured := self.tuning.step_cost_for(rows)) is not None:
+            return measured
+        return STEP_COSTS.get(self.target.device.type, STEP_COSTS["cuda"]) + self.drafter.cost_per_row * rows
 
     def _propose(self, target: Target, shape: TreeShape) -> SearchProposer:
         """Return the proposer of a shape, the same object each time, as captured steps are kept by it."""
