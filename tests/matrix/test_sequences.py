@@ -23,7 +23,7 @@ SCHEDULES.remove(("dense", "ahead"))
 PREEMPTING = ("few blocks", "ahead")
 FEW = [PREEMPTING, ("dense", "in turn"), ("chunks", "in turn"), ("host", "in turn")]
 CASES = [
-    case(*of, *schedule, fast=of in SIMPLE and schedule in (FEW[:2] if of[0] == "text" else FEW[:1]))
+    case(*of, *schedule, fast=of in SIMPLE and schedule in (FEW[:2] if of == ("text", "drafter") else FEW[:1]))
     for of in sorted(SIMPLE | OWN_WAYS)
     for schedule in (SCHEDULES if of[0] in ("text", "adapters") else FEW)
     if schedule[0] != "host" or FEATURES[of[0]].shares_prefixes
