@@ -115,14 +115,16 @@ class ReDrafter(Engine):
             keywords: What follows, and fields of `EngineOptions`; all others are for `AutoModelForCausalLM`.
 
         Keyword Args:
-            dtype: The models' dtype; "auto" for the checkpoint's.
-            device: Where the models go; None for where Hugging Face puts the target.
-            tp_size: Processes that share the target, each with a part of it and the whole drafter. All run the same
-                program, started with `torchrun --nproc-per-node tp_size`.
-            trust_remote_code: Whether code that comes with the checkpoint may run.
-            quantization: "fp8" to quantise the weights of the target's linear layers to FP8 when it is loaded, its
-                head apart; "fp8_dynamic" to round the inputs of these layers too; None to leave them as they are.
-            adapters: LoRA adapters to load: names, and the directories that PEFT's `save_pretrained` wrote.
+            dtype (str | torch.dtype): The models' dtype; "auto" for the checkpoint's.
+            device (str | torch.device | None): Where the models go; None for where Hugging Face puts the target.
+            tp_size (int): Processes that share the target, each with a part of it and the whole drafter. All run the
+                same program, started with `torchrun --nproc-per-node tp_size`.
+            trust_remote_code (bool): Whether code that comes with the checkpoint may run.
+            quantization (str | None): "fp8" to quantise the weights of the target's linear layers to FP8 when it is
+                loaded, its head apart; "fp8_dynamic" to round the inputs of these layers too; None to leave them as
+                they are.
+            adapters (Mapping[str, str | Path] | None): LoRA adapters to load: names, and the directories that PEFT's
+                `save_pretrained` wrote.
 
         Raises:
             CheckpointError: When a checkpoint cannot be loaded.
