@@ -5,7 +5,7 @@ They come one by one, some begin alike, some verify no drafts; blocks are many o
 
 import pytest
 
-from helpers.features import FEATURES, OWN_WAYS, SIMPLE, case, pair
+from helpers.features import ALIKE, FEATURES, OWN_WAYS, SIMPLE, case, pair
 from helpers.scheduling import dense_scheduler, launch_ahead, nothing_is_held, run, scheduler
 
 MEMORIES: dict[str, dict] = {
@@ -25,7 +25,7 @@ FEW = [PREEMPTING, ("dense", "in turn"), ("chunks", "in turn"), ("host", "in tur
 CASES = [
     case(*of, *schedule, fast=of in SIMPLE and schedule in (FEW[:2] if of == ("text", "drafter") else FEW[:1]))
     for of in sorted(SIMPLE | OWN_WAYS)
-    for schedule in (SCHEDULES if of[0] in ("text", "adapters") else FEW)
+    for schedule in (SCHEDULES if of[0] in ("text", "adapters") and of[1] not in (*ALIKE, "DFlash", "MTP") else FEW)
     if schedule[0] != "host" or FEATURES[of[0]].shares_prefixes
     if schedule[0] != "dense" or "dense" in FEATURES[of[0]].caches
 ]
