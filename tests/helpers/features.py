@@ -311,7 +311,7 @@ SIMPLE = {("text", engine) for engine in ENGINES} | {(feature, "drafter") for fe
 LAYERS = [name for name, feature in FEATURES.items() if not (feature.images or feature.adapters or feature.options)]
 PAIRS = sorted(SIMPLE | OWN_WAYS | {(feature, engine) for feature in LAYERS for engine in ENGINES})
 # Layers that are called in ways of their own, or have no keys; no checkpoint of theirs has an MTP layer.
-NO_MTP = ("window", "chunks", "learned positions", "states")
+NO_MTP = ("window", "chunks", "learned positions", "states", "convolutions", "sinks")
 PAIRS = [of for of in PAIRS if of[0] not in NO_MTP or not of[1].startswith("MTP")]
 # What these ask of a model another engine asks too, so they meet only some of the layers.
 ALIKE = ("DSpark", "DFlash2", "MTP and text", "EAGLE and text", "drafter and text")
