@@ -128,7 +128,7 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 KINDS_OF_SCHEDULES = ("few blocks", "mixed prefill", "dense", "one row")
 
 
-@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(100, 151), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(100, 151), marks=pytest.mark.slow)], ids=str)
 def test_texts_of_random_schedules_are_those_of_plain_decoding(engine, texts, seeds, monkeypatch):
     chunks = noted(monkeypatch, ChunkBuffers, "load")
     preempted = onboarded = 0
