@@ -105,7 +105,7 @@ class DraftGain:
 
 
 class DraftPauses:
-    """What drafts have gained in steps of each cost, since batches of many sizes may cost the same."""
+    """Records what drafts have gained in steps of each cost, since batches of many sizes may cost the same."""
 
     def __init__(self, cost_of: Callable[[int], float | None]):
         """Begin with drafts.
