@@ -109,8 +109,7 @@ def check_published_form(config: DrafterArchitecture, format_name: str, recurren
 
 def to_apple_config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     """Convert a config to Apple's, with the keys that `to_redrafter_config` kept."""
-    kept = getattr(config, "source_config", None)
-    apple_config = dict(kept if isinstance(kept, dict) and kept else _OTHER_KEYS)
+    apple_config = dict(config.source_config or _OTHER_KEYS)
     for key in ("dtype", "torch_dtype"):
         if key in apple_config:
             apple_config[key] = dtype

@@ -65,7 +65,8 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
     elif is_pair(kind):
         drafter = open_drafter(directory)
     elif (found := find_layer(base.tensors)) is not None:
-        config = MTPConfig(document["model"]["vocabulary"], document["model"]["hidden_size"], **found.config)
+        model = document["model"]
+        config = MTPConfig(vocab_size=model["vocabulary"], hidden_size=model["hidden_size"], **found.config)
         tensors = {name: base.tensors[name] for name in found.names if name in base.tensors}
         return document | {"drafter": _describe_drafter(SourceDrafter(directory, kind, config, tensors))}
     else:

@@ -63,8 +63,7 @@ class MTPDrafter(DrafterModel):
 
     config_class = MTPConfig
     config: MTPConfig
-    main_input_name = "embedding"
-    draft_ids = None
+    identity_fields = ("model_type", "hidden_size", "vocab_size", "family")
     # Keys and values of the past are made anew in each step. On an H100, steps of a bf16 base of 24 layers of width
     # 2048 after 1,000 tokens, with a chain of 3, took 1.8 steps without drafts at 1 row, 2.6 at 8 and 3.6 at 32.
     cost_per_row = 0.1
@@ -84,33 +83,22 @@ class MTPDrafter(DrafterModel):
         self.embedding_norm, self.hidden_norm, self.norm = (copy.deepcopy(norm) for _ in range(3))
         self.projection = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
 
-    def layers_read(self, target: Target) -> list[int]:
-        """Return no layers: the last hidden state is all that is read."""
-        return []
-
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
         """Return what is stored of every token: what its hidden state and its embedding add to inputs of the layer."""
         return drafter_layer(self, target, 1, self.config.hidden_size, partial(self._remember, target.embedding))
 
-    def proposer(
-        self, target: Target, beams: int, depth: int, nodes: int, shared_nodes: int | None, compiled: bool
-    ) -> "MTPProposer":
-        """Return a proposer that drafts with the layer."""
+    def check_search(self, target: Target, depth: int) -> None:
+        """Raise `UnsupportedError` for a target whose head the layer cannot share."""
         if not isinstance(target.head, nn.Linear):
             raise UnsupportedError(
                 f"{target.name} has a head of the type {type(target.head).__name__}, which its MTP layer cannot share "
                 "yet: write without drafts (--no-speculate), or give a drafter"
             )
-        return MTPProposer(self, target, beams, depth, nodes, shared_nodes, compiled)
 
     def placed(self, target: Target) -> Any:
         """Return the layer on a target's device, in the dtypes that it was loaded in."""
         module: Any = self
         return module.to(target.device).eval()
-
-    def identity(self) -> list[Any]:
-        """Return the type and the sizes of the layer."""
-        return [self.config.model_type, self.config.hidden_size, self.config.vocab_size, self.config.family]
 
     @property
     def told_by(self) -> nn.Module:
@@ -245,3 +233,6 @@ class MTPProposer(SearchProposer):
             self.drafter.store(of_hidden[:, :-1] + of_embedding[:, 1:], position[:, :-1], entries)
         position = first + torch.arange(count, device=length.device)
         return entries, position < length[:, None] - 1
+
+
+MTPDrafter.proposer_class = MTPProposer
