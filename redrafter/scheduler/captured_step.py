@@ -200,7 +200,7 @@ class LaunchedStep:
         """Take what will be needed of a step's output, which the next step may overwrite."""
         logits, scores = dict[int, Tensor](), dict[int, Tensor]()
         for row, sequence in enumerate(sequences):
-            if sequence.wants_logits:
+            if "logits" in sequence.keeps or sequence.params.logprobs is not None:
                 logits[row] = output.logits[row].index_select(0, output.path.nodes[row])
             if "scores" in sequence.keeps:
                 scores[row] = output.scores[row].index_select(0, output.path.nodes[row])

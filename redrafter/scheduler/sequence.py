@@ -224,16 +224,6 @@ class TokenSequence:
         """
         return len(self.tokens) - (self.written > 0)
 
-    @property
-    def wants_logits(self) -> bool:
-        """Whether logits are needed beside its tokens."""
-        return self.params.logprobs is not None or "logits" in self.keeps
-
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether logits or processed scores are needed beside its tokens."""
-        return self.wants_logits or "scores" in self.keeps
-
     def draft_length(self, count: int) -> int:
         """Return how many tokens of the draft model the first `count` tokens are."""
         return count if self.draft_text is None else self.draft_text.length(self.tokens, count)
