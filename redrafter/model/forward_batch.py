@@ -53,11 +53,6 @@ class ForwardBatch:
     chunks: PromptChunks | None = None
     pieces: Sequence[Piece] | None = None
 
-    @property
-    def places(self) -> Tensor:
-        """The place of each new node in its row's text, `[B, M]` int64."""
-        return self.length[:, None] + self.tree.depth[:, -self.tree.new :]
-
     @cached_property
     def nodes(self) -> Tensor | slice:
         """Which of the `B * M` new nodes are tokens of the forward."""
