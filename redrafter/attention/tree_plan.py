@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from redrafter.attention.mask import AttentionKind, additive_mask, visible_slots
+from redrafter.attention.mask import AttentionKind, TreeSlots, additive_mask
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK, AttentionInputs, TokenRows
 from redrafter.kernels.block_size import BLOCK_SIZE
 
@@ -194,7 +194,7 @@ class RowsPlan:
         key = window, chunk_size, dtype, group
         if key not in self.masks:
             kind = AttentionKind(window or None, chunk_size or None)
-            seen = visible_slots(self.length, self.depth, self.ancestors, self.slots.shape[1], kind)
+            seen = TreeSlots(self.length, self.depth, self.ancestors, self.slots.shape[1]).seen(kind)
             self.masks[key] = additive_mask(seen, dtype).repeat(1, 1, group, 1)
         return self.masks[key]
 

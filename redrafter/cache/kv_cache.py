@@ -11,8 +11,7 @@ from torch import Tensor
 from redrafter.attention.mask import AttentionKind
 from redrafter.attention.prompt_attention import Piece, PromptPlan
 from redrafter.cache.states import StateShape, StatesOfRows
-from redrafter.kernels.cache_format import as_bytes, write_slots
-from redrafter.tree.accept import Path
+from redrafter.kernels.cache_format import write_slots
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,7 @@ class KVCache(ABC):
     states: StatesOfRows | None
     for_model: Any = None
     pools: list[Tensor]  # `[G, slots, heads, dim]` each
+    movable: list[Tensor]  # the pools, those of FP8 as bytes: not every operator that moves numbers knows it
 
     @abstractmethod
     def slots(self, row_slots: Tensor) -> Tensor:
@@ -156,10 +156,5 @@ class KVCache(ABC):
             return  # the root is in its final slot already
         source = self.slots(length[:, None] + nodes)
         target = self.slots(length[:, None] + torch.arange(nodes.shape[1], device=nodes.device))
-        for pool in map(as_bytes, self.pools):
+        for pool in self.movable:
             pool.index_copy_(1, target.to(pool.device), pool.index_select(1, source.to(pool.device)))
-
-    def commit_states(self, length: Tensor, path: Path, active: Tensor) -> None:
-        """Keep the recurrent states after the accepted nodes of active rows, if the model has any."""
-        if self.states is not None:
-            self.states.commit(length, path, active)

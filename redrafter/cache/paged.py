@@ -23,7 +23,7 @@ from redrafter.cache.to_device import to_device
 from redrafter.errors import CacheFullError
 from redrafter.kernels.attention_inputs import TokenRows
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.kernels.cache_format import round_trip
+from redrafter.kernels.cache_format import as_bytes, round_trip
 from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.tree.token_tree import Tree, chain
 
@@ -39,6 +39,7 @@ class KVCachePool:
         has_drafter_layer: Whether the last layer is what a drafter stores.
         fp8: Format of the model's keys and values where they are stored in FP8; else None.
         pools: The tensors, `[G, num_blocks * BLOCK_SIZE, heads, dim]` each.
+        movable: The same, as `KVCache` has them.
         states: Recurrent states of rows; row 0 belongs to no row. None for a model without.
         layer_pools: Per layer, the tensor and index in it of the keys that the layer attends to, then of the values;
             None for a layer that attends to no tokens before it.
@@ -52,6 +53,7 @@ class KVCachePool:
         self.num_blocks, self.has_drafter_layer = num_blocks, shapes[-1].of_drafter
         self.fp8 = next((s.dtype for s in shapes if s.heads and s.dtype.itemsize == 1), None)
         self.pools, places = allocate(shapes, num_blocks * BLOCK_SIZE)
+        self.movable = [as_bytes(pool) for pool in self.pools]
         sources = [i if shape.heads else shape.source for i, shape in enumerate(shapes)]
         homes = [None if i is None else places[i] for i in sources]
         self.layer_pools = tuple(
@@ -121,7 +123,8 @@ class PagedCache(KVCache):
 
     def __init__(self, pool: KVCachePool, table: Tensor, rows: Tensor | None = None):
         """Make a cache of blocks `[B, M]` int32; recurrent states, if any, are in `rows` `[B]` int64 of the pool."""
-        self.pool, self.pools, self.table, self.has_drafter_layer = pool, pool.pools, table, pool.has_drafter_layer
+        self.pool, self.table, self.has_drafter_layer = pool, table, pool.has_drafter_layer
+        self.pools, self.movable = pool.pools, pool.movable
         self.window = table.shape[1] * BLOCK_SIZE
         self.states = None
         if pool.states is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -135,7 +136,7 @@ class SearchProposer:
 
     model = without_text = None  # what a drafter stores of texts is in the target's cache
 
-    @property
+    @cached_property
     def scratch_slots(self) -> int:
         """Slots after a row's committed tokens that a step writes to."""
         return self.nodes

@@ -259,7 +259,8 @@ class SelfTest:
             logits = forward(ForwardBatch(tree, trial.length, cache))[0]
             path = Path(torch.tensor([0, 2, 4], device=device).expand(rows, 3), torch.full_like(trial.length, 2))
             cache.commit(trial.length, path.nodes)
-            cache.commit_states(trial.length, path, torch.ones_like(trial.length, dtype=torch.bool))
+            if cache.states is not None:
+                cache.states.commit(trial.length, path, torch.ones_like(trial.length, dtype=torch.bool))
             after = forward(ForwardBatch(chain(e.expand(rows, 1)), trial.length + 3, cache))[0]
         except MODEL_ERRORS as error:
             raise UnsupportedError(f"{self._target.name} cannot run a token tree: {first_line(error)}") from error

@@ -233,8 +233,7 @@ class RunningSet:
 
         Returns the sequences that were given blocks; some of them may have been preempted since.
         """
-        if self._blocks is None:
-            return []
+        assert self._blocks is not None, "a dense cache grows as its texts do"
         grown = []
         for sequence in tuple(self._batch.rows):
             while sequence.block_table is not None:  # until it ends or is preempted itself
