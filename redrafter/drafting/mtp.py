@@ -281,5 +281,5 @@ class MTPProposer(SearchProposer):
         count, room = min(cache.window - 1, PAST), 1 + (self.depth - 1) * self.beams
         # The entry of a position is stored with the token after it, which it reads too.
         position = (length - count).clamp(min=1)[:, None] + torch.arange(count, device=length.device)  # [B, S]
-        sides = [pad(x.transpose(1, 2), (0, 0, 0, room)) for x in cache.read_drafter_layer(position)]
-        return Past(*sides, position < length[:, None])
+        keys, values = (pad(x.transpose(1, 2), (0, 0, 0, room)) for x in cache.read_drafter_layer(position))
+        return Past(keys, values, position < length[:, None])

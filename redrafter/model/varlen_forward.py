@@ -90,7 +90,7 @@ class VarlenForward(TreeForward):
             index = torch.cat([index, count + chunks.last])
         ids = batch.flat(tree.tokens[:, -new:], None if chunks is None else chunks.tokens)
         in_chunks = None if chunks is None else chunks.positions()  # those of prompts are not shifted
-        in_rows = batch.places
+        in_rows = length[:, None] + tree.depth[:, -new:]  # [B, M], places of the new nodes in their rows' texts
         places = positions = batch.flat(in_rows, in_chunks)
         if batch.position_shift is not None:
             positions = batch.flat(in_rows + batch.position_shift[:, None], in_chunks)

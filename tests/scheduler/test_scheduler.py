@@ -27,8 +27,8 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.sequence import TokenSequence
+from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.engine_process.engine import warm_up
 
 GREEDY = KINDS["greedy"]
