@@ -103,11 +103,8 @@ def test_info_shows_the_layer(places, capsys):
     assert drafter["parameters"] > 32 * 64
 
 
-def test_a_batch_of_prompts_is_drafted_for_as_each_alone(places, monkeypatch):
+def test_a_batch_of_prompts_is_drafted_for_as_each_alone(places):
     engine = ReDrafter.from_pretrained(places["mimo"], **SHAPE)
-    monkeypatch.setattr(ReDrafter, "pauses", True)
-    assert engine.draft_step_cost(1) < 2 < 4 < engine.draft_step_cost(32)  # so large batches draft where it pays alone
-    monkeypatch.setattr(ReDrafter, "pauses", False)
     ids, mask = uneven_batch(8)
     written = engine.generate(ids, mask, max_new_tokens=20, do_sample=True, seed=list(range(8)))
     for row in range(8):
