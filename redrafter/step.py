@@ -96,7 +96,9 @@ def step(
     """
     # 1. Draft. The root of the tree is the pending token. The drafter sees the noise that the target will draw with.
     noise = sampler.noise(state.length + 1, (proposer.without_text or proposer).depth + 1)  # [B, K+1, V]
-    tree = proposer.propose(state, sampler, noise, cache, draft_cache).of_first(target.ranks)  # [B, N]
+    tree = proposer.propose(state, sampler, noise, cache, draft_cache)  # [B, N]
+    if target.ranks.size > 1:  # every rank drafts, and where two drafts are alike may choose another
+        tree = tree.of_first(target.ranks)
     noise = sampler.noise(state.length + 1, tree.levels + 1, known=noise)  # drafts that the text adds may be deeper
 
     # 2. Verify. One forward computes the target's logits and hidden states at all nodes.
@@ -106,13 +108,14 @@ def step(
     verified = target.verify(batch)  # logits [B, N, V], hidden states [B, N, F]
 
     # 3. Draw. The target draws its own next token at every node, after that node's own prefix.
-    scores = sampler.scores(verified.logits, _prefixes(state, tree, sampler, cache.window))  # [B, N, V]
+    scores = _process(verified.logits, state, tree, sampler, cache.window)  # [B, N, V]
     if tree.sampled_from is None:
         drawn = sampler.draw(scores, noise, tree.depth)  # [B, N]
     else:
         drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
     finite = finite_draws(verified.logits, drawn, sampled=tree.sampled_from is not None)
-    drawn, finite = target.ranks.of_first(drawn, finite)
+    if target.ranks.size > 1:
+        drawn, finite = target.ranks.of_first(drawn, finite)
 
     # 4. Accept. A draft holds if it is the token that was drawn at its parent, and its parent holds.
     path = accept(verified.tree, drawn, proposer.depth)  # [B, K+1]
@@ -123,7 +126,8 @@ def step(
     #    those after the last accepted nodes stay.
     if tree.branches:
         cache.commit(state.length, path.nodes)
-    cache.commit_states(state.length, path, state.active)
+    if cache.states is not None:
+        cache.states.commit(state.length, path, state.active)
     if draft_cache is not None:
         commit_drafts(state, tree, path, draft_cache)
 
@@ -164,7 +168,7 @@ def draw_first_tokens(
     """
     before = State(tokens, prompt - 1, hidden, torch.ones_like(prompt, dtype=torch.bool))
     tree = chain(before.pending)  # [B, 1], the last prompt token
-    scores = sampler.scores(logits[:, None], _prefixes(before, tree, sampler, window))  # [B, 1, V]
+    scores = _process(logits[:, None], before, tree, sampler, window)  # [B, 1, V]
     drawn = sampler.draw(scores, sampler.noise(prompt, 1), tree.depth)  # [B, 1]
     drawn, finite = ranks.of_first(drawn, finite_draws(logits[:, None], drawn))
     path = accept(tree, drawn, max_depth=0)
@@ -173,9 +177,13 @@ def draw_first_tokens(
     return _advance(before, drawn, path, hidden[:, None]), output
 
 
-def _prefixes(state: State, tree: Tree, sampler: Sampler, window: int) -> Prefixes:
-    """Describe the text before each node, which processors such as a repetition penalty look at."""
-    return Prefixes(state.tokens, state.length, sampler.prompt, sampler.limit, tree, min(window, state.tokens.shape[1]))
+def _process(logits: Tensor, state: State, tree: Tree, sampler: Sampler, window: int) -> Tensor:
+    """Return processed logits `[B, N, V]` float32; the logits themselves where the sampler needs no more."""
+    if sampler.fused:
+        return logits
+    window = min(window, state.tokens.shape[1])
+    # The text before each node, which processors such as a repetition penalty look at.
+    return sampler.process(logits, Prefixes(state.tokens, state.length, sampler.prompt, sampler.limit, tree, window))
 
 
 def _advance(state: State, tokens: Tensor, path: Path, hidden: Tensor) -> State:

@@ -27,28 +27,6 @@ class AttentionKind:
     chunk: int | None = None
 
 
-def visible_slots(length: Tensor, depth: Tensor, ancestors: Tensor, slots: int, kind: AttentionKind) -> Tensor:
-    """Return which of its row's first `slots` slots each new node sees, `[B, M, S]` bool.
-
-    Rows have `length` `[B]` committed tokens and nodes at depths `[B, N]`; `ancestors` `[B, M, N]` bool says whether
-    each of the last M nodes descends from a node, or is it.
-    """
-    rows, nodes = depth.shape
-    node = torch.arange(slots, device=length.device) - length[:, None]  # [B, S], negative where committed
-    index = node.clamp(0, nodes - 1)
-    new = ancestors.shape[1]
-    seen = ancestors.gather(2, index[:, None, :].expand(rows, new, slots))  # [B, M, S]
-    seen = (node < 0)[:, None, :] | (seen & (node < nodes)[:, None, :])
-    if kind.window is None and kind.chunk is None:
-        return seen
-    position = torch.where(node < 0, node, depth.gather(1, index))[:, None, :]  # counted from n, [B, 1, S]
-    if kind.window is not None:
-        return seen & (depth[:, -new:, None] - position < kind.window)
-    assert kind.chunk is not None
-    base = length[:, None, None]
-    return seen & ((depth[:, -new:, None] + base) // kind.chunk == (position + base) // kind.chunk)
-
-
 @dataclass(frozen=True)
 class TreeSlots:
     """The slots that a forward over trees reads of each row: who sees them, and at which position each one stands.
@@ -67,7 +45,20 @@ class TreeSlots:
 
     def seen(self, kind: AttentionKind) -> Tensor:
         """Return the slots that each new node sees under a kind of attention, `[B, M, S]` bool."""
-        return visible_slots(self.length, self.depth, self.ancestors, self.count, kind)
+        length, depth, new = self.length, self.depth, self.ancestors.shape[1]
+        rows, nodes = depth.shape
+        node = torch.arange(self.count, device=length.device) - length[:, None]  # [B, S], negative where committed
+        index = node.clamp(0, nodes - 1)
+        seen = self.ancestors.gather(2, index[:, None, :].expand(rows, new, self.count))  # [B, M, S]
+        seen = (node < 0)[:, None, :] | (seen & (node < nodes)[:, None, :])
+        if kind.window is None and kind.chunk is None:
+            return seen
+        position = torch.where(node < 0, node, depth.gather(1, index))[:, None, :]  # counted from n, [B, 1, S]
+        if kind.window is not None:
+            return seen & (depth[:, -new:, None] - position < kind.window)
+        assert kind.chunk is not None
+        base = length[:, None, None]
+        return seen & ((depth[:, -new:, None] + base) // kind.chunk == (position + base) // kind.chunk)
 
     @cached_property
     def positions(self) -> Tensor:

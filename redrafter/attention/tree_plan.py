@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from redrafter.attention.mask import AttentionKind, additive_mask, visible_slots
+from redrafter.attention.mask import AttentionKind, TreeSlots, additive_mask
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK, AttentionInputs, TokenRows
 from redrafter.kernels.block_size import BLOCK_SIZE
 
@@ -63,9 +63,13 @@ class PromptChunks:
         """Return the position of each token in its prompt, `[P * TOKENS_PER_CHUNK]` int64; padding counts from 0."""
         return self._placed()[1]
 
-    def slots(self) -> Tensor:
-        """Return the slot of each token in the pools, `[P * TOKENS_PER_CHUNK]` int64; padding is in block 0."""
+    def slots(self, back: int = 0) -> Tensor:
+        """Return the slot of each token in the pools, `[P * TOKENS_PER_CHUNK]` int64; padding is in block 0.
+
+        With `back`, it is that of the token so many places before it, or of the first one of its prompt.
+        """
         chunk, position = self._placed()
+        position = (position - back).clamp(min=0)
         table = torch.cat([self.table, torch.zeros_like(self.table[:1])])  # [P + 1, M]
         block = (position // BLOCK_SIZE).clamp(max=table.shape[1] - 1)
         return table[chunk, block].long() * BLOCK_SIZE + position % BLOCK_SIZE
@@ -190,7 +194,7 @@ class RowsPlan:
         key = window, chunk_size, dtype, group
         if key not in self.masks:
             kind = AttentionKind(window or None, chunk_size or None)
-            seen = visible_slots(self.length, self.depth, self.ancestors, self.slots.shape[1], kind)
+            seen = TreeSlots(self.length, self.depth, self.ancestors, self.slots.shape[1]).seen(kind)
             self.masks[key] = additive_mask(seen, dtype).repeat(1, 1, group, 1)
         return self.masks[key]
 

@@ -17,23 +17,23 @@ WINDOW_STEP_SLOTS = 64  # the window grows in steps of this size, so that shapes
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's view of the cache; the model's attention calls `update`."""
+    """One layer's view of the cache; the model's attention calls `update`.
+
+    Attributes:
+        stores: Where the layer's keys, values and keys of an indexer are, by slot of the pools.
+        keys, values, index_keys: What attention reads of them, `[B, heads, S, dim]` each.
+    """
 
     is_sliding = False  # sliding layers keep all tokens too, so that there is no ring buffer to roll back
     is_initialized = True
 
-    def __init__(self, cache: "DenseCache", layer: int):
-        self._cache, self._layer = cache, layer
+    stores: tuple[Tensor, ...]
+    keys: Tensor
+    values: Tensor
+    index_keys: Tensor
 
-    @property
-    def keys(self) -> Tensor:  # type: ignore[override]
-        """Keys that attention reads, `[B, heads, S, dim]`."""
-        return self._cache.visible(self._layer, 0)
-
-    @property
-    def values(self) -> Tensor:  # type: ignore[override]
-        """Values that attention reads, `[B, heads, S, dim]`."""
-        return self._cache.visible(self._layer, 1)
+    def __init__(self, cache: "DenseCache"):
+        self._cache = cache
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -43,8 +43,8 @@ class _Layer(CacheLayerMixin):
         They are `[B, heads, N, dim]` of trees, or `[1, heads, T, dim]` of pieces of prompts; what is returned, `[B,
         heads, S, dim]`.
         """
-        slots = self._cache.written_slots(key_states.device)
-        for store, states in zip(self._cache.stores(self._layer), (key_states, value_states), strict=False):
+        slots = self._cache.written[key_states.device]
+        for store, states in zip(self.stores, (key_states, value_states), strict=False):
             store.index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
         if self._cache.contiguous:
             return self.keys.contiguous(), self.values.contiguous()
@@ -52,9 +52,9 @@ class _Layer(CacheLayerMixin):
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store the new keys `[B, N, dim]` of an indexer, and return those in the window, `[B, S, dim]`."""
-        slots = self._cache.written_slots(indexer_key_states.device)
-        self._cache.stores(self._layer)[2].index_copy_(0, slots, indexer_key_states.flatten(0, 1)[:, None])
-        return self._cache.visible(self._layer, 2)[:, 0]
+        slots = self._cache.written[indexer_key_states.device]
+        self.stores[2].index_copy_(0, slots, indexer_key_states.flatten(0, 1)[:, None])
+        return self.index_keys[:, 0]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing, since shapes are known before the first forward."""
@@ -100,7 +100,11 @@ class DenseCache(KVCache, Cache):
         committed: The length that the model is told, for masks of its own making. 0, because lengths differ and
             positions and masks are passed to the model; after `reserve_one_token`, the number of committed tokens.
         contiguous: Whether attention is given contiguous copies, as by transformers' own cache.
+        layers: A view of each layer, as transformers calls what a model's layers write to.
+        written: The slots that the next forward stores its tokens in, `[B * N]` or `[T]` int64, on each device.
     """
+
+    layers: list[Any]
 
     def __init__(self, shapes: Sequence[LayerShape], rows: int, contiguous: bool = False):
         """Begin without slots; `reserve` makes some.
@@ -111,9 +115,7 @@ class DenseCache(KVCache, Cache):
             contiguous: Give attention contiguous copies of keys and values. Slower, but some models read keys through
                 `view`, which needs them.
         """
-        layers: list[Any] = [
-            _Layer(self, i) if s.heads else _EmptyLayer(self, bool(s.states)) for i, s in enumerate(shapes)
-        ]
+        layers: list[Any] = [_Layer(self) if shape.heads else _EmptyLayer(self, bool(shape.states)) for shape in shapes]
         super().__init__(layers=layers)
         kept = states_of(shapes)
         self.states = StatesOfRows(RowStates(kept, rows)) if kept else None
@@ -121,7 +123,9 @@ class DenseCache(KVCache, Cache):
         self.rows, self.window, self.committed, self.capacity = rows, 0, 0, 0
         self.has_drafter_layer = shapes[-1].of_drafter
         self._shapes, self._all_rows = shapes, rows
+        self._devices = {shape.device for shape in shapes}
         self.pools, self._places = allocate(shapes, 0)
+        self.movable = self.pools
 
     def use_rows(self, rows: int) -> None:
         """Let only the first `rows` rows take part in forwards, until the next call. The others keep what they hold."""
@@ -178,21 +182,18 @@ class DenseCache(KVCache, Cache):
                 self.pools[number] = grown.flatten(1, 2)
             self.capacity, self.window = capacity, 0
             unbound = [pool.unbind(0) for pool in self.pools]
-            self._stores = [tuple(unbound[pool][index] for pool, index in home) for home in self._places]
+            for layer, home in zip(self.layers, self._places, strict=True):
+                layer.stores = tuple(unbound[number][index] for number, index in home)
         if window != self.window:
             self.window = window
-            self._visible = [
-                self.by_row(pool)[:, : self.rows, :window].transpose(2, 3).unbind(0) for pool in self.pools
-            ]
-
-    def visible(self, layer: int, side: int) -> Tensor:
-        """Return what attention reads of a layer's keys (0), values (1) or index keys (2), `[B, heads, S, dim]`."""
-        pool, index = self._places[layer][side]
-        return self._visible[pool][index]
+            visible = [self.by_row(pool)[:, : self.rows, :window].transpose(2, 3).unbind(0) for pool in self.pools]
+            for layer, home in zip(self.layers, self._places, strict=True):
+                for name, (number, index) in zip(("keys", "values", "index_keys"), home, strict=False):
+                    setattr(layer, name, visible[number][index])
 
     def stores(self, layer: int) -> tuple[Tensor, ...]:
         """Return the stores of a layer; see `KVCache.stores`."""
-        return self._stores[layer]
+        return self.layers[layer].stores
 
     def slots(self, row_slots: Tensor) -> Tensor:
         """Map slots counted along each row, `[B, M']`, to slots of the pools, `[B * M']`."""
@@ -209,16 +210,11 @@ class DenseCache(KVCache, Cache):
 
     def write_after(self, length: Tensor, nodes: int) -> None:
         """Let the next forward store its `nodes` nodes after each row's committed tokens, `length` `[B]`."""
-        self._written = {length.device: self.slots(length[:, None] + torch.arange(nodes, device=length.device))}
+        slots = self.slots(length[:, None] + torch.arange(nodes, device=length.device))
+        self.written = {device: slots.to(device) for device in self._devices}
 
     def plan_prefill(self, pieces: Sequence[Piece], kinds: Sequence[AttentionKind]) -> PromptPlan:
         """Let the next forward store its tokens, which are those of all pieces in turn, in the slots of their rows."""
         slots = torch.cat([piece.row * self.capacity + torch.arange(piece.first, piece.end) for piece in pieces])
-        self._written = {slots.device: slots}
+        self.written = {device: slots.to(device) for device in self._devices}
         return PromptPlan(pieces, kinds, slots)
-
-    def written_slots(self, device: torch.device) -> Tensor:
-        """Return the slots that the next forward stores its tokens in, `[B * N]` or `[T]` int64, on `device`."""
-        if device not in self._written:
-            self._written[device] = next(iter(self._written.values())).to(device)
-        return self._written[device]

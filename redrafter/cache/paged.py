@@ -23,7 +23,7 @@ from redrafter.cache.to_device import to_device
 from redrafter.errors import CacheFullError
 from redrafter.kernels.attention_inputs import TokenRows
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.kernels.cache_format import round_trip
+from redrafter.kernels.cache_format import as_bytes, round_trip
 from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.tree.token_tree import Tree, chain
 
@@ -39,9 +39,11 @@ class KVCachePool:
         has_drafter_layer: Whether the last layer is what a drafter stores.
         fp8: Format of the model's keys and values where they are stored in FP8; else None.
         pools: The tensors, `[G, num_blocks * BLOCK_SIZE, heads, dim]` each.
+        movable: The same, as `KVCache` has them.
         states: Recurrent states of rows; row 0 belongs to no row. None for a model without.
         layer_pools: Per layer, the tensor and index in it of the keys that the layer attends to, then of the values;
             None for a layer that attends to no tokens before it.
+        stores: Per layer, what `KVCache.stores` returns.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, rows: int = 8):
@@ -51,12 +53,14 @@ class KVCachePool:
         self.num_blocks, self.has_drafter_layer = num_blocks, shapes[-1].of_drafter
         self.fp8 = next((s.dtype for s in shapes if s.heads and s.dtype.itemsize == 1), None)
         self.pools, places = allocate(shapes, num_blocks * BLOCK_SIZE)
+        self.movable = [as_bytes(pool) for pool in self.pools]
         sources = [i if shape.heads else shape.source for i, shape in enumerate(shapes)]
-        homes = [None if i is None else places[i][:2] for i in sources]
+        homes = [None if i is None else places[i] for i in sources]
         self.layer_pools = tuple(
             None if home is None else (self.pools[home[0][0]], home[0][1], self.pools[home[1][0]], home[1][1])
             for home in homes
         )
+        self.stores = [() if home is None else tuple(self.pools[pool][index] for pool, index in home) for home in homes]
 
     @property
     def rows(self) -> int | None:
@@ -66,7 +70,7 @@ class KVCachePool:
     @staticmethod
     def block_bytes(shapes: Sequence[LayerShape]) -> int:
         """Return the bytes of one block, summed over all layers."""
-        return BLOCK_SIZE * sum(s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize for s in shapes)
+        return BLOCK_SIZE * sum((s.heads * (s.key_dim + s.value_dim) + s.extra_dim) * s.dtype.itemsize for s in shapes)
 
     @classmethod
     def in_free_memory(
@@ -119,7 +123,8 @@ class PagedCache(KVCache):
 
     def __init__(self, pool: KVCachePool, table: Tensor, rows: Tensor | None = None):
         """Make a cache of blocks `[B, M]` int32; recurrent states, if any, are in `rows` `[B]` int64 of the pool."""
-        self.pool, self.pools, self.table, self.has_drafter_layer = pool, pool.pools, table, pool.has_drafter_layer
+        self.pool, self.table, self.has_drafter_layer = pool, table, pool.has_drafter_layer
+        self.pools, self.movable = pool.pools, pool.movable
         self.window = table.shape[1] * BLOCK_SIZE
         self.states = None
         if pool.states is not None:
@@ -178,10 +183,7 @@ class PagedCache(KVCache):
 
     def stores(self, layer: int) -> tuple[Tensor, ...]:
         """Return where the keys and values that a layer attends to are; see `KVCache.stores`."""
-        home = self.pool.layer_pools[layer]
-        assert home is not None, "a layer that stores something has a pool"
-        keys, key_layer, values, value_layer = home
-        return keys[key_layer], values[value_layer]
+        return self.pool.stores[layer]
 
     def slots(self, row_slots: Tensor) -> Tensor:
         """Map slots counted along each row, `[B, M']`, to slots of the pools, `[B * M']`."""

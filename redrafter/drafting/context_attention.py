@@ -18,6 +18,7 @@ from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 from redrafter.drafting.drafter_config import DrafterConfig
 
 ROPE_THETA = 10_000.0
+EMPTY_ENTRY = (0, 0, 0, 0, 1, 0)  # pads keys or values `[B, S, H, d]` with an entry of zeros before them
 # All that take a mask, but cuDNN's, with which nothing was measured.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -52,8 +53,8 @@ class ContextWindow(NamedTuple):
         keys, values = read_tokens(position.clamp(min=0))
         missing = pad(position[:, :-1] < 0, (1, 0))  # [B, 1 + S]
         return cls(
-            rearrange(with_empty_entry(keys[:, :-1]), "b s h d -> b h d s"),
-            rearrange(with_empty_entry(values[:, 1:]), "b s h d -> b h s d"),
+            rearrange(pad(keys[:, :-1], EMPTY_ENTRY), "b s h d -> b h d s"),
+            rearrange(pad(values[:, 1:], EMPTY_ENTRY), "b s h d -> b h s d"),
             torch.zeros_like(missing, dtype=torch.float32).masked_fill(missing, -torch.inf)[:, None, None],
             length,
         )
@@ -160,7 +161,7 @@ class PackedContext:
         rows, length, _ = hidden.shape
         self._attention, self._shape, self._anchors = attention, (rows, length), anchors
         keys, values = attention.remember(hidden, embedding, torch.arange(length, device=hidden.device))
-        self._keys, self._values = with_empty_entry(keys[:, :-1]), with_empty_entry(values[:, 1:])
+        self._keys, self._values = pad(keys[:, :-1], EMPTY_ENTRY), pad(values[:, 1:], EMPTY_ENTRY)
         self._mask = packed_mask(segment, rows, length, config.context_window or 0, hidden.device)
 
     def read(self, step: int, state: Tensor) -> Tensor:
@@ -196,11 +197,6 @@ def packed_mask(segment: Tensor | None, rows: int, length: int, window: int, dev
     if segment is not None:
         visible = visible & (segment[:, :, None] == segment[:, None])
     return pad(visible[:, :, :-1], (1, 0), value=True)
-
-
-def with_empty_entry(x: Tensor) -> Tensor:
-    """Return keys or values `[B, S, H, d]` with an entry of zeros before them, `[B, 1 + S, H, d]`."""
-    return pad(x, (0, 0, 0, 0, 1, 0))
 
 
 def _norm(x: Tensor, eps: float) -> Tensor:

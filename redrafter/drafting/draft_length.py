@@ -104,22 +104,11 @@ class DraftGain:
         self._rows = self._tokens = 0
 
 
-class DraftPauses:
-    """Records what drafts have gained in steps of each cost, since batches of many sizes may cost the same."""
+def draft_gains(costs: Mapping[int, float | None]) -> dict[int, DraftGain | None]:
+    """Return what decides which steps of each size draft; sizes of one cost share what they have seen.
 
-    def __init__(self, cost_of: Callable[[int], float | None]):
-        """Begin with drafts.
-
-        Args:
-            cost_of: Returns the time of a step of so many rows with drafts, in steps without; None where every step
-                drafts.
-        """
-        self._cost_of = cost_of
-        self._gains: dict[float, DraftGain] = {}
-
-    def gain(self, rows: int) -> DraftGain | None:
-        """Return what decides on the drafts of steps of so many rows; None where every step drafts."""
-        cost = self._cost_of(rows)
-        if cost is not None and cost not in self._gains:
-            self._gains[cost] = DraftGain(cost)
-        return None if cost is None else self._gains[cost]
+    Args:
+        costs: Time of a step with drafts, in steps without, by size; None for a size whose steps all draft.
+    """
+    gains = {cost: DraftGain(cost) for cost in costs.values() if cost is not None}
+    return {size: None if cost is None else gains[cost] for size, cost in costs.items()}

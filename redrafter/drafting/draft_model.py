@@ -204,7 +204,7 @@ def commit_drafts(state: State, tree: Tree, path: Path, cache: KVCache) -> None:
     if tree.branches:
         cache.commit(state.length if tree.draft_length is None else tree.draft_length, path.nodes)
     if cache.states is not None:
-        cache.commit_states(state.length - 1, path.behind_reread(), state.active)
+        cache.states.commit(state.length - 1, path.behind_reread(), state.active)
 
 
 def clamp_to_vocab(tokens: Tensor, model: Target) -> Tensor:

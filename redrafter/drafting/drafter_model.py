@@ -54,8 +54,6 @@ class DrafterModel(PreTrainedModel):
         identity_fields: Sizes and settings in its config that tell it from others.
         unquantized: What stays as it is where the drafter is quantised; None for nothing.
         follows_texts: Whether it drafts over given texts, by `unroll` and `read_texts`: it can be trained and replayed.
-        cost_per_row: What each row adds to the time of a step with drafts, in steps without, beside what all drafters
-            take. Drafting pauses where it gains less.
     """
 
     config_class: type[AnyDrafterConfig]
@@ -67,7 +65,6 @@ class DrafterModel(PreTrainedModel):
     draft_ids: Tensor | None
     unquantized: nn.Module | None = None
     follows_texts = False
-    cost_per_row = 0.0
 
     def __init__(self, config: Any):
         """Make a drafter with random weights; a subclass adds its parts.

@@ -6,6 +6,7 @@ exact as each of them.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ class TextBeside:
         """N, the other proposer's nodes and L more."""
         return self.without_text.nodes + self.draft_len
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """K, levels of drafts: the chain may begin below the deepest node of the other's tree."""
         return self.without_text.depth + self.draft_len
@@ -133,7 +134,7 @@ class TextBeside:
         """The other proposer's sizes, and what is copied."""
         return (self.without_text.sizes or {}) | {"draft_from_text": self.draft_len}
 
-    @property
+    @cached_property
     def scratch_slots(self) -> int:
         """Slots after a row's committed tokens that a step writes to."""
         return self.without_text.scratch_slots + self.draft_len

@@ -37,7 +37,7 @@ class GenerateStats(Stats):
     @classmethod
     def of(cls, rows: list[Stats], seeds: list[int] | None) -> "GenerateStats":
         """Sum the statistics of rows, whose drafts need not be of one length."""
-        counts = ("steps", "drafted", "accepted", "copied", "emitted", "plain_steps")
+        counts = ("steps", "drafted", "accepted", "copied", "copies", "emitted", "plain_steps")
         sums: dict[str, Any] = {name: sum(getattr(row, name) for row in rows) for name in counts}
         depths = map(sum, zip_longest(*(row.accepted_by_depth for row in rows), fillvalue=0))
         return cls(**sums, accepted_by_depth=[*depths], rows=rows, seeds=seeds)

@@ -70,7 +70,7 @@ class ReDrafter(Engine):
         shape = shape.over(self._default)
         if message := draft_length_warning(config, shape.draft_len_per_beam):
             warnings.warn(message, stacklevel=3)
-        target.read_aux_hidden(config.target_layers_of(target.config.num_hidden_layers))
+        target.read_aux_hidden(config.target_layers_of(getattr(target.config, "num_hidden_layers", 0)))
         compiled = target.device.type == "cuda" and (options or EngineOptions()).compile
         if (layer := drafter.stored_layer(target, compiled)) is not None:
             target.store_drafter_layer(layer)
@@ -181,7 +181,7 @@ class ReDrafter(Engine):
             return None
         if self.tuning is not None and (measured := self.tuning.step_cost_for(rows)) is not None:
             return measured
-        return STEP_COSTS.get(self.target.device.type, STEP_COSTS["cuda"]) + self.drafter.cost_per_row * rows
+        return STEP_COSTS.get(self.target.device.type, STEP_COSTS["cuda"])
 
     def _propose(self, target: Target, shape: TreeShape) -> SearchProposer:
         """Return the proposer of a shape, the same object each time, as captured steps are kept by it."""

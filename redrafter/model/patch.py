@@ -91,11 +91,20 @@ class ModelPatch:
         self._undo.append((context.__exit__, None, None, None))
 
     def hook(
-        self, module: nn.Module, hook: Callable[..., Any], *, before: bool = False, with_kwargs: bool = False
+        self,
+        module: nn.Module,
+        hook: Callable[..., Any],
+        *,
+        before: bool = False,
+        with_kwargs: bool = False,
+        guarded: bool = True,
     ) -> None:
-        """Set a forward hook of torch's on a module, after its forward or `before` it."""
+        """Set a forward hook of torch's on a module, after its forward or `before` it.
+
+        One that is not `guarded` is called in the forwards of other threads too.
+        """
         register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
-        own = hook if self._thread is None else self._own(hook)
+        own = self._own(hook) if guarded else hook
         self._undo.append((register(own, with_kwargs=with_kwargs).remove,))
 
     def watch(self, modules: Iterable[nn.Module], record: Callable[[Tensor], None]) -> None:

@@ -197,14 +197,14 @@ class SelfTest:
     def _far_trial(self, length: int, shapes: Sequence[LayerShape]) -> Trial:
         """Make a trial of one row of `length` committed tokens, whose keys and values are random numbers."""
         target, nodes, past = self._target, self._ids(6), DynamicCache()
-        past.layers.extend(DynamicIndexedLayer() if shape.index_dim else DynamicLayer() for shape in shapes)
+        past.layers.extend(DynamicIndexedLayer() if shape.extra_dim else DynamicLayer() for shape in shapes)
         states: dict[int, tuple[Tensor, ...]] = {}
         for index, shape in enumerate(shapes):
             if not shape.heads:
                 continue
             random = torch.Generator().manual_seed(index)  # the same in every call
             sizes: list[tuple[int, ...]] = [(1, shape.heads, length, dim) for dim in (shape.key_dim, shape.value_dim)]
-            sizes += [(1, length, shape.index_dim)] if shape.index_dim else []
+            sizes += [(1, length, shape.extra_dim)] if shape.extra_dim else []
             states[index] = tuple(torch.randn(x, generator=random).to(shape.device, shape.dtype) for x in sizes)
             # They are handed to the cache as a model does.
             keys, values, *index_keys = (x.expand(2, *x.shape[1:]) for x in states[index])
@@ -259,7 +259,8 @@ class SelfTest:
             logits = forward(ForwardBatch(tree, trial.length, cache))[0]
             path = Path(torch.tensor([0, 2, 4], device=device).expand(rows, 3), torch.full_like(trial.length, 2))
             cache.commit(trial.length, path.nodes)
-            cache.commit_states(trial.length, path, torch.ones_like(trial.length, dtype=torch.bool))
+            if cache.states is not None:
+                cache.states.commit(trial.length, path, torch.ones_like(trial.length, dtype=torch.bool))
             after = forward(ForwardBatch(chain(e.expand(rows, 1)), trial.length + 3, cache))[0]
         except MODEL_ERRORS as error:
             raise UnsupportedError(f"{self._target.name} cannot run a token tree: {first_line(error)}") from error
@@ -423,7 +424,7 @@ class CacheSupport:
         if attends and (probe.failure is not None or not probe.shapes):
             reason = probe.failure or "no layer attends through transformers' attention interface"
             return Support(f"its attention cannot be replaced: {reason}")
-        if any(shape.index_dim for shape in self.shapes):
+        if any(shape.extra_dim for shape in self.shapes):
             return Support(
                 "an indexer chooses what its layers attend to, and the paged cache has no place for its keys"
             )

@@ -60,6 +60,7 @@ class Target(BoundModel):
         varlen_forward: The forward over a paged cache.
         images: Whether prompts may have images, and what reads them.
         prompt_reader: What reads prompts.
+        reread_from: Committed tokens at which rows are read again, as the model's rope switches; None for never.
         image_inputs: `image_arguments`, and the names of the types of tokens that the model takes beside them.
     """
 
@@ -131,6 +132,7 @@ class Target(BoundModel):
             self.context = max(self.context, dynamic.context)
         self.rope = dynamic or find_switching_rope(self.model, self.config, self.new_cache(1))
         self.fixed_rope_context = self.context if self.rope is None else self.rope.switch_at
+        self.reread_from = self.rope.switch_at if self.rope is not None and self.rope.rereads else None
         self.images = ImageReader(self, self._caches, self._padded_forward.read_whole)
         self.adapters = AdapterSlots(self.model, self.device, self.dtype, self._try_tokens, self._loading)
         if self.ranks.size > 1:  # a rank that takes another way than the others would wait for them for ever
@@ -314,17 +316,15 @@ class Target(BoundModel):
         tree = batch.tree if self.rope is None else self.rope.drop_past_switch(batch.tree, batch.length)
         return ForwardOutput(tree, *forward(batch))
 
-    def reread(self, longest: int, state: Prompts, active: Tensor) -> None:
-        """Read again the rows that reach the rope switch, with the frequencies of long texts.
+    def reread(self, state: Prompts, active: Tensor) -> None:
+        """Read again the rows that reach the rope switch, with the frequencies of long texts; see `reread_from`.
 
         Args:
-            longest: The most tokens that a row may have committed, at least.
             state: The rows, with `upto` committed tokens; keys and values of those that are read again are replaced.
             active: The rows that continue, `[B]` bool.
         """
-        if self.rope is None or not self.rope.rereads or longest < self.rope.switch_at:
-            return
-        switch_at = self.rope.switch_at
+        assert self.reread_from is not None, "the model has no rope that switches"
+        switch_at = self.reread_from
         rows = ((state.upto == switch_at) & active).nonzero()[:, 0]
         if not len(rows):
             return

@@ -99,6 +99,7 @@ class TreeForward(ABC):
         self.bound, traits = bound, bound.traits
         self._kinds, self._slot_readers, self._mixers = traits.kinds, traits.slot_readers, traits.mixers
         self._cache_argument = cache_argument(bound.model) or "past_key_values"
+        self._thread: int | None = None  # the one that runs the forward; None where other threads' are recorded too
         self._index: Tensor | None = None  # `[B, R]` int64; this and the next two hold something only during a call
         self._head_inputs: tuple[Tensor, ...] = ()
         self._aux_outputs: tuple[Tensor, ...] = ()
@@ -119,20 +120,23 @@ class TreeForward(ABC):
         """Patch the model for a forward that records hidden states; the lock is held."""
         try:
             with ModelPatch(threads_apart=threads_apart) as patch:
-                patch.hook(self.bound.head, self._record_head_input, before=True)
+                self._thread = threading.get_ident() if threads_apart else None
+                patch.hook(self.bound.head, self._record_head_input, before=True, guarded=False)
                 for layer in self.bound.aux_modules:
-                    patch.hook(layer, self._record_aux_output)
+                    patch.hook(layer, self._record_aux_output, guarded=False)
                 if self.bound.compiled_parts:
                     patch.run_uncompiled(self.bound.compiled_parts)
                 yield patch
         finally:
             self._index, self._head_inputs, self._aux_outputs = None, (), ()
 
-    def _record_head_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _record_head_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """Record the hidden states of all tokens, and pass only those of selected ones on to the LM head.
 
         This is a forward pre-hook of the head, so logits are computed for these tokens alone.
         """
+        if self._thread is not None and self._thread != threading.get_ident():
+            return None  # it is a forward of another thread, which computes what the model alone gives
         hidden, index = args[0], self._index
         self._head_inputs = (*self._head_inputs, hidden)
         if index is None:
@@ -140,6 +144,8 @@ class TreeForward(ABC):
         return hidden.gather(1, index.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])), *args[1:]
 
     def _record_aux_output(self, _: nn.Module, __: Any, output: Any) -> None:
+        if self._thread is not None and self._thread != threading.get_ident():
+            return
         self._aux_outputs = (*self._aux_outputs, output[0] if isinstance(output, tuple) else output)
 
     def _recorded_hidden(self) -> Tensor:
@@ -166,9 +172,10 @@ class PaddedForward(TreeForward):
 
     def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, None]:
         """Run new nodes of trees through the model; see `TreeForward`."""
-        bound, tree, length, cache, places = self.bound, batch.tree, batch.length, batch.cache, batch.places
+        bound, tree, length, cache = self.bound, batch.tree, batch.length, batch.cache
         assert batch.chunks is None, "chunks are read on a paged cache"
-        new, mixing = places.shape[1], None
+        new, mixing = tree.new, None
+        places = length[:, None] + tree.depth[:, -new:]  # [B, M], of the new nodes in their rows' texts
         cache.write_after(length + (tree.tokens.shape[1] - new), new)
         positions = places if batch.position_shift is None else places + batch.position_shift[:, None]
         if bound.context is not None:
@@ -195,7 +202,8 @@ class PaddedForward(TreeForward):
             mixing.finish()
         if bound.drafter_layer is not None:
             flat = tree.tokens[:, -new:].flatten(), places.flatten(), hidden.flatten(0, 1)
-            bound.drafter_layer.write(cache, cache.written_slots(bound.device), *flat)
+            before = lambda: cache.slots(batch.row_slots_before)  # noqa: E731
+            bound.drafter_layer.write(cache, cache.written[bound.device], before, *flat)
         if index is not None:
             hidden = hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
         return out.logits.to(bound.device), hidden, None

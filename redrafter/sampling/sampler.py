@@ -1,6 +1,7 @@
 """The sampler: from the target's logits to its own draw at every node."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class Sampler:
     greedy: Tensor | None = None  # rows that draw without noise where others sample, `[B]` bool; None for none
     plain: Tensor | None = None  # rows that keep no drafts where others do, `[B]` bool; None for none
 
-    @property
+    @cached_property
     def fused(self) -> bool:
         """Whether draws are made on a GPU by a kernel that keeps no scores and knows of one temperature at most."""
         simple = len(self.processors) <= 1 and all(isinstance(each, RowTemperature) for each in self.processors)
@@ -111,10 +112,6 @@ class Sampler:
         else:
             noise = gumbel(self.seeds, positions, self.ids)
         return noise if self.greedy is None else noise.masked_fill_(self.greedy[:, None, None], 0.0)
-
-    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return processed logits `[B, N, V]` float32; the logits themselves where `draw` needs no more."""
-        return logits if self.fused else self.process(logits, prefixes)
 
     def process(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
         """Return processed logits `[B, N, V]` float32; the logits themselves where greedy decoding has no processor."""

@@ -200,7 +200,7 @@ class LaunchedStep:
         """Take what will be needed of a step's output, which the next step may overwrite."""
         logits, scores = dict[int, Tensor](), dict[int, Tensor]()
         for row, sequence in enumerate(sequences):
-            if sequence.wants_logits:
+            if "logits" in sequence.keeps or sequence.params.logprobs is not None:
                 logits[row] = output.logits[row].index_select(0, output.path.nodes[row])
             if "scores" in sequence.keeps:
                 scores[row] = output.scores[row].index_select(0, output.path.nodes[row])
@@ -212,13 +212,17 @@ class LaunchedStep:
         for row, (sequence, (*tokens, accepted, drafted, finite, copied)) in enumerate(reports):
             count = min(accepted + 1, finite)
             logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
-            drafts, overflowed = drafted if self.levels > 0 and sequence.params.speculate else None, finite <= accepted
-            yield (
-                sequence,
-                SequenceDelta(
-                    tokens[:count], drafted=drafts, copied=copied, logits=logits, scores=scores, overflowed=overflowed
-                ),
+            drafts = self.levels > 0 and sequence.params.speculate
+            drawn = SequenceDelta(
+                tokens[:count],
+                drafted=drafted if drafts else None,
+                copied=copied,
+                copies=self.grafted if drafts else 0,
+                logits=logits,
+                scores=scores,
+                overflowed=finite <= accepted,
             )
+            yield sequence, drawn
 
 
 @dataclass(frozen=True)

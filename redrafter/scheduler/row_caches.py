@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +33,11 @@ class CachePair:
 
     target: KVCache
     draft: KVCache | None = None
+
+    @cached_property
+    def all(self) -> list[Any]:
+        """The caches that there are."""
+        return [self.target] if self.draft is None else [self.target, self.draft]
 
 
 class PagedRows:
@@ -136,11 +142,11 @@ class PagedRows:
         """Bytes that rows hold for positions, used or not."""
         return sum(tables.nbytes for tables in self._all_tables())
 
-    def of_step(self, rows: int, window: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
-        """Return the caches of the first rows, ready for a step that sees a window of their positions.
+    def prepare(self, rows: int, longest: int, longest_draft: int, proposer: Proposer) -> None:
+        """Do nothing: sequences are given blocks before a step."""
 
-        `longest` and `longest_draft` count the committed tokens of the longest row, as either model reads it.
-        """
+    def of_step(self, rows: int, window: int) -> CachePair:
+        """Return the caches of the first rows for steps that see a window of their positions."""
         tables = self.tables[:rows, : window // BLOCK_SIZE]
         draft_tables = self._all_tables()[-1][:rows, : self._draft_blocks(window)]
         return self._on(tables, draft_tables, self.state_rows[:rows])
@@ -187,14 +193,14 @@ class DenseRows:
             self._caches = read
             if list(rows) == list(range(len(rows))):
                 return
-            self._caches = self._make(self._all_rows, 1, *(cache.window for cache in self._pair(read)))
-        for mine, part in zip(self._pair(self._caches), self._pair(read), strict=True):
+            self._caches = self._make(self._all_rows, 1, *(cache.window for cache in read.all))
+        for mine, part in zip(self._caches.all, read.all, strict=True):
             mine.reserve(max(mine.window, part.window))
             mine.write_rows(range(first, first + len(rows)), part, rows)
 
     def move(self, source: int, to: int) -> None:
         """Copy the keys and values of one row to another."""
-        for cache in self._pair(self._caches):
+        for cache in self._caches.all:
             cache.write_rows([to], cache, [source])
 
     def clear(self, row: int) -> None:
@@ -203,21 +209,23 @@ class DenseRows:
     @property
     def num_bytes(self) -> int:
         """Bytes of the keys and values."""
-        return 0 if self._caches is None else sum(p.nbytes for cache in self._pair(self._caches) for p in cache.pools)
+        return 0 if self._caches is None else sum(p.nbytes for cache in self._caches.all for p in cache.pools)
 
-    def of_step(self, rows: int, window: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
-        """Return the caches, with the first rows in use."""
-        for cache, committed in zip(self._pair(self._caches), (longest, longest_draft), strict=False):
+    def prepare(self, rows: int, longest: int, longest_draft: int, proposer: Proposer) -> None:
+        """Let only the first rows take part in the next step of a proposer, with slots for what it writes.
+
+        `longest` and `longest_draft` count the committed tokens of the longest row, as either model reads it.
+        """
+        for cache, committed in zip(self._caches.all, (longest, longest_draft), strict=False):
             cache.use_rows(rows)
             if rows == proposer.scratch_slots == 1:
                 cache.reserve_one_token(committed)
             else:
                 cache.reserve(committed + proposer.depth + proposer.scratch_slots)
-        return self._caches
 
-    @staticmethod
-    def _pair(caches: Any) -> list[DenseCache]:
-        return [caches.target] if caches.draft is None else [caches.target, caches.draft]
+    def of_step(self, rows: int, window: int) -> CachePair:
+        """Return the caches."""
+        return self._caches
 
 
 RowCaches: TypeAlias = PagedRows | DenseRows

@@ -8,7 +8,7 @@ positions: as many as the sequences have reached, rounded up to a power of two. 
 there costs, within a factor of two, and is captured once for each window.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.to_device import to_device
-from redrafter.drafting.draft_length import TEXT_GAIN, AdaptiveDraftLength, DraftGain, DraftPauses
+from redrafter.drafting.draft_length import TEXT_GAIN, AdaptiveDraftLength, DraftGain, draft_gains
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -27,7 +27,7 @@ from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, PendingReport, bucket, new_state
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows
-from redrafter.scheduler.row_caches import CachePair, PagedRows, RowCaches
+from redrafter.scheduler.row_caches import PagedRows, RowCaches
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.step import StepOutput, draw_first_tokens
@@ -105,6 +105,22 @@ class StepKey(NamedTuple):
     adapters: int
 
 
+class Asked(NamedTuple):
+    """What the sequences of all rows ask for together, which changes only where one comes or goes.
+
+    Attributes:
+        sampling: What sampling depends on; see `SamplingTensors.kind`.
+        speculate: Whether any takes drafts.
+        logits: Whether any needs logits or processed scores beside its tokens.
+        adapters: Whether any has an adapter.
+    """
+
+    sampling: Hashable
+    speculate: bool
+    logits: bool
+    adapters: bool
+
+
 class RunningBatch:
     """The running batch: `rows[i]` occupies row i, and there are no gaps.
 
@@ -118,7 +134,8 @@ class RunningBatch:
         overshoot: Positions behind the last token of a sequence that a step may write to.
         draft_lengths: Chooses the proposer of each step by how drafts were accepted; None where that is fixed.
         text_gain: Decides which steps also verify drafts that are copied from the text.
-        draft_pauses: Decides which steps draft nothing, as drafts gain too little; None where all of them draft.
+        draft_gains: By number of sequences, decides which steps draft nothing, as drafts gain too little; nothing for
+            numbers with which all of them draft.
         captured_steps: The steps so far, the one used last at the end.
     """
 
@@ -135,8 +152,9 @@ class RunningBatch:
         self._graphs = graphs
         self.rows: list[TokenSequence] = []
         self.draft_lengths: AdaptiveDraftLength | None = None
-        self.draft_pauses: DraftPauses | None = None
+        self.draft_gains: Mapping[int, DraftGain | None] = {}
         self.captured_steps: dict[StepKey, CapturedStep] = {}
+        self._asked: Asked | None = None  # None after the rows have changed
         self._positions = 0  # of a row's buffers
         self._state: State | None = None
         self._chunk_buffers: ChunkBuffers | None = None
@@ -145,28 +163,27 @@ class RunningBatch:
         """Set what drafts in later steps, while there are no sequences."""
         assert not self.rows, "rows are drafted for already"
         self._plain, self._rejection_sampling, self.draft_lengths = models.plain, models.rejection_sampling, None
-        sizes = {self._size(count) for count in range(1, rows + 1)}
-        self._proposers = {size: models.proposer_for(size) if speculate else models.plain for size in sizes}
-        proposers = self._proposers.values()
-        self.depth = max(proposer.depth for proposer in proposers)
-        self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in proposers)
+        counts = range(1, rows + 1)  # of sequences; a captured step for so many may have more rows
+        self._sizes = {n: n if self._graphs is None else min(bucket(n), self._all_rows) for n in counts}
+        proposers = {size: models.proposer_for(size) if speculate else models.plain for size in self.sizes}
+        self._proposers = {count: proposers[size] for count, size in self._sizes.items()}
+        self.depth = max(proposer.depth for proposer in proposers.values())
+        self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in proposers.values())
         self.text_gain = DraftGain(TEXT_GAIN)
-        self.draft_pauses = DraftPauses(lambda count: models.draft_step_cost(self._size(count)))
-
-    def _size(self, rows: int) -> int:
-        """Return how many rows a step for so many sequences has."""
-        return rows if self._graphs is None else min(bucket(rows), self._all_rows)
+        costs = {size: models.draft_step_cost(size) for size in self.sizes}
+        self.draft_gains = draft_gains({count: costs[size] for count, size in self._sizes.items()})
+        self._translates = speculate and models.draft_vocabulary is not None
 
     @property
     def sizes(self) -> list[int]:
         """Numbers of rows that steps are made for, the smallest first."""
-        return sorted(self._proposers)
+        return sorted(set(self._sizes.values()))
 
     @property
     def step_nodes(self) -> int:
         """Number of tree nodes that a step with drafts verifies now, in all rows together."""
         rows = len(self.rows)
-        proposer = self._proposers[self._size(max(rows, 1))]
+        proposer = self._proposers[max(rows, 1)]
         nodes = rows * proposer.nodes
         if proposer.shared_nodes is not None:
             return min(nodes, max(rows, proposer.shared_nodes))
@@ -217,6 +234,7 @@ class RunningBatch:
             return
         self.reserve(max(sequence.max_length for sequence in sequences))
         self.rows += sequences
+        self._asked = None
         rows = slice(first, len(self.rows))
         for row, sequence in enumerate(sequences, start=first):
             sequence.row = row
@@ -245,7 +263,7 @@ class RunningBatch:
         """Remove a sequence. The last row moves into its place."""
         row = sequence.row
         assert row is not None
-        sequence.row = None
+        sequence.row = self._asked = None
         last = len(self.rows) - 1
         if row != last:
             state = self.state
@@ -275,57 +293,75 @@ class RunningBatch:
         """Return the next step of all rows, which is captured if it is the first of its kind."""
         if chunks:
             self.reserve(max(sequence.max_length for sequence, _ in chunks))
-        rows, proposer = self._size(len(self.rows)), self._proposer()
+        asked = self._asked or self._look_at_rows()
+        rows, proposer = self._sizes[len(self.rows)], self._choose_proposer(asked)
+
+        # 1. How much of the texts the step sees.
         ahead = self.depth + 1  # tokens by which each step that was launched may advance a row
         # The most committed tokens that a row can have, and those of them as the draft model reads them.
-        longest = max(len(row.tokens) - 1 + ahead * row.launched for row in self.rows)
-        longest_draft = max(row.draft_bound(len(row.tokens) + ahead * row.launched) - 1 for row in self.rows)
+        longest = longest_draft = max(len(row.tokens) - 1 + ahead * row.launched for row in self.rows)
+        if self._translates:
+            longest_draft = max(row.draft_bound(len(row.tokens) + ahead * row.launched) - 1 for row in self.rows)
         window = min(self._round_up(longest + self.overshoot), self._positions)
-        caches = self.caches.of_step(rows, window, longest, longest_draft, proposer)
-        adapted = any(sequence.adapter_slot for sequence in [*self.rows, *(sequence for sequence, _ in chunks)])
-        first = self.state.at(slice(rows))  # shares memory with `state`
-        state = replace(first, tokens=first.tokens[:, :window], adapters=first.adapters if adapted else None)
-        prompts = Prompts(state.tokens, state.length, caches.target, adapters=state.adapters)
-        self.target.reread(longest, prompts, state.active)
-        self.sampling.load_texts(self.rows)
+        self.caches.prepare(rows, longest, longest_draft, proposer)
+
+        # 2. What it reads of prompts.
         room: PromptChunks | None = None
         if chunks:
             if self._chunk_buffers is None:
                 self._chunk_buffers = ChunkBuffers(self._positions // BLOCK_SIZE, self.target)
             room = self._chunk_buffers.load(chunks)
-        stacks = self.target.adapters.stacks
-        version = stacks.version if adapted and stacks is not None else 0
-        kind, keeps_logits = self.sampling.kind(self.rows), any(sequence.keeps_logits for sequence in self.rows)
-        key = StepKey(rows, window, kind, id(proposer), 0 if room is None else room.count, keeps_logits, version)
+        version, stacks = 0, self.target.adapters.stacks
+        if stacks is not None and (asked.adapters or any(sequence.adapter is not None for sequence, _ in chunks)):
+            version = stacks.version
+
+        # 3. The step that was captured for all this, or a new one.
+        count = 0 if room is None else room.count
+        key = StepKey(rows, window, asked.sampling, id(proposer), count, asked.logits, version)
         step = self.captured_steps.pop(key, None)
         if step is None:
-            for old in [old for old in self.captured_steps if 0 < old.adapters < version]:
-                del self.captured_steps[old]  # no forward has those layers alone any more
-            while len(self.captured_steps) >= MAX_CAPTURED_STEPS:
-                del self.captured_steps[next(iter(self.captured_steps))]
-            step = self._capture(key, state, proposer, caches, room)
+            step = self._make_step(key, proposer, room)
         self.captured_steps[key] = step
+        if self.target.reread_from is not None and longest >= self.target.reread_from:
+            state = step.state
+            self.target.reread(Prompts(state.tokens, state.length, step.cache, adapters=state.adapters), state.active)
         return step
 
-    def _proposer(self) -> Proposer:
+    def _look_at_rows(self) -> Asked:
+        """Let sampling look at the sequences of the rows, and note what these ask for."""
+        self.sampling.load_texts(self.rows)
+        self._asked = Asked(
+            self.sampling.kind(self.rows),
+            any(sequence.params.speculate for sequence in self.rows),
+            any(sequence.keeps or sequence.params.logprobs is not None for sequence in self.rows),
+            any(sequence.adapter is not None for sequence in self.rows),
+        )
+        return self._asked
+
+    def _choose_proposer(self, asked: Asked) -> Proposer:
         """Return the proposer of the next step."""
-        if not any(sequence.params.speculate for sequence in self.rows):
+        if not asked.speculate:
             return self._plain
         if self.draft_lengths is not None:
             return self.draft_lengths.choose([sequence.index for sequence in self.rows])
-        proposer = self._proposers[self._size(len(self.rows))]
-        gain = self.draft_pauses.gain(len(self.rows)) if proposer.depth and self.draft_pauses else None
-        if gain is not None and not gain.should_draft():
+        proposer, gain = self._proposers[len(self.rows)], self.draft_gains.get(len(self.rows))
+        if gain is not None and proposer.depth and not gain.should_draft():
             return self._plain
         # On a GPU another kind of step would have to be captured, which costs more than nodes that are copied in vain.
         if proposer.without_text and self.target.device.type == "cpu" and not self.text_gain.should_draft():
             return proposer.without_text
         return proposer
 
-    def _capture(
-        self, key: StepKey, state: State, proposer: Proposer, caches: CachePair, chunks: PromptChunks | None
-    ) -> CapturedStep:
+    def _make_step(self, key: StepKey, proposer: Proposer, chunks: PromptChunks | None) -> CapturedStep:
         """Make a step over the first rows, and capture it if the device can."""
+        for old in [old for old in self.captured_steps if 0 < old.adapters < key.adapters]:
+            del self.captured_steps[old]  # no forward has those layers alone any more
+        while len(self.captured_steps) >= MAX_CAPTURED_STEPS:
+            del self.captured_steps[next(iter(self.captured_steps))]
+        first = self.state.at(slice(key.rows))  # shares memory with `state`
+        adapters = first.adapters if key.adapters else None
+        state = replace(first, tokens=first.tokens[:, : key.window], adapters=adapters)
+        caches = self.caches.of_step(key.rows, key.window)
         keep_scores = self._rejection_sampling and proposer is not self._plain
         sampler = self.sampling.sampler(key.rows, self.rows, keep_scores=keep_scores)
         drafts = None if proposer.model is None else caches.draft

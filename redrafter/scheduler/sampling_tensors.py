@@ -191,10 +191,6 @@ class SamplingTensors:
             _kinds(params[0].extra_last),
         )
 
-    def asks_host(self, sequences: Sequence[TokenSequence]) -> bool:
-        """Tell whether a step of these sequences runs Python code of a processor."""
-        return any(sequence.params.asks_host for sequence in sequences)
-
     def sampler(self, rows: int, sequences: Sequence[TokenSequence], keep_scores: bool = False) -> Sampler:
         """Return a sampler of the first rows that reads these tensors in place.
 

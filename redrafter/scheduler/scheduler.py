@@ -30,14 +30,14 @@ from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.captured_step import LaunchedPrefill, LaunchedStep, Timer, bucket
-from redrafter.scheduler.limits import Limits, check_sequences
 from redrafter.scheduler.paged_memory import PagedMemory, SequenceBlocks
 from redrafter.scheduler.prefill import Chunk, PrefilledRows, Prefiller, padded_tokens
 from redrafter.scheduler.row_caches import PagedRows
 from redrafter.scheduler.running_batch import Models, RunningBatch
 from redrafter.scheduler.running_set import RunningSet
 from redrafter.scheduler.sampling_tensors import SamplingTensors
-from redrafter.scheduler.sequence import SequenceDelta, TokenSequence, not_finite
+from redrafter.scheduler.sequence import SequenceDelta, TokenSequence, check_sequences, not_finite
+from redrafter.scheduler.waiting_queue import Limits
 
 _LOG = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class Scheduler:
         """Queue the sequences of one client, all or none of them.
 
         Raises:
-            QueueFullError: Too many sequences wait, see `Limits.refuse_if_full`.
+            QueueFullError: Too many sequences wait, see `WaitingQueue.refuse_if_full`.
             ArgumentError: One of them can never be served.
         """
         if not sequences:
@@ -163,7 +163,7 @@ class Scheduler:
         """Queue the sequences of one client as they are, all or none of them.
 
         Raises:
-            QueueFullError: Too many sequences wait, see `Limits.refuse_if_full`.
+            QueueFullError: Too many sequences wait, see `WaitingQueue.refuse_if_full`.
         """
         if self._draft_vocabulary is not None:
             for sequence in sequences:
@@ -194,7 +194,7 @@ class Scheduler:
         with self._ending(lambda: self._running.sequences):
             self._running.end_cancelled()
             self._running.admit(self.limits, self.settle, mixed_prefill=self.mixed_prefill)
-            mixed = self._mixed_sequences()
+            mixed = self._mixed_sequences() if self.mixed_prefill else []
             alone = [sequence for sequence in self._running.prefilling if sequence not in mixed]
             for chunks in self.prefiller.choose(alone, self.batch.step_nodes) if alone else ():
                 self._read_chunks(chunks)
@@ -203,11 +203,11 @@ class Scheduler:
     def step(self) -> None:
         """Run the second half of a round: one step of all rows."""
         with self._ending(lambda: tuple(self.batch.rows)):
-            if grown := self._running.grow(self.settle):
+            if self._blocks is not None and (grown := self._running.grow(self.settle)):
                 self.batch.update_block_tables(grown)
             # The host's processors must know the texts; and each forward that was launched adds a token at least. So
             # what is launched already may end all rows.
-            if self.batch.sampling.asks_host(self.batch.rows) or all(
+            if any(s.params.asks_host for s in self.batch.rows) or all(
                 s.written + s.launched >= s.max_new_tokens for s in self.batch.rows
             ):
                 self.settle()
@@ -256,7 +256,7 @@ class Scheduler:
     def _mixed_sequences(self) -> list[TokenSequence]:
         """Return the sequences whose prompts are read in the forwards of steps."""
         prefilling = self._running.prefilling
-        if not self.mixed_prefill or len(prefilling) > len(self.batch.rows):
+        if len(prefilling) > len(self.batch.rows):
             return []
         # A prompt that is scored needs the logits of all its tokens; one with images, a forward of the model's own.
         return [sequence for sequence in prefilling if not sequence.needs_scores and sequence.images is None]
@@ -282,7 +282,7 @@ class Scheduler:
 
     def _launch_step(self) -> None:
         """Launch a step of all rows, whose forward may read chunks of prompts too."""
-        mixed = self._mixed_sequences()
+        mixed = self._mixed_sequences() if self.mixed_prefill else []
         chunks = self.prefiller.choose_mixed(mixed, self.batch.step_nodes) if mixed else []
         both = [*self.batch.rows, *(sequence for sequence, _ in chunks)]
         lock = nullcontext() if self._graphs is None else self._graphs.lock
@@ -348,7 +348,7 @@ class Scheduler:
                 self._running.end(sequence, delta, keep=delta.error is None)
         if rows and step.grafted:
             self.batch.text_gain.observe(rows, rows + copied)
-        if rows and self.batch.draft_pauses and (gain := self.batch.draft_pauses.gain(len(step.sequences))):
+        if rows and (gain := self.batch.draft_gains.get(len(step.sequences))) is not None:
             gain.observe(rows, tokens)
 
 

@@ -29,6 +29,7 @@ class Stats:
         drafted: Drafts verified.
         accepted: Drafts that became output.
         copied: Those of them that were copied from the text, and that no drafter had.
+        copies: Drafts verified that were copied from the text.
         emitted: Tokens that steps added to the output.
         accepted_by_depth: Entry d counts the steps in which at least d + 1 drafts became output.
         plain_steps: Steps for which nothing was drafted, because drafting was off or had paused. A step in which the
@@ -39,6 +40,7 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     copied: int = 0
+    copies: int = 0
     emitted: int = 0
     accepted_by_depth: list[int] = field(default_factory=list)
     plain_steps: int = 0
@@ -53,13 +55,14 @@ class Stats:
         """Tokens that came out of a step, on average; 0 before the first."""
         return self.emitted / self.steps if self.steps else 0.0
 
-    def count(self, drafted: int | None, accepted: int, emitted: int, copied: int = 0) -> None:
+    def count(self, drafted: int | None, accepted: int, emitted: int, copied: int = 0, copies: int = 0) -> None:
         """Add a step: drafts verified, None where nothing was drafted, and what became output after a stop cut it."""
         self.steps += 1
         self.plain_steps += drafted is None
         self.drafted += drafted or 0
         self.accepted += accepted
         self.copied += copied
+        self.copies += copies
         self.emitted += emitted
         for depth in range(accepted):
             self.accepted_by_depth[depth] += 1
@@ -96,6 +99,7 @@ class SequenceDelta:
         drafted: Drafts that were verified, 0 where the other rows of the step left none; None for a first token and in
             a plain step.
         copied: How many of the drafts that were accepted, the last ones, only the text itself had drafted.
+        copies: How many of the drafts that were verified were copied from the text.
         logits: The target's logits that the tokens were drawn from, `[count, V]`; None unless asked for.
         scores: These logits after the sampler's processors, `[count, V]` float32; None unless asked for.
         overflowed: Of what was drawn, whether the logits after these tokens, of which there may be none, are no finite
@@ -109,6 +113,7 @@ class SequenceDelta:
     error: BaseException | None = None
     drafted: int | None = None
     copied: int = 0
+    copies: int = 0
     logits: Tensor | None = None
     scores: Tensor | None = None
     overflowed: bool = False
@@ -219,16 +224,6 @@ class TokenSequence:
         """
         return len(self.tokens) - (self.written > 0)
 
-    @property
-    def wants_logits(self) -> bool:
-        """Whether logits are needed beside its tokens."""
-        return self.params.logprobs is not None or "logits" in self.keeps
-
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether logits or processed scores are needed beside its tokens."""
-        return self.wants_logits or "scores" in self.keeps
-
     def draft_length(self, count: int) -> int:
         """Return how many tokens of the draft model the first `count` tokens are."""
         return count if self.draft_text is None else self.draft_text.length(self.tokens, count)
@@ -239,19 +234,26 @@ class TokenSequence:
 
     def append(self, drawn: SequenceDelta) -> SequenceDelta:
         """Append drawn tokens up to where the sequence ends, and return what was added."""
-        stop_token_ids = self.params.stop_token_ids
-        new, ended = cut(drawn.tokens, self.max_new_tokens - self.written, stop_token_ids)
+        stop_token_ids, left = self.params.stop_token_ids, self.max_new_tokens - self.written
+        new: list[int] = []
         finish: Finish | None = None
-        if ended:
-            finish = "stop" if new[-1] in stop_token_ids else "length"
+        for token in drawn.tokens:
+            new.append(token)
+            if token in stop_token_ids:
+                finish = "stop"
+            elif len(new) == left:
+                finish = "length"
+            if finish:
+                break
         if new and self.find_stop is not None and (stop := self.find_stop(new)) is not None:
             new, finish = new[: stop + 1], "stop"
         accepted = min(len(drawn.tokens) - (not drawn.overflowed), len(new))
+        cut_off = len(drawn.tokens) - (not drawn.overflowed) - accepted
+        copied = max(drawn.copied - cut_off, 0)
+        delta = SequenceDelta(new, accepted, finish=finish, drafted=drawn.drafted, copied=copied, copies=drawn.copies)
         if self.written:
-            cut_off = len(drawn.tokens) - (not drawn.overflowed) - accepted
-            self.stats.count(drawn.drafted, accepted, len(new), max(drawn.copied - cut_off, 0))
+            self.stats.count(drawn.drafted, accepted, len(new), copied, drawn.copies)
         self.tokens += new
-        delta = SequenceDelta(new, accepted, finish=finish, drafted=drawn.drafted)
         if self.guide is not None and self.guide.error is not None:
             return replace(delta, finish="error", error=ArgumentError(self.guide.error))
         if drawn.logits is not None and self.params.logprobs is not None:
@@ -265,20 +267,42 @@ class TokenSequence:
         return delta
 
 
+def check_sequences(sequences: Sequence[TokenSequence], longest: int, vocabulary: int) -> None:
+    """Raise `ArgumentError` for a sequence that can never be served."""
+    checked: set[int] = set()  # several sequences after one prompt share it
+    for sequence in sequences:
+        _check_params(sequence.params, vocabulary)
+        if id(sequence.prompt) in checked:
+            continue
+        checked.add(id(sequence.prompt))
+        if not sequence.prompt:
+            raise ArgumentError("the prompt is empty")
+        if len(sequence.prompt) >= longest:
+            raise ArgumentError(f"the prompt has {len(sequence.prompt)} tokens, and a text may have {longest}")
+        _check_ids(sequence.prompt, vocabulary)
+
+
+def _check_params(params: SamplingParams, vocabulary: int) -> None:
+    _check_ids(params.stop_token_ids, vocabulary)
+    _check_ids(params.logit_bias, vocabulary)
+    for name in ("top_k", "min_new_tokens", "seed"):
+        if not 0 <= getattr(params, name) < 1 << 62:
+            raise ArgumentError(f"{name} must be from 0 to 2**62 - 1, got {getattr(params, name)}")
+
+
+def _check_ids(ids: Collection[int], vocabulary: int) -> None:
+    # min and max, not a loop: an event loop waits for it, and a request may have a million tokens.
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token < vocabulary:
+            raise ArgumentError(f"token id {token} is out of range: there are {vocabulary} ids")
+
+
 def not_finite(count: int) -> NotFiniteError:
     """Return the error of a text whose logits are no numbers. count: tokens of the text."""
     return NotFiniteError(
         f"the model computes no finite number after {count} tokens (NaN or infinite logits): where the model or its "
         "adapter overflows in float16, load it in bfloat16 or float32 (--dtype)"
     )
-
-
-def cut(new: Sequence[int], max_new_tokens: int, eos: Collection[int]) -> tuple[list[int], bool]:
-    """Return which of a step's tokens become output, and whether the row ends with the last of them."""
-    for index, token in enumerate(new):
-        if token in eos or index + 1 == max_new_tokens:
-            return list(new[: index + 1]), True
-    return list(new), False
 
 
 def score_prompt(logits: Tensor, following: Sequence[int], count: int) -> Iterator[PromptScore]:

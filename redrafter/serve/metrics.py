@@ -34,6 +34,13 @@ class Metrics:
         self._drafts = self._counter("spec_decode_num_drafts", "Steps of texts for which there were drafts")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts verified")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted")
+        self._copies, self._copied = (
+            Counter(f"redrafter:spec_decode_num_{name}", help, ["model_name"], registry=self.registry).labels(model)
+            for name, help in (
+                ("copied_draft_tokens", "Drafts verified that were copied from the text"),
+                ("accepted_copied_tokens", "Drafts accepted that only the text had"),
+            )
+        )
         self._accepted_by_position = self._counters(
             "spec_decode_num_accepted_tokens_per_pos",
             "Drafts accepted, by place",
@@ -73,6 +80,8 @@ class Metrics:
             self._drafts.inc()
             self._draft_tokens.inc(delta.drafted)
             self._accepted.inc(delta.accepted)
+            self._copies.inc(delta.copies)
+            self._copied.inc(delta.copied)
             for position in range(delta.accepted):
                 self._accepted_by_position[position].inc()
         if sequence.adapter is not None:

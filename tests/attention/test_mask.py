@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from redrafter.attention.mask import AttentionKind, TreeSlots, additive_mask, visible_slots
+from redrafter.attention.mask import AttentionKind, TreeSlots, additive_mask
 from redrafter.tree.token_tree import tree_of
 
 PARENTS, DEPTH = [0, 0, 0, 1, 2, 4], [0, 1, 1, 2, 2, 3]
@@ -43,7 +43,7 @@ def small_tree(rows):
 @pytest.mark.parametrize("kind", [AttentionKind(), *(AttentionKind(window=n) for n in (4, 1)), AttentionKind(chunk=5)])
 def test_visibility_is_what_the_definition_says(kind, row):
     tree = small_tree(len(LENGTHS))
-    visible = visible_slots(torch.tensor(LENGTHS), tree.depth, tree.ancestors, SLOTS, kind)
+    visible = TreeSlots(torch.tensor(LENGTHS), tree.depth, tree.ancestors, SLOTS).seen(kind)
     assert torch.equal(visible[row], seen_by_definition(LENGTHS[row], kind))
 
 
@@ -52,9 +52,9 @@ def test_visibility_is_what_the_definition_says(kind, row):
 def test_the_last_nodes_see_what_they_see_in_the_whole_tree(kind, count):
     lengths, whole = torch.tensor(LENGTHS), small_tree(len(LENGTHS))
     tree = whole.last_level(count)
-    expected = visible_slots(lengths, whole.depth, whole.ancestors, SLOTS, kind)[:, -count:]
+    expected = TreeSlots(lengths, whole.depth, whole.ancestors, SLOTS).seen(kind)[:, -count:]
     assert tree.new == count
-    assert torch.equal(visible_slots(lengths, tree.depth, tree.ancestors, SLOTS, kind), expected)
+    assert torch.equal(TreeSlots(lengths, tree.depth, tree.ancestors, SLOTS).seen(kind), expected)
 
 
 @pytest.mark.parametrize("row", range(len(LENGTHS)))

@@ -126,5 +126,5 @@ def test_rows_that_take_no_part_keep_their_states():
     cache.use_rows(1)
     length = torch.tensor([5])
     walk(cache.states, chain(torch.tensor([[4]])), length)
-    cache.commit_states(length, Path(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)), BOTH[:1])
+    cache.states.commit(length, Path(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)), BOTH[:1])
     assert kept(cache.states) == [14, 2]

@@ -7,6 +7,7 @@ never does in these texts, so that equality is exact.
 import json
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-import redrafter.attention.mask
 import redrafter.model.target
 from helpers.models import paged, tiny_drafter, tiny_model
 from helpers.quantized import keys, save_compressed
 from redrafter import ReDrafter, UnsupportedError, boxed_pair
-from redrafter.attention.mask import visible_slots
+from redrafter.attention.mask import TreeSlots
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.models import quantize_model
 from redrafter.convert.convert_checkpoint import merge
@@ -162,10 +162,12 @@ def test_a_deep_base_whose_inputs_are_rounded_is_bound_unless_its_tree_sees_too_
     with warned():
         Target(model)
 
-    def all_visible(length, depth, ancestors, *more):
-        return visible_slots(length, depth, torch.ones_like(ancestors), *more)
+    seen = TreeSlots.seen
 
-    monkeypatch.setattr(redrafter.attention.mask, "visible_slots", all_visible)
+    def all_seen(slots, kind):
+        return seen(replace(slots, ancestors=torch.ones_like(slots.ancestors)), kind)
+
+    monkeypatch.setattr(TreeSlots, "seen", all_seen)
     with warned(), pytest.raises(UnsupportedError, match="other logits"):
         Target(model)
 

@@ -200,7 +200,7 @@ def test_rows_that_stand_still_keep_their_states(one_of_few):
         before = {key: x.clone() for key, x in cache.states.store.tensors.items()}
         verify(one_of_few, chain(tokens[:, :3]), length, cache)
         path = Path(torch.tensor([[0, 1, 2], [0, 1, 2]]), torch.tensor([2, 2]))
-        cache.commit_states(length, path, torch.tensor([False, True]))
+        cache.states.commit(length, path, torch.tensor([False, True]))
     for key, state in cache.states.store.tensors.items():
         assert torch.equal(state[0], before[key][0])
         assert not torch.equal(state[1], before[key][1])

@@ -18,7 +18,7 @@ from helpers.scheduling import (
 )
 from redrafter import DraftTarget, boxed_pair
 from redrafter.cli import main
-from redrafter.drafting.draft_length import FIRST_PAUSE, DraftPauses
+from redrafter.drafting.draft_length import FIRST_PAUSE, draft_gains
 from redrafter.model.target import Target
 
 
@@ -80,21 +80,17 @@ def test_a_base_writes_plainly_where_that_is_asked(tmp_path, capsys):
     assert capsys.readouterr().out == text
 
 
-def cost_of(rows: int) -> float | None:
-    return None if rows > 8 else 1.25 if rows < 4 else 2.0
-
-
 def test_each_cost_has_pauses_of_its_own_and_rows_without_one_always_draft():
-    pauses = DraftPauses(cost_of)
+    gains = draft_gains({2: 1.25, 4: 2.0, 8: 2.0, 9: None})
     for rows in (2, 4):
         for _ in range(4):
-            pauses.gain(rows).observe(rows, 3 * rows // 2)
-    assert [pauses.gain(rows).should_draft() for rows in (4, 8, 2)] == [False, False, True]
-    assert pauses.gain(9) is None
+            gains[rows].observe(rows, 3 * rows // 2)
+    assert [gains[rows].should_draft() for rows in (4, 8, 2)] == [False, False, True]
+    assert gains[9] is None
 
 
 def test_sizes_of_one_cost_pause_together():
-    pauses = DraftPauses(lambda rows: 1.5)
-    pauses.gain(8).observe(8, 9)
-    assert not any(pauses.gain(1 + step % 3).should_draft() for step in range(FIRST_PAUSE))
-    assert pauses.gain(1).should_draft()
+    gains = draft_gains(dict.fromkeys((1, 2, 3, 8), 1.5))
+    gains[8].observe(8, 9)
+    assert not any(gains[1 + step % 3].should_draft() for step in range(FIRST_PAUSE))
+    assert gains[1].should_draft()

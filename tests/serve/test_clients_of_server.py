@@ -56,7 +56,7 @@ def test_counters_rise_by_what_the_answers_tell(program):
     """Twenty rows step without drafts on a CPU: such steps are none of speculation's."""
 
     def ask(prompts: list[str], count: int) -> dict:
-        body = {"prompt": prompts, "max_tokens": count, "ignore_eos": True, "seed": 1}
+        body = {"prompt": prompts, "max_tokens": count, "ignore_eos": True, "temperature": 0}
         return program.post("/v1/completions", body).json()
 
     program.wait_until_idle()
@@ -67,11 +67,13 @@ def test_counters_rise_by_what_the_answers_tell(program):
     rise = {name: after[name] - before[name] for name in after}
     told = [answer["metrics"]["speculative_decoding"] for answer in answers]
     for name, field in (
-        ("num_drafts", "num_spec_steps"),
-        ("num_draft_tokens", "num_draft_tokens"),
-        ("num_accepted_tokens", "num_accepted_draft_tokens"),
+        ("vllm:spec_decode_num_drafts", "num_spec_steps"),
+        ("vllm:spec_decode_num_draft_tokens", "num_draft_tokens"),
+        ("vllm:spec_decode_num_accepted_tokens", "num_accepted_draft_tokens"),
+        ("redrafter:spec_decode_num_copied_draft_tokens", "num_copied_draft_tokens"),
+        ("redrafter:spec_decode_num_accepted_copied_tokens", "num_accepted_copied_tokens"),
     ):
-        assert rise[f"vllm:spec_decode_{name}_total"] == sum(counts[field] for counts in told) > 0
+        assert rise[f"{name}_total"] == sum(counts[field] for counts in told) > 0
     for place in range(5):
         accepted = sum(sum(counts["acceptance_histogram"][place + 1 :]) for counts in told)
         assert rise[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}'] == accepted

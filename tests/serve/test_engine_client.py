@@ -22,8 +22,8 @@ from redrafter import Engine
 from redrafter.errors import ArgumentError
 from redrafter.grammar.source import GrammarSource
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.engine_process import client as client_module
 from redrafter.serve.engine_process import process
 from redrafter.serve.engine_process import worker as worker_module
@@ -310,23 +310,24 @@ def sequence(stop: int | None) -> ServedSequence:
 
 
 @pytest.mark.parametrize(
-    ("stop", "tokens", "accepted", "finish"),
+    ("stop", "tokens", "accepted", "copied", "finish"),
     [
-        (None, [7, 8, 9], 2, "length"),
-        (2, [7, 8, 9], 2, "stop"),
-        (1, [7, 8], 2, "stop"),
-        (0, [7], 1, "stop"),
+        (None, [7, 8, 9], 2, 1, "length"),
+        (2, [7, 8, 9], 2, 1, "stop"),
+        (1, [7, 8], 2, 1, "stop"),
+        (0, [7], 1, 0, "stop"),
     ],
 )
-def test_a_stop_string_cuts_a_delta(stop, tokens, accepted, finish):
+def test_a_stop_string_cuts_a_delta(stop, tokens, accepted, copied, finish):
     text, logprobs = sequence(stop), [(-1.0, {}), (-2.0, {}), (-3.0, {})]
     text.written = 1
-    delta = text.take(SequenceDelta([7, 8, 9], 2, logprobs, "length", drafted=11))
-    assert delta == SequenceDelta(tokens, accepted, logprobs[: len(tokens)], finish, drafted=11)
+    copies = {"drafted": 11, "copies": 4}
+    delta = text.take(SequenceDelta([7, 8, 9], 2, logprobs, "length", copied=1, **copies))
+    assert delta == SequenceDelta(tokens, accepted, logprobs[: len(tokens)], finish, copied=copied, **copies)
     assert text.ended
     assert text.written == 1 + len(tokens)
     depths = [1] * accepted + [0] * (4 - accepted)
-    assert text.stats == Stats(1, 11, accepted, emitted=len(tokens), accepted_by_depth=depths)
+    assert text.stats == Stats(1, 11, accepted, copied, 4, len(tokens), depths)
 
 
 @pytest.mark.parametrize(("drafted", "draft_steps"), [(5, 1), (0, 1), (None, 0)])

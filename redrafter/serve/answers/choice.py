@@ -199,11 +199,13 @@ def speculation_metrics(stats: Sequence[Stats]) -> dict[str, Any]:
 
     Undrafted steps do not count; a step in which the other rows left a row no draft does. `mean_acceptance_length`
     counts the token that follows the accepted drafts too; entry j of `acceptance_histogram` counts the steps that
-    accepted exactly j drafts; entry d of `acceptance_by_depth`, which vLLM lacks, is the share of the steps with d
-    accepted drafts or more that accepted one more.
+    accepted exactly j drafts. vLLM lacks the last three: entry d of `acceptance_by_depth` is the share of the steps
+    with d accepted drafts or more that accepted one more; `num_copied_draft_tokens` of the drafts were copied from the
+    text, and `num_accepted_copied_tokens` of those that were accepted only the text had.
     """
-    steps, drafted, accepted = (
-        sum(getattr(entry, name) for entry in stats) for name in ("draft_steps", "drafted", "accepted")
+    steps, drafted, accepted, copies, copied = (
+        sum(getattr(entry, name) for entry in stats)
+        for name in ("draft_steps", "drafted", "accepted", "copies", "copied")
     )
     depth = max((len(entry.accepted_by_depth) for entry in stats), default=0)
     reached = [steps, *(sum(entry.accepted_by_depth[d] for entry in stats) for d in range(depth))]
@@ -216,4 +218,6 @@ def speculation_metrics(stats: Sequence[Stats]) -> dict[str, Any]:
         "num_draft_tokens": drafted,
         "num_spec_tokens": depth,
         "acceptance_by_depth": [b / a if a else None for a, b in pairwise(reached)],
+        "num_copied_draft_tokens": copies,
+        "num_accepted_copied_tokens": copied,
     }

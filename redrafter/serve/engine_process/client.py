@@ -75,9 +75,11 @@ class ServedSequence:
             kept = stop + 1
             logprobs = None if delta.logprobs is None else delta.logprobs[:kept]
             accepted = min(delta.accepted, kept)
-            delta = replace(delta, tokens=delta.tokens[:kept], accepted=accepted, logprobs=logprobs, finish="stop")
+            copied = max(delta.copied - (delta.accepted - accepted), 0)  # copies are the last drafts of a path
+            cut = replace(delta, tokens=delta.tokens[:kept], accepted=accepted, copied=copied)
+            delta = replace(cut, logprobs=logprobs, finish="stop")
         if self.written and delta.tokens:
-            self.stats.count(delta.drafted, delta.accepted, len(delta.tokens))
+            self.stats.count(delta.drafted, delta.accepted, len(delta.tokens), delta.copied, delta.copies)
         self.written += len(delta.tokens)
         self.ended = delta.finish is not None
         return delta

@@ -144,7 +144,7 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     """
     began = time.monotonic()
     limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
-    pauses, scheduler.batch.draft_pauses = scheduler.batch.draft_pauses, None  # steps shall draft, whatever it gains
+    gains, scheduler.batch.draft_gains = scheduler.batch.draft_gains, {}  # steps shall draft, whatever it gains
     longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
     fillings = [1 + room * TOKENS_PER_CHUNK for room in (0, *ROOMS[:-1])]  # tokens that need each room at least
     scheduler.batch.reserve(scheduler.longest)  # larger buffers would need new steps
@@ -187,6 +187,6 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
             write(1, length, KINDS[0])
             write(min(2, limits.max_batch_size), length, KINDS[0])
     _LOG.info("captured %d steps in %.1f s", len(scheduler.batch.captured_steps), time.monotonic() - began)
-    scheduler.limits, scheduler.batch.draft_pauses = limits, pauses
+    scheduler.limits, scheduler.batch.draft_gains = limits, gains
     scheduler.graphs.forget_prefixes()
     scheduler.prefiller.restart_pace()  # so that these first durations slow no later forward

@@ -79,6 +79,8 @@ class Speculation(_Answer):
     num_draft_tokens: int
     num_spec_tokens: int
     acceptance_by_depth: list[float | None]
+    num_copied_draft_tokens: int
+    num_accepted_copied_tokens: int
 
 
 class Metrics(_Answer):

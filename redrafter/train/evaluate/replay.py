@@ -80,7 +80,8 @@ def count_accepted(drafter: Drafter, target: Target, at: Positions, shapes: Sequ
         # The search ranks each node by the sum of the drafter's log-probabilities, noise included, from the root to it.
         scores = [torch.zeros_like(state.length[:, None], dtype=torch.float32)]
         proposer = drafter.proposer(target, beams, depth, 1 + beams * depth, None, False)
-        lattice = proposer.search(state, at.sampler, at.noise, partial(_record, scores), at.context)
+        expand = proposer.scores(state, at.sampler, at.noise, at.context)
+        lattice = proposer.grow(state, at.sampler, expand, partial(_record, scores))
         score = torch.cat(scores, dim=1)  # [A, N]
         path = accept(lattice, state.tokens.gather(1, lattice.depth + 1), depth)  # [A, K+1]
         drawn = torch.arange(depth, device=score.device) < path.accepted[:, None]  # [A, K]
@@ -138,7 +139,9 @@ def read_positions(
     depth, device = max(shape.depth for shape in shapes), target.device
     tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True, padding_value=-1)  # [B, T]
     ids = tokens.clamp(min=0).to(device)
-    with Teacher(target.model, drafter.config.target_layers_of(target.config.num_hidden_layers)) as teacher:
+    with Teacher(
+        target.model, drafter.config.target_layers_of(getattr(target.config, "num_hidden_layers", 0))
+    ) as teacher:
         read = teacher.read(ids)
     hidden, contexts = read.hidden, drafter.read_texts(ids, read.hidden, read.embedding)  # [B, T, F]
     anchors = [(b, n) for b, i in enumerate(group) for n in pending_positions(texts, i)]
