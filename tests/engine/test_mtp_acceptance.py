@@ -11,10 +11,11 @@ from torch.nn.functional import cross_entropy, linear
 from helpers.models import DRAFTER_ALONE
 from helpers.mtp import random_mtp
 from redrafter import ReDrafter, boxed_pair
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import load_tokenizer
-from redrafter.drafting.mtp import Entries, MTPDrafter
+from redrafter.drafting.mtp import DraftedEntries, MTPDrafter, Past
 from redrafter.model.target import Target
 from redrafter.train.teacher import Teacher
 
@@ -39,6 +40,7 @@ def trained_layer(target: Target, texts: Tensor) -> MTPDrafter:
         read = [teacher.read(part) for part in texts.split(20)]
     hidden, embedding = (torch.cat([getattr(part, name) for part in read]).float() for name in ("hidden", "embedding"))
     layer = random_mtp(target).train().requires_grad_(True)
+    shape = layer.stored_layer(target, False).shape
     with torch.no_grad():
         for weight in layer.parameters():
             weight.normal_(std=0.05) if weight.dim() > 1 else weight.fill_(1)
@@ -47,7 +49,7 @@ def trained_layer(target: Target, texts: Tensor) -> MTPDrafter:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=6e-3, total_steps=STEPS)
     for _ in range(STEPS):
         rows = torch.randint(len(texts), (TEXTS,))
-        loss = draft_loss(layer, target.head.weight.detach(), texts[rows], hidden[rows], embedding[rows])
+        loss = draft_loss(layer, shape, target.head.weight.detach(), texts[rows], hidden[rows], embedding[rows])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
@@ -56,16 +58,21 @@ def trained_layer(target: Target, texts: Tensor) -> MTPDrafter:
     return layer.eval().requires_grad_(False)
 
 
-def draft_loss(layer: MTPDrafter, head: Tensor, text: Tensor, hidden: Tensor, embedding: Tensor) -> Tensor:
+def draft_loss(
+    layer: MTPDrafter, shape: LayerShape, head: Tensor, text: Tensor, hidden: Tensor, embedding: Tensor
+) -> Tensor:
     """Return the cross-entropy of the drafts after every token, each reading the hidden state of the last draft."""
     rows, tokens = text.shape
     count = tokens - DEPTH - 1
-    entries, carried, loss = Entries(), hidden[:, :count], torch.zeros(())
+    entries, carried, loss = DraftedEntries(), hidden[:, :count], torch.zeros(())
     own = torch.eye(count, dtype=torch.bool).expand(rows, -1, -1)
     seen = own.new_ones(count, count).tril().expand(rows, -1, -1)
     for k in range(DEPTH):
         position = (torch.arange(count) + k).expand(rows, -1)
-        carried = layer.step(layer.join(embedding[:, k + 1 : k + 1 + count], carried), position, seen, entries)
+        # All entries are as of drafts, in room of each step's own: what is read again for gradients must not change.
+        room = (torch.zeros(rows, shape.heads, (k + 1) * count, width) for width in (shape.key_dim, shape.value_dim))
+        past = Past(*room, seen.new_zeros(rows, 0))
+        carried = layer.step(layer.join(embedding[:, k + 1 : k + 1 + count], carried), position, seen, past, entries)
         logits = linear(carried, head)
         loss = loss + 0.8**k * cross_entropy(logits.flatten(0, 1), text[:, k + 2 : k + 2 + count].flatten())
         seen = torch.cat([seen, own], dim=-1)
