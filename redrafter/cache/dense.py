@@ -210,13 +210,11 @@ class DenseCache(KVCache, Cache):
 
     def write_after(self, length: Tensor, nodes: int) -> None:
         """Let the next forward store its `nodes` nodes after each row's committed tokens, `length` `[B]`."""
-        self._write_to(self.slots(length[:, None] + torch.arange(nodes, device=length.device)))
+        slots = self.slots(length[:, None] + torch.arange(nodes, device=length.device))
+        self.written = {device: slots.to(device) for device in self._devices}
 
     def plan_prefill(self, pieces: Sequence[Piece], kinds: Sequence[AttentionKind]) -> PromptPlan:
         """Let the next forward store its tokens, which are those of all pieces in turn, in the slots of their rows."""
         slots = torch.cat([piece.row * self.capacity + torch.arange(piece.first, piece.end) for piece in pieces])
-        self._write_to(slots)
-        return PromptPlan(pieces, kinds, slots)
-
-    def _write_to(self, slots: Tensor) -> None:
         self.written = {device: slots.to(device) for device in self._devices}
+        return PromptPlan(pieces, kinds, slots)

@@ -25,6 +25,7 @@ from redrafter.kernels.linear_operators import thin_linear
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
+from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Expand
 
 
@@ -351,18 +352,18 @@ class RecurrentProposer(SearchProposer):
             return None
         return ContextWindow.read(state.length, min(size, cache.window), cache.read_drafter_layer)  # a row has no more
 
-    def draft_logits(self, state: State, context: ContextWindow | None) -> Expand:
-        """Return what computes the drafter's logits; see `SearchProposer.draft_logits`."""
+    def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: ContextWindow | None) -> Expand:
+        """Return what scores the next tokens of every beam; see `SearchProposer.scores`."""
         carried: Tensor | None = None  # [B, w, D], the recurrent state of each beam
         start = self.drafter.begin(self.drafter.fuse_hidden(state.hidden)[:, None])
         advance = _compiled(_advance) if self.compiled else _advance
 
-        def logits(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
+        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried
-            scores, carried = advance(self.drafter, self.target.embedding, tokens, sources, carried, start, k, context)
-            return scores
+            logits, carried = advance(self.drafter, self.target.embedding, tokens, sources, carried, start, k, context)
+            return sampler.draft_scores(logits, noise, k, self.drafter.draft_ids)
 
-        return logits
+        return expand
 
 
 def _advance(

@@ -17,6 +17,7 @@ from redrafter.drafting.drafter_model import DrafterModel, ReadAt, drafter_layer
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.target import Target
+from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Expand
 
 
@@ -380,22 +381,22 @@ class EagleProposer(SearchProposer):
             parts.append(self.drafter.read_past(*stored, length, first))
         return PastEntries.join(parts)
 
-    def draft_logits(self, state: State, context: PastEntries) -> Expand:
-        """Return what computes the head's logits; see `SearchProposer.draft_logits`."""
+    def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: PastEntries) -> Expand:
+        """Return what scores the next tokens of every beam; see `SearchProposer.scores`."""
         head = self.drafter
         carried = head.fuse_hidden(state.hidden)[:, None]  # [B, w, D], the hidden state that each beam reads
         path: EagleEntries | None = None  # what was drafted on each beam
 
-        def logits(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
+        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried, path
             if path is not None:
                 carried = of_beams(carried, sources)
                 path = EagleEntries(*(of_beams(part, sources) for part in path))
             embedding, position = head.embed(tokens, self.target.embedding), (context.length - 1 + k)[:, None]
-            scores, carried, path = head.step(embedding, carried, position, path, context)
-            return scores
+            logits, carried, path = head.step(embedding, carried, position, path, context)
+            return sampler.draft_scores(logits, noise, k, head.draft_ids)
 
-        return logits
+        return expand
 
 
 def _remember(

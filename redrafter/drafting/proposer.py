@@ -153,44 +153,22 @@ class SearchProposer:
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:
         """Draft a tree by beam search; see `Proposer.propose`."""
-        return self.search(state, sampler, noise, context=self.read_context(state, cache))
+        return self.grow(state, sampler, self.scores(state, sampler, noise, self.read_context(state, cache)))
 
     def read_context(self, state: State, cache: KVCache) -> Any:
         """Return what the drafter reads of the rows' committed tokens; None where it reads nothing."""
         raise NotImplementedError
 
-    def draft_logits(self, state: State, context: Any) -> Expand:
-        """Return what computes the drafter's logits of the next tokens of every beam, `[B, w, V']`, step by step.
-
-        Args:
-            state: The rows' texts, pending tokens and hidden states.
-            context: What the drafter reads of the committed tokens, as `read_context` returns it.
-        """
-        raise NotImplementedError
-
-    def search(
-        self,
-        state: State,
-        sampler: Sampler,
-        noise: Tensor | None,
-        should_stop: Callable[[Tensor], bool] | None = None,
-        context: Any = None,
-    ) -> Tree:
-        """Draft a tree whose root is each row's pending token.
+    def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: Any) -> Expand:
+        """Return what scores the next tokens of every beam, over the drafter's vocabulary.
 
         Args:
             state: The rows' texts, pending tokens and hidden states.
             sampler: How the target will draw.
             noise: The noise that the target will draw with, by depth, `[B, K+1, V]`; None if greedy.
-            should_stop: Ends the search early, as `beam_search` describes; None to search all steps.
             context: What the drafter reads of the committed tokens, as `read_context` returns it.
         """
-        logits, ids = self.draft_logits(state, context), self.drafter.draft_ids
-
-        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
-            return sampler.draft_scores(logits(k, tokens, sources), noise, k, ids)
-
-        return self.grow(state, sampler, expand, should_stop)
+        raise NotImplementedError
 
     def grow(
         self, state: State, sampler: Sampler, expand: Expand, should_stop: Callable[[Tensor], bool] | None = None

@@ -35,10 +35,10 @@ from redrafter.engine.request import AdapterNames, OwnArguments, Request, Seed, 
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.model.supported import check_autocast, check_eval
 from redrafter.model.target import Target
-from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.paged_memory import MOST_ROWS, PagedMemory
 from redrafter.scheduler.running_batch import Models
 from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.waiting_queue import Limits
 
 Streamer = BaseStreamer | StepStreamer
 

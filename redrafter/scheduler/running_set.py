@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.finished_texts import FinishedTexts
-from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.paged_memory import SequenceBlocks
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sequence import SequenceDelta, Stats, TokenSequence
-from redrafter.scheduler.waiting_queue import WaitingQueue
+from redrafter.scheduler.waiting_queue import Limits, WaitingQueue
 
 MAX_CANCELLATIONS_PER_ROUND = 512  # reporting each to its sink takes some microseconds
 MIN_ROUNDS_IN_PLACE = 16  # rounds for which a sequence keeps its slot, however many clients have none
@@ -85,10 +84,10 @@ class RunningSet:
         """Queue the sequences of one client, all or none of them.
 
         Raises:
-            QueueFullError: Too many sequences wait, see `Limits.refuse_if_full`.
+            QueueFullError: Too many sequences wait, see `WaitingQueue.refuse_if_full`.
         """
         with self._lock:
-            limits.refuse_if_full(self._queue, self.running, sequences[0].client, len(sequences))
+            self._queue.refuse_if_full(limits, self.running, sequences[0].client, len(sequences))
             for sequence in sequences:
                 sequence.stats = Stats(accepted_by_depth=[0] * self._batch.depth)
                 self._arrivals += 1

@@ -31,14 +31,14 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.captured_step import LaunchedPrefill, LaunchedStep, Timer, bucket
 from redrafter.scheduler.finished_texts import PIECE, FinishedTexts
-from redrafter.scheduler.limits import Limits, check_sequences
 from redrafter.scheduler.paged_memory import PagedMemory, SequenceBlocks
 from redrafter.scheduler.prefill import Chunk, PrefilledRows, Prefiller, padded_tokens
 from redrafter.scheduler.row_caches import PagedRows
 from redrafter.scheduler.running_batch import Models, RunningBatch
 from redrafter.scheduler.running_set import RunningSet
 from redrafter.scheduler.sampling_tensors import SamplingTensors
-from redrafter.scheduler.sequence import SequenceDelta, TokenSequence, not_finite
+from redrafter.scheduler.sequence import SequenceDelta, TokenSequence, check_sequences, not_finite
+from redrafter.scheduler.waiting_queue import Limits
 
 _LOG = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class Scheduler:
         """Queue the sequences of one client, all or none of them.
 
         Raises:
-            QueueFullError: Too many sequences wait, see `Limits.refuse_if_full`.
+            QueueFullError: Too many sequences wait, see `WaitingQueue.refuse_if_full`.
             ArgumentError: One of them can never be served.
         """
         if not sequences:
@@ -168,7 +168,7 @@ class Scheduler:
         """Queue the sequences of one client as they are, all or none of them.
 
         Raises:
-            QueueFullError: Too many sequences wait, see `Limits.refuse_if_full`.
+            QueueFullError: Too many sequences wait, see `WaitingQueue.refuse_if_full`.
         """
         if self._draft_vocabulary is not None:
             for sequence in sequences:

@@ -237,11 +237,17 @@ class TokenSequence:
 
     def append(self, drawn: SequenceDelta) -> SequenceDelta:
         """Append drawn tokens up to where the sequence ends, and return what was added."""
-        stop_token_ids = self.params.stop_token_ids
-        new, ended = cut(drawn.tokens, self.max_new_tokens - self.written, stop_token_ids)
+        stop_token_ids, left = self.params.stop_token_ids, self.max_new_tokens - self.written
+        new: list[int] = []
         finish: Finish | None = None
-        if ended:
-            finish = "stop" if new[-1] in stop_token_ids else "length"
+        for token in drawn.tokens:
+            new.append(token)
+            if token in stop_token_ids:
+                finish = "stop"
+            elif len(new) == left:
+                finish = "length"
+            if finish:
+                break
         if new and self.find_stop is not None and (stop := self.find_stop(new)) is not None:
             new, finish = new[: stop + 1], "stop"
         accepted = min(len(drawn.tokens) - (not drawn.overflowed), len(new))
@@ -264,20 +270,42 @@ class TokenSequence:
         return delta
 
 
+def check_sequences(sequences: Sequence[TokenSequence], longest: int, vocabulary: int) -> None:
+    """Raise `ArgumentError` for a sequence that can never be served."""
+    checked: set[int] = set()  # several sequences after one prompt share it
+    for sequence in sequences:
+        _check_params(sequence.params, vocabulary)
+        if id(sequence.prompt) in checked:
+            continue
+        checked.add(id(sequence.prompt))
+        if not sequence.prompt:
+            raise ArgumentError("the prompt is empty")
+        if len(sequence.prompt) >= longest:
+            raise ArgumentError(f"the prompt has {len(sequence.prompt)} tokens, and a text may have {longest}")
+        _check_ids(sequence.prompt, vocabulary)
+
+
+def _check_params(params: SamplingParams, vocabulary: int) -> None:
+    _check_ids(params.stop_token_ids, vocabulary)
+    _check_ids(params.logit_bias, vocabulary)
+    for name in ("top_k", "min_new_tokens", "seed"):
+        if not 0 <= getattr(params, name) < 1 << 62:
+            raise ArgumentError(f"{name} must be from 0 to 2**62 - 1, got {getattr(params, name)}")
+
+
+def _check_ids(ids: Collection[int], vocabulary: int) -> None:
+    # min and max, not a loop: an event loop waits for it, and a request may have a million tokens.
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token < vocabulary:
+            raise ArgumentError(f"token id {token} is out of range: there are {vocabulary} ids")
+
+
 def not_finite(count: int) -> NotFiniteError:
     """Return the error of a text whose logits are no numbers. count: tokens of the text."""
     return NotFiniteError(
         f"the model computes no finite number after {count} tokens (NaN or infinite logits): where the model or its "
         "adapter overflows in float16, load it in bfloat16 or float32 (--dtype)"
     )
-
-
-def cut(new: Sequence[int], max_new_tokens: int, eos: Collection[int]) -> tuple[list[int], bool]:
-    """Return which of a step's tokens become output, and whether the row ends with the last of them."""
-    for index, token in enumerate(new):
-        if token in eos or index + 1 == max_new_tokens:
-            return list(new[: index + 1]), True
-    return list(new), False
 
 
 def score_prompt(logits: Tensor, following: Sequence[int], count: int) -> Iterator[PromptScore]:

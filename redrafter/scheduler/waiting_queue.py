@@ -15,17 +15,59 @@ A client that comes, or comes back, has no claim to what it did not ask for: its
 which is what a client would have by now that always asked for more than it got. The fair account grows with each token
 by the share of one client. So it overtakes every account in time, and no number of new clients can keep an older one
 from its turn. What a client had used beyond the fair account when it left is remembered for a while.
+
+How many may wait and run at all is said by `Limits`.
 """
+
+from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from redrafter.scheduler.sequence import TokenSequence
+from redrafter.errors import ReDrafterError
+
+if TYPE_CHECKING:  # limits are parsed before torch is imported
+    from redrafter.scheduler.sequence import TokenSequence
 
 MAX_REMEMBERED_CLIENTS = 4096  # clients without any sequence whose accounts are kept
 SPARE_HEAP_ENTRIES = 64  # entries of a heap that may be out of date, beside one for each waiting client
+
+
+class QueueFullError(ReDrafterError):
+    """Too many sequences wait to accept another."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many sequences and tokens run and wait at once.
+
+    Attributes:
+        max_batch_size: Sequences that hold a place, whether they step or their prompts are being read.
+        max_num_tokens: Tokens of one forward, drafts and chunks of prompts together.
+        max_seq_len: Tokens of a sequence, prompt included; None for the context length of the model.
+        max_queue_size: Sequences that wait for a place, 0 for any number; see `WaitingQueue.refuse_if_full`.
+        guaranteed_no_evict: Admit a sequence only when there are blocks for its greatest length, so that none is ever
+            preempted.
+        chunked: Read long prompts in chunks.
+        paced: Let a forward over prompts alone take about `prefill_budget.TARGET_SECONDS` at most, so that running
+            sequences do not wait for longer. Without a pace, it reads all prompts that were admitted.
+        reuse: Look for prefixes that are in the cache already.
+        admit_together: Places that must be free before sequences are admitted beside others that run, if as many wait
+            and prompts have forwards of their own: one over several prompts takes little longer than over one.
+    """
+
+    max_batch_size: int = 32
+    max_num_tokens: int = 8192
+    max_seq_len: int | None = None
+    max_queue_size: int = 4096
+    guaranteed_no_evict: bool = False
+    chunked: bool = True
+    paced: bool = True
+    reuse: bool = True
+    admit_together: int = 1
 
 
 @dataclass(eq=False)
@@ -148,6 +190,26 @@ class WaitingQueue:
         """Count the places that a client holds."""
         client = self._clients.get(name)
         return 0 if client is None else client.running
+
+    def refuse_if_full(self, limits: Limits, running: int, client: str, count: int) -> None:
+        """Raise `QueueFullError` if so many more sequences of a client may not wait.
+
+        Only sequences count that cannot begin at once for want of a place. A client alone may use all of
+        `max_queue_size`. When that is used up, other clients may wait beside it, up to as many sequences again: each up
+        to its share, which is `max_queue_size` divided by the number of clients that wait. What comes while nobody
+        waits is always accepted, so that a request of more than `max_queue_size` sequences is served too.
+        """
+        most = limits.max_queue_size
+        if not most or not self:
+            return
+        waiting = len(self) + count - max(limits.max_batch_size - running, 0)
+        of_client = self.waiting(client)
+        share = most // (self.waiting_clients + (not of_client))
+        if waiting > most and (waiting > 2 * most or of_client + count > share):
+            raise QueueFullError(
+                f"{len(self)} texts are waiting, {of_client} of them yours, and {count} more would be too many: "
+                f"max_queue_size is {most}; try again later"
+            )
 
     def add(self, sequence: TokenSequence) -> None:
         """Add a new sequence behind the others of its client."""

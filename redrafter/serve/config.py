@@ -10,7 +10,7 @@ from redrafter.app.config_file import check_object, convert_value, options_by_na
 from redrafter.app.flags import flag, names
 from redrafter.errors import ArgumentError, how_to_install
 from redrafter.options import option
-from redrafter.scheduler.limits import Limits
+from redrafter.scheduler.waiting_queue import Limits
 from redrafter.serve.network.api_keys import KEY_VARIABLE
 
 # Keys of `runtime.json` and of the `runtime` part of `llgtrt.json5`, and the options of the same meaning here.

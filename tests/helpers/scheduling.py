@@ -15,13 +15,13 @@ from redrafter import Engine
 from redrafter.model.images import ImageInputs
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.finished_texts import FinishedTexts
-from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.row_caches import DenseRows
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
+from redrafter.scheduler.waiting_queue import Limits
 
 KINDS = {
     "greedy": SamplingParams(temperature=0),

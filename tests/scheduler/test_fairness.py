@@ -7,10 +7,10 @@ import pytest
 
 from helpers.scheduling import KINDS, Sink, nothing_is_held, random_sequences, run, same_alone, scheduler
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.limits import Limits, QueueFullError
 from redrafter.scheduler.running_set import MAX_CANCELLATIONS_PER_ROUND, MIN_ROUNDS_IN_PLACE
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
+from redrafter.scheduler.waiting_queue import Limits, QueueFullError
 
 GREEDY = KINDS["greedy"]
 

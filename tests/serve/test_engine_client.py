@@ -22,8 +22,8 @@ from redrafter import Engine
 from redrafter.errors import ArgumentError
 from redrafter.grammar.source import GrammarSource
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.engine_process import client as client_module
 from redrafter.serve.engine_process import process
 from redrafter.serve.engine_process import worker as worker_module

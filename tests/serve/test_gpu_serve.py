@@ -22,8 +22,8 @@ from redrafter import DraftTarget, Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.grammar.grammar import Grammar
 from redrafter.model.target import Target
-from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.waiting_queue import Limits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

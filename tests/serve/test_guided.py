@@ -23,7 +23,7 @@ from helpers.serving import Program, offline, text_of
 from redrafter import ArgumentError
 from redrafter.grammar.grammar import GrammarProcess, zygote_for
 from redrafter.grammar.source import GrammarSource
-from redrafter.scheduler.limits import QueueFullError
+from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.engine_process import process
 from redrafter.serve.engine_process.process import MAX_COMPILATIONS, MAX_COMPILATIONS_PER_CLIENT, Grammars
 

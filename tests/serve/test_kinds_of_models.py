@@ -24,8 +24,8 @@ from redrafter.cli import main
 from redrafter.errors import ArgumentError
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.waiting_queue import Limits
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.engine import warm_up
 from redrafter.serve.engine_process.start import LoadEngine

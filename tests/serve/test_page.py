@@ -19,8 +19,8 @@ pytest.importorskip("fastapi")
 
 from helpers.bare_server import BareServer
 from helpers.serving_in_process import listening
-from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.sequence import SequenceDelta
+from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.answers.choice import Choice
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.network.api_keys import ApiKeys

@@ -74,7 +74,8 @@ def drafted_logits(drafter: RecurrentDrafter, target: Target, text: Tensor, pend
     zero = torch.zeros(1, dtype=torch.long)
     proposer = RecurrentProposer(drafter, target, 1, DEPTH, 1 + DEPTH)
     sampler = SimpleNamespace(draft_scores=draft_scores, plain=None)
-    proposer.search(State(ahead[None], zero, hidden, zero == 0), sampler, None, context=window)
+    state = State(ahead[None], zero, hidden, zero == 0)
+    proposer.grow(state, sampler, proposer.scores(state, sampler, None, window))
     return torch.stack(logits)
 
 
@@ -152,7 +153,7 @@ def draft_chain(drafter: RecurrentDrafter, target: Target, text: list[int]) -> l
     sampler = SimpleNamespace(draft_scores=lambda logits, *_: logits, plain=None)
     proposer = RecurrentProposer(drafter, target, 1, DEPTH, 1 + DEPTH)
     state = State(torch.tensor([text[-1:]]), zero, hidden, zero == 0)
-    return proposer.search(state, sampler, None, context=window).tokens[0, 1:].tolist()
+    return proposer.grow(state, sampler, proposer.scores(state, sampler, None, window)).tokens[0, 1:].tolist()
 
 
 @pytest.mark.parametrize("form", READING)

@@ -27,8 +27,8 @@ from redrafter.app.program import run_command
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.grammar.grammar import Grammar, GrammarProcess
 from redrafter.grammar.source import GrammarSource
-from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
 from redrafter.serve.engine_process.messages import Answered, Cancel, ChangeAdapters, EngineFailed, Submit
 from redrafter.serve.engine_process.start import Channel, LoadEngine

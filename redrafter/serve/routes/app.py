@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from redrafter.engine.detokenizer import decode_tokens
 from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError
 from redrafter.sandbox.process import SandboxedProcess
-from redrafter.scheduler.limits import QueueFullError
+from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.network.guards import AccessPolicy, JsonRoute, add_guards, error_answer

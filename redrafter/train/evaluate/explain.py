@@ -309,11 +309,12 @@ def _ranks(drafter: Drafter, target: Target, at: Positions) -> Tensor:
 
     -1 stands for tokens that the drafter does not know, and for those past the end of the text.
     """
-    tokens, ids, ranks = at.state.tokens[:, :-1], drafter.draft_ids, list[Tensor]()  # [A, K+1]
+    tokens, ranks = at.state.tokens[:, :-1], list[Tensor]()  # [A, K+1]
     label = drafter.index_ids()[tokens.clamp(min=0)].where(tokens >= 0, -1)
     depth = tokens.shape[1] - 1
-    draft = drafter.proposer(target, 1, depth, 1 + depth, None, False).draft_logits(at.state, at.context)
+    proposer = drafter.proposer(target, 1, depth, 1 + depth, None, False)
+    expand = proposer.scores(at.state, at.sampler, at.noise, at.context)
     for k in range(depth):
-        logits = draft(k, tokens[:, k : k + 1].clamp(min=0), torch.zeros_like(tokens[:, :1]))
-        ranks.append(rank_of(at.sampler.draft_scores(logits, at.noise, k, ids)[:, 0], label[:, k + 1]))
+        scores = expand(k, tokens[:, k : k + 1].clamp(min=0), torch.zeros_like(tokens[:, :1]))
+        ranks.append(rank_of(scores[:, 0], label[:, k + 1]))
     return torch.stack(ranks, dim=1)

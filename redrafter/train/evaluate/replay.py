@@ -80,7 +80,8 @@ def count_accepted(drafter: Drafter, target: Target, at: Positions, shapes: Sequ
         # The search ranks each node by the sum of the drafter's log-probabilities, noise included, from the root to it.
         scores = [torch.zeros_like(state.length[:, None], dtype=torch.float32)]
         proposer = drafter.proposer(target, beams, depth, 1 + beams * depth, None, False)
-        lattice = proposer.search(state, at.sampler, at.noise, partial(_record, scores), at.context)
+        expand = proposer.scores(state, at.sampler, at.noise, at.context)
+        lattice = proposer.grow(state, at.sampler, expand, partial(_record, scores))
         score = torch.cat(scores, dim=1)  # [A, N]
         path = accept(lattice, state.tokens.gather(1, lattice.depth + 1), depth)  # [A, K+1]
         drawn = torch.arange(depth, device=score.device) < path.accepted[:, None]  # [A, K]
