@@ -1,4 +1,4 @@
-"""EAGLE-3 heads and drafters of blocks: what they find in the cache is what the whole text gives, and no text changes."""
+"""EAGLE-3 heads and drafters of blocks: the cache gives them what the whole text gives, and they change no text."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
