@@ -63,9 +63,13 @@ class PromptChunks:
         """Return the position of each token in its prompt, `[P * TOKENS_PER_CHUNK]` int64; padding counts from 0."""
         return self._placed()[1]
 
-    def slots(self) -> Tensor:
-        """Return the slot of each token in the pools, `[P * TOKENS_PER_CHUNK]` int64; padding is in block 0."""
+    def slots(self, back: int = 0) -> Tensor:
+        """Return the slot of each token in the pools, `[P * TOKENS_PER_CHUNK]` int64; padding is in block 0.
+
+        With `back`, it is that of the token so many places before it, or of the first one of its prompt.
+        """
         chunk, position = self._placed()
+        position = (position - back).clamp(min=0)
         table = torch.cat([self.table, torch.zeros_like(self.table[:1])])  # [P + 1, M]
         block = (position // BLOCK_SIZE).clamp(max=table.shape[1] - 1)
         return table[chunk, block].long() * BLOCK_SIZE + position % BLOCK_SIZE

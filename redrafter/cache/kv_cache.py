@@ -27,8 +27,8 @@ class LayerShape:
         source: For a layer that stores nothing, the layer whose keys and values it attends to; None where it attends to
             no tokens before it.
         of_drafter: Whether it is what a drafter stores, which stands behind the model's own layers.
-        index_dim: Width of the keys by which an indexer chooses the slots that the layer attends to, one a slot; 0
-            without an indexer.
+        extra_dim: Width of a third vector of each slot; 0 without one. An indexer has keys there, by which it chooses
+            the slots that the layer attends to; a drafter, hidden states that it reads when it stores the next token.
         states: Recurrent states; none for a layer that only attends.
     """
 
@@ -39,7 +39,7 @@ class LayerShape:
     device: torch.device
     source: int | None = None
     of_drafter: bool = False
-    index_dim: int = 0
+    extra_dim: int = 0
     states: tuple[StateShape, ...] = ()
 
     def widened(self) -> "LayerShape":
@@ -66,14 +66,13 @@ def allocate(shapes: Sequence[LayerShape], slots: int) -> tuple[list[Tensor], li
     """Return pools of zeros, `[G, slots, heads, dim]` each, and where in them each layer's keys and values are.
 
     All that has one shape, dtype and device shares a pool, so that committing a path is one gather and one scatter. A
-    layer that stores something has two places, or three where it has an indexer: the number of a pool, and the index in
-    it.
+    layer that stores something has two places, or three with a third vector: the number of a pool, and the index in it.
     """
     sizes: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
     places: list[list[tuple[int, int]]] = [[] for _ in shapes]
     for shape, home in zip(shapes, places, strict=True):
         sides = [(shape.heads, shape.key_dim), (shape.heads, shape.value_dim)] if shape.heads else []
-        for heads, dim in sides + ([(1, shape.index_dim)] if shape.index_dim else []):
+        for heads, dim in sides + ([(1, shape.extra_dim)] if shape.extra_dim else []):
             pool = heads, dim, shape.dtype, shape.device
             index = sizes[pool] = sizes.get(pool, -1) + 1
             home.append((list(sizes).index(pool), index))
@@ -111,7 +110,7 @@ class KVCache(ABC):
     def stores(self, layer: int) -> tuple[Tensor, ...]:
         """Return where the keys that a layer attends to are by slot, `[slots, H, d]`, then the values; -1 for the last.
 
-        After them come the keys of an indexer, `[slots, 1, d]`, of a layer of a dense cache that has one.
+        After them come third vectors, `[slots, 1, d]`, of a layer that has some.
         """
 
     @abstractmethod
@@ -139,7 +138,7 @@ class KVCache(ABC):
         """Return what a drafter remembers of the tokens at positions `[B, S]`, keys and values `[B, S, H, d]`."""
         slots = self.slots(positions)
         keys, values = (
-            store[:, heads].index_select(0, slots).unflatten(0, positions.shape) for store in self.stores(-1)
+            store[:, heads].index_select(0, slots).unflatten(0, positions.shape) for store in self.stores(-1)[:2]
         )
         return keys, values
 

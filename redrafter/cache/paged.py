@@ -43,6 +43,7 @@ class KVCachePool:
         states: Recurrent states of rows; row 0 belongs to no row. None for a model without.
         layer_pools: Per layer, the tensor and index in it of the keys that the layer attends to, then of the values;
             None for a layer that attends to no tokens before it.
+        stores: Per layer, what `KVCache.stores` returns.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, rows: int = 8):
@@ -54,11 +55,12 @@ class KVCachePool:
         self.pools, places = allocate(shapes, num_blocks * BLOCK_SIZE)
         self.movable = [as_bytes(pool) for pool in self.pools]
         sources = [i if shape.heads else shape.source for i, shape in enumerate(shapes)]
-        homes = [None if i is None else places[i][:2] for i in sources]
+        homes = [None if i is None else places[i] for i in sources]
         self.layer_pools = tuple(
             None if home is None else (self.pools[home[0][0]], home[0][1], self.pools[home[1][0]], home[1][1])
             for home in homes
         )
+        self.stores = [() if home is None else tuple(self.pools[pool][index] for pool, index in home) for home in homes]
 
     @property
     def rows(self) -> int | None:
@@ -68,7 +70,7 @@ class KVCachePool:
     @staticmethod
     def block_bytes(shapes: Sequence[LayerShape]) -> int:
         """Return the bytes of one block, summed over all layers."""
-        return BLOCK_SIZE * sum(s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize for s in shapes)
+        return BLOCK_SIZE * sum((s.heads * (s.key_dim + s.value_dim) + s.extra_dim) * s.dtype.itemsize for s in shapes)
 
     @classmethod
     def in_free_memory(
@@ -181,10 +183,7 @@ class PagedCache(KVCache):
 
     def stores(self, layer: int) -> tuple[Tensor, ...]:
         """Return where the keys and values that a layer attends to are; see `KVCache.stores`."""
-        home = self.pool.layer_pools[layer]
-        assert home is not None, "a layer that stores something has a pool"
-        keys, key_layer, values, value_layer = home
-        return keys[key_layer], values[value_layer]
+        return self.pool.stores[layer]
 
     def slots(self, row_slots: Tensor) -> Tensor:
         """Map slots counted along each row, `[B, M']`, to slots of the pools, `[B * M']`."""

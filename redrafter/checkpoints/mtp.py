@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.utils.hub import cached_file
 
+from redrafter.attention.tree_attention import replacement_for
 from redrafter.drafting.drafter_config import MTPConfig
-from redrafter.drafting.mtp import Entries, MTPDrafter
+from redrafter.drafting.mtp import ATTENTION_NAME, DraftedEntries, MTPDrafter, Past
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
 from redrafter.model.forward_batch import decoder_stack
@@ -226,7 +227,7 @@ def _make_drafter(name: str, target: Target, found: FoundLayer, tensors: dict[st
     if stack is None:
         raise UnsupportedError(f"{target.name} does not hold its layers in a list: {_OTHERWISE}")
     config = copy.deepcopy(target.config)
-    config._attn_implementation = "sdpa" if getattr(target.model, "_supports_sdpa", False) else "eager"
+    config._attn_implementation = replacement_for(target.config._attn_implementation, ATTENTION_NAME)
     blocks = [_make_block(name, stack, config, tensors, f"blocks.{number}.") for number in range(len(found.blocks))]
     width, decoder = target.hidden_size, cast("Any", target.model.get_decoder())
     norms = [
@@ -274,11 +275,13 @@ def _make_block(
 def _try(drafter: MTPDrafter, target: Target) -> None:
     """Draft once after two tokens; refuse a layer that is called in another way."""
     inputs = torch.zeros(1, 2, target.hidden_size, dtype=target.dtype, device=target.device)
-    position, entries = torch.arange(2, device=target.device)[None], Entries()
+    position = torch.arange(2, device=target.device)[None]
+    seen = position >= 0
     try:
+        shape = drafter.stored_layer(target, False).shape
+        keys, values = (inputs.new_zeros(1, shape.heads, 4, width) for width in (shape.key_dim, shape.value_dim))
         with torch.no_grad():
-            drafter.store(inputs, position, entries)
-            drafter.step(inputs, position + 2, torch.ones(1, 2, 4, dtype=torch.bool, device=target.device), entries)
+            drafter.step(inputs, position, seen[:, None].expand(-1, 2, -1), Past(keys, values, seen), DraftedEntries())
     except MODEL_ERRORS as error:
         raise UnsupportedError(
             f"layers of {target.name} cannot be an MTP layer here ({first_line(error)}): {_OTHERWISE}"

@@ -28,8 +28,6 @@ class DrafterModel(PreTrainedModel):
     Attributes:
         unquantized: What stays as it is where the drafter is quantised; None for nothing.
         follows_texts: Whether it drafts over given texts, by `unroll` and `read_texts`: it can be trained and replayed.
-        cost_per_row: What each row adds to the time of a step with drafts, in steps without, beside what all drafters
-            take. Drafting pauses where it gains less.
     """
 
     config_class: type[PretrainedConfig]
@@ -38,7 +36,6 @@ class DrafterModel(PreTrainedModel):
     draft_ids: Tensor | None
     unquantized: nn.Module | None = None
     follows_texts = False
-    cost_per_row = 0.0
 
     def layers_read(self, target: Target) -> list[int]:
         """Return the target's decoder layers whose outputs the drafter reads."""

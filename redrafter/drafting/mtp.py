@@ -7,17 +7,19 @@ the token after it, and predicts the token after that one (Gloeckle et al. 2024,
 
 import copy
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
-from redrafter.cache.kv_cache import KVCache
+from redrafter.attention.tree_attention import explicit_attention, register_attention
+from redrafter.cache.kv_cache import KVCache, LayerShape
 from redrafter.drafting.drafter_config import MTPConfig
-from redrafter.drafting.drafter_model import DrafterModel, drafter_layer, layer_bytes, partial_linear
+from redrafter.drafting.drafter_model import DrafterModel, layer_bytes
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.errors import UnsupportedError
 from redrafter.model.forward_batch import DrafterLayer
@@ -25,37 +27,83 @@ from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.token_tree import Tree
 
-PAST = 1024  # entries of the text that a draft attends to, the nearest ones: their keys are computed at each step
-ENTRIES_AT_ONCE = 512  # of a row; bounds what computing them takes beside the result
+PAST = 1024  # entries of the text that a draft attends to, the nearest ones; bounds what a step copies of the cache
 
 
-class _Stored(Exception):
-    """No error: ends the forward of a layer once its keys are known."""
+class _Made(Exception):
+    """No error: ends the forward of a layer with the keys and values that it would attend to."""
 
 
-class Entries:
-    """Keys and values of one layer, in place of the cache that a decoder layer of transformers is given.
+@dataclass(frozen=True)
+class Past:
+    """Keys and values of the text that the drafts of B rows attend to, with room for those of the drafts after them.
 
-    What the layer stores is appended; the sequence is the third dimension of both, as in transformers' own caches.
+    Attributes:
+        keys: S entries of each row and then room, `[B, H, S + n, d]`.
+        values: Likewise.
+        seen: Which of the S entries a row has, `[B, S]` bool.
     """
 
-    def __init__(self) -> None:
-        self.stored: tuple[Tensor, Tensor] | None = None
-        self.stores_only = False
+    keys: Tensor
+    values: Tensor
+    seen: Tensor
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values, and return all; or end the layer's forward where only these are wanted."""
-        new = keys, values
-        if self.stored is not None:
-            new = torch.cat([self.stored[0], keys], dim=2), torch.cat([self.stored[1], values], dim=2)
-        self.stored = new
-        if self.stores_only:
-            raise _Stored
+
+# What a layer that is being called attends to beside its own input; None for a layer whose keys are wanted.
+RUNNING_PAST: ContextVar[Past | None] = ContextVar("mtp_past", default=None)
+
+
+class DraftedEntries:
+    """What a decoder layer stores of drafts, in place of the cache that transformers gives it."""
+
+    def __init__(self) -> None:
+        self._stored: tuple[Tensor, ...] = ()
+
+    def update(self, *states: Any, **_: Any) -> tuple[Tensor, ...]:
+        """Append two tensors `[B, H, w, d]`, and return all; what is after them in a call is not needed."""
+        new: tuple[Tensor, ...] = states[:2]
+        if self._stored:
+            new = tuple(torch.cat(pair, dim=2) for pair in zip(self._stored, new, strict=True))
+        self._stored = new
         return new
 
     def get_seq_length(self, *_: Any) -> int:
         """Return the number of entries."""
-        return 0 if self.stored is None else self.stored[0].shape[2]
+        return self._stored[0].shape[2] if self._stored else 0
+
+
+def attend_to_past(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend to `RUNNING_PAST` and to entries of drafts, `[B, H, n, d]`, as an attention function of transformers."""
+    past = RUNNING_PAST.get()
+    if past is None:
+        raise _Made(key, value)
+    size, count = past.seen.shape[1], key.shape[2]
+    past.keys[:, :, size : size + count], past.values[:, :, size : size + count] = key, value
+    out = explicit_attention(
+        query,
+        past.keys[:, :, : size + count],
+        past.values[:, :, : size + count],
+        attention_mask,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap or 0.0,
+        s_aux,
+    )
+    return out.transpose(1, 2), None
+
+
+ATTENTION_NAME = "redrafter_mtp"
+register_attention(ATTENTION_NAME, attend_to_past)
 
 
 class MTPDrafter(DrafterModel):
@@ -65,9 +113,6 @@ class MTPDrafter(DrafterModel):
     config: MTPConfig
     main_input_name = "embedding"
     draft_ids = None
-    # Keys and values of the past are made anew in each step. On an H100, steps of a bf16 base of 24 layers of width
-    # 2048 after 1,000 tokens, with a chain of 3, took 1.8 steps without drafts at 1 row, 2.6 at 8 and 3.6 at 32.
-    cost_per_row = 0.1
 
     def __init__(self, config: MTPConfig, blocks: Sequence[nn.Module], norm: nn.Module, rotary: nn.Module | None):
         """Make a layer whose weights are loaded later.
@@ -89,8 +134,18 @@ class MTPDrafter(DrafterModel):
         return []
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
-        """Return what is stored of every token: what its hidden state and its embedding add to inputs of the layer."""
-        return drafter_layer(self, target, 1, self.config.hidden_size, partial(self._remember, target.embedding))
+        """Return what is stored of every token: the layer's keys and values of the entry that reads it.
+
+        That entry is of the position before, so it also reads the hidden state there.
+        """
+        one = torch.zeros(1, dtype=torch.long, device=target.device)
+        remember = partial(self._remember, target.embedding)
+        hidden = torch.zeros(1, self.config.hidden_size, dtype=target.dtype, device=target.device)
+        with torch.no_grad():
+            keys, values = remember(one, one, hidden)
+        widths = keys.shape[2], values.shape[2], target.dtype, target.device
+        shape = LayerShape(keys.shape[1], *widths, of_drafter=True, extra_dim=self.config.hidden_size)
+        return DrafterLayer(self, shape, remember)
 
     def proposer(
         self, target: Target, beams: int, depth: int, nodes: int, shared_nodes: int | None, compiled: bool
@@ -127,17 +182,9 @@ class MTPDrafter(DrafterModel):
 
     def join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         """Return inputs of the decoder layer, `[..., D]`, from embeddings and hidden states `[..., D]`."""
-        of_hidden, of_embedding = self._parts(embedding, hidden)
-        return of_hidden + of_embedding
-
-    def _parts(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what hidden states, and what embeddings, add to inputs of the decoder layer, `[..., D]` each."""
-        halves = slice(self.config.hidden_size), slice(self.config.hidden_size, None)
-        hidden_columns, embedding_columns = halves if self.config.hidden_first else halves[::-1]
-        return (
-            partial_linear(self.projection, self.hidden_norm(hidden), hidden_columns, with_bias=False),
-            partial_linear(self.projection, self.embedding_norm(embedding), embedding_columns, with_bias=False),
-        )
+        parts = self.embedding_norm(embedding), self.hidden_norm(hidden)
+        joined: Tensor = self.projection(torch.cat(parts[::-1] if self.config.hidden_first else parts, dim=-1))
+        return joined
 
     def embed(self, tokens: Tensor, position: Tensor, table: nn.Module) -> Tensor:
         """Return the embeddings of tokens `[...]`, `[..., D]`, for entries at positions that broadcast to `[...]`."""
@@ -146,49 +193,50 @@ class MTPDrafter(DrafterModel):
             embedded = embedded.masked_fill((position == 0).expand(tokens.shape)[..., None], 0)
         return embedded
 
-    def _remember(self, table: nn.Module, ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        # A token's embedding is read by the entry before its own.
-        parts = self._parts(self.embed(ids, positions - 1, table), hidden)
-        return parts[0][:, None], parts[1][:, None]
-
-    def store(self, inputs: Tensor, position: Tensor, entries: Entries) -> None:
-        """Compute the keys and values of inputs `[B, S, D]` alone, at positions `[B, S]`."""
-        entries.stores_only = True
+    def _remember(self, table: nn.Module, ids: Tensor, positions: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        position = (positions - 1).clamp(min=0)  # of the first token of a text nothing is read
         try:
-            self._run(inputs, position, None, entries)
-        except _Stored:
-            entries.stores_only = False
-            return
-        raise UnsupportedError(f"{type(self.blocks[0]).__name__} stores no keys, so it cannot be an MTP layer here")
+            self._run(self.join(self.embed(ids, position, table), before)[None], position[None], None)
+        except _Made as made:
+            keys, values = (x[0].transpose(0, 1).to(before.dtype) for x in made.args)  # [T, H, d]
+            return keys, values
+        raise UnsupportedError(
+            f"{type(self.blocks[0]).__name__} does not attend through transformers' attention interface, so it cannot "
+            "be an MTP layer here"
+        )
 
-    def step(self, inputs: Tensor, position: Tensor, seen: Tensor, entries: Entries) -> Tensor:
-        """Compute entries of w beams after those that are stored, and store them.
+    def step(self, inputs: Tensor, position: Tensor, seen: Tensor, past: Past, drafted: DraftedEntries) -> Tensor:
+        """Compute entries of w beams, after n entries of drafts, and store them.
 
         Args:
             inputs: Inputs of the decoder layer, `[B, w, D]`.
             position: Their positions, `[B, w]` int64.
-            seen: Which entries each attends to, its own included, `[B, w, S + w]` bool.
-            entries: S entries, to which w are added.
+            seen: Which entries of drafts each attends to, its own included, `[B, w, n + w]` bool.
+            past: What is attended to of the text, with room for all entries of drafts.
+            drafted: The entries of drafts, to which w are added.
 
         Returns:
             The normed output, `[B, w, D]`: what the head reads, and in place of the target's hidden state the next
             entry.
         """
+        seen = torch.cat([past.seen[:, None].expand(-1, inputs.shape[1], -1), seen], dim=-1)
         mask = torch.zeros(seen.shape, dtype=inputs.dtype, device=inputs.device)
         mask = mask.masked_fill(~seen, torch.finfo(inputs.dtype).min)[:, None]
-        normed: Tensor = self.norm(self._run(inputs, position, mask, entries))
+        token = RUNNING_PAST.set(past)
+        try:
+            normed: Tensor = self.norm(self._run(inputs, position, mask, drafted))
+        finally:
+            RUNNING_PAST.reset(token)
         return normed
 
     forward = step
 
-    def _run(self, x: Tensor, position: Tensor, mask: Tensor | None, entries: Entries) -> Tensor:
+    def _run(self, x: Tensor, position: Tensor, mask: Tensor | None, entries: DraftedEntries | None = None) -> Tensor:
         # Of ropes with sections for images, which text counts alike, older versions of transformers take all three.
         positions = position.expand(3, -1, -1) if hasattr(self.rotary, "mrope_section") else position
         rope = {} if self.rotary is None else {"position_embeddings": self.rotary(x, positions)}
         for block in self.blocks:
-            output = block(
-                x, attention_mask=mask, position_ids=position, past_key_values=entries, use_cache=True, **rope
-            )
+            output = block(x, attention_mask=mask, position_ids=position, past_key_values=entries, **rope)
             x = output[0] if isinstance(output, tuple) else output
         return x
 
@@ -197,8 +245,7 @@ class MTPDrafter(DrafterModel):
 class MTPProposer(SearchProposer):
     """Drafts with an MTP layer; the attributes are those of `SearchProposer`.
 
-    What tokens add to inputs of the layer is read from the target's cache. Keys and values live as long as the search:
-    the entry of a token needs the token after it, which no forward knows that stores the token's own.
+    Keys and values of committed tokens are read from the target's cache; those of drafts live as long as the search.
     """
 
     drafter: MTPDrafter
@@ -208,40 +255,31 @@ class MTPProposer(SearchProposer):
     ) -> Tree:
         """Draft a tree by beam search; see `Proposer.propose`."""
         layer, head, rows = self.drafter, self.target.head, len(state.length)
-        entries, past = self.read_past(cache, state.length)
+        past, entries = self.read_past(cache, state.length), DraftedEntries()
         carried = state.hidden[:, None]  # [B, w, D], the hidden state that each beam reads
-        drafted = torch.zeros(rows, 1, 0, dtype=torch.bool, device=past.device)  # [B, w, n], entries of each beam
+        seen = torch.zeros(rows, 1, 0, dtype=torch.bool, device=past.seen.device)  # [B, w, n], entries of each beam
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
-            nonlocal carried, drafted
+            nonlocal carried, seen
             width = tokens.shape[1]
             if k:
                 carried = carried.gather(1, sources[..., None].expand(-1, -1, carried.shape[-1]))
-                drafted = drafted.gather(1, sources[..., None].expand(-1, -1, drafted.shape[-1]))
-            own = torch.eye(width, dtype=torch.bool, device=past.device).expand(rows, -1, -1)
-            drafted = torch.cat([drafted, own], dim=-1)
+                seen = seen.gather(1, sources[..., None].expand(-1, -1, seen.shape[-1]))
+            own = torch.eye(width, dtype=torch.bool, device=seen.device).expand(rows, -1, -1)
+            seen = torch.cat([seen, own], dim=-1)
             position = (state.length - 1 + k)[:, None].expand(-1, width)  # that of the hidden state
             inputs = layer.join(layer.embed(tokens, position, self.target.embedding), carried)
-            seen = torch.cat([past[:, None].expand(-1, width, -1), drafted], dim=-1)
-            carried = layer.step(inputs, position.clamp(min=0), seen, entries)
+            carried = layer.step(inputs, position.clamp(min=0), seen, past, entries)
             # Not through the head's own forward, which may have hooks while another thread uses the target.
             logits = linear(carried, head.weight, head.bias)
             return sampler.draft_scores(logits, noise, k, None)
 
         return self.grow(state, sampler, expand)
 
-    def read_past(self, cache: KVCache, length: Tensor) -> tuple[Entries, Tensor]:
-        """Return the nearest entries of the committed tokens of rows with `length` `[B]` int64 of them.
-
-        Returns:
-            S entries of each row, and which of them the row has, `[B, S]` bool.
-        """
-        count = min(cache.window - 1, PAST)
-        first = (length - 1 - count).clamp(min=0)[:, None]  # [B, 1]
-        entries = Entries()
-        for begin in range(0, count, ENTRIES_AT_ONCE):
-            position = first + torch.arange(begin, min(begin + ENTRIES_AT_ONCE, count) + 1, device=length.device)
-            of_hidden, of_embedding = (x[:, :, 0] for x in cache.read_drafter_layer(position))  # [B, S + 1, D]
-            self.drafter.store(of_hidden[:, :-1] + of_embedding[:, 1:], position[:, :-1], entries)
-        position = first + torch.arange(count, device=length.device)
-        return entries, position < length[:, None] - 1
+    def read_past(self, cache: KVCache, length: Tensor) -> Past:
+        """Return the nearest entries of the committed tokens of rows with `length` `[B]` int64 of them."""
+        count, room = min(cache.window - 1, PAST), 1 + (self.depth - 1) * self.beams
+        # The entry of a position is stored with the token after it, which it reads too.
+        position = (length - count).clamp(min=1)[:, None] + torch.arange(count, device=length.device)  # [B, S]
+        keys, values = (pad(x.transpose(1, 2), (0, 0, 0, room)) for x in cache.read_drafter_layer(position))
+        return Past(keys, values, position < length[:, None])

@@ -181,7 +181,7 @@ class ReDrafter(Engine):
             return None
         if self.tuning is not None and (measured := self.tuning.step_cost_for(rows)) is not None:
             return measured
-        return STEP_COSTS.get(self.target.device.type, STEP_COSTS["cuda"]) + self.drafter.cost_per_row * rows
+        return STEP_COSTS.get(self.target.device.type, STEP_COSTS["cuda"])
 
     def _propose(self, target: Target, shape: TreeShape) -> SearchProposer:
         """Return the proposer of a shape, the same object each time, as captured steps are kept by it."""

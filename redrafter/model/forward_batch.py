@@ -53,6 +53,22 @@ class ForwardBatch:
     chunks: PromptChunks | None = None
     pieces: Sequence[Piece] | None = None
 
+    @property
+    def row_slots(self) -> Tensor:
+        """Slot of each new node, counted along its row, `[B, M]` int64."""
+        nodes, new = self.tree.tokens.shape[1], self.tree.new
+        return self._in_window(torch.arange(nodes - new, nodes, device=self.length.device))
+
+    @property
+    def row_slots_before(self) -> Tensor:
+        """Slot of the token before each new node, its parent or the last committed one, as `row_slots`."""
+        parents, depth = (x[:, -self.tree.new :] for x in (self.tree.parents, self.tree.depth))
+        return self._in_window(parents.masked_fill(depth == 0, -1))
+
+    def _in_window(self, nodes: Tensor) -> Tensor:
+        # Nodes that a row has not may be past its end, and the first token has none before it.
+        return (self.length[:, None] + nodes).clamp(0, self.cache.window - 1)
+
     @cached_property
     def nodes(self) -> Tensor | slice:
         """Which of the `B * M` new nodes are tokens of the forward."""
@@ -172,17 +188,34 @@ class DrafterLayer:
         owner: The drafter.
         shape: What it stores of a token.
         remember: Computes keys and values `[T, H, d]` of tokens, from their ids `[T]`, their positions `[T]` and the
-            hidden states that the drafter reads, `[T, F]`.
+            hidden states that the drafter reads, `[T, F]`: their own, or, where the shape has room for these
+            (`extra_dim`), those of the token before each.
     """
 
     owner: object
     shape: LayerShape
     remember: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
-    def write(self, cache: KVCache, slots: Tensor, ids: Tensor, positions: Tensor, hidden: Tensor) -> None:
-        """Store the keys and values of tokens, whose hidden states are `[T, F]`, in slots `[T]` of a cache's pools."""
+    def write(
+        self,
+        cache: KVCache,
+        slots: Tensor,
+        before: Callable[[], Tensor],
+        ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+    ) -> None:
+        """Store the keys and values of tokens, whose hidden states are `[T, F]`, in slots `[T]` of a cache's pools.
+
+        `before` returns the slots of the token before each, `[T]` int64, and any slot for the first one of a text.
+        """
         if not cache.has_drafter_layer:
             return  # it was made before the drafter was loaded
-        for store, states in zip(cache.stores(-1), self.remember(ids, positions, hidden), strict=True):
-            # A NaN would stay in the cache, and no mask hides one from the drafter. What it reads changes no text.
+        # A NaN would stay in the cache, and no mask hides one from the drafter. What it reads changes no text.
+        stores, hidden = cache.stores(-1), hidden.nan_to_num(0, 0, 0)
+        if self.shape.extra_dim:
+            # The token before may be of this forward or of an earlier one, or its block was found by its prefix.
+            stores[2].index_copy_(0, slots, hidden[:, None])
+            hidden = stores[2].index_select(0, before())[:, 0]
+        for store, states in zip(stores[:2], self.remember(ids, positions, hidden), strict=True):
             store.index_copy_(0, slots, states.nan_to_num(0, 0, 0))

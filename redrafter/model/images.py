@@ -241,7 +241,7 @@ class ImageReader:
                 "it reads images by a part of its own, which is not supported with tensor parallelism: run it in one "
                 "process, without torchrun and tp_size"
             )
-        if any(shape.index_dim for shape in self._caches.shapes):
+        if any(shape.extra_dim for shape in self._caches.shapes):
             return Support("its layers attend to tokens that an indexer chooses")
         if states_of(self._caches.shapes):
             return Support("its layers keep recurrent states, which are not copied from what reads images")
@@ -270,10 +270,9 @@ class ImageReader:
             hidden = torch.cat([hidden, later], dim=1)
         layers: Sequence[Any] = past.layers
         shapes, drafter_layer = self._caches.shapes, self._target.drafter_layer
-        states = [(i, (layers[i].keys, layers[i].values)) for i, shape in enumerate(shapes) if shape.heads]
-        if drafter_layer is not None and cache.has_drafter_layer:
+        cache.fill_first_slots((i, (layers[i].keys, layers[i].values)) for i, shape in enumerate(shapes) if shape.heads)
+        if drafter_layer is not None:
             places = torch.arange(ids.shape[1], device=ids.device)
-            keys, values = drafter_layer.remember(ids[0], places, hidden[0])  # [P, H, d]
-            states.append((len(shapes), (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])))
-        cache.fill_first_slots(states)
+            before = lambda: cache.slots((places - 1).clamp(min=0)[None])  # noqa: E731
+            drafter_layer.write(cache, cache.slots(places[None]), before, ids[0], places, hidden[0])
         return logits, hidden[:, -1]

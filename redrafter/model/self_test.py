@@ -197,14 +197,14 @@ class SelfTest:
     def _far_trial(self, length: int, shapes: Sequence[LayerShape]) -> Trial:
         """Make a trial of one row of `length` committed tokens, whose keys and values are random numbers."""
         target, nodes, past = self._target, self._ids(6), DynamicCache()
-        past.layers.extend(DynamicIndexedLayer() if shape.index_dim else DynamicLayer() for shape in shapes)
+        past.layers.extend(DynamicIndexedLayer() if shape.extra_dim else DynamicLayer() for shape in shapes)
         states: dict[int, tuple[Tensor, ...]] = {}
         for index, shape in enumerate(shapes):
             if not shape.heads:
                 continue
             random = torch.Generator().manual_seed(index)  # the same in every call
             sizes: list[tuple[int, ...]] = [(1, shape.heads, length, dim) for dim in (shape.key_dim, shape.value_dim)]
-            sizes += [(1, length, shape.index_dim)] if shape.index_dim else []
+            sizes += [(1, length, shape.extra_dim)] if shape.extra_dim else []
             states[index] = tuple(torch.randn(x, generator=random).to(shape.device, shape.dtype) for x in sizes)
             # They are handed to the cache as a model does.
             keys, values, *index_keys = (x.expand(2, *x.shape[1:]) for x in states[index])
@@ -424,7 +424,7 @@ class CacheSupport:
         if attends and (probe.failure is not None or not probe.shapes):
             reason = probe.failure or "no layer attends through transformers' attention interface"
             return Support(f"its attention cannot be replaced: {reason}")
-        if any(shape.index_dim for shape in self.shapes):
+        if any(shape.extra_dim for shape in self.shapes):
             return Support(
                 "an indexer chooses what its layers attend to, and the paged cache has no place for its keys"
             )

@@ -196,7 +196,7 @@ def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateSha
             values.shape[3],
             keys.dtype,
             keys.device,
-            index_dim=0 if index_keys is None else index_keys.shape[-1],
+            extra_dim=0 if index_keys is None else index_keys.shape[-1],
             states=by_layer[index],
         )
     if not shapes:

@@ -202,7 +202,8 @@ class PaddedForward(TreeForward):
             mixing.finish()
         if bound.drafter_layer is not None:
             flat = tree.tokens[:, -new:].flatten(), places.flatten(), hidden.flatten(0, 1)
-            bound.drafter_layer.write(cache, cache.written[bound.device], *flat)
+            before = lambda: cache.slots(batch.row_slots_before)  # noqa: E731
+            bound.drafter_layer.write(cache, cache.written[bound.device], before, *flat)
         if index is not None:
             hidden = hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
         return out.logits.to(bound.device), hidden, None

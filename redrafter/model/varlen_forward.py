@@ -124,11 +124,13 @@ class VarlenForward(TreeForward):
             logits, hidden = self._run(ids, positions, head_index, plan, prompt, keep)
         hidden = hidden[: tokens[0]]
         if bound.drafter_layer is not None:
-            above = tree.tokens.shape[1] - new
-            offsets = length[:, None] + torch.arange(above, above + new, device=length.device)  # [B, M]
-            slots = cache.slots(offsets.clamp(max=cache.window - 1))  # past the end are nodes that a row has not
-            slots = slots[batch.nodes] if chunks is None else torch.cat([slots[batch.nodes], chunks.slots()])
-            bound.drafter_layer.write(cache, slots, *tokens[1:], hidden)
+
+            def slots(of_rows: Tensor, back: int) -> Tensor:
+                of_nodes = cache.slots(of_rows)[batch.nodes]
+                return of_nodes if chunks is None else torch.cat([of_nodes, chunks.slots(back)])
+
+            before = lambda: slots(batch.row_slots_before, 1)  # noqa: E731
+            bound.drafter_layer.write(cache, slots(batch.row_slots, 0), before, *tokens[1:], hidden)
 
         # 4. Divide what the head gave between the rows and the chunks.
         logits = logits[: len(index)]
@@ -160,7 +162,16 @@ class VarlenForward(TreeForward):
         with bound.lock, self._attending(PROMPT_ATTENTION_NAME, plan, states, keep, threads_apart=True):
             logits, hidden = self._plain(tokens, positions, index, plan, prompt, keep, cache.for_model)
         if bound.drafter_layer is not None:
-            bound.drafter_layer.write(cache, plan.new, tokens, positions, hidden)
+
+            def before() -> Tensor:
+                # Of a piece's first token, the last one of an earlier piece. A row has one piece at most.
+                ends = torch.zeros_like(read.upto)
+                for piece in pieces:
+                    ends[piece.row] = max(piece.first - 1, 0)
+                earlier = cache.slots(ends[:, None])[rows[counts.cumsum(0) - counts]]
+                return plan.new.roll(1).index_copy(0, counts.cumsum(0) - counts, earlier)
+
+            bound.drafter_layer.write(cache, plan.new, before, tokens, positions, hidden)
         return logits, hidden[index]
 
     @property

@@ -45,7 +45,7 @@ def test_models_with_an_indexer_write_what_generate_writes(model_type, changes, 
 
 def test_a_layer_that_shares_anothers_choice_stores_no_keys_of_an_indexer():
     shapes = Target(indexed(4, "glm_moe_dsa", **SHARED)).shapes
-    assert [shape.index_dim for shape in shapes] == [8, 0, 8, 0]
+    assert [shape.extra_dim for shape in shapes] == [8, 0, 8, 0]
 
 
 def test_the_paged_cache_is_refused_for_a_model_with_an_indexer():

@@ -76,7 +76,7 @@ def test_growing_keeps_what_is_there_and_the_window_follows():
 
 
 def test_keys_of_an_indexer_are_stored_by_slot_and_committed_like_all_others():
-    cache = DenseCache([LayerShape(2, 4, 4, torch.float32, torch.device("cpu"), index_dim=3)], 2)
+    cache = DenseCache([LayerShape(2, 4, 4, torch.float32, torch.device("cpu"), extra_dim=3)], 2)
     cache.reserve(20)
     length = torch.tensor([3, 5])
     cache.write_after(length, 6)
