@@ -27,8 +27,11 @@ from redrafter import ReDrafter
 COSTLY = {
     "attention",
     "bench",
+    "cache",
+    "checkpoints",
     "cli",
     "convert",
+    "drafting",
     "engine",
     "grammar",
     "kernels",

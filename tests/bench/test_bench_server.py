@@ -155,6 +155,7 @@ def test_options_of_servers_need_a_server(capsys, args):
     assert f"{args.split()[0]} is for --url: give that too" in fails(capsys, "bench", *args.split())
 
 
+@pytest.mark.variant
 def test_ctrl_c_leaves_the_document_of_what_was_measured(tmp_path, prompts):
     def answer(body):
         return completion(["a", "b", "c"], 0.0 if len(server.bodies) <= 5 else 60.0)

@@ -20,8 +20,6 @@ from redrafter.drafting.mtp import MTPDrafter
 from redrafter.model.target import Target
 
 SHAPE = {"num_beams": 3, "draft_len_per_beam": 3, "node_budget": 99}
-FAST = ("deepseek_v3", "mimo", "qwen3_next")
-EACH = [pytest.param(name, marks=[] if name in FAST else [pytest.mark.variant]) for name in FORMS]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +29,7 @@ def places(tmp_path_factory) -> dict[str, Path]:
 
 
 @on_each_cache
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", FORMS)
 def test_drafts_are_what_the_formula_says_and_change_no_text(name, on, places):
     engine = ReDrafter.from_pretrained(places[name], **SHAPE)
     assert isinstance(engine.drafter, MTPDrafter)

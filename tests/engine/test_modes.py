@@ -12,9 +12,10 @@ from helpers.features import make_engine
 from helpers.models import CHUNKED, VOCAB, Scripted, paged, tiny_drafter, tiny_model, uneven_batch
 from helpers.scheduling import KINDS, launch_ahead, make_sequence, random_sequences, run, run_as_alone, scheduler
 from helpers.steps import read_prompts
+from helpers.training import base_dir
 from redrafter import ArgumentError, DraftTarget, Engine, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.app.loading import Pair
-from redrafter.app.options import LoadOptions
+from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.cache import paged as paged_cache
 from redrafter.cache.kv_cache import stored_as
 from redrafter.cache.paged import KVCachePool, PagedCache
@@ -28,7 +29,7 @@ LIMITS = {"kv_cache_free_gpu_memory_fraction": 0.01, "max_seq_len": 96}
 FP8 = EngineOptions(kv_cache_dtype="fp8", **LIMITS)
 INVARIANT = EngineOptions(batch_invariant=True, **LIMITS)
 SETTINGS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 1.0, "seed": 7}}
-NEW = 12
+NEW = 8
 FORMATS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 TREES = [(1, 5), (5, 5), (10, 3)]
 
@@ -186,7 +187,7 @@ def test_only_with_the_mode_drafts_change_no_bit_in_float32(invariant):
     ids, mask = uneven_batch(rows=8)
     options = INVARIANT if invariant else EngineOptions()
     engine = engine_of(tiny_target("llama", torch.float32), 5, 5, options)
-    plain, drafted = (write(engine, ids, mask, 24, speculate=s, do_sample=False)[1] for s in (False, True))
+    plain, drafted = (write(engine, ids, mask, speculate=s, do_sample=False)[1] for s in (False, True))
     assert torch.equal(plain, drafted) is invariant
 
 
@@ -223,26 +224,12 @@ def test_a_prompt_of_which_most_is_in_the_cache_is_read_beside_a_whole_one():
         run_as_alone(served, [make_sequence(prompt, 12, KINDS["sampled"]) for prompt in prompts])
 
 
-def test_flags_set_the_modes():
-    use = {"tuning": "none", "max_seq_len": 64, "kv_cache_free_gpu_memory_fraction": 0.01}
-    assert Pair.load(LoadOptions(batch_invariant=True, **use)).engine.target.batch_invariant
-    graphs = Pair.load(LoadOptions(kv_cache_dtype="fp8", **use)).engine.make_graphs(rows=1)
+def test_flags_set_the_modes(tmp_path):
+    use = {"model": base_dir(tmp_path), "max_seq_len": 64, "kv_cache_free_gpu_memory_fraction": 0.01}
+    draft = DraftOptions(prompt_lookup=True)
+    assert Pair.load(LoadOptions(batch_invariant=True, **use), draft).engine.target.batch_invariant
+    graphs = Pair.load(LoadOptions(kv_cache_dtype="fp8", **use), draft).engine.make_graphs(rows=1)
     assert graphs.store.fp8 == torch.float8_e4m3fn
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(({"batch_invariant": wrong}, "batch_invariant must be True or False") for wrong in (1, None, "yes")),
-        *(
-            ({"kv_cache_dtype": wrong}, "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, fp8_e5m2, got")
-            for wrong in ("int8", "FP8", "", None, 8)
-        ),
-    ],
-)
-def test_a_value_that_no_mode_has_is_refused(options, message):
-    with pytest.raises(ArgumentError, match=message):
-        EngineOptions(**options)
 
 
 def test_a_model_without_a_paged_cache_is_refused():

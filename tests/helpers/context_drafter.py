@@ -9,6 +9,7 @@ from einops import rearrange
 from torch import Tensor
 
 from helpers.models import tiny_drafter
+from helpers.searches import EVERY
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.drafting.proposer import State
@@ -40,6 +41,8 @@ def checked_windows() -> Iterator[None]:
         window = ContextWindow.read(state.length, size, caches[0].read_drafter_layer)
         for row in state.active.nonzero().flatten().tolist():
             text = state.tokens[row : row + 1, : state.length[row]]
+            if text.shape[1] % EVERY:
+                continue
             keys, values = remembered(self.drafter, self.target.model, text)
             keys, values = keys[:-1][-WINDOW:], values[1:][-WINDOW:]
             seen = window.bias[row, 0, 0] == 0

@@ -1,23 +1,20 @@
 """Tiny DFlash, DFlash2 and DSpark drafters with random weights, and what a plain recomputation of a block gives."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from helpers.eagle import best_path, rotated, target_outputs
+from helpers.eagle import rotated, target_outputs
 from helpers.models import HIDDEN, VOCAB
+from helpers.searches import checked_searches
 from redrafter import DFlashConfig, DFlashDrafter
 from redrafter.drafting.dflash import DFlashProposer
-from redrafter.drafting.proposer import State
 from redrafter.sampling.sampler import Sampler
-from redrafter.tree.token_tree import Tree
 
 BLOCK, MASK = 5, VOCAB - 1
 FORM = {
@@ -67,40 +64,23 @@ def random_block_drafter(**changes: object) -> DFlashDrafter:
     return drafter
 
 
-@contextmanager
-def checked_blocks() -> Iterator[None]:
-    """Compare the logits of every search with a plain recomputation, of long texts too."""
-    propose, draft_scores, checked, logits = DFlashProposer.propose, Sampler.draft_scores, [], []
+def checked_blocks() -> AbstractContextManager[None]:
+    """Compare the logits of searches with a plain recomputation."""
 
-    def scores_kept(self: Sampler, made: Tensor, noise: Tensor | None, step: int, ids: Tensor | None) -> Tensor:
-        logits[step:] = [made]  # the last that is made at each step
-        return draft_scores(self, made, noise, step, ids)
+    def keep(kept: list[Tensor], result: object, made: Tensor, noise: Tensor | None, step: int, *ids: object) -> None:
+        kept[step:] = [made]  # the last that is made at each step
 
-    def propose_checked(
-        self: DFlashProposer, state: State, sampler: Sampler, noise: Tensor | None, *caches: object
-    ) -> Tree:
-        logits.clear()
-        tree = propose(self, state, sampler, noise, *caches)
-        for row in state.active.nonzero().flatten().tolist():
-            text, path = state.tokens[row, : state.length[row] + 1], best_path(tree, row)
-            expected = plain_block(self.drafter, self.target.model, text, tree.tokens[row, path[1:]])
-            for level, node in enumerate(path[: len(logits)]):
-                beam = 0 if level == 0 or len(logits[level][row]) == 1 else node - 1 - (level - 1) * self.beams
-                found = logits[level][row, beam]
-                seen = found.isfinite()  # candidates, where there is a selector
-                torch.testing.assert_close(found[seen], expected[level][seen], atol=1e-3, rtol=1e-3)
-                if self.drafter.candidate_selector is not None:
-                    assert int(seen.sum()) == self.drafter.config.selector_top_k
-                else:
-                    assert bool(seen.all())
-            checked.append(len(text))
-        return tree
+    def check(proposer: DFlashProposer, row: int, text: Tensor, beams: list[int], drafts: Tensor, kept: list) -> None:
+        drafter = proposer.drafter
+        expected = plain_block(drafter, proposer.target.model, text, drafts)
+        for level, beam in enumerate(beams):
+            found = kept[level][row, beam if len(kept[level][row]) > 1 else 0]
+            seen = found.isfinite()  # candidates, where there is a selector
+            torch.testing.assert_close(found[seen], expected[level][seen], atol=1e-3, rtol=1e-3)
+            selects = drafter.candidate_selector is not None
+            assert int(seen.sum()) == (drafter.config.selector_top_k if selects else len(found))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DFlashProposer, "propose", propose_checked)
-        patch.setattr(Sampler, "draft_scores", scores_kept)
-        yield
-    assert max(checked, default=0) > 24, "no long text was checked"
+    return checked_searches(DFlashProposer, Sampler, "draft_scores", check, keep)
 
 
 @torch.no_grad()

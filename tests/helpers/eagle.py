@@ -1,22 +1,18 @@
 """Tiny EAGLE-3 heads with random weights, and their logits as a plain recomputation of the whole text gives them."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from helpers.models import HIDDEN, VOCAB
+from helpers.searches import checked_searches
 from redrafter import EagleConfig, EagleDrafter
 from redrafter.drafting.eagle import EagleProposer
-from redrafter.drafting.proposer import State
-from redrafter.sampling.sampler import Sampler
-from redrafter.tree.token_tree import Tree
 
 LAYERS = [0, 1]  # of a target with three
 FORM = {
@@ -59,46 +55,15 @@ def random_head(**changes: object) -> EagleDrafter:
     return head
 
 
-@contextmanager
-def checked_drafts() -> Iterator[None]:
-    """Compare the logits of every search with a plain recomputation, of long texts too."""
-    propose, step, checked, logits = EagleProposer.propose, EagleDrafter.step, [], []
+def checked_drafts() -> AbstractContextManager[None]:
+    """Compare the logits of searches with a plain recomputation."""
 
-    def step_kept(self: EagleDrafter, *arguments: object) -> tuple:
-        result = step(self, *arguments)
-        logits.append(result[0])
-        return result
+    def check(proposer: EagleProposer, row: int, text: Tensor, beams: list[int], drafts: Tensor, kept: list) -> None:
+        expected = plain_logits(proposer.drafter, proposer.target.model, text, drafts)
+        for level, beam in enumerate(beams):
+            torch.testing.assert_close(kept[level][0][row, beam], expected[level], atol=1e-3, rtol=1e-3)
 
-    def propose_checked(
-        self: EagleProposer, state: State, sampler: Sampler, noise: Tensor | None, *caches: object
-    ) -> Tree:
-        logits.clear()
-        tree = propose(self, state, sampler, noise, *caches)
-        for row in state.active.nonzero().flatten().tolist():
-            text = state.tokens[row, : state.length[row] + 1]
-            path = best_path(tree, row)
-            expected = plain_logits(self.drafter, self.target.model, text, tree.tokens[row, path[1:]])
-            for level, node in enumerate(path[: len(logits)]):
-                beam = 0 if level == 0 else node - 1 - (level - 1) * self.beams
-                torch.testing.assert_close(logits[level][row, beam], expected[level], atol=1e-3, rtol=1e-3)
-            checked.append(len(text))
-        return tree
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EagleProposer, "propose", propose_checked)
-        patch.setattr(EagleDrafter, "step", step_kept)
-        yield
-    assert max(checked, default=0) > 24, "no long text was checked"
-
-
-def best_path(tree: Tree, row: int) -> list[int]:
-    """Return the nodes of a whole lattice from the root to the first node of its last level."""
-    node = int((tree.depth[row] == tree.levels).nonzero()[0])
-    path = [node]
-    while node:
-        node = int(tree.parents[row, node])
-        path.append(node)
-    return path[::-1]
+    return checked_searches(EagleProposer, EagleDrafter, "step", check)
 
 
 @torch.no_grad()

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from helpers.serving import Address
-from helpers.serving_in_process import listening
+from helpers.serving import Address, listening
 from redrafter.app.loading import Pair
-from redrafter.app.options import LoadOptions
+from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import Stats
@@ -19,7 +18,8 @@ from redrafter.serve.engine_process.engine import ServedEngine
 from redrafter.serve.engine_process.messages import Submit
 from redrafter.serve.engine_process.process import serve
 from redrafter.serve.engine_process.start import Channel, EngineFacts
-from redrafter.serve.server import Server
+from redrafter.serve.network.api_keys import ApiKeys
+from redrafter.serve.server import Server, load_server
 
 GREEDY = SamplingParams(temperature=0)
 OPENAI_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -30,14 +30,18 @@ class EngineThread:
 
     exit_code: int | None = None
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Any):
+    def __init__(self, scheduler: Scheduler, tokenizer: Any, facts: EngineFacts | None = None):
         ours, theirs = socket.socketpair()
+        self.facts = facts
         self.channel = Channel(ours)
         self._thread = threading.Thread(target=self._serve, args=(Channel(theirs), scheduler, tokenizer), daemon=True)
         self._thread.start()
 
     def _serve(self, *served: Any) -> None:
         self.exit_code = serve(*served)
+
+    def wait_until_loaded(self) -> EngineFacts | None:
+        return self.facts
 
     def end(self) -> None:
         self._thread.join(timeout=300)
@@ -87,9 +91,11 @@ class ServerHere(Address):
 
 
 @contextmanager
-def serving(load: LoadOptions, **options: Any) -> Iterator[ServerHere]:
+def serving(load: LoadOptions, draft: DraftOptions | None = None, **options: Any) -> Iterator[ServerHere]:
     """A server of what some options load, as long as the context lasts."""
-    server = server_of(Pair.load(load), ServeOptions(**options), load)
+    pair, served = Pair.load(load, draft), ServeOptions(**options)
+    engine = ServedEngine.of(pair, served, load)
+    server = load_server(EngineThread(engine.scheduler, pair.tokenizer, engine.facts), served, load, ApiKeys())
     server.engine.start()
     try:
         with listening(server.app) as url:

@@ -265,16 +265,6 @@ class Pair:
                 sequences[-1].adapter = self.engine.target.adapters.hold(name)
         return sequences
 
-    @cached_property
-    def written_alone(self) -> list[list[int]]:
-        """Return what `generate` writes of each sequence alone, without drafts."""
-        sequences = self.sequences()
-        texts = [alone(self.engine, sequence) for sequence in sequences]
-        for sequence in sequences:
-            if sequence.adapter is not None:
-                self.engine.target.adapters.release(sequence.adapter)
-        return texts
-
 
 @cache
 def pair(feature: str, engine: str) -> Pair:
@@ -296,6 +286,18 @@ def pair(feature: str, engine: str) -> Pair:
                 with_adapters[name], _ = saved(folder / name, **changes)
             found.load_adapter(name, folder / name)
     return Pair(made, engine, found, with_adapters)
+
+
+@cache
+def written_alone(feature: str) -> list[list[int]]:
+    """Return what `generate` writes of each sequence alone, by an engine that never drafts."""
+    made = pair(feature, "undrafted")
+    sequences = made.sequences()
+    texts = [alone(made.engine, sequence) for sequence in sequences]
+    for sequence in sequences:
+        if sequence.adapter is not None:
+            made.engine.target.adapters.release(sequence.adapter)
+    return texts
 
 
 # Pairs that meet in a way of their own: how a prompt is read, or a state rolled back, depends on both.

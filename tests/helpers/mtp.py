@@ -2,28 +2,24 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from helpers.eagle import best_path
 from helpers.models import tiny_model
 from helpers.recurrent import recurrent_model
+from helpers.searches import checked_searches
 from redrafter.checkpoints.mtp import load_mtp
 from redrafter.drafting.mtp import MTPDrafter, MTPProposer
-from redrafter.drafting.proposer import State
 from redrafter.model.target import Target
-from redrafter.sampling.sampler import Sampler
-from redrafter.tree.token_tree import Tree
 
 
 @dataclass(frozen=True)
@@ -248,40 +244,19 @@ def plain_logits(
     return torch.cat(logits)
 
 
-@contextmanager
-def checked_layers(tensors: dict[str, Tensor] | None = None, form: Form | None = None) -> Iterator[None]:
-    """Compare the logits of every search with a plain recomputation, of long texts too.
+def checked_layers(tensors: dict[str, Tensor] | None = None, form: Form | None = None) -> AbstractContextManager[None]:
+    """Compare the logits of searches with a plain recomputation.
 
     The layer is one of `tensors` under the names of `form`; None for one of `random_mtp`.
     """
-    propose, step, checked, outputs = MTPProposer.propose, MTPDrafter.step, [], []
 
-    def step_kept(self: MTPDrafter, *arguments: object) -> Tensor:
-        outputs.append(step(self, *arguments))
-        return outputs[-1]
-
-    def propose_checked(
-        self: MTPProposer, state: State, sampler: Sampler, noise: Tensor | None, *caches: object
-    ) -> Tree:
-        outputs.clear()
-        tree = propose(self, state, sampler, noise, *caches)
-        model = self.target.model
+    def check(proposer: MTPProposer, row: int, text: Tensor, beams: list[int], drafts: Tensor, kept: list) -> None:
+        model = proposer.target.model
         named = form or Form(lambda: model, QWEN, _decoder("mtp.layers.0."))
-        weights = tensors or mtp_tensors(model, named)
-        for row in state.active.nonzero().flatten().tolist():
-            text = state.tokens[row, : state.length[row] + 1]
-            path = best_path(tree, row)
-            expected = plain_logits(model, weights, named, text, tree.tokens[row, path[1:]])
-            for level, node in enumerate(path[: len(outputs)]):
-                beam = 0 if level == 0 else node - 1 - (level - 1) * self.beams
-                found = model.get_output_embeddings()(outputs[level][row, beam])
-                # Recurrent states of a base are summed in another order than in a whole text: 1e-3 of a hidden state.
-                torch.testing.assert_close(found, expected[level], atol=2e-2, rtol=1e-3)
-            checked.append(len(text))
-        return tree
+        expected = plain_logits(model, tensors or mtp_tensors(model, named), named, text, drafts)
+        for level, beam in enumerate(beams):
+            found = model.get_output_embeddings()(kept[level][row, beam])
+            # Recurrent states of a base are summed in another order than in a whole text: 1e-3 of a hidden state.
+            torch.testing.assert_close(found, expected[level], atol=2e-2, rtol=1e-3)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MTPProposer, "propose", propose_checked)
-        patch.setattr(MTPDrafter, "step", step_kept)
-        yield
-    assert max(checked, default=0) > 24, "no long text was checked"
+    return checked_searches(MTPProposer, MTPDrafter, "step", check)

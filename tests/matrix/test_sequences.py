@@ -5,7 +5,7 @@ They come one by one, some begin alike, some verify no drafts; blocks are many o
 
 import pytest
 
-from helpers.features import ALIKE, FEATURES, OWN_WAYS, SIMPLE, case, pair
+from helpers.features import ALIKE, FEATURES, OWN_WAYS, SIMPLE, case, pair, written_alone
 from helpers.scheduling import dense_scheduler, launch_ahead, nothing_is_held, run, scheduler
 
 MEMORIES: dict[str, dict] = {
@@ -35,7 +35,7 @@ CASES = [
 def test_sequences_side_by_side_write_what_each_writes_alone(feature, engine, memory, order, monkeypatch):
     made, dense = pair(feature, engine), memory == "dense"
     made.engine.drop_graphs()
-    expected, sequences = made.written_alone, made.sequences()
+    expected, sequences = written_alone(feature), made.sequences()
     if order == "ahead":
         launch_ahead(monkeypatch)
     served = dense_scheduler(made.engine, 3) if dense else scheduler(made.engine, **MEMORIES[memory])

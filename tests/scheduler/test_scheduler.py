@@ -1,7 +1,6 @@
 """Requests side by side: what is reused, cancelled and refused, and what an error ends."""
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -28,7 +27,6 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.engine_process.engine import warm_up
 
 GREEDY = KINDS["greedy"]
@@ -137,15 +135,6 @@ def test_what_cannot_be_served_is_refused(engine, prompt, params, says):
         scheduler(engine, blocks=6).submit(make_sequence(prompt, 5, params))
 
 
-def test_more_than_may_wait_are_refused(engine):
-    served = scheduler(engine, blocks=6, max_queue_size=2, max_batch_size=1)
-    for _ in range(3):  # one has a place
-        served.submit(make_sequence([5], 5, GREEDY))
-    with pytest.raises(QueueFullError, match="max_queue_size is 2"):
-        served.submit(make_sequence([5], 5, GREEDY))
-    run(served, [])
-
-
 def fail_once(served, where: str, monkeypatch) -> None:
     """Let a function of the scheduler fail in one round."""
     with monkeypatch.context() as patched:
@@ -219,22 +208,6 @@ def test_a_short_prompt_completes_beside_a_chunk_that_is_longer_than_all_buffers
     model.generation_config.eos_token_id = None
     served = scheduler(with_tree(model, tiny_drafter(), 2, 3), max_num_tokens=512)
     run_as_alone(served, [make_sequence([3 + n % 90 for n in range(length)], 8, GREEDY) for length in (600, 10, 353)])
-
-
-def test_ten_thousand_blocks_later_nothing_is_lost(engine):
-    """Rows come, end, are preempted and are cancelled, again and again."""
-    served, made = scheduler(engine, blocks=20, max_batch_size=6, max_num_tokens=70), random.Random(1)
-    for seed in range(8):
-        sequences = random_sequences(12, seed=seed, longest=30, max_new_tokens=20)
-        for each in sequences:
-            served.submit(each)
-            if made.random() < 0.2:
-                served.cancel(each)
-            if made.random() < 0.5:
-                served.round()
-        run(served, [])
-        assert all(each.ended for each in sequences)
-        nothing_is_held(served)
 
 
 @pytest.mark.parametrize("limits", [{"max_batch_size": 3}, {"max_batch_size": 1, "max_queue_size": 2}], ids=str)

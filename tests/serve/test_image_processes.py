@@ -152,6 +152,7 @@ async def test_a_reader_that_is_closed_keeps_nobody_waiting(reader):
     assert {type(error) for error in await asyncio.gather(*asked, return_exceptions=True)} == {Stopped}
 
 
+@pytest.mark.variant
 def test_a_server_that_is_told_to_stop_waits_for_no_image(tmp_path):
     model, processor = llava_with_processor()
     for part in (model, processor):

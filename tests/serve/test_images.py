@@ -15,7 +15,14 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
 from PIL import Image
-from transformers import Gemma3Processor, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2VLProcessor
+from transformers import (
+    Gemma3Processor,
+    LlavaProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2VLProcessor,
+)
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -29,9 +36,10 @@ from helpers.chats_with_images import (
     picture,
     text_part,
 )
+from helpers.engine_in_thread import ServerHere, serving
 from helpers.models import tiny_model
-from helpers.serving import Program
 from redrafter import PromptLookup
+from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.model.target import Target
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.images import ImageReader
@@ -46,16 +54,13 @@ class Served:
     """A tiny Llava behind a server, and the same in this process.
 
     Attributes:
-        program: The server.
+        program: The server, in this process.
         client: Its client.
     """
 
-    def __init__(self, directory: str):
-        model, self.processor = llava_with_processor()
-        model.save_pretrained(directory)
-        self.processor.save_pretrained(directory)
+    def __init__(self, program: ServerHere, model: PreTrainedModel, processor: LlavaProcessor):
+        self.program, self.processor = program, processor
         self.engine = PromptLookup.from_pretrained(model)
-        self.program = Program(directory, "--prompt-lookup", "--max-images", "3", "--device", "cpu")
         self.client = openai.OpenAI(base_url=f"{self.program.url}/v1", api_key="none", max_retries=0)
         self.name = self.client.models.list().data[0].id
 
@@ -77,9 +82,12 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[Served]:
-    served = Served(str(tmp_path_factory.mktemp("llava")))
-    yield served
-    assert served.program.end() == 0
+    folder, pair = str(tmp_path_factory.mktemp("llava")), llava_with_processor()
+    for part in pair:
+        part.save_pretrained(folder)
+    load = LoadOptions(model=folder, device="cpu")
+    with serving(load, DraftOptions(prompt_lookup=True), max_images=3) as program:
+        yield Served(program, *pair)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF"])

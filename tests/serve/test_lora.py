@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import cache
 
 import httpx
 import pytest
@@ -13,11 +14,11 @@ pytest.importorskip("fastapi")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.adapters import adapted, peft, saved
+from helpers.adapters import adapted, peft, randomized, saved
 from helpers.engine_in_thread import OPENAI_DEFAULTS, ServerHere, serving
 from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import scheduler
-from helpers.serving_in_process import listening
+from helpers.serving import listening
 from redrafter import boxed_pair
 from redrafter.app.options import LoadOptions
 from redrafter.errors import ArgumentError
@@ -38,11 +39,10 @@ LONG = "The old man looked at the sea and the sea looked at the old man, and nei
 def folders(tmp_path_factory):
     """Directories of adapters of the boxed base, by name."""
     folder = tmp_path_factory.mktemp("adapters")
-    found = {}
-    for seed, name in enumerate(("one", "two", "three")):
-        base = AutoModelForCausalLM.from_pretrained(boxed_pair(), dtype=torch.float32)
-        adapted(model=base, seed=seed, lora_alpha=2).save_pretrained(folder / name)
-        found[name] = folder / name
+    found = {name: folder / name for name in ("one", "two", "three")}
+    model = adapted(model=AutoModelForCausalLM.from_pretrained(boxed_pair(), dtype=torch.float32), lora_alpha=2)
+    for seed, path in enumerate(found.values()):
+        randomized(model, seed).save_pretrained(path)
     return found
 
 
@@ -64,13 +64,17 @@ def http(program) -> Iterator[httpx.Client]:
 def expected(folders):
     """Return what PEFT's model of an adapter, or the model alone, writes after a prompt."""
     tokenizer = AutoTokenizer.from_pretrained(boxed_pair())
+    base = AutoModelForCausalLM.from_pretrained(boxed_pair(), dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, folders["one"], adapter_name="one").eval()
+    for name in ("two", "three"):
+        model.load_adapter(folders[name], name)
 
+    @cache
     def write(name: str | None, prompt: str) -> str:
-        model = AutoModelForCausalLM.from_pretrained(boxed_pair(), dtype=torch.float32)
-        if name is not None:
-            model = peft.PeftModel.from_pretrained(model, folders[name])
         ids = torch.tensor([tokenizer(prompt).input_ids])
-        text = model.eval().generate(input_ids=ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+        model.set_adapter(name or "one")
+        with nullcontext() if name else model.disable_adapter():
+            text = model.generate(input_ids=ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
         return tokenizer.decode(text, skip_special_tokens=True)
 
     return write

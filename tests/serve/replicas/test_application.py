@@ -122,6 +122,7 @@ def call(method: str, path: str, body: bytes = b"") -> HttpCall:
     return HttpCall(scope | {"headers": headers, "client": ("1.2.3.4", 5), "http_version": "1.1"}, body)
 
 
+@pytest.mark.variant
 def test_a_replica_that_cannot_load_leaves_no_process(tmp_path):
     before = psutil.Process().children()
     with pytest.raises(ReDrafterError):
