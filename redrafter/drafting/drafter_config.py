@@ -324,6 +324,7 @@ class MTPConfig(AnyDrafterConfig):
         family: The names that its tensors have, one of those in `redrafter.checkpoints.mtp`.
         hidden_first: Whether the layer's product reads `[hidden; embedding]`, in place of `[embedding; hidden]`.
         first_embedding_is_zero: Whether the entry at position 0 reads zeros in place of an embedding.
+        layers: MTP layers in the checkpoint of the base, of which the first one drafts.
         kwargs: Those of `AnyDrafterConfig`.
     """
 
@@ -332,9 +333,10 @@ class MTPConfig(AnyDrafterConfig):
     family: str = ""
     hidden_first: bool = False
     first_embedding_is_zero: bool = False
+    layers: int = 1
     draft_beams: int = 3
     draft_len_per_beam: int = 4
 
     def describe(self) -> dict[str, Any]:
         """Return what is special about the layer; see `AnyDrafterConfig.describe`."""
-        return {"named_as_in": self.family}
+        return {"named_as_in": self.family, "mtp_layers": self.layers}

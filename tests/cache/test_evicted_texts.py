@@ -66,14 +66,6 @@ def test_an_evicted_text_is_copied_to_the_host_and_back():
     assert memory.manager.onboarded == 2
 
 
-def test_without_a_host_an_evicted_text_is_forgotten():
-    memory = Memory(4, 0)
-    memory.store(text(1, 2))
-    memory.store(text(5, 6, 7))
-    assert memory.store([*text(1, 2), 9]) == 0
-    assert not memory.copies
-
-
 def test_what_is_on_the_host_already_is_not_copied_again():
     memory = Memory(4, 10)
     for _ in range(3):
@@ -126,14 +118,6 @@ def test_a_text_goes_with_the_beginning_whose_place_it_would_need():
     for piece in range(10, 20):
         memory.store(text(piece))
     assert memory.manager.num_host_blocks == 1
-
-
-def test_texts_on_the_host_have_salts_too():
-    memory = Memory(4, 10)
-    memory.store(text(1, 2), "a")
-    memory.store(text(5, 6, 7), "b")
-    assert memory.store([*text(1, 2), 9], "b") == 0
-    assert memory.store([*text(1, 2), 9], "a") == 32
 
 
 def test_a_text_that_is_computed_anew_is_found_on_the_device():

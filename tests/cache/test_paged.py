@@ -210,21 +210,6 @@ def test_lengths_have_limits(llama):
         engine.generate(torch.arange(3, 16)[None], max_new_tokens=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("max_seq_len", 1),
-        ("max_input_len", "many"),
-        *(("kv_cache_free_gpu_memory_fraction", fraction) for fraction in (0.0, "0.5", True)),
-        ("max_seq_len", 10**30),
-        ("compile", "no"),
-    ],
-)
-def test_an_option_that_cannot_be_is_refused_by_name(name, value):
-    with pytest.raises(ArgumentError, match=name):
-        EngineOptions(**{name: value})
-
-
 def test_layers_that_read_one_tensor_are_found_without_their_names(llama):
     with linear_calls(llama) as calls:
         llama(torch.arange(5)[None])

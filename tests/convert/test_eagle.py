@@ -1,27 +1,16 @@
 """EAGLE-3 heads of speculators, of EAGLE and of SpecForge: what is read, what it computes, and what is refused."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from helpers.conversion import convert, refused, weights
 from helpers.eagle import EAGLE_FORMS, eagle_dir, random_head, speculators_dir
-from helpers.models import VOCAB, tiny_drafter, tiny_model
-from redrafter import CheckpointError, EagleDrafter, MismatchError, ReDrafter
-from redrafter.cli import main as redrafter
+from helpers.models import tiny_drafter, tiny_model
+from redrafter import EagleDrafter, MismatchError, ReDrafter
 
 OF_EAGLE = ("published", "every id", "narrow", "yarn")  # forms that the format without speculators' options can hold
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("bases") / "llama"
-    tiny_model("llama").save_pretrained(place)
-    return place
 
 
 def assert_same(found: EagleDrafter, head: EagleDrafter) -> None:
@@ -98,16 +87,6 @@ def test_a_head_of_eagle_is_read_as_it_is(form, pickled, tmp_path, capsys):
     assert_same(EagleDrafter.from_pretrained(convert(tmp_path / "ours", drafter=source, to="drafter")), head)
 
 
-@pytest.mark.parametrize("write", [speculators_dir, eagle_dir])
-def test_a_merged_pair_writes_what_its_base_writes(write, base, tmp_path, capsys):
-    source = write(tmp_path / "theirs", random_head(**EAGLE_FORMS["published"]))
-    engine = ReDrafter.from_pretrained(convert(tmp_path / "merged", base=base, drafter=source))
-    assert isinstance(engine.drafter, EagleDrafter)
-    prompt = torch.tensor([[5, 6, 7, 8]])
-    expected = engine.model.generate(prompt, max_new_tokens=20, do_sample=False)
-    assert torch.equal(engine.generate(prompt, max_new_tokens=20, do_sample=False), expected)
-
-
 @pytest.mark.parametrize("copied", [True, False])
 def test_a_copy_of_the_bases_embeddings_is_shared(copied, base, tmp_path, capsys):
     head = random_head(own_embedding=True)
@@ -128,73 +107,3 @@ def test_layers_that_are_not_named_follow_from_the_base(write, tmp_path, capsys)
     assert engine.target.aux_layers == (1, 3, 4)
     with pytest.raises(MismatchError, match="3 are too few"):
         ReDrafter.from_pretrained(tiny_model("llama"), tmp_path / "ours")
-
-
-def test_info_names_what_it_is(base, tmp_path, capsys):
-    source = eagle_dir(tmp_path / "theirs", random_head(**EAGLE_FORMS["published"]))
-    assert redrafter(["info", str(source), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["kind"] == "EAGLE-3 head"
-    assert document["drafter"]["type"] == "EAGLE-3 head"
-    assert document["drafter"]["target_layers"] == [0, 1]
-    assert document["converts_to"]["drafter"] == "yes"
-    assert "EAGLE-3" in document["converts_to"]["apple"]
-    assert redrafter(["info", str(base), "--drafter", str(source), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["fits"]
-    assert document["converts_to"]["redrafter"] == "yes"
-
-
-def test_a_head_that_was_not_converted_is_named_with_the_command(base, tmp_path):
-    source = eagle_dir(tmp_path / "theirs", random_head())
-    with pytest.raises(CheckpointError, match=f"redrafter convert --drafter-model-dir {source} --to drafter"):
-        ReDrafter.from_pretrained(base, source)
-    with pytest.raises(CheckpointError, match="is an EAGLE-3 head, not a model"):
-        ReDrafter.from_pretrained(source)
-
-
-OTHERS: list[tuple[Callable, dict, str]] = [
-    (speculators_dir, {"speculators_model_type": "peagle"}, "of the type peagle"),
-    (speculators_dir, {"transformer_layer_config": {}}, "a layer of the type None"),
-    (speculators_dir, {"eagle_aux_hidden_state_layer_ids": [0, 1]}, "the target's embeddings"),
-    (speculators_dir, {"eagle_aux_hidden_state_layer_ids": [2, 1]}, "layer numbers that ascend"),
-    (speculators_dir, {"draft_vocab_size": 41}, "has d2t of 40 ids instead of 41"),
-    (speculators_dir, {"target_hidden_size": 64}, "own_embedding"),
-    (speculators_dir, {"fc_norm": True}, "no tensor fc_norm.0.weight"),
-    (eagle_dir, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope of the type dynamic"),
-    (eagle_dir, {"rope_scaling": {"type": "mrope"}}, "rope of the type mrope"),
-    (eagle_dir, {"num_hidden_layers": 2}, "2 decoder layers"),
-    (eagle_dir, {"model_type": "deepseek_v3"}, "a layer of the type deepseek_v3"),
-    (eagle_dir, {"norm_output": True}, "norm_output=True outside of speculators' format"),
-    (eagle_dir, {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "outside of speculators' format"),
-    (eagle_dir, {"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state=False"),
-    (eagle_dir, {"eagle_config": {"some_switch": 1}}, "eagle_config.some_switch=1"),
-    (eagle_dir, {"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
-    (eagle_dir, {"num_key_value_heads": 4}, "k_proj.weight of shape (16, 64) instead of (32, 64)"),
-    (eagle_dir, {"vocab_size": 120}, "d2t and t2d that do not name the same ids"),
-]
-
-
-@pytest.mark.parametrize(("write", "changes", "says"), OTHERS)
-def test_configs_that_cannot_be_read_are_named(write, changes, says, tmp_path, capsys):
-    source = write(tmp_path / "theirs", random_head(**EAGLE_FORMS["published"]), **changes)
-    assert says in refused(capsys, drafter=source, to="drafter", output=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"d2t": None}, "no tensor d2t"),
-        ({"d2t": torch.zeros(40).long() - torch.arange(40)}, "does not map to different ids"),
-        ({"d2t": torch.full((40,), VOCAB)}, "does not map to different ids"),
-        ({"fc.weight": None}, "no tensor fc.weight"),
-        ({"midlayer.extra.weight": torch.ones(2)}, "midlayer.extra.weight, which its config does not ask for"),
-    ],
-    ids=["no map", "twice", "outside", "missing", "extra"],
-)
-def test_tensors_that_do_not_fit_are_named(change, says, tmp_path, capsys):
-    source = eagle_dir(tmp_path / "theirs", random_head(**EAGLE_FORMS["published"]))
-    tensors = weights(source) | change
-    save_file({name: x for name, x in tensors.items() if x is not None}, source / "model.safetensors")
-    assert says in refused(capsys, drafter=source, to="drafter", output=tmp_path / "out")

@@ -232,21 +232,6 @@ def test_flags_set_the_modes(tmp_path):
     assert graphs.store.fp8 == torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(({"batch_invariant": wrong}, "batch_invariant must be True or False") for wrong in (1, None, "yes")),
-        *(
-            ({"kv_cache_dtype": wrong}, "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, fp8_e5m2, got")
-            for wrong in ("int8", "FP8", "", None, 8)
-        ),
-    ],
-)
-def test_a_value_that_no_mode_has_is_refused(options, message):
-    with pytest.raises(ArgumentError, match=message):
-        EngineOptions(**options)
-
-
 def test_a_model_without_a_paged_cache_is_refused():
     target = Target(tiny_model("bloom"))
     refused = r"needs the paged cache, and Bloom\w+ has none: .*--kv-cache-dtype auto"

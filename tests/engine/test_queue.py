@@ -6,7 +6,7 @@ import torch
 from helpers.generation import ON_BOTH_CACHES, Steps, noted, same_undrafted
 from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch
 from helpers.scheduling import launch_ahead
-from redrafter import ArgumentError, DraftTarget, ReDrafter
+from redrafter import DraftTarget, ReDrafter
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
@@ -175,9 +175,3 @@ def test_progress_is_shown_when_asked_for(llama, capfd):
     assert capfd.readouterr().err == ""
     engine_of(llama, 2).generate(ids, mask, max_new_tokens=4, do_sample=False, progress=True)
     assert "5/5" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8"])
-def test_a_batch_size_is_a_positive_integer(wrong):
-    with pytest.raises(ArgumentError, match="max_batch_size must be a positive integer"):
-        EngineOptions(max_batch_size=wrong)

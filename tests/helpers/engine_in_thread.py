@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from helpers.serving import Address
-from helpers.serving_in_process import listening
+from helpers.serving import Address, listening
 from redrafter.app.loading import Pair
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.sampling.params import SamplingParams

@@ -1,4 +1,4 @@
-"""The server in a process of its own, and requests that tests send to it."""
+"""The server in a process of its own, or an application in a thread, and requests that tests send to it."""
 
 import json
 import re
@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -17,6 +19,7 @@ from helpers.ranks import launch
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
+uvicorn = pytest.importorskip("uvicorn")
 
 _MODEL_LABEL = re.compile(r'\{model_name="[^"]*"\}$|,model_name="[^"]*"|model_name="[^"]*",')
 PROMPTS = ["Once upon a time", "The old man looked at the sea and", "def add(a, b):", "She said"]
@@ -105,6 +108,21 @@ class Program(Address):
         """End the process by SIGTERM, and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=self.end_seconds)
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[str]:
+    """The address of an application that serves in a thread."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:  # else a test that fails keeps the process from ending
+        server.should_exit = True
+        thread.join(timeout=300)
 
 
 def offline(pair: tuple, prompt: str, count: int, **arguments: object) -> list[int]:

@@ -3,8 +3,7 @@
 import pytest
 
 from helpers.features import make_engine
-from helpers.models import paged, uneven_batch
-from helpers.recurrent import generated_alone, recurrent_model
+from helpers.recurrent import recurrent_model
 from helpers.scheduling import make_sequence, random_sequences, run, run_as_alone, same_alone, scheduler
 from redrafter import Engine
 from redrafter.cache.block_manager import BlockManager
@@ -50,13 +49,6 @@ def test_a_row_that_moves_without_its_state_is_seen(monkeypatch):
     run(scheduler(engine), sequences)
     with pytest.raises(AssertionError):
         same_alone(engine, sequences)
-
-
-def test_generate_on_a_paged_cache_equals_model_generate():
-    ids, mask = uneven_batch()
-    model = recurrent_model("jamba")
-    out = paged(make_engine("prompt lookup", model)).generate(ids, mask, max_new_tokens=40, do_sample=False)
-    assert out.tolist() == generated_alone(model, ids, mask, 40).tolist()
 
 
 def test_rows_are_admitted_while_there_are_states_for_them():

@@ -59,7 +59,7 @@ def server(loaded: Any) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def url(server: Any) -> Iterator[str]:
     """The address of `server`."""
-    from helpers.serving_in_process import listening
+    from helpers.serving import listening
 
     with listening(server.app) as address:
         yield address

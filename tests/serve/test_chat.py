@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 
-from helpers.serving_in_process import listening
+from helpers.serving import listening
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
 from redrafter.serve.routes.app import create_app

@@ -18,7 +18,7 @@ from helpers.adapters import adapted, peft, randomized, saved
 from helpers.engine_in_thread import OPENAI_DEFAULTS, ServerHere, serving
 from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import scheduler
-from helpers.serving_in_process import listening
+from helpers.serving import listening
 from redrafter import boxed_pair
 from redrafter.app.options import LoadOptions
 from redrafter.errors import ArgumentError

@@ -18,7 +18,7 @@ from helpers.chats import tiny_tokenizer
 pytest.importorskip("fastapi")
 
 from helpers.bare_server import BareServer
-from helpers.serving_in_process import listening
+from helpers.serving import listening
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.answers.choice import Choice

@@ -1,0 +1,177 @@
+"""EAGLE-3 heads and drafters of blocks: the cache gives them what the whole text gives, and they change no text."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from helpers.dflash import BLOCK, DFLASH_FORMS, FORM, checked_blocks, random_block_drafter
+from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
+from helpers.generation import ON_BOTH_CACHES, noted, same_as_model, same_undrafted
+from helpers.models import VOCAB, tiny_model, uneven_batch, with_tree
+from redrafter import (
+    ArgumentError,
+    CheckpointError,
+    DFlashConfig,
+    DFlashDrafter,
+    EagleDrafter,
+    MismatchError,
+    RecurrentDrafter,
+    ReDrafter,
+)
+from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.eagle import EagleProposer
+
+
+class Kind(NamedTuple):
+    """A drafter's class, what makes one with random weights, its forms, and what watches its searches."""
+
+    of: type
+    make: Callable[..., Drafter]
+    forms: dict[str, dict]
+    checked: Callable[[], AbstractContextManager[None]]
+
+
+KINDS = {
+    "EAGLE": Kind(EagleDrafter, random_head, EAGLE_FORMS, checked_drafts),
+    "blocks": Kind(DFlashDrafter, random_block_drafter, DFLASH_FORMS, checked_blocks),
+}
+
+
+def engine_of(kind: str, architecture: str = "llama", beams: int = 4, depth: int = 3, **changes: object) -> ReDrafter:
+    return with_tree(tiny_model(architecture), KINDS[kind].make(**changes), beams, depth)
+
+
+@ON_BOTH_CACHES
+@pytest.mark.parametrize(("kind", "form"), [(name, form) for name, kind in KINDS.items() for form in kind.forms])
+def test_drafts_of_every_form_follow_from_the_whole_text_and_change_nothing(kind, form, on):
+    with KINDS[kind].checked():
+        engine = on(engine_of(kind, **KINDS[kind].forms[form]))
+        same_as_model(engine, *uneven_batch(), max_new_tokens=24)
+    same_undrafted(engine, *uneven_batch(), max_new_tokens=24, do_sample=True, seed=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
+def test_any_base_may_be_drafted_for(architecture, kind):
+    with KINDS[kind].checked():
+        same_as_model(engine_of(kind, architecture), *uneven_batch(), max_new_tokens=24)
+
+
+@ON_BOTH_CACHES
+def test_a_text_may_be_read_in_parts(on, monkeypatch):
+    monkeypatch.setattr("redrafter.drafting.eagle.ENTRIES_AT_ONCE", 7)
+    with checked_drafts():
+        same_as_model(on(engine_of("EAGLE", **EAGLE_FORMS["published"])), *uneven_batch(), max_new_tokens=20)
+
+
+def test_the_map_of_ids_says_what_is_drafted(monkeypatch):
+    engine, trees = engine_of("EAGLE", **EAGLE_FORMS["published"]), noted(monkeypatch, EagleProposer, "propose")
+    engine.generate(torch.arange(3, 20)[None], max_new_tokens=20, do_sample=False)
+    drafted = {token for tree in trees for token in tree.tokens[:, 1:].flatten().tolist()}
+    assert len(drafted) > 1
+    assert drafted <= set(engine.drafter.draft_ids.tolist())
+
+
+def test_a_head_reads_its_layers_and_no_other_drafter_may():
+    engine = engine_of("EAGLE")
+    with pytest.raises(MismatchError, match="load the target anew"):
+        ReDrafter(engine.target, random_head())
+    with pytest.raises(MismatchError, match="reads layer 7"):
+        engine_of("EAGLE", target_layers=[1, 7])
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [("EAGLE", "3.1"), ("blocks", "DFlash"), ("blocks", "DSpark"), ("blocks", "DFlash2")]
+)
+def test_a_saved_drafter_is_loaded_as_it_was(kind, form, tmp_path):
+    drafter, ids = KINDS[kind].make(**KINDS[kind].forms[form]), torch.arange(3, 12)[None]
+    drafter.save_pretrained(tmp_path)
+    engine = ReDrafter.from_pretrained(tiny_model("llama"), tmp_path)
+    assert isinstance(engine.drafter, KINDS[kind].of)
+    loaded = engine.drafter.state_dict()
+    assert all(torch.equal(loaded[name], x) for name, x in drafter.state_dict().items())
+    assert kind == "EAGLE" or engine.proposer.depth == drafter.config.drafts == BLOCK - (form != "DSpark")
+    same_undrafted(engine, ids, max_new_tokens=9)
+    with pytest.raises(CheckpointError, match=f"of the type {drafter.config.model_type}"):
+        RecurrentDrafter.from_pretrained(tmp_path)
+
+
+COMMON = [{"num_key_value_heads": 3}, {"head_dim": 7}, {"rope": {"rope_type": "dynamic"}}]
+OF_HEADS = [
+    {"target_layers": [2, 1]},
+    {"width": 16},
+    {"draft_vocab_size": VOCAB + 1},
+    {"hidden_act": "none"},
+    {"rms_norm_eps": 2.0},
+    {"fc_norm": True, "norm_before_fc": True},
+    {"qk_norm": 1},
+]
+OF_BLOCKS = [
+    {"target_layers": []},
+    {"mask_token_id": VOCAB},
+    {"block_size": 1},
+    {"causal": "some"},
+    {"sliding_layers": [2]},
+    {"conv_kernel_size": 2, "conv_group_size": 5},
+    {"selector_rank": 4},
+    {"draft_vocab_size": 40},
+    {"markov_rank": 4, "markov_type": "other"},
+    {"draft_len_per_beam": 9},
+    {"logit_softcap": -1.0},
+]
+
+
+@pytest.mark.parametrize("change", COMMON + OF_HEADS, ids=str)
+def test_a_config_of_a_head_that_cannot_be_is_refused(change):
+    with pytest.raises(ArgumentError, match="EagleConfig"):
+        random_head(**change)
+
+
+@pytest.mark.parametrize("change", COMMON + OF_BLOCKS, ids=str)
+def test_a_config_of_blocks_that_cannot_be_is_refused(change):
+    with pytest.raises(ArgumentError, match="DFlashConfig"):
+        DFlashConfig(**(FORM | change)).check()
+
+
+def test_a_block_drafts_no_more_than_it_holds():
+    with pytest.raises(ArgumentError, match=f"draft_len_per_beam={BLOCK} is more than the {BLOCK - 1} tokens"):
+        engine_of("blocks", depth=BLOCK)
+
+
+def test_drafts_come_from_the_block_under_the_targets_noise():
+    """A drafter that computes the target's own logits from its last layer drafts what the target draws."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()  # each token follows from the one before it alone
+    drafter = random_block_drafter(block_size=1, sample_from_anchor=True, target_layers=[2])
+    with torch.no_grad():
+        for layer in drafter.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        drafter.norm.weight.copy_(model.model.norm.weight)
+    engine = with_tree(model, drafter, 1, 1)
+    for sampling in ({"do_sample": False}, {"do_sample": True, "seed": 5, "temperature": 0.7}):
+        out = engine.generate(
+            torch.arange(3, 12)[None], max_new_tokens=20, eos_token_id=None, return_dict_in_generate=True, **sampling
+        )
+        assert out.stats.tokens_per_step > 1.8
+
+
+def test_candidates_are_what_the_noise_makes_likeliest(monkeypatch):
+    engine, changed = engine_of("blocks", **DFLASH_FORMS["DFlash2"]), []
+
+    def note(made: torch.Tensor, selector: object, tokens: torch.Tensor, *given: torch.Tensor) -> None:
+        _, logits, scores = given
+        found = made[:, 0].isfinite()  # [B, V]
+        likeliest = torch.zeros_like(found).scatter(1, scores[:, 0].topk(9).indices, True)
+        assert torch.equal(found, likeliest)
+        changed.append(not torch.equal(logits.argsort(), scores.argsort()))
+
+    noted(monkeypatch, type(engine.drafter.candidate_selector), "forward", note)
+    same_undrafted(engine, torch.arange(3, 12)[None], max_new_tokens=9, do_sample=True, seed=4)
+    assert all(changed)
