@@ -25,12 +25,12 @@ from redrafter.cache.states import StateShape
 from redrafter.checkpoints.merged import Defaults, boxed_pair
 from redrafter.checkpoints.mtp import find_layer
 from redrafter.convert.plan import possible_formats
-from redrafter.convert.sources import FOREIGN, SourceBase, SourceDrafter, is_pair, open_base, open_drafter
-from redrafter.convert.tensors import LazyTensor
 from redrafter.drafting.drafter_config import MTPConfig
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
+from redrafter.formats.sources import FOREIGN, SourceBase, SourceDrafter, is_pair, open_base, open_drafter
+from redrafter.formats.tensors import LazyTensor
 from redrafter.model.recurrent_layers import layer_tensors
 from redrafter.model.supported import check_states_found, check_supported, stored_shapes
 from redrafter.version import __version__
