@@ -284,7 +284,7 @@ def test_a_base_with_an_mtp_layer_writes_the_same(alone, tmp_path):
     alone.engine.model.save_pretrained(tmp_path)
     alone.tokenizer.save_pretrained(tmp_path)
     add_mtp(alone.engine.model, tmp_path)
-    load = LoadOptions(model=str(tmp_path))
+    load = LoadOptions(model=str(tmp_path), num_beams=3, draft_len_per_beam=3, node_budget=7)
     with serving(load, max_batch_size=64, served_model_name="boxed") as server:
         check_all(server, alone, [ask(number) for number in range(64)])
         assert gauge(server, "spec_decode_num_draft_tokens_total") > 5000
