@@ -77,8 +77,6 @@ def step(
 ) -> tuple[State, StepOutput]:
     """Draft a tree of tokens, verify it with the target, and advance every row by the drafts that hold.
 
-    Prompts of other sequences may be read in the same forward, a chunk of each.
-
     The output is exact whatever is drafted: each token is the target's own draw, made after the same prefix as in plain
     decoding (or, with rejection sampling, a sample of the same distribution).
 
@@ -89,7 +87,7 @@ def step(
         cache: The target's keys and values of the committed tokens; written in place.
         sampler: How each row draws: temperature, processors, seed.
         draft_cache: The draft model's keys and values; None for a proposer that has no model of its own.
-        chunks: What the target reads of prompts beside the tree; None for nothing.
+        chunks: Chunks of other sequences' prompts, which the target reads in the same forward; None for nothing.
 
     Returns:
         The state after the step, and the tokens it produced.

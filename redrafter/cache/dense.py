@@ -126,15 +126,20 @@ class DenseCache(KVCache, Cache):
         self._devices = {shape.device for shape in shapes}
         self.pools, self._places = allocate(shapes, 0)
         self.movable = self.pools
+        # What attention reads: a layer's view, an attribute of it, and which part of the pools that is.
+        self._read = [
+            (layer, name, number, index)
+            for layer, home in zip(layers, self._places, strict=True)
+            for name, (number, index) in zip(("keys", "values", "index_keys"), home, strict=False)
+        ]
 
     def use_rows(self, rows: int) -> None:
         """Let only the first `rows` rows take part in forwards, until the next call. The others keep what they hold."""
         assert rows <= self._all_rows, "more rows than there are"
-        if rows != self.rows:
-            self.rows, window, self.window = rows, self.window, 0
-            self._set_window(window)
-            if self.states is not None:
-                self.states.use_rows(rows)
+        self.rows, window, self.window = rows, self.window, 0
+        self._set_window(window)
+        if self.states is not None:
+            self.states.use_rows(rows)
 
     def write_rows(self, to: Sequence[int], part: "DenseCache", rows: Sequence[int]) -> None:
         """Copy rows of this or another cache of the same model, with their states, over the rows `to`.
@@ -187,9 +192,8 @@ class DenseCache(KVCache, Cache):
         if window != self.window:
             self.window = window
             visible = [self.by_row(pool)[:, : self.rows, :window].transpose(2, 3).unbind(0) for pool in self.pools]
-            for layer, home in zip(self.layers, self._places, strict=True):
-                for name, (number, index) in zip(("keys", "values", "index_keys"), home, strict=False):
-                    setattr(layer, name, visible[number][index])
+            for layer, name, number, index in self._read:
+                setattr(layer, name, visible[number][index])
 
     def stores(self, layer: int) -> tuple[Tensor, ...]:
         """Return the stores of a layer; see `KVCache.stores`."""

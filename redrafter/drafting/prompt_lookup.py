@@ -45,6 +45,16 @@ def latest_match(tokens: Tensor, length: Tensor, most: int) -> tuple[Tensor, Ten
     return torch.where(found > 0, best + 1, 0), found
 
 
+def searched(state: State) -> tuple[Tensor, Tensor]:
+    """Return what each row copies from, a piece of an earlier text and then its own, and where its pending token is.
+
+    They are `[B, R + T]` and `[B]` int64.
+    """
+    if state.pieces is None:
+        return state.tokens, state.length
+    return torch.cat([state.pieces, state.tokens], dim=1), state.length + state.pieces.shape[1]
+
+
 def copy_from(tokens: Tensor, length: Tensor, start: Tensor, count: int) -> Tensor:
     """Return the `count` tokens from position `start` `[B, 1]` on, `[B, count]`; 0 stands for the pending token.
 
@@ -99,8 +109,9 @@ class PromptLookupProposer:
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:
         """Copy drafts from each row's own text; see `Proposer.propose`."""
-        start, _ = latest_match(state.tokens, state.length, self.ngram)
-        drafts = copy_from(state.tokens, state.length, start, self.draft_len)  # [B, K]
+        tokens, length = searched(state)
+        start, _ = latest_match(tokens, length, self.ngram)
+        drafts = copy_from(tokens, length, start, self.draft_len)  # [B, K]
         return chain(torch.cat([state.pending, drafts], dim=1))
 
 
@@ -147,14 +158,15 @@ class TextBeside:
         A GPU verifies all L nodes in any case, as a captured step has one shape, and some nodes cost it nothing.
         """
         tree = self.without_text.propose(state, sampler, noise, cache, draft_cache)
-        start, matched = latest_match(state.tokens, state.length, MATCH_TOKENS)
+        tokens, length = searched(state)
+        start, matched = latest_match(tokens, length, MATCH_TOKENS)
         count = self.draft_len
         if not matched.is_cuda:
             longest = int(matched.where(state.active[:, None], 0).max())
             if longest < LEAST_MATCH:
                 return tree
             count = min(count, DRAFTS_PER_MATCHED * longest)
-        return graft(tree, copy_from(state.tokens, state.length, start, tree.levels + count))
+        return graft(tree, copy_from(tokens, length, start, tree.levels + count))
 
 
 def graft(tree: Tree, drafts: Tensor) -> Tree:

@@ -29,6 +29,8 @@ class State:
         position_shift: What is added to the places of each row's tokens in its text to get their positions in the
             target, `[B]` int64: images count as other numbers of positions than tokens. None for nothing.
         adapters: Slot of each row's adapter, 0 for none, `[B]` int64; None where no row has one.
+        pieces: A piece of an earlier text that each row may repeat, `[B, R]` int64, 0 where there is none; None where
+            no earlier texts are kept.
     """
 
     tokens: Tensor
@@ -37,6 +39,7 @@ class State:
     active: Tensor
     position_shift: Tensor | None = None
     adapters: Tensor | None = None
+    pieces: Tensor | None = None
 
     @property
     def pending(self) -> Tensor:

@@ -137,13 +137,15 @@ class CapturedStep:
         return PendingReport(self.report)
 
 
-def new_state(target: Target, rows: int, width: int) -> State:
-    """Return rows that stand still, with room for texts of `width` tokens."""
+def new_state(target: Target, rows: int, width: int, piece: int = 0) -> State:
+    """Return rows that stand still, with room for texts of `width` tokens and for `piece` tokens of earlier ones."""
     with target.device:
         tokens, length = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
         hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype)
         shift = torch.zeros_like(length) if target.images.ok else None
-        return State(tokens, length, hidden, torch.zeros(rows, dtype=torch.bool), shift, torch.zeros_like(length))
+        active, adapters = torch.zeros(rows, dtype=torch.bool), torch.zeros_like(length)
+        pieces = torch.zeros(rows, piece, dtype=torch.long) if piece else None
+        return State(tokens, length, hidden, active, shift, adapters, pieces)
 
 
 class GraphCapturer:

@@ -217,7 +217,8 @@ class DenseRows:
         `longest` and `longest_draft` count the committed tokens of the longest row, as either model reads it.
         """
         for cache, committed in zip(self._caches.all, (longest, longest_draft), strict=False):
-            cache.use_rows(rows)
+            if rows != cache.rows:
+                cache.use_rows(rows)
             if rows == proposer.scratch_slots == 1:
                 cache.reserve_one_token(committed)
             else:

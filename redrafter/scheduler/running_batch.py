@@ -25,6 +25,7 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.forward_batch import Prompts
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, PendingReport, bucket, new_state
+from redrafter.scheduler.finished_texts import Piece, write_pieces
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows
 from redrafter.scheduler.row_caches import PagedRows, RowCaches
@@ -146,10 +147,15 @@ class RunningBatch:
         rows: int,
         caches: RowCaches,
         graphs: PagedMemory | None = None,
+        piece: int = 0,
     ):
-        """Make an empty batch of at most `rows` rows. Without `graphs`, its steps run as they are."""
+        """Make an empty batch of at most `rows` rows. Without `graphs`, its steps run as they are.
+
+        Each row has room for `piece` tokens of an earlier text.
+        """
         self.target, self.sampling, self.caches, self._all_rows = target, sampling, caches, rows
-        self._graphs = graphs
+        self._graphs, self._piece = graphs, piece
+        self._given: dict[TokenSequence, Piece] = {}  # pieces that are not in the rows yet
         self.rows: list[TokenSequence] = []
         self.draft_lengths: AdaptiveDraftLength | None = None
         self.draft_gains: Mapping[int, DraftGain | None] = {}
@@ -249,8 +255,17 @@ class RunningBatch:
         state.adapters[rows] = to_device(
             [sequence.adapter_slot for sequence in sequences], state.length.device, torch.long
         )
+        if state.pieces is not None:
+            state.pieces[rows] = 0  # what another sequence of the row was given may be of another salt
+            for sequence in sequences:
+                sequence.piece = None
         self.sampling.write(first, sequences)
         self.caches.add(first, sequences, read.caches, read.rows)
+
+    def give(self, sequence: TokenSequence, piece: Piece) -> None:
+        """Let a row repeat a piece of an earlier text from its next step on."""
+        if sequence.row is not None:
+            sequence.piece = self._given[sequence] = piece
 
     def update_block_tables(self, sequences: Sequence[TokenSequence]) -> None:
         """Copy the ids of blocks into the rows of sequences, after these were given some."""
@@ -293,6 +308,9 @@ class RunningBatch:
         """Return the next step of all rows, which is captured if it is the first of its kind."""
         if chunks:
             self.reserve(max(sequence.max_length for sequence, _ in chunks))
+        if self._given:
+            write_pieces(self.state.pieces, {s.row: each for s, each in self._given.items() if s.row is not None})
+            self._given.clear()
         asked = self._asked or self._look_at_rows()
         rows, proposer = self._sizes[len(self.rows)], self._choose_proposer(asked)
 
@@ -385,7 +403,7 @@ class RunningBatch:
         # First: where there is no memory for all of the buffers, the rows go on in some that are larger than before.
         self.captured_steps.clear()
         self._chunk_buffers = None
-        larger = new_state(self.target, self._all_rows, size)
+        larger = new_state(self.target, self._all_rows, size, self._piece)
         if self._state is not None:
             larger.tokens[:, : self._state.tokens.shape[1]] = self._state.tokens
             # All else of a state has the same shape for sequences of any length.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.scheduler.finished_texts import FinishedTexts
 from redrafter.scheduler.paged_memory import SequenceBlocks
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sequence import SequenceDelta, Stats, TokenSequence
@@ -36,14 +37,15 @@ class RunningSet:
         preempted: Number of sequences put back into the queue so far.
     """
 
-    def __init__(self, batch: RunningBatch, blocks: SequenceBlocks | None):
+    def __init__(self, batch: RunningBatch, blocks: SequenceBlocks | None, finished: FinishedTexts | None = None):
         """Begin without sequences.
 
         Args:
             batch: The rows of the sequences that step.
             blocks: The blocks of the cache; None for a dense one, which has room for every slot.
+            finished: Where texts that have ended are kept; None for nowhere.
         """
-        self._batch, self._blocks = batch, blocks
+        self._batch, self._blocks, self._finished = batch, blocks, finished
         self.prefilling: dict[TokenSequence, None] = {}
         self._lock = threading.Lock()  # of the queue and of the cancelled sequences
         self._queue = WaitingQueue()
@@ -265,6 +267,8 @@ class RunningSet:
         if self._blocks is not None and not keep:
             self._blocks.withdraw(sequence)
         self._take_back(sequence, keep)
+        if self._finished is not None and keep and sequence.written:
+            self._finished.add(sequence.prefix_salt, sequence.prompt, sequence.tokens[len(sequence.prompt) :])
         with self._lock:
             if held:
                 self._queue.end(sequence)

@@ -30,6 +30,7 @@ from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.captured_step import LaunchedPrefill, LaunchedStep, Timer, bucket
+from redrafter.scheduler.finished_texts import PIECE, FinishedTexts
 from redrafter.scheduler.paged_memory import PagedMemory, SequenceBlocks
 from redrafter.scheduler.prefill import Chunk, PrefilledRows, Prefiller, padded_tokens
 from redrafter.scheduler.row_caches import PagedRows
@@ -58,6 +59,7 @@ class Scheduler:
             at once what is launched, as a CPU does.
         mixed_prefill: Whether steps read chunks of prompts too. It gains nothing where each token of a forward takes
             its time, as on a CPU.
+        finished: Texts that have ended, which others are drafted from; None where none are kept.
         on_failure: Called with an exception that ended sequences, and how many there were.
     """
 
@@ -68,6 +70,7 @@ class Scheduler:
         limits: Limits,
         speculate: bool = True,
         batch: RunningBatch | None = None,
+        finished: FinishedTexts | None = None,
     ):
         """Make a scheduler without sequences.
 
@@ -78,6 +81,7 @@ class Scheduler:
             limits: What may run and wait at once.
             speculate: Whether any row verifies drafts.
             batch: An empty running batch; None for one of sequences of any kind.
+            finished: Keeps texts that have ended, to draft from; None for none. Not for a batch that is given.
 
         Raises:
             UnsupportedError: Sequences of any kind need a paged cache, and a model cannot run on one, or the two are on
@@ -92,12 +96,13 @@ class Scheduler:
             rows = bucket(limits.max_batch_size)
             sampling = SamplingTensors(rows, engine.target.vocab_size, engine.target.device)
             caches = PagedRows(graphs, draft_model is not None, self._draft_vocabulary)
-            batch = RunningBatch(engine.target, sampling, rows, caches, graphs)
+            batch = RunningBatch(engine.target, sampling, rows, caches, graphs, 0 if finished is None else PIECE)
         self.batch = batch
         batch.draft_with(engine, limits.max_batch_size, speculate=speculate)
         self.prefiller = Prefiller(engine.target, draft_model, limits)
         self._blocks = None if graphs is None else SequenceBlocks(graphs, draft_model is not None, limits.reuse)
-        self._running = RunningSet(batch, self._blocks)
+        self.finished = finished
+        self._running = RunningSet(batch, self._blocks, finished)
         self.longest = self._bound()
         self.overlap = graphs is not None and engine.target.device.type == "cuda"
         self.mixed_prefill = self.overlap and self.prefiller.can_mix
@@ -343,6 +348,10 @@ class Scheduler:
                 continue
             self._running.charge(sequence, len(delta.tokens))
             if delta.finish is None:
+                if self.finished is not None and not delta.copied:  # else what it copies from will do
+                    piece = self.finished.find(sequence.prefix_salt, sequence.tokens, sequence.piece)
+                    if piece is not None:
+                        self.batch.give(sequence, piece)
                 sequence.sink(sequence, delta)
             else:
                 self._running.end(sequence, delta, keep=delta.error is None)

@@ -15,6 +15,7 @@ from redrafter.grammar.grammar import GuidedText
 from redrafter.model.images import ImageInputs, ImagePrompt
 from redrafter.model.lora import Adapter
 from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.finished_texts import Piece
 
 MIN_LOGPROB = -9999.0  # lowest log-probability reported, as in OpenAI's API: -inf is no JSON
 MAX_LOGITS_AT_ONCE = 1 << 23  # logits scored at once: 32 MiB in float32
@@ -147,6 +148,7 @@ class TokenSequence:
         arrival: Number of its arrival, from 1; 0 before it is submitted.
         admitted_round: Round in which it was last given a place; None if it never was.
         row: Its row of the running batch; None while it has none.
+        piece: Piece of an earlier text that its row may repeat; None for none.
         launched: Forwards that were launched and draw tokens of it which the host has not read.
         cancelled: Whether it shall end before its next step.
         ended: Whether its last delta was reported.
@@ -178,6 +180,7 @@ class TokenSequence:
     arrival: int = 0
     admitted_round: int | None = None
     row: int | None = None
+    piece: Piece | None = None
     launched: int = 0
     cancelled: bool = False
     ended: bool = False

@@ -102,12 +102,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if process_rank() > 0 and not replicas.ray:
             from redrafter.serve.engine_process.worker import follow
 
-            return follow(request)
+            keys = collect_keys(options.api_key, options.api_key_file)  # so that all ranks draft alike
+            return follow(replace(request, options=options.with_keys(len(keys))))
         from redrafter.serve.log import start_logging
 
         start_logging(options.log_format, options.log_level)
         try:
             keys = collect_keys(options.api_key, options.api_key_file)
+            options = options.with_keys(len(keys))
+            request = replace(request, options=options)
             if replicas.ray:
                 _serve_on_ray(options, load, draft, replicas, keys)
             else:

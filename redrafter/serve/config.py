@@ -103,6 +103,11 @@ class ServeOptions:
     chunked_context: bool = option(True, "read long prompts in pieces, between which other texts continue")
     kv_cache_reuse: bool = option(True, "reuse cached beginnings of prompts")
     speculate: bool = option(True, "draft tokens for the model to verify")
+    draft_from_answers: str = option(
+        "auto",
+        "draft what texts that have ended said too, of the same key and cache_salt; auto: on, or off with several keys",
+        choices=("auto", "on", "off"),
+    )
     warm_up: bool = option(True, "compile kernels and capture steps on a GPU before the first request")
     chat_template: str | None = option(
         None, "chat template in Jinja (default: the model's own)", metavar="FILE", path=True
@@ -152,6 +157,12 @@ class ServeOptions:
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ArgumentError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
         parse_lora_modules(self.lora_modules)
+
+    def with_keys(self, count: int) -> "ServeOptions":
+        """Return the options of a server with so many API keys: whether it drafts from answers is decided by them."""
+        if self.draft_from_answers != "auto":
+            return self
+        return replace(self, draft_from_answers="on" if count <= 1 else "off")
 
     def limits(self, max_seq_len: int | None) -> Limits:
         """Return the limits of the scheduler. max_seq_len: most tokens of a sequence; None for the model's context."""

@@ -14,6 +14,7 @@ from helpers.seeing_models import Layout, prompts_with_images
 from redrafter import Engine
 from redrafter.model.images import ImageInputs
 from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.finished_texts import FinishedTexts
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.row_caches import DenseRows
 from redrafter.scheduler.running_batch import RunningBatch
@@ -69,8 +70,8 @@ def launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let schedulers on a paged cache launch steps ahead of the host and read prompts in them, as on a GPU."""
     make = Scheduler.__init__
 
-    def made(self: Scheduler, engine: Engine, graphs: PagedMemory | None, *args: object) -> None:
-        make(self, engine, graphs, *args)
+    def made(self: Scheduler, engine: Engine, graphs: PagedMemory | None, *args: object, **more: object) -> None:
+        make(self, engine, graphs, *args, **more)
         self.overlap = graphs is not None
         self.mixed_prefill = self.overlap and self.prefiller.can_mix
 
@@ -78,11 +79,16 @@ def launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scheduler(
-    engine: Engine, blocks: int = 200, speculate: bool = True, host_blocks: int = 0, **limits: object
+    engine: Engine,
+    blocks: int = 200,
+    speculate: bool = True,
+    host_blocks: int = 0,
+    finished: FinishedTexts | None = None,
+    **limits: object,
 ) -> Scheduler:
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
     graphs = graphs_with_host(engine, [new_pool(engine, model, blocks) for model in models], host_blocks)
-    return Scheduler(engine, graphs, Limits(**limits), speculate)
+    return Scheduler(engine, graphs, Limits(**limits), speculate, finished=finished)
 
 
 def dense_scheduler(engine: Engine, max_batch_size: int, speculate: bool = True) -> Scheduler:

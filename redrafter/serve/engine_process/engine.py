@@ -17,6 +17,7 @@ from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.model.linear_layers import float8_scheme
 from redrafter.model.lora import Adapter
 from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.finished_texts import FinishedTexts
 from redrafter.scheduler.paged_memory import MOST_ROWS
 from redrafter.scheduler.prefill import ROOMS
 from redrafter.scheduler.running_batch import MIN_POSITIONS
@@ -62,7 +63,9 @@ class ServedEngine:
         limits = options.limits(load.max_seq_len)
         min_rows = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU has memory for prefixes too
         graphs = engine.make_graphs(max(limits.max_batch_size, min_rows))
-        scheduler = Scheduler(engine, graphs, limits, options.speculate)
+        keep = options.speculate and options.draft_from_answers == "on" and engine.options.draft_from_text
+        finished = FinishedTexts() if keep else None
+        scheduler = Scheduler(engine, graphs, limits, options.speculate, finished=finished)
         scheme = float8_scheme(engine.model)
         facts = EngineFacts(
             pair.name,
@@ -189,4 +192,6 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     _LOG.info("captured %d steps in %.1f s", len(scheduler.batch.captured_steps), time.monotonic() - began)
     scheduler.limits, scheduler.batch.draft_gains = limits, gains
     scheduler.graphs.forget_prefixes()
+    if scheduler.finished is not None:
+        scheduler.finished.clear()
     scheduler.prefiller.restart_pace()  # so that these first durations slow no later forward

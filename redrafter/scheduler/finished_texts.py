@@ -1,0 +1,121 @@
+"""Texts that have ended, kept for a while so that later ones with the same salt can be drafted from them.
+
+The same prompt is asked twice, an answer is asked for again with a small change, a report is written every day: what
+follows then was written before. The host looks up the last tokens of a running sequence, and gives its row a piece of
+the text that had them. Where in that piece the row is, each step finds for itself (`drafting/prompt_lookup.py`): so
+nothing is looked up while copies are accepted, and a captured step reads tensors of one shape.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from redrafter.cache.to_device import to_device
+
+# Numbers of last tokens by which a text is found, the most first. Many are needed where a chat template ends prompts
+# alike, few where a text was changed a moment ago.
+KEYS = (16, 4)
+PIECE = 512  # tokens that a row is given
+LEAST_LEFT = 64  # of them that must be left, or the row is given those that follow
+MOST_TOKENS = 1 << 17  # of all salts together, about 25 MB with their index
+MOST_TOKENS_OF_SALT = 1 << 15
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a text: the text's number, where the part begins in it, and its tokens."""
+
+    text: int
+    begin: int
+    tokens: Sequence[int]
+
+
+@dataclass
+class _Texts:
+    """The texts of one salt, the oldest first, and by their last tokens where each place of them is."""
+
+    texts: "OrderedDict[int, array[int]]" = field(default_factory=OrderedDict)
+    places: dict[int, tuple[int, int]] = field(default_factory=dict)  # number of a text, and where the next token is
+    tokens: int = 0
+
+    def add(self, number: int, text: Sequence[int]) -> None:
+        self.texts[number] = array("i", text)
+        self.places |= {key: (number, end) for key, end in _keys(text)}
+        self.tokens += len(text)
+        while self.tokens > MOST_TOKENS_OF_SALT:
+            number, oldest = self.texts.popitem(last=False)
+            self.tokens -= len(oldest)
+            for key, _ in _keys(oldest):
+                if self.places.get(key, (-1, 0))[0] == number:  # no later text has these tokens
+                    del self.places[key]
+
+
+def _keys(text: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield what each place of a text that has a next token is found by, and the place. Equal hashes do no harm."""
+    whole = tuple(text)
+    for count in KEYS:
+        for end in range(count, len(whole)):
+            yield hash(whole[end - count : end]), end
+
+
+class FinishedTexts:
+    """What was written last, by salt. Nothing that was written under one salt is found under another."""
+
+    def __init__(self) -> None:
+        self._by_salt: OrderedDict[Hashable, _Texts] = OrderedDict()  # the one used last at the end
+        self._number = 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that are kept."""
+        return sum(texts.tokens for texts in self._by_salt.values())
+
+    @property
+    def places(self) -> int:
+        """Number of entries of the indices."""
+        return sum(len(texts.places) for texts in self._by_salt.values())
+
+    def add(self, salt: Hashable, prompt: Sequence[int], text: Sequence[int]) -> None:
+        """Keep a text and the end of the prompt before it, and forget others where they are too many."""
+        kept = [*prompt[-KEYS[0] :], *text][:MOST_TOKENS_OF_SALT]
+        self._number += 1
+        self._by_salt.setdefault(salt, _Texts()).add(self._number, kept)
+        self._by_salt.move_to_end(salt)
+        while self.tokens > MOST_TOKENS:
+            self._by_salt.popitem(last=False)
+
+    def find(self, salt: Hashable, tokens: Sequence[int], known: Piece | None) -> Piece | None:
+        """Return a piece of the latest text of the salt that has the last of these tokens, as many as possible.
+
+        None where there is none, and where the piece that is `known` will do.
+        """
+        if (found := self._by_salt.get(salt)) is None:
+            return None
+        for count in KEYS:
+            place = found.places.get(hash(tuple(tokens[-count:]))) if len(tokens) >= count else None
+            if place is None:
+                continue
+            number, end = place
+            text, begin = found.texts[number], max(end - KEYS[0], 0)
+            if known is not None and known.text == number and known.begin <= begin:
+                last = known.begin + len(known.tokens)
+                if end + LEAST_LEFT <= last or last == len(text):
+                    return None
+            return Piece(number, begin, text[begin : begin + PIECE])
+        return None
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        self._by_salt.clear()
+
+
+def write_pieces(pieces: Tensor | None, given: Mapping[int, Piece]) -> None:
+    """Copy pieces into the rows, by number, that they were given to, of `pieces` `[B, R]` int64."""
+    assert pieces is not None, "who gives pieces makes room for them"
+    if given:
+        rows = to_device([*given], pieces.device, pieces.dtype)
+        padded = [[*piece.tokens, *[0] * (pieces.shape[1] - len(piece.tokens))] for piece in given.values()]
+        pieces[rows] = to_device(padded, pieces.device, pieces.dtype)
