@@ -5,6 +5,7 @@ transformers drops these tensors when it loads the model.
 
 import copy
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,11 +120,13 @@ class FoundLayer:
         family: One of `FAMILIES`.
         own: Names of the tensors beside those of decoder layers, by the names of the drafter's.
         blocks: Names of the tensors of each decoder layer, by the names that they have in the layer.
+        count: How many MTP layers the checkpoint holds, of which this is the first.
     """
 
     family: str
     own: dict[str, str]
     blocks: list[dict[str, str]]
+    count: int = 1
 
     @property
     def names(self) -> list[str]:
@@ -133,7 +136,7 @@ class FoundLayer:
     @property
     def config(self) -> dict[str, Any]:
         """Fields of `MTPConfig` that the family says."""
-        return {"family": self.family, **FAMILIES[self.family].config}
+        return {"family": self.family, "layers": self.count, **FAMILIES[self.family].config}
 
 
 def find_layer(names: Iterable[str]) -> FoundLayer | None:
@@ -158,7 +161,11 @@ def find_layer(names: Iterable[str]) -> FoundLayer | None:
                     for theirs, here in form.renamed:
                         mine = here + mine.removeprefix(theirs) if mine.startswith(theirs) else mine
                     blocks[-1][mine] = name
-        return FoundLayer(family, own, blocks)
+        # All decoder layers from the first one on are numbered alike, those of the model before them included.
+        *_, place, first = re.split(r"\.(?=\d+\.$)", at + form.blocks[0])
+        numbers = (re.match(rf"{re.escape(place)}\.(\d+)\.", name) for name in names)
+        numbered = {int(number[1]) for number in numbers if number and int(number[1]) >= int(first[:-1])}
+        return FoundLayer(family, own, blocks, len(numbered) // len(form.blocks))
     return None
 
 
@@ -196,6 +203,12 @@ def load_mtp(name: str, target: Target, revision: str | None = None) -> MTPDraft
     wanted = found.own | {
         f"blocks.{number}.{mine}": theirs for number, block in enumerate(found.blocks) for mine, theirs in block.items()
     }
+    if found.count > 1:
+        # As vLLM does. Layers that draft further tokens each would read the outputs of those before them at all tokens.
+        warnings.warn(
+            f"{name} has {found.count} MTP layers: the first one drafts all tokens, the others are not used",
+            stacklevel=3,
+        )
     tensors = _read(name, revision, wanted, files)
     _widen_blocks(tensors)
     drafter = _make_drafter(name, target, found, tensors)

@@ -359,6 +359,7 @@ class MTPConfig(PretrainedConfig):
         family: The names that its tensors have, one of those in `redrafter.checkpoints.mtp`.
         hidden_first: Whether the layer's product reads `[hidden; embedding]`, in place of `[embedding; hidden]`.
         first_embedding_is_zero: Whether the entry at position 0 reads zeros in place of an embedding.
+        layers: MTP layers in the checkpoint of the base, of which the first one drafts.
         draft_beams: Default number of beams.
         draft_len_per_beam: Default draft length.
         base_model: Name of the target.
@@ -375,6 +376,7 @@ class MTPConfig(PretrainedConfig):
         family: str = "",
         hidden_first: bool = False,
         first_embedding_is_zero: bool = False,
+        layers: int = 1,
         draft_beams: int = 3,
         draft_len_per_beam: int = 4,
         base_model: str | None = None,
@@ -382,9 +384,10 @@ class MTPConfig(PretrainedConfig):
     ):
         self.vocab_size, self.hidden_size, self.family = vocab_size, hidden_size, family
         self.hidden_first, self.first_embedding_is_zero = hidden_first, first_embedding_is_zero
+        self.layers = layers
         self.draft_beams, self.draft_len_per_beam, self.base_model = draft_beams, draft_len_per_beam, base_model
         super().__init__(**kwargs)
 
     def describe(self) -> dict[str, Any]:
         """Return what this kind of drafter alone has to say of itself; see `DrafterConfig.describe`."""
-        return {"named_as_in": self.family}
+        return {"named_as_in": self.family, "mtp_layers": self.layers}

@@ -1,16 +1,20 @@
 """MTP layers that checkpoints hold: what is read, what they compute, what is written with them, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from helpers.models import VOCAB, check_texts, on_each_cache, tiny_model, uneven_batch
 from helpers.mtp import FORMS, checked_layers, mtp_checkpoint, mtp_tensors, random_mtp
 from redrafter import CheckpointError, ReDrafter, UnsupportedError
+from redrafter.checkpoints.mtp import find_layer
 from redrafter.cli import main as redrafter
 from redrafter.drafting.mtp import MTPDrafter
 from redrafter.model.target import Target
@@ -93,6 +97,33 @@ def test_weights_in_fp8_are_multiplied_by_the_scales_of_their_blocks(tmp_path):
     engine = ReDrafter.from_pretrained(place, **SHAPE)
     expected = stored.float() * scale.repeat_interleave(16, dim=0)
     torch.testing.assert_close(engine.drafter.blocks[0].self_attn.o_proj.weight, expected, atol=0, rtol=0.01)
+
+
+@pytest.mark.parametrize("name", ["mimo", "deepseek_v3", "qwen3_next", "nemotron_h", "ernie4_5_moe"])
+def test_of_several_layers_the_first_drafts(name, places):
+    place, blocks = places[name], FORMS[name].likes(AutoModelForCausalLM.from_pretrained(places[name]))
+    with safe_open(place / "model.safetensors", framework="pt") as stored:
+        names = list(stored.keys())
+    found, count = find_layer(names), len(blocks)
+    assert found is not None
+    assert found.count == 1
+    later = []
+    for begins, _ in blocks:
+        before, number = begins[:-1].rsplit(".", 1)
+        later += [x.replace(begins, f"{before}.{int(number) + count}.") for x in names if x.startswith(begins)]
+    more = find_layer([*names, *later])
+    assert more is not None
+    assert (more.count, more.names) == (2, found.names)
+
+
+def test_a_warning_says_which_of_several_layers_drafts(places, tmp_path):
+    place = shutil.copytree(places["mimo"], tmp_path / "two")
+    tensors = load_file(place / "model.safetensors")
+    more = {x.replace("mtp_layers.0", "mtp_layers.1"): y + 1 for x, y in tensors.items() if "mtp_layers.0" in x}
+    save_file(tensors | more, place / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match="has 2 MTP layers: the first one drafts all tokens"):
+        engine = ReDrafter.from_pretrained(place, **SHAPE)
+    assert torch.equal(engine.drafter.projection.weight, tensors["model.mtp_layers.0.input_proj.weight"])
 
 
 def test_info_shows_the_layer(places, capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.command_line import TEXT, byte_tokenizer, fails, measured
+from helpers.command_line import CONTEXT, TEXT, byte_tokenizer, fails, measured
 from helpers.models import tiny_model
 from helpers.tokenizers import TEXTS, byte_level, sentencepiece_like
 from redrafter import ReDrafter
@@ -368,6 +368,7 @@ def test_a_draft_model_with_another_tokenizer_is_measured_beside_assisted_genera
     ("model", "args", "says"),
     [
         ("merged", "--max-input-len 2", "no prompt has 2 tokens or fewer"),
+        ("merged", "--prompts {long}", "the longest prompt has 160 tokens and the model's context is 160"),
         ("merged", "--batch-size 0", "--batch-size must be from 1"),
         ("merged", "--repeats 0", "--repeats must be from 1"),
         ("merged", "--num-prompts 0", "--num-prompts must be from 1"),
@@ -379,6 +380,7 @@ def test_a_draft_model_with_another_tokenizer_is_measured_beside_assisted_genera
         ("base", "--temperature -1", "--temperature"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_in_one_line(folder, prompts, capsys, model, args, says):
-    words = args.format(small=folder / "small").split()
+def test_what_cannot_be_compared_is_refused_in_one_line(folder, prompts, capsys, tmp_path, model, args, says):
+    (tmp_path / "long.txt").write_text("j" * (CONTEXT - 1))  # and the token that begins a text
+    words = args.format(small=folder / "small", long=tmp_path / "long.txt").split()
     assert says in fails(capsys, "compare", "--model", str(folder / model), "--prompts", prompts, *words)

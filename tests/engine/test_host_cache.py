@@ -15,7 +15,6 @@ from redrafter.engine.options import EngineOptions
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.supported import Support
 
-MAKES = pytest.mark.parametrize("name", ["drafter", "context", "draft model", "other vocabulary"])
 PROMPTS = [torch.randint(3, VOCAB, (1, 50), generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
 BLOCKS = 14  # of the device: fewer than the prompts have together, and enough for each in either vocabulary
 
@@ -30,7 +29,10 @@ def on_host(name: str, host_blocks: int = 60) -> Engine:
     return paged(make_engine(name), blocks=BLOCKS, host_blocks=host_blocks)
 
 
-@MAKES
+@pytest.mark.parametrize(
+    "name",
+    ["context", *(pytest.param(x, marks=pytest.mark.variant) for x in ("drafter", "draft model", "other vocabulary"))],
+)
 def test_texts_and_drafts_behind_what_was_copied_back_are_the_same(name: str):
     engine = on_host(name)
     found = in_turns(engine, do_sample=False, return_dict_in_generate=True)

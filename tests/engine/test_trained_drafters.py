@@ -12,11 +12,12 @@ from torch.nn.functional import cross_entropy, linear
 from helpers.models import DRAFTER_ALONE
 from helpers.mtp import random_mtp
 from redrafter import EagleConfig, EagleDrafter, ReDrafter, boxed_pair
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.drafting.drafter_types import Drafter
-from redrafter.drafting.mtp import Entries, MTPDrafter
+from redrafter.drafting.mtp import DraftedEntries, MTPDrafter, Past
 from redrafter.model.target import Target
 from redrafter.train.teacher import Teacher
 
@@ -76,16 +77,21 @@ def head_loss(head: EagleDrafter, text: Tensor, hidden: Tensor, embedding: Tenso
     return loss
 
 
-def layer_loss(layer: MTPDrafter, head: Tensor, text: Tensor, hidden: Tensor, embedding: Tensor) -> Tensor:
+def layer_loss(
+    layer: MTPDrafter, shape: LayerShape, head: Tensor, text: Tensor, hidden: Tensor, embedding: Tensor
+) -> Tensor:
     """Return the cross-entropy of the drafts after every token, each reading the hidden state of the last draft."""
     rows, tokens = text.shape
     count = tokens - DEPTH - 1
-    entries, carried, loss = Entries(), hidden[:, :count], torch.zeros(())
+    entries, carried, loss = DraftedEntries(), hidden[:, :count], torch.zeros(())
     own = torch.eye(count, dtype=torch.bool).expand(rows, -1, -1)
     seen = own.new_ones(count, count).tril().expand(rows, -1, -1)
     for k in range(DEPTH):
         position = (torch.arange(count) + k).expand(rows, -1)
-        carried = layer.step(layer.join(embedding[:, k + 1 : k + 1 + count], carried), position, seen, entries)
+        # All entries are as of drafts, in room of each step's own: what is read again for gradients must not change.
+        room = (torch.zeros(rows, shape.heads, (k + 1) * count, width) for width in (shape.key_dim, shape.value_dim))
+        past = Past(*room, seen.new_zeros(rows, 0))
+        carried = layer.step(layer.join(embedding[:, k + 1 : k + 1 + count], carried), position, seen, past, entries)
         logits = linear(carried, head)
         loss = loss + 0.8**k * cross_entropy(logits.flatten(0, 1), text[:, k + 2 : k + 2 + count].flatten())
         seen = torch.cat([seen, own], dim=-1)
@@ -115,7 +121,8 @@ def test_a_tree_of_a_trained_layer_is_accepted_more_than_its_chain(target, texts
         for weight in layer.parameters():
             weight.normal_(std=0.05) if weight.dim() > 1 else weight.fill_(1)
     head, held_out = target.head.weight.detach(), texts[TRAIN_TEXTS:, :16]
-    trained(layer, target, texts[:TRAIN_TEXTS], 400, lambda *read: layer_loss(layer, head, *read))
+    shape = layer.stored_layer(target, False).shape
+    trained(layer, target, texts[:TRAIN_TEXTS], 400, lambda *read: layer_loss(layer, shape, head, *read))
     for draws in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "seed": 1}):
         arguments, found = LENGTHS | draws | {"return_dict_in_generate": True}, {}
         for shape in ((1, 4, 5), (3, 4, 13)):

@@ -173,13 +173,17 @@ def mtp_checkpoint(place: Path, name: str, *, sharded: bool = False, **changes: 
     return place
 
 
+def add_mtp(model: PreTrainedModel, place: Path) -> None:
+    """Write a random MTP layer for a model of any type into a directory, beside the model's own weights if any."""
+    file = place / "model.safetensors"
+    tensors = mtp_tensors(model, Form(lambda: model, QWEN, _decoder("mtp.layers.0.")))
+    save_file((load_file(file) if file.exists() else {}) | tensors, file, metadata={"format": "pt"})
+
+
 def random_mtp(target: Target) -> MTPDrafter:
     """Make an MTP layer for a target, with random weights."""
     place = Path(mkdtemp())
-    save_file(
-        mtp_tensors(target.model, Form(lambda: target.model, QWEN, _decoder("mtp.layers.0."))),
-        place / "model.safetensors",
-    )
+    add_mtp(target.model, place)
     drafter = load_mtp(str(place), target)
     assert drafter is not None
     return drafter

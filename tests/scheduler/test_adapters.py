@@ -17,18 +17,13 @@ def engine() -> Engine:
     return pair("adapters", "drafter").engine
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        [(name, None, reused) for reused in (False, True) for name in (None, "one", "two")],
-        [("one", "a", False), ("one", "b", False), ("one", None, False), ("one", "a", True)],
-        [(None, None, False), (None, "a", False), (None, "a", True), (None, None, True), (None, "b", False)],
-    ],
-    ids=["adapters", "salts of one", "salts of none"],
-)
-def test_equal_prompts_share_blocks_where_they_have_one_adapter_and_one_salt(engine, sent):
+def test_equal_prompts_share_blocks_where_they_have_one_adapter_and_one_salt(engine):
     served = scheduler(engine)
-    for name, salt, reused in sent:
+    for name, salt, reused in (
+        *((name, None, reused) for reused in (False, True) for name in (None, "one", "two")),
+        *(("one", "a", False), ("one", "b", False), ("one", None, True), ("one", "a", True)),
+        *((None, "a", False), (None, "a", True), (None, None, True), (None, "b", False)),
+    ):
         adapter = None if name is None else engine.target.adapters.hold(name)
         sequence = TokenSequence(PROMPT, 8, GREEDY, Sink(), adapter=adapter, cache_salt=salt)
         run_as_alone(served, [sequence])

@@ -86,22 +86,17 @@ def test_a_template_reads_thoughts_and_calls_of_earlier_turns():
     assert text(template, turn) == "hm" + json.dumps([call | {"function": {"name": "f", "arguments": {}}}])
 
 
-@pytest.mark.parametrize(
-    ("template", "more", "thinking"),
-    [
-        (THINKER, {}, False),
-        (THINKER, {"reasoning_effort": "high"}, True),
-        (THINKER, {"chat_template_kwargs": {"enable_thinking": False}}, False),
-        (THINKER, {"messages": [{"role": "assistant", "content": "<think> hm"}], "continue_final_message": True}, True),
-        (
-            THINKER,
-            {"messages": [{"role": "assistant", "content": "<think></think> a"}], "continue_final_message": True},
-            False,
-        ),
-    ],
-)
-def test_it_is_seen_whether_thoughts_are_open(template, more, thinking):
-    assert prompts(template).encode_chat(ChatRequest.model_validate({"messages": [HELLO]} | more))[1] == thinking
+def test_it_is_seen_whether_thoughts_are_open():
+    begun = lambda text: {"messages": [{"role": "assistant", "content": text}], "continue_final_message": True}  # noqa: E731
+    for more, thinking in (
+        ({}, False),
+        ({"reasoning_effort": "high"}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        (begun("<think> hm"), True),
+        (begun("<think></think> a"), False),
+    ):
+        request = ChatRequest.model_validate({"messages": [HELLO]} | more)
+        assert prompts(THINKER).encode_chat(request)[1] == thinking, more
 
 
 def test_thoughts_are_told_apart_where_the_template_marks_them():

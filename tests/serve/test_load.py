@@ -16,6 +16,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
+from helpers.mtp import add_mtp
 from helpers.processes import soon
 from helpers.serving import Program
 from redrafter.cache.paged import KVCachePool
@@ -172,7 +173,7 @@ def _take(told: Told, choice: Any, said: Any) -> None:
 
 
 class Alone:
-    """What `generate` writes for an ask, number i of its texts under seed + i."""
+    """What `generate` writes for an ask without drafts, number i of its texts under seed + i."""
 
     def __init__(self, engine: Any, tokenizer: Any):
         self.engine, self.tokenizer = engine, tokenizer
@@ -183,7 +184,7 @@ class Alone:
         if key not in self._known:
             prompt = torch.tensor([self._prompt(ask)])
             seed = {"seed": ask.body["seed"] + copy} if ask.own["do_sample"] else {}
-            found = self.engine.generate(prompt, **ask.own, **seed, tokenizer=self.tokenizer)
+            found = self.engine.generate(prompt, **ask.own, **seed, tokenizer=self.tokenizer, speculate=False)
             self._known[key] = found[0, prompt.shape[1] :].tolist()
         return self._known[key]
 
@@ -273,4 +274,16 @@ def test_rows_that_are_put_back_write_the_same(alone):
     program = Program("--max-batch-size", "64", "--kv-cache-free-gpu-memory-fraction", f"{share:.9f}")
     check_all(program, alone, [ask(number) for number in range(64)])
     assert gauge(program, "num_preemptions_total") > 0
+    assert program.end() == 0
+
+
+@pytest.mark.slow
+def test_a_base_with_an_mtp_layer_writes_the_same(alone, tmp_path):
+    alone.engine.model.save_pretrained(tmp_path)
+    alone.tokenizer.save_pretrained(tmp_path)
+    add_mtp(alone.engine.model, tmp_path)
+    program = Program("--max-batch-size", "64", "--model", str(tmp_path), "--served-model-name", "boxed")
+    check_all(program, alone, [ask(number) for number in range(64)])
+    assert gauge(program, "spec_decode_num_draft_tokens_total") > 1000
+    assert gauge(program, "spec_decode_num_accepted_tokens_total") > 0
     assert program.end() == 0
