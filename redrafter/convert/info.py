@@ -26,7 +26,8 @@ from redrafter.checkpoints.merged import Defaults, boxed_pair
 from redrafter.checkpoints.mtp import find_layer
 from redrafter.convert.plan import possible_formats
 from redrafter.convert.sources import FOREIGN, SourceBase, SourceDrafter, is_pair, open_base, open_drafter
-from redrafter.convert.tensors import LazyTensor
+from redrafter.convert.tensors import LazyTensor, open_directory
+from redrafter.drafting.assistant import AssistantConfig
 from redrafter.drafting.drafter_config import MTPConfig
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.files.checkpoint_kind import check_path, kind_of
@@ -58,6 +59,11 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
             raise ArgumentError(f"{name} is a drafter itself: give the model first, and the drafter with --drafter")
         drafter = open_drafter(directory)
         return document | {"drafter": _describe_drafter(drafter), "converts_to": possible_formats(drafter)}
+    if kind == "assistant":
+        assistant = SourceDrafter(
+            directory, kind, AssistantConfig.from_pretrained(directory), open_directory(directory), Defaults()
+        )
+        return document | {"drafter": _describe_drafter(assistant)}
     base = open_base(directory)
     document["model"] = _describe_model(base)
     if drafter_name is not None:
