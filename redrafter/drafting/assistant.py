@@ -7,7 +7,7 @@ its own of the draft before, always at the position of the pending token.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.decoder_parts import of_beams
+from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.errors import CheckpointError, MismatchError, UnsupportedError
@@ -28,37 +29,28 @@ from redrafter.tree.token_tree import Tree
 LEFT_OUT = 100.0  # how far ids of no chosen cluster are scored below the least likely of the others
 
 
-class AssistantConfig(PretrainedConfig):
-    """What is known of an assistant beside transformers' own config of it, in the same file.
+class AssistantConfig(AnyDrafterConfig):
+    """Facts about an assistant beside transformers' own config of it, in the same file.
 
     Args:
         text_config: The config of its decoder.
         backbone_hidden_size: D, hidden size of the target.
-        draft_beams: Default number of beams.
-        draft_len_per_beam: Default draft length.
-        base_model: Name of the target.
-        kwargs: Passed to `PretrainedConfig`.
+        kwargs: Those of `AnyDrafterConfig`.
     """
 
     model_type, kind = ASSISTANT_MODEL_TYPES[0], "assistant"
-    draft_vocab_size = trained_draft_len = base_embedding_norms = None
 
-    def __init__(
-        self,
-        text_config: Mapping[str, Any] | None = None,
-        backbone_hidden_size: int = 0,
-        draft_beams: int = 3,
-        draft_len_per_beam: int = 4,
-        base_model: str | None = None,
-        **kwargs: Any,
-    ):
-        self.text_config, self.hidden_size = dict(text_config or {}), backbone_hidden_size
-        self.vocab_size = self.text_config.get("vocab_size", 0)
-        self.draft_beams, self.draft_len_per_beam, self.base_model = draft_beams, draft_len_per_beam, base_model
-        super().__init__(**kwargs)
+    text_config: dict[str, Any] = field(default_factory=dict)
+    backbone_hidden_size: int = 0
+    draft_beams: int = 3
+    draft_len_per_beam: int = 4
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.hidden_size, self.vocab_size = self.backbone_hidden_size, self.text_config.get("vocab_size", 0)
+        super().__post_init__(**kwargs)
 
     def describe(self) -> dict[str, Any]:
-        """Return what this kind of drafter alone has to say of itself; see `DrafterConfig.describe`."""
+        """Return what this kind of drafter alone has to say of itself; see `AnyDrafterConfig.describe`."""
         return {"layers": self.text_config.get("num_hidden_layers")}
 
 
@@ -101,8 +93,6 @@ class AssistantDrafter(DrafterModel):
 
     config_class = AssistantConfig
     config: AssistantConfig
-    main_input_name = "embedding"
-    draft_ids = None
 
     def __init__(self, config: AssistantConfig, assistant: Any):
         """Wrap transformers' model of an assistant."""
@@ -139,19 +129,12 @@ class AssistantDrafter(DrafterModel):
         """Save the assistant as transformers does."""
         self.assistant.save_pretrained(*args, **kwargs)
 
-    def layers_read(self, target: Target) -> list[int]:
-        """Return no layers: the last hidden state is all that is read."""
-        return []
-
     def stored_layer(self, target: Target, compiled: bool) -> None:
         """Return None: all that is attended to the target stores for itself."""
 
-    def proposer(
-        self, target: Target, beams: int, depth: int, nodes: int, shared_nodes: int | None, compiled: bool
-    ) -> "AssistantProposer":
-        """Return a proposer that drafts with the assistant."""
+    def check_search(self, target: Target, depth: int) -> None:
+        """Raise as `layers_shared` does."""
         self.layers_shared(target)
-        return AssistantProposer(self, target, beams, depth, nodes, shared_nodes, compiled)
 
     def layers_shared(self, target: Target) -> dict[str, int]:
         """Return the number of the target's layer that each kind of layers attends to, by the names of these kinds.
@@ -275,3 +258,6 @@ class AssistantProposer(SearchProposer):
             )
             shared[kind] = Shared(keys, values, position >= 0)
         return shared
+
+
+AssistantDrafter.proposer_class = AssistantProposer

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from redrafter.convert.tensors import LazyTensor, memory_tensor
 from redrafter.drafting.drafter_config import DEFAULT_ROPE, ROPE_TYPES, EagleConfig
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import SPECULATORS_KEY, config_errors
+from redrafter.formats.tensors import LazyTensor, memory_tensor
 
 EMBEDDING = "embed_tokens.weight"  # in both formats, and in ours
 ROWS_AT_ONCE = 8192  # of an embedding table, when two are compared

@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from redrafter.convert.eagle import EMBEDDING, as_dict, ascending, draft_ids, layer_config
-from redrafter.convert.tensors import LazyTensor
 from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import SPECULATORS_KEY
+from redrafter.formats.eagle import EMBEDDING, as_dict, ascending, draft_ids, layer_config
+from redrafter.formats.tensors import LazyTensor
 
 HEAD = "lm_head.weight"
 LAYER_TYPES = ("qwen3", "muse_glimmer_assistant")  # whose decoder layers have the same tensors and formulas
