@@ -88,8 +88,8 @@ def main() -> None:
     parser.add_argument("--base", default=None, help="base model (default: the boxed pair)")
     parser.add_argument("--drafter", default=None, help="its drafter (default: that of the base's directory)")
     parser.add_argument("--prompts", type=Path, default=SHIPPED, help="rows with a prompt and, to follow, a completion")
+    parser.add_argument("--sources", nargs="+", default=(), help="sources of the rows to take (default: all)")
     parser.add_argument("--count", type=int, default=24, help="prompts to take")
-    parser.add_argument("--most", type=int, default=None, help="most characters of a prompt; others are left out")
     parser.add_argument("--new", type=int, default=128, help="tokens to write")
     parser.add_argument("--rows", type=int, nargs="+", default=[1], help="prompts at once")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.5, 1.0])
@@ -108,7 +108,7 @@ def main() -> None:
         for copies in (False, True)
     }
     lines = args.prompts.read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if len(row["prompt"]) <= (args.most or 1 << 30)][: args.count]
+    rows = [row for row in map(json.loads, lines) if not args.sources or row["source"] in args.sources][: args.count]
     prompts = [tokenizer(row["prompt"], add_special_tokens="<|bos|>" not in row["prompt"]).input_ids for row in rows]
     print(f"{len(prompts)} prompts of {sum(map(len, prompts)) / len(prompts):.0f} tokens on average")
     print("    T rows copies tokens/step   ms/token   ms/step  tokens/s  copied/step")

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.merged import Defaults, find_defaults_file
-from redrafter.checkpoints.models import check_quantization, quantize_drafter
+from redrafter.checkpoints.models import quantize_drafter
 from redrafter.checkpoints.mtp import holds_mtp, load_mtp
 from redrafter.drafting.drafter_types import Drafter, DrafterArchitecture, open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
@@ -38,7 +38,6 @@ def load_drafter(
     Returns:
         The drafter in evaluation mode, and the merged checkpoint's defaults, which are empty for a separate drafter.
     """
-    check_quantization(quantization, drafter, "draft_quantization")
     defaults = Defaults()
     if drafter is None:
         if not isinstance(model, str | Path):

@@ -251,7 +251,7 @@ def _make_drafter(name: str, target: Target, found: FoundLayer, tensors: dict[st
     if not norms:
         raise UnsupportedError(f"{target.name} has layers without norms of {width}: {_OTHERWISE}")
     base = target.model.config.name_or_path or None
-    form = MTPConfig(target.vocab_size, width, base_model=base, **found.config)
+    form = MTPConfig(vocab_size=target.vocab_size, hidden_size=width, base_model=base, **found.config)
     with torch.device("meta"):
         drafter = MTPDrafter(form, blocks, norms[0], getattr(decoder, "rotary_emb", None))
     if "norm.weight" not in found.own:

@@ -23,10 +23,10 @@ from redrafter.app.program import print_message, run_command
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.convert.config import ConvertConfig, parse
 from redrafter.convert.plan import OUTPUT_PLANNERS, ConversionPlan
-from redrafter.convert.sources import is_pair, open_base, open_drafter
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.files.atomic_folder import check_output_folder, write_folder
 from redrafter.files.checkpoint_kind import kind_of
+from redrafter.formats.sources import is_pair, open_base, open_drafter
 
 OUTPUT_KINDS = {  # what `kind_of` calls a directory in each output format
     "redrafter": "merged checkpoint",

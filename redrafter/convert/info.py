@@ -25,12 +25,13 @@ from redrafter.cache.states import StateShape
 from redrafter.checkpoints.merged import Defaults, boxed_pair
 from redrafter.checkpoints.mtp import find_layer
 from redrafter.convert.plan import possible_formats
-from redrafter.convert.sources import FOREIGN, SourceBase, SourceDrafter, is_pair, open_base, open_drafter
-from redrafter.convert.tensors import LazyTensor
+from redrafter.drafting.assistant import AssistantConfig
 from redrafter.drafting.drafter_config import MTPConfig
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
+from redrafter.formats.sources import FOREIGN, SourceBase, SourceDrafter, is_pair, open_base, open_drafter
+from redrafter.formats.tensors import LazyTensor, open_directory
 from redrafter.model.recurrent_layers import layer_tensors
 from redrafter.model.supported import check_states_found, check_supported, stored_shapes
 from redrafter.version import __version__
@@ -58,6 +59,11 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
             raise ArgumentError(f"{name} is a drafter itself: give the model first, and the drafter with --drafter")
         drafter = open_drafter(directory)
         return document | {"drafter": _describe_drafter(drafter), "converts_to": possible_formats(drafter)}
+    if kind == "assistant":
+        assistant = SourceDrafter(
+            directory, kind, AssistantConfig.from_pretrained(directory), open_directory(directory), Defaults()
+        )
+        return document | {"drafter": _describe_drafter(assistant)}
     base = open_base(directory)
     document["model"] = _describe_model(base)
     if drafter_name is not None:
@@ -65,7 +71,8 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
     elif is_pair(kind):
         drafter = open_drafter(directory)
     elif (found := find_layer(base.tensors)) is not None:
-        config = MTPConfig(document["model"]["vocabulary"], document["model"]["hidden_size"], **found.config)
+        model = document["model"]
+        config = MTPConfig(vocab_size=model["vocabulary"], hidden_size=model["hidden_size"], **found.config)
         tensors = {name: base.tensors[name] for name in found.names if name in base.tensors}
         return document | {"drafter": _describe_drafter(SourceDrafter(directory, kind, config, tensors))}
     else:

@@ -15,10 +15,15 @@ import torch
 
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning
 from redrafter.checkpoints.merged import TreeShape
-from redrafter.convert import apple, dflash, eagle, trtllm
 from redrafter.convert.config import ConvertConfig
-from redrafter.convert.sources import SourceBase, SourceDrafter
-from redrafter.convert.tensors import (
+from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
+from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture
+from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
+from redrafter.files.dtype_names import dtype_name
+from redrafter.formats import apple, dflash, eagle, trtllm
+from redrafter.formats.sources import SourceBase, SourceDrafter
+from redrafter.formats.tensors import (
     INDEX_FILE,
     WEIGHTS_FILE,
     LazyTensor,
@@ -26,11 +31,6 @@ from redrafter.convert.tensors import (
     split_into_files,
     write_safetensors,
 )
-from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
-from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture
-from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
-from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
-from redrafter.files.dtype_names import dtype_name
 
 COPY_BLOCK_BYTES = 16 << 20  # read and written at once
 MIN_FREE_BYTES = 64 << 20  # of the disk, after the conversion

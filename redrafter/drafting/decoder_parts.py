@@ -1,7 +1,7 @@
 """Parts of decoder layers that drafters of several kinds compute drafts with."""
 
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,23 +9,48 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from redrafter.drafting.drafter_config import LayerConfig
 
-class LayerConfig(Protocol):
-    """What the config of a drafter with decoder layers says of them."""
 
-    intermediate_size: int
-    hidden_act: str
-    mlp_bias: bool
-    head_dim: int
-    rope: dict[str, Any]
-    max_position_embeddings: int
+class AttentionProducts(nn.Module):
+    """The products of a layer's attention, and its norms of queries and keys where the config asks for them.
+
+    Args:
+        width: Width of what queries, keys and values read.
+        config: The config of the drafter.
+        normed: Whether the heads of queries and keys are normalised.
+    """
+
+    def __init__(self, width: int, config: LayerConfig, normed: bool):
+        super().__init__()
+        self.config, bias, size, eps = config, config.attention_bias, config.head_dim, config.rms_norm_eps
+        queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+        self.q_proj = nn.Linear(width, queries, bias=bias)
+        self.k_proj = nn.Linear(width, keys, bias=bias)
+        self.v_proj = nn.Linear(width, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, config.width, bias=bias)
+        self.q_norm = nn.RMSNorm(size, eps) if normed else None
+        self.k_norm = nn.RMSNorm(size, eps) if normed else None
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """Return a product `[..., h d]` by heads, `[..., h, d]`."""
+        return x.unflatten(-1, (-1, self.config.head_dim))
+
+    def finish_query(self, query: Tensor, position: Tensor) -> Tensor:
+        """Normalise queries `[..., h, d]` where the layer does so, and rotate them by positions that broadcast."""
+        return rotate(query if self.q_norm is None else self.q_norm(query), position, self.config)
+
+    def finish_key(self, key: Tensor, position: Tensor) -> Tensor:
+        """Do the same with keys `[..., H, d]`."""
+        return rotate(key if self.k_norm is None else self.k_norm(key), position, self.config)
 
 
 class GatedMLP(nn.Module):
-    """The gated MLP of a layer of some width."""
+    """The gated MLP of a layer."""
 
-    def __init__(self, width: int, config: LayerConfig):
+    def __init__(self, config: LayerConfig):
         super().__init__()
+        width = config.width
         self.gate_proj = nn.Linear(width, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = nn.Linear(width, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, width, bias=config.mlp_bias)

@@ -17,7 +17,7 @@ from transformers import AutoModel
 
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.context_attention import BACKENDS
-from redrafter.drafting.decoder_parts import GatedMLP, of_beams, rotate
+from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, of_beams
 from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.drafter_model import DrafterModel, drafter_layer, layer_bytes
 from redrafter.drafting.proposer import SearchProposer, State
@@ -42,31 +42,22 @@ class LayerContext(NamedTuple):
     position: Tensor
 
 
-class _Attention(nn.Module):
+class _Attention(AttentionProducts):
     """Attention of a block's positions to the committed tokens and to each other."""
 
     def __init__(self, config: DFlashConfig, layer: int):
-        super().__init__()
-        self.config, width, bias = config, config.hidden_size, config.attention_bias
-        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(width, queries, bias=bias)
-        self.k_proj = nn.Linear(width, keys, bias=bias)
-        self.v_proj = nn.Linear(width, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, width, bias=bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+        super().__init__(config.hidden_size, config, normed=True)
         self.window = config.sliding_window if layer in config.sliding_layers else None
         self.sees_later = config.sees_later(layer)
 
     def remember(self, hidden: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of tokens with hidden states `[..., D]` at positions `[...]`, `[..., H, d]` each."""
-        key, value = (x.unflatten(-1, (-1, self.config.head_dim)) for x in (self.k_proj(hidden), self.v_proj(hidden)))
-        return rotate(self.k_norm(key), position, self.config), value
+        return self.finish_key(self.by_head(self.k_proj(hidden)), position), self.by_head(self.v_proj(hidden))
 
     def forward(self, x: Tensor, position: Tensor, length: Tensor, context: LayerContext) -> Tensor:
         """Attend from blocks `[B, Q, D]` at positions `[B, Q]`, of rows with `length` `[B]` committed tokens."""
-        query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.config.head_dim)))
-        query = rotate(query, position, self.config).unflatten(2, (context.keys.shape[2], -1))  # [B, Q, H, g, d]
+        query = self.finish_query(self.by_head(self.q_proj(x)), position)
+        query = query.unflatten(2, (context.keys.shape[2], -1))  # [B, Q, H, g, d]
         key, value = (
             torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(context[:2], self.remember(x, position), strict=True)
         )  # [B, H, S + Q, d]
@@ -121,7 +112,7 @@ class _Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(width, eps)
         self.self_attn = _Attention(config, layer)
         self.post_attention_layernorm = nn.RMSNorm(width, eps)
-        self.mlp = GatedMLP(width, config)
+        self.mlp = GatedMLP(config)
         self.attention_conv = _Convolution(config) if convolved else None
         self.mlp_conv = _Convolution(config) if convolved else None
 
@@ -200,26 +191,14 @@ class _Selector(nn.Module):
 
 
 class DFlashDrafter(DrafterModel):
-    """A drafter of blocks; the target's embedding table and head are shared, unless it has its own.
-
-    Attributes:
-        draft_ids: The target's id of each of the drafter's ids, `[V']` int64; None where it has all ids.
-    """
+    """A drafter of blocks; the target's embedding table and head are shared, unless it has its own."""
 
     config_class = DFlashConfig
     config: DFlashConfig
-    main_input_name = "embedding"
+    identity_fields = ("model_type", "hidden_size", "vocab_size", "num_layers", "block_size")
 
     def __init__(self, config: DFlashConfig):
-        """Make a drafter with random weights.
-
-        Args:
-            config: The architecture.
-
-        Raises:
-            ArgumentError: No drafter can have the config's values.
-        """
-        config.check()
+        """Make a drafter with random weights; see `DrafterModel`."""
         super().__init__(config)
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.target_layers) * width, width, bias=False)
@@ -227,13 +206,11 @@ class DFlashDrafter(DrafterModel):
         self.layers = nn.ModuleList(_Layer(config, layer) for layer in range(config.num_layers))
         self.norm = nn.RMSNorm(width, eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
-        ids = config.draft_vocab_size
-        head: Any = nn.Linear(width, ids or config.vocab_size, bias=False) if config.own_head else None
+        ids = config.draft_vocab_size or config.vocab_size
+        head: Any = nn.Linear(width, ids, bias=False) if config.own_head else None
         self.lm_head = head
         self.markov_head = _MarkovHead(config) if config.markov_rank else None
         self.candidate_selector = _Selector(config) if config.selector_rank else None
-        self.draft_ids: Tensor | None
-        self.register_buffer("draft_ids", None if ids is None else torch.arange(ids))
         self.post_init()
 
     @property
@@ -246,34 +223,18 @@ class DFlashDrafter(DrafterModel):
         """The product of the target's hidden states, whose norms tell the drafter: the head may be the target's."""
         return self.fc
 
-    def layers_read(self, target: Target) -> list[int]:
-        """Return the target's decoder layers whose outputs the drafter reads."""
-        return self.config.target_layers
-
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
         """Return what the drafter stores of every token: keys and values of all its layers, as heads of one."""
         heads = self.config.num_layers * self.config.num_key_value_heads
         return drafter_layer(self, target, heads, self.config.head_dim, partial(_remember, self))
 
-    def proposer(
-        self, target: Target, beams: int, depth: int, nodes: int, shared_nodes: int | None, compiled: bool
-    ) -> "DFlashProposer":
-        """Return a proposer that drafts with the drafter.
-
-        Raises:
-            ArgumentError: A block drafts fewer tokens than `depth`.
-        """
+    def check_search(self, target: Target, depth: int) -> None:
+        """Raise `ArgumentError` where a block drafts fewer tokens than `depth`."""
         if depth > self.config.drafts:
             raise ArgumentError(
                 f"draft_len_per_beam={depth} is more than the {self.config.drafts} tokens that a block of this drafter "
                 "holds"
             )
-        return DFlashProposer(self, target, beams, depth, nodes, shared_nodes, compiled)
-
-    def identity(self) -> list[Any]:
-        """Return the type and the sizes of the drafter."""
-        config = self.config
-        return [config.model_type, config.hidden_size, config.vocab_size, config.num_layers, config.block_size]
 
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads, the target's head apart."""
@@ -376,6 +337,9 @@ class DFlashProposer(SearchProposer):
             position = position + (length - size)[:, None]
         part = slice(layer * heads, (layer + 1) * heads)
         return LayerContext(*cache.read_drafter_layer(position.clamp(min=0), part), position)
+
+
+DFlashDrafter.proposer_class = DFlashProposer
 
 
 def _remember(drafter: DFlashDrafter, ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,8 @@ class DraftModelProposer:
 
     The draft model draws as the target will: its logits go through the same processors and are drawn under the same
     noise, so a draft model equal to the target guesses every token. Its cache follows the accepted path as the target's
-    does. Each step reads the last committed token again, the only one that the draft model may not have read.
+    does. Each step reads the last committed token again, the only one that the draft model may not have read; where
+    drafts are copied from the text too, it reads as many more as one step may copy.
 
     A draft model with another vocabulary drafts the tokens that both have, and reads each token of the target as its
     own tokens of the same bytes. What is drafted and processed is in the target's ids throughout; only the draft
@@ -47,6 +48,7 @@ class DraftModelProposer:
             search ends once the best beam is, on average over those rows, less likely than that. None to search K
             steps always, as a captured step must.
         vocabulary: What the draft model has for each of the target's tokens; None where its ids are the target's.
+        reread: Last committed tokens that each step reads again: those that the draft model may not have read.
     """
 
     model: Target
@@ -57,6 +59,7 @@ class DraftModelProposer:
     sampled: bool = False
     confidence: Callable[[int], float] | None = None
     vocabulary: VocabularyMap | None = None
+    reread: int = 1
 
     shared_nodes = without_text = None
 
@@ -68,7 +71,7 @@ class DraftModelProposer:
     @property
     def scratch_slots(self) -> int:
         """Slots after a row's committed tokens that a step writes to, those of nodes that are cut included."""
-        nodes = 1 + self.beams * self.depth
+        nodes = 1 + max(self.beams * self.depth, self.reread)
         return nodes if self.vocabulary is None else max(nodes, 1 + self.vocabulary.max_pieces)
 
     def propose(
@@ -136,17 +139,21 @@ class DraftModelProposer:
         """Return the draft model's logits at the pending token, `[B, 1, V]`.
 
         The last committed token is read before it: when a step accepts all its drafts, the last of them is one that the
-        draft model has drafted and not read.
+        draft model has drafted and not read. Where some were copied from the text, it has read none of these.
 
         Args:
             state: The rows.
             length: Tokens of the draft model's text before the pending token, or before the last of its pieces, `[B]`.
             cache: The draft model's keys and values.
         """
-        before = (state.length - 1).clamp(min=0)  # rows without tokens are idle and write to block 0
-        pair = state.tokens.gather(1, before[:, None] + torch.arange(2, device=before.device))  # [B, 2]
+        before = (state.length - self.reread).clamp(min=0)  # rows without tokens are idle and write to block 0
+        index = before[:, None] + torch.arange(1 + self.reread, device=before.device)
+        pair = state.tokens.gather(
+            1, index
+        )  # [B, 2], or more; what a short text has after its pending token is not used
         if self.vocabulary is None:
-            return self._new_logits(chain(pair), before, cache, logits_index=torch.ones_like(before))
+            last = torch.ones_like(before) if self.reread == 1 else state.length - before
+            return self._new_logits(chain(pair), before, cache, logits_index=last)
         # A draft that was accepted and not read is one piece. Past the pieces of a pending token that has fewer than m,
         # slots are filled that the first nodes of the search overwrite.
         counts = self.vocabulary.counts[pair[:, 1]]  # [B]

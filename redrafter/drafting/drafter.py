@@ -19,7 +19,14 @@ from transformers import AutoModel
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.context_attention import ContextAttention, ContextWindow, PackedContext
 from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.drafting.drafter_model import DrafterModel, ReadAt, drafter_layer, layer_bytes, partial_linear
+from redrafter.drafting.drafter_model import (
+    DrafterModel,
+    GivenTexts,
+    ReadAt,
+    drafter_layer,
+    layer_bytes,
+    partial_linear,
+)
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.kernels.linear_operators import thin_linear
 from redrafter.model.forward_batch import DrafterLayer
@@ -63,25 +70,18 @@ class RecurrentDrafter(DrafterModel):
 
     Attributes:
         context: What attends to the text's committed tokens; None where nothing does.
-        draft_ids: The target's id of each of the head's ids, `[V']` int64; None where the head has all ids.
         rnn_joined: W and U side by side, `[D, 2D]`, after `join_recurrence`; None before.
     """
 
     config_class = DrafterConfig
     config: DrafterConfig
-    main_input_name = "embedding"
+    identity_fields = (
+        *("hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "recurrence", "draft_vocab_size"),
+    )
     follows_texts = True
 
     def __init__(self, config: DrafterConfig):
-        """Make a drafter with random weights.
-
-        Args:
-            config: The architecture.
-
-        Raises:
-            ArgumentError: No drafter can have the config's values.
-        """
-        config.check()
+        """Make a drafter with random weights; see `DrafterModel`."""
         super().__init__(config)
         hidden, exit_dim = config.hidden_size, config.exit_dim
         self.input_proj = nn.Linear(2 * hidden, exit_dim) if exit_dim != 2 * hidden else None
@@ -96,9 +96,6 @@ class RecurrentDrafter(DrafterModel):
             self.rnn_u = nn.Linear(hidden, hidden)
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
         self.context: Any = ContextAttention(config) if config.context_window else None
-        ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
-        self.draft_ids: Tensor | None
-        self.register_buffer("draft_ids", ids)
         self.rnn_joined: Tensor | None
         self.register_buffer("rnn_joined", None, persistent=False)
         self.post_init()
@@ -108,22 +105,12 @@ class RecurrentDrafter(DrafterModel):
         """What attends to the text: it is small."""
         return self.context
 
-    def layers_read(self, target: Target) -> list[int]:
-        """Return the target's decoder layers whose outputs the drafter reads."""
-        return self.config.target_layers
-
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer | None:
         """Return what the drafter stores of every token for its attention to the text; None where it has none."""
         if self.context is None:
             return None
         compute = partial(_compiled(_remember) if compiled else _remember, self, target.embedding)
         return drafter_layer(self, target, self.config.context_kv_heads, self.config.context_head_dim, compute)
-
-    def proposer(
-        self, target: Target, beams: int, depth: int, nodes: int, shared_nodes: int | None, compiled: bool
-    ) -> RecurrentProposer:
-        """Return a proposer that drafts with the drafter."""
-        return RecurrentProposer(self, target, beams, depth, nodes, shared_nodes, compiled)
 
     def prepare(self, device: torch.device) -> None:
         """Join the recurrence's two products on a GPU."""
@@ -132,10 +119,9 @@ class RecurrentDrafter(DrafterModel):
 
     def identity(self) -> list[Any]:
         """Return the sizes and settings of the recurrence and of its attention to the text."""
-        names = ["hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "recurrence", "draft_vocab_size"]
-        if self.config.context_window is not None:
-            names += ["context_window", "context_heads", "context_kv_heads", "context_head_dim"]
-        return [getattr(self.config, name) for name in names]
+        config = self.config
+        context = [config.context_window, config.context_heads, config.context_kv_heads, config.context_head_dim]
+        return super().identity() + (context if config.context_window is not None else [])
 
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads.
@@ -267,27 +253,19 @@ class RecurrentDrafter(DrafterModel):
                 x = layer(x)
         return x if self.head_proj is None else self.head_proj(x), state
 
-    def unroll(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        embedding: Tensor,
-        segment: Tensor | None,
-        anchors: Tensor,
-        position: Tensor,
-    ) -> Tensor:
+    def unroll(self, texts: GivenTexts) -> Tensor:
         """Unroll the recurrence over given texts; see `DrafterModel.unroll`."""
-        context = None
+        features, embedding, anchors, context = texts.features, texts.embedding, texts.anchors, None
         if self.context is None:
             hidden = self.fuse_hidden(features.flatten(0, 1)[anchors])  # [A, D]
         else:
             fused = self.fuse_hidden(features)  # [B, T, D]: all tokens have keys, not only anchors
             hidden = fused.flatten(0, 1).index_select(0, anchors)
-            context = PackedContext(self.context, self.config, fused, embedding, segment, anchors)
+            context = PackedContext(self.context, self.config, fused, embedding, texts.segment, anchors)
         flat, state, start, head_inputs = embedding.flatten(0, 1), None, self.begin(hidden), []
-        for k in range(position.shape[1]):
+        for k in range(texts.position.shape[1]):
             read = None if context is None else partial(context.read, k)
-            x, state = self.advance(flat[position[:, k]], state, start, read)
+            x, state = self.advance(flat[texts.position[:, k]], state, start, read)
             head_inputs.append(x)
         return torch.stack(head_inputs, dim=1)
 
@@ -402,6 +380,9 @@ def _remember(
 ) -> tuple[Tensor, Tensor]:
     assert drafter.context is not None
     return drafter.context.remember(drafter.fuse_hidden(hidden), embedding(ids), positions)
+
+
+RecurrentDrafter.proposer_class = RecurrentProposer
 
 
 @cache

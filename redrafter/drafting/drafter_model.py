@@ -3,20 +3,43 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from redrafter.cache.kv_cache import LayerShape
+from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
+
+
+class GivenTexts(NamedTuple):
+    """Texts that a drafter drafts over from many of their positions at once, as the search drafts from their ends.
+
+    Attributes:
+        tokens: Token ids, `[B, T]` int64.
+        features: Hidden states of the tokens that the drafter reads, `[B, T, F]`.
+        embedding: The target's embeddings of the tokens, `[B, T, D]`.
+        segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
+        anchors: Flat positions of the A tokens whose hidden states predicted the pending tokens, `[A]` int64. Only
+            position 0 may occur several times.
+        position: Flat position of the token that each of K steps reads, `[A, K]` int64.
+    """
+
+    tokens: Tensor
+    features: Tensor
+    embedding: Tensor
+    segment: Tensor | None
+    anchors: Tensor
+    position: Tensor
+
 
 ReadAt: TypeAlias = Callable[[Tensor, Tensor], Any]
 """Returns what a drafter reads of texts at positions; see `DrafterModel.read_texts`."""
@@ -26,20 +49,35 @@ class DrafterModel(PreTrainedModel):
     """A drafter with its weights. A subclass names the class of its config, and says how it drafts.
 
     Attributes:
+        draft_ids: The target's id of each of the drafter's ids, `[V']` int64; None where it has all ids.
+        proposer_class: What drafts with it.
+        identity_fields: Sizes and settings in its config that tell it from others.
         unquantized: What stays as it is where the drafter is quantised; None for nothing.
         follows_texts: Whether it drafts over given texts, by `unroll` and `read_texts`: it can be trained and replayed.
     """
 
-    config_class: type[PretrainedConfig]
+    config_class: type[AnyDrafterConfig]
+    proposer_class: ClassVar[type[SearchProposer]]
+    identity_fields: tuple[str, ...]
+    main_input_name = "embedding"
     base_model_prefix = "drafter"
     lm_head: nn.Linear
     draft_ids: Tensor | None
     unquantized: nn.Module | None = None
     follows_texts = False
 
-    def layers_read(self, target: Target) -> list[int]:
-        """Return the target's decoder layers whose outputs the drafter reads."""
-        raise NotImplementedError
+    def __init__(self, config: Any):
+        """Make a drafter with random weights; a subclass adds its parts.
+
+        Args:
+            config: The architecture.
+
+        Raises:
+            ArgumentError: No drafter can have the config's values.
+        """
+        config.check()
+        super().__init__(config)
+        self.register_buffer("draft_ids", None if (ids := config.draft_vocab_size) is None else torch.arange(ids))
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer | None:
         """Return what the drafter stores of every token, computed by torch.compile if asked and possible; or None."""
@@ -48,8 +86,15 @@ class DrafterModel(PreTrainedModel):
     def proposer(
         self, target: Target, beams: int, depth: int, nodes: int, shared_nodes: int | None, compiled: bool
     ) -> SearchProposer:
-        """Return a proposer that drafts with the drafter; the arguments are the attributes of `SearchProposer`."""
-        raise NotImplementedError
+        """Return a proposer that drafts with the drafter; the arguments are the attributes of `SearchProposer`.
+
+        Raises as `check_search` does.
+        """
+        self.check_search(target, depth)
+        return self.proposer_class(self, target, beams, depth, nodes, shared_nodes, compiled)
+
+    def check_search(self, target: Target, depth: int) -> None:
+        """Raise `UnsupportedError` for a target, or `ArgumentError` for a depth, that it cannot draft with."""
 
     def placed(self, target: Target) -> Any:
         """Return the drafter on a target's device, in its dtype, in evaluation mode."""
@@ -61,7 +106,7 @@ class DrafterModel(PreTrainedModel):
 
     def identity(self) -> list[Any]:
         """Return sizes and settings that tell the drafter from others, beside norms of `told_by`."""
-        raise NotImplementedError
+        return [getattr(self.config, name) for name in self.identity_fields]
 
     @property
     def told_by(self) -> nn.Module:
@@ -82,29 +127,8 @@ class DrafterModel(PreTrainedModel):
             return every
         return torch.full_like(every, -1).index_copy_(0, self.draft_ids, every[: len(self.draft_ids)])
 
-    def unroll(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        embedding: Tensor,
-        segment: Tensor | None,
-        anchors: Tensor,
-        position: Tensor,
-    ) -> Tensor:
-        """Draft over given texts as the search does, from many of their positions at once, without the head.
-
-        Args:
-            tokens: Token ids of texts, `[B, T]` int64.
-            features: Hidden states of the tokens that the drafter reads, `[B, T, F]`.
-            embedding: The target's embeddings of the tokens, `[B, T, D]`.
-            segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
-            anchors: Flat positions of the A tokens whose hidden states predicted the pending tokens, `[A]` int64. Only
-                position 0 may occur several times.
-            position: Flat position of the token that each of K steps reads, `[A, K]` int64.
-
-        Returns:
-            The input of `lm_head` at each step, `[A, K, R]`.
-        """
+    def unroll(self, texts: GivenTexts) -> Tensor:
+        """Draft over given texts as the search does, and return the input of `lm_head` at each step, `[A, K, R]`."""
         raise NotImplementedError
 
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:

@@ -6,18 +6,19 @@ from typing import Any, TypeAlias
 
 from transformers import PretrainedConfig
 
+from redrafter.drafting.assistant import AssistantConfig, AssistantDrafter
 from redrafter.drafting.dflash import DFlashDrafter
 from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig, MTPConfig
 from redrafter.drafting.eagle import EagleDrafter
 from redrafter.drafting.mtp import MTPDrafter
-from redrafter.files.checkpoint_kind import check_drafter
+from redrafter.files.checkpoint_kind import ASSISTANT_MODEL_TYPES, check_drafter
 
-Drafter: TypeAlias = RecurrentDrafter | EagleDrafter | MTPDrafter | DFlashDrafter
+Drafter: TypeAlias = RecurrentDrafter | EagleDrafter | MTPDrafter | DFlashDrafter | AssistantDrafter
 """A drafter of any type."""
 
-DrafterArchitecture: TypeAlias = DrafterConfig | EagleConfig | MTPConfig | DFlashConfig
+DrafterArchitecture: TypeAlias = DrafterConfig | EagleConfig | MTPConfig | DFlashConfig | AssistantConfig
 """The config of a drafter of any type."""
 
 # Those with checkpoints of their own.
@@ -47,7 +48,8 @@ def open_drafter_model(name: str | Path, **hub_options: Any) -> Drafter:
         config, _ = PretrainedConfig.get_config_dict(str(name), **hub_options)
     except OSError:
         config = {}  # loading says what is wrong
-    drafter: Drafter = DRAFTER_CLASSES.get(config.get("model_type", ""), RecurrentDrafter).from_pretrained(
-        name, **hub_options
-    )
+    kind: Any = DRAFTER_CLASSES.get(config.get("model_type", ""), RecurrentDrafter)
+    if config.get("model_type") in ASSISTANT_MODEL_TYPES:
+        kind = AssistantDrafter
+    drafter: Drafter = kind.from_pretrained(name, **hub_options)
     return drafter

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel
 
 from redrafter.cache.kv_cache import KVCache
-from redrafter.drafting.decoder_parts import GatedMLP, of_beams, rotate
+from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, of_beams
 from redrafter.drafting.drafter_config import EagleConfig
-from redrafter.drafting.drafter_model import DrafterModel, ReadAt, drafter_layer, layer_bytes, partial_linear
+from redrafter.drafting.drafter_model import (
+    DrafterModel,
+    GivenTexts,
+    ReadAt,
+    drafter_layer,
+    layer_bytes,
+    partial_linear,
+)
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.target import Target
@@ -60,20 +67,6 @@ class PastEntries(NamedTuple):
         return PastEntries(EagleEntries(*(part[row] for part in self.entries)), bias, length)
 
 
-class _Attention(nn.Module):
-    """The products of the layer's attention; queries, keys and values read joined inputs `[e; h]` of width 2D."""
-
-    def __init__(self, config: EagleConfig):
-        super().__init__()
-        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(2 * config.width, queries, bias=config.attention_bias)
-        self.k_proj = nn.Linear(2 * config.width, keys, bias=config.attention_bias)
-        self.v_proj = nn.Linear(2 * config.width, keys, bias=config.attention_bias)
-        self.o_proj = nn.Linear(queries, config.width, bias=config.attention_bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-
-
 class _Layer(nn.Module):
     """The weights of the decoder layer, which `EagleDrafter` computes."""
 
@@ -82,31 +75,20 @@ class _Layer(nn.Module):
         width, eps = config.width, config.rms_norm_eps
         self.input_layernorm, self.hidden_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
         self.post_attention_layernorm = nn.RMSNorm(width, eps)
-        self.self_attn, self.mlp = _Attention(config), GatedMLP(width, config)
+        # Queries, keys and values read joined inputs `[e; h]`.
+        self.self_attn, self.mlp = AttentionProducts(2 * width, config, config.qk_norm), GatedMLP(config)
 
 
 class EagleDrafter(DrafterModel):
-    """An EAGLE-3 head; the target's embedding table is shared, unless the head has one of its own.
-
-    Attributes:
-        draft_ids: The target's id of each of the head's ids, `[V']` int64; None where the head has all ids.
-    """
+    """An EAGLE-3 head; the target's embedding table is shared, unless the head has one of its own."""
 
     config_class = EagleConfig
     config: EagleConfig
-    main_input_name = "embedding"
+    identity_fields = ("model_type", "hidden_size", "vocab_size", "draft_vocab_size")
     follows_texts = True
 
     def __init__(self, config: EagleConfig):
-        """Make a head with random weights.
-
-        Args:
-            config: The architecture.
-
-        Raises:
-            ArgumentError: No head can have the config's values.
-        """
-        config.check()
+        """Make a head with random weights; see `DrafterModel`."""
         super().__init__(config)
         joined, eps = config.num_target_layers * config.hidden_size, config.rms_norm_eps
         self.input_norm = nn.RMSNorm(joined, eps) if config.norm_before_fc else None
@@ -117,30 +99,12 @@ class EagleDrafter(DrafterModel):
         self.norm = nn.RMSNorm(config.width, eps)
         self.lm_head = nn.Linear(config.width, config.draft_vocab_size or config.vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.width) if config.own_embedding else None
-        ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
-        self.draft_ids: Tensor | None
-        self.register_buffer("draft_ids", ids)
         self.post_init()
-
-    def layers_read(self, target: Target) -> list[int]:
-        """Return the target's decoder layers whose outputs the head reads."""
-        return self.config.target_layers_of(target.config.num_hidden_layers)
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
         """Return what the head stores of every token: what the token adds to two entries."""
         heads, compute = 2 * self.config.num_key_value_heads, partial(_remember, self, target.embedding)
         return drafter_layer(self, target, heads, self.config.head_dim, compute)
-
-    def proposer(
-        self, target: Target, beams: int, depth: int, nodes: int, shared_nodes: int | None, compiled: bool
-    ) -> "EagleProposer":
-        """Return a proposer that drafts with the head."""
-        return EagleProposer(self, target, beams, depth, nodes, shared_nodes, compiled)
-
-    def identity(self) -> list[Any]:
-        """Return the type and the sizes of the head."""
-        config = self.config
-        return [config.model_type, config.hidden_size, config.vocab_size, config.draft_vocab_size]
 
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads."""
@@ -196,7 +160,7 @@ class EagleDrafter(DrafterModel):
             )
             for product in (attention.k_proj, attention.v_proj)
         )
-        return self._by_head(keys), self._by_head(values)
+        return attention.by_head(keys), attention.by_head(values)
 
     def read_past(self, keys: Tensor, values: Tensor, length: Tensor, first: int = 0) -> PastEntries:
         """Return the entries of committed tokens that have a committed token after them.
@@ -211,7 +175,7 @@ class EagleDrafter(DrafterModel):
         position = torch.arange(first, first + keys.shape[1] - 1, device=keys.device)  # [S]
         key, value = (x[:, :-1, :heads] + x[:, 1:, heads:] for x in (keys, values))
         bias = _hide(position >= length[:, None] - 1)[:, None, None]
-        return PastEntries(EagleEntries(self._finish_keys(key, position), value), bias, length)
+        return PastEntries(EagleEntries(self.midlayer.self_attn.finish_key(key, position), value), bias, length)
 
     def step(
         self, embedding: Tensor, hidden: Tensor, position: Tensor, path: EagleEntries | None, past: PastEntries
@@ -246,12 +210,9 @@ class EagleDrafter(DrafterModel):
         e, h = layer.input_layernorm(embedding), layer.hidden_norm(hidden)
         joined = torch.cat([e, h], dim=-1)
         query, key, value = (
-            self._by_head(product(joined)) for product in (attention.q_proj, attention.k_proj, attention.v_proj)
+            attention.by_head(product(joined)) for product in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        if attention.q_norm is not None:
-            query = attention.q_norm(query)
-        query = rotate(query, position, self.config)
-        key = self._finish_keys(key, position)
+        query, key = attention.finish_query(query, position), attention.finish_key(key, position)
         new = EagleEntries(key[:, :, None], value[:, :, None])
         if path is not None:
             new = EagleEntries(*(torch.cat(pair, dim=2) for pair in zip(path, new, strict=True)))
@@ -261,22 +222,15 @@ class EagleDrafter(DrafterModel):
         normed = self.norm(x)
         return normed, normed if self.config.norm_output else x, new
 
-    def unroll(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        embedding: Tensor,
-        segment: Tensor | None,
-        anchors: Tensor,
-        position: Tensor,
-    ) -> Tensor:
+    def unroll(self, texts: GivenTexts) -> Tensor:
         """Draft over given texts, as EAGLE-3's training-time test does; see `DrafterModel.unroll`.
 
         All positions of a row draft at once, as the beams of one search. From the second step on, each reads the hidden
         state that it drafted itself; it attends to the committed entries before it and to the entries of its own steps.
         """
+        tokens, embedding, segment = texts.tokens, texts.embedding, texts.segment
         rows, length = tokens.shape
-        fused, index = self.fuse_hidden(features), torch.arange(length, device=tokens.device)
+        fused, index = self.fuse_hidden(texts.features), torch.arange(length, device=tokens.device)
         if self.embed_tokens is not None:
             embedding = self.embed_tokens(tokens)
         seen = (index[:-1] < index[:, None]).expand(rows, -1, -1)  # [B, T, S]
@@ -286,14 +240,14 @@ class EagleDrafter(DrafterModel):
         past = self.read_past(*self.remember(embedding, fused), torch.full_like(tokens[:, 0], length))
         past = past._replace(bias=_hide(~seen).repeat_interleave(groups, dim=1)[:, None])
         hidden, path, head_inputs = fused, None, []
-        for k in range(position.shape[1]):
+        for k in range(texts.position.shape[1]):
             ahead = embedding[:, (index + 1 + k).clamp(max=length - 1)]  # past the end, steps weigh 0
             arguments = ahead, hidden, (index + k)[None], path, past
             if tokens.is_cuda:  # the scores of all positions would be most of the memory
                 x, hidden, path = checkpoint(self.advance, *arguments, use_reentrant=False)
             else:
                 x, hidden, path = self.advance(*arguments)
-            head_inputs.append(x.flatten(0, 1).index_select(0, anchors))
+            head_inputs.append(x.flatten(0, 1).index_select(0, texts.anchors))
         return torch.stack(head_inputs, dim=1)
 
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
@@ -317,14 +271,6 @@ class EagleDrafter(DrafterModel):
         config = self.config
         stored = 4 * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
         return length * (stored + 12 * beams * config.num_attention_heads)
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.config.head_dim))
-
-    def _finish_keys(self, keys: Tensor, position: Tensor) -> Tensor:
-        """Normalise keys `[..., H, d]` where the head does so, and rotate them by positions that broadcast."""
-        norm = self.midlayer.self_attn.k_norm
-        return rotate(keys if norm is None else norm(keys), position, self.config)
 
 
 def _hide(missing: Tensor) -> Tensor:
@@ -397,6 +343,9 @@ class EagleProposer(SearchProposer):
             return sampler.draft_scores(logits, noise, k, head.draft_ids)
 
         return expand
+
+
+EagleDrafter.proposer_class = EagleProposer
 
 
 def _remember(

@@ -111,8 +111,7 @@ class MTPDrafter(DrafterModel):
 
     config_class = MTPConfig
     config: MTPConfig
-    main_input_name = "embedding"
-    draft_ids = None
+    identity_fields = ("model_type", "hidden_size", "vocab_size", "family")
 
     def __init__(self, config: MTPConfig, blocks: Sequence[nn.Module], norm: nn.Module, rotary: nn.Module | None):
         """Make a layer whose weights are loaded later.
@@ -129,10 +128,6 @@ class MTPDrafter(DrafterModel):
         self.embedding_norm, self.hidden_norm, self.norm = (copy.deepcopy(norm) for _ in range(3))
         self.projection = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
 
-    def layers_read(self, target: Target) -> list[int]:
-        """Return no layers: the last hidden state is all that is read."""
-        return []
-
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
         """Return what is stored of every token: the layer's keys and values of the entry that reads it.
 
@@ -147,25 +142,18 @@ class MTPDrafter(DrafterModel):
         shape = LayerShape(keys.shape[1], *widths, of_drafter=True, extra_dim=self.config.hidden_size)
         return DrafterLayer(self, shape, remember)
 
-    def proposer(
-        self, target: Target, beams: int, depth: int, nodes: int, shared_nodes: int | None, compiled: bool
-    ) -> "MTPProposer":
-        """Return a proposer that drafts with the layer."""
+    def check_search(self, target: Target, depth: int) -> None:
+        """Raise `UnsupportedError` for a target whose head the layer cannot share."""
         if not isinstance(target.head, nn.Linear):
             raise UnsupportedError(
                 f"{target.name} has a head of the type {type(target.head).__name__}, which its MTP layer cannot share "
                 "yet: write without drafts (--no-speculate), or give a drafter"
             )
-        return MTPProposer(self, target, beams, depth, nodes, shared_nodes, compiled)
 
     def placed(self, target: Target) -> Any:
         """Return the layer on a target's device, in the dtypes that it was loaded in."""
         module: Any = self
         return module.to(target.device).eval()
-
-    def identity(self) -> list[Any]:
-        """Return the type and the sizes of the layer."""
-        return [self.config.model_type, self.config.hidden_size, self.config.vocab_size, self.config.family]
 
     @property
     def told_by(self) -> nn.Module:
@@ -283,3 +271,6 @@ class MTPProposer(SearchProposer):
         position = (length - count).clamp(min=1)[:, None] + torch.arange(count, device=length.device)  # [B, S]
         keys, values = (pad(x.transpose(1, 2), (0, 0, 0, room)) for x in cache.read_drafter_layer(position))
         return Past(keys, values, position < length[:, None])
+
+
+MTPDrafter.proposer_class = MTPProposer

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.proposer import Proposer, State
+from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.accept import accept
 from redrafter.tree.token_tree import Tree, chain, check_size
@@ -120,15 +121,20 @@ class TextBeside:
     """Drafts what another proposer drafts, and beside it a chain that is copied from the text.
 
     Attributes:
-        without_text: The other proposer, which has no model of its own: a second LM would have to read what it has not
-            drafted.
+        without_text: The other proposer. An LM that drafts reads L more of the last tokens in each step, as it has read
+            none that were copied.
         draft_len: L, tokens that are added.
     """
 
     without_text: Proposer
     draft_len: int
 
-    model = shared_nodes = None
+    shared_nodes = None
+
+    @property
+    def model(self) -> Target | None:
+        """The LM that drafts, or None."""
+        return self.without_text.model
 
     @property
     def nodes(self) -> int:
@@ -193,6 +199,7 @@ def graft(tree: Tree, drafts: Tensor) -> Tree:
     return replace(
         tree,
         tokens=torch.cat([tree.tokens, drafts.gather(1, first + new)], dim=1),
+        slots=None if tree.slots is None else torch.cat([tree.slots, (nodes + new).expand(rows, -1)], dim=1),
         parents=torch.cat([tree.parents, end, (nodes + new[:-1]).expand(rows, -1)], dim=1),
         depth=torch.cat([tree.depth, first + 1 + new], dim=1),
         ancestors=torch.cat([pad(tree.ancestors, (0, count)), ancestors], dim=1),

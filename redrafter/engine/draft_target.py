@@ -1,6 +1,7 @@
 """DraftTarget: a Hugging Face model with a smaller one that drafts for it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,10 +12,13 @@ from redrafter.checkpoints.models import bind, check_quantization
 from redrafter.checkpoints.vocabularies import Tokenizer, map_unlike_vocabularies
 from redrafter.drafting.draft_length import AdaptiveDraftLength
 from redrafter.drafting.draft_model import DraftModelProposer
+from redrafter.drafting.prompt_lookup import TextBeside
+from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
+from redrafter.engine.tuning import text_nodes
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
@@ -105,6 +109,25 @@ class DraftTarget(Engine):
             for length in sorted(lengths)
         }
         super().__init__(target, self._by_length[draft_len], options)
+        self._with_text: dict[int, TextBeside] = {}
+
+    def proposer_for(self, rows: int) -> Proposer:
+        """Return the proposer for a batch of `rows` rows, beside which drafts may be copied from the text."""
+        proposer, target = self._by_length[self.draft_len], self.target
+        states = target.keeps_states or proposer.model.keeps_states
+        if (
+            not self.options.draft_from_text
+            or self.adaptive
+            or self.rejection_sampling
+            or proposer.vocabulary
+            or states
+        ):
+            return proposer
+        count = text_nodes(rows, proposer.nodes, target.device.type)
+        if not count:
+            return proposer
+        # What is copied and accepted may be followed by the last draft, which has not been read either.
+        return self._with_text.setdefault(count, TextBeside(replace(proposer, reread=1 + count), count))
 
     @classmethod
     @takes_options

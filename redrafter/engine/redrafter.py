@@ -19,6 +19,7 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
 from redrafter.engine.tuning import Tuning, default_shape, find_tuning, text_nodes
 from redrafter.files.checkpoint_kind import check_drafter
+from redrafter.formats.sources import load_foreign
 from redrafter.model.target import Target
 from redrafter.tree.beam_search import node_count
 
@@ -70,7 +71,7 @@ class ReDrafter(Engine):
         shape = shape.over(self._default)
         if message := draft_length_warning(config, shape.draft_len_per_beam):
             warnings.warn(message, stacklevel=3)
-        target.read_aux_hidden(drafter.layers_read(target))
+        target.read_aux_hidden(config.target_layers_of(getattr(target.config, "num_hidden_layers", 0)))
         compiled = target.device.type == "cuda" and (options or EngineOptions()).compile
         if (layer := drafter.stored_layer(target, compiled)) is not None:
             target.store_drafter_layer(layer)
@@ -102,7 +103,8 @@ class ReDrafter(Engine):
 
         Args:
             model: The target.
-            drafter: The drafter; None where `model` is a merged checkpoint, such as `boxed_pair()`, or has an MTP
+            drafter: The drafter, this project's, or an EAGLE-3 head or a DFlash or DSpark drafter in the directory of
+                another project; None where `model` is a merged checkpoint, such as `boxed_pair()`, or has an MTP
                 layer.
             num_beams: Width of the beam search; None for the checkpoint's.
             draft_len_per_beam: Depth of the beam search; None for the checkpoint's.
@@ -135,6 +137,8 @@ class ReDrafter(Engine):
         asked = TreeShape(num_beams, draft_len_per_beam, node_budget)
         options, load, adapters = split_keywords(cls.from_pretrained, keywords)
         check_quantization(draft_quantization, drafter, "draft_quantization")
+        if isinstance(drafter, str | Path):
+            drafter = load_foreign(drafter) or drafter
         if isinstance(drafter, str | Path):
             check_drafter(drafter)
         target = bind(model, **load)

@@ -14,6 +14,7 @@ MODEL_TYPE = "redrafter"  # `model_type` in the config.json of this project's dr
 EAGLE_MODEL_TYPE = "redrafter_eagle3"  # the same of EAGLE-3 heads in the form of this project
 DFLASH_MODEL_TYPE = "redrafter_dflash"  # and of drafters of blocks
 MTP_MODEL_TYPE = "redrafter_mtp"  # of MTP layers, which are in the checkpoints of their bases and have no config.json
+ASSISTANT_MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")  # of Gemma 4's, as transformers saves them
 APPLE_MODEL_TYPE = "recurrent_drafting_drafter"  # `model_type` in the config.json of Apple's drafters
 SPECULATORS_KEY = "speculators_model_type"  # in the config.json of vllm-project/speculators' checkpoints
 DRAFTER_FOLDER = "drafter"  # of a merged checkpoint
@@ -26,9 +27,9 @@ TOKENIZER_FILES = (  # of which each tokenizer has at least one
 def kind_of(directory: Path) -> str:
     """Return the kind of checkpoint that a directory holds.
 
-    It is `merged checkpoint`, `drafter`, `Apple drafter`, `EAGLE-3 head`, `DFlash drafter` (DFlash2 and DSpark
-    included), `speculators checkpoint` of another type, `TensorRT-LLM ReDrafter checkpoint`, `TensorRT-LLM checkpoint`,
-    `built TensorRT engine` or `model`. What is none of the others counts as `model`.
+    It is `merged checkpoint`, `drafter`, `assistant`, `Apple drafter`, `EAGLE-3 head`, `DFlash drafter` (DFlash2 and
+    DSpark included), `speculators checkpoint` of another type, `TensorRT-LLM ReDrafter checkpoint`, `TensorRT-LLM
+    checkpoint`, `built TensorRT engine` or `model`. What is none of the others counts as `model`.
     """
     check_path(str(directory))
     if not directory.is_dir():
@@ -36,6 +37,8 @@ def kind_of(directory: Path) -> str:
     config = read_json(directory / "config.json")
     if config.get("model_type") in (MODEL_TYPE, EAGLE_MODEL_TYPE, DFLASH_MODEL_TYPE):
         return "drafter"
+    if config.get("model_type") in ASSISTANT_MODEL_TYPES:
+        return "assistant"
     if config.get("model_type") == APPLE_MODEL_TYPE or ("num_draft_layers" in config and "model_type" not in config):
         return "Apple drafter"
     named = [str(name).lower() for name in (*(config.get("architectures") or ()), config.get(SPECULATORS_KEY))]
@@ -98,21 +101,23 @@ def load_error(what: str, name: str | Path, error: Exception) -> CheckpointError
 def wrong_kind_error(path: Path, wanted: str) -> CheckpointError | None:
     """Return an error for a directory that holds no `model` or no `drafter`, with what to do about it.
 
-    None where it is of the wanted kind; a merged checkpoint counts as a model.
+    None where it is of the wanted kind; a merged checkpoint counts as a model, and an assistant as a drafter.
     """
     kind = kind_of(path)
-    if kind == wanted or (wanted == "model" and kind == "merged checkpoint"):
+    if kind == wanted or (wanted, kind) in (("model", "merged checkpoint"), ("drafter", "assistant")):
         return None
-    names = {"Apple drafter": "Apple's drafter", "EAGLE-3 head": "an EAGLE-3 head"}
+    names = {"Apple drafter": "Apple's drafter", "EAGLE-3 head": "an EAGLE-3 head", "assistant": "an assistant"}
     this = f"{path} is {names.get(kind, f'a {kind}')}"
     base, drafter = "--base-model-checkpoint-dir", "--drafter-model-dir"
     if kind == "built TensorRT engine":
         return CheckpointError(f"{this}, whose weights cannot be read: give the Hugging Face {wanted} it was made from")
     convert_drafter = _convert_command(path, drafter, "--to drafter", "drafter")
     drafts_for = ", not a model: give the model that it drafts for, and as its drafter what this writes: "
+    this_drafts = ", not a model: give the model that it drafts for, and this as the drafter (--drafter)"
     if wanted == "model":
         advice = {
-            "drafter": ", not a model: give the model that it drafts for, and this as the drafter (--drafter)",
+            "drafter": this_drafts,
+            "assistant": this_drafts,
             "Apple drafter": drafts_for + convert_drafter,
             "EAGLE-3 head": drafts_for + convert_drafter,
             "DFlash drafter": drafts_for + convert_drafter,

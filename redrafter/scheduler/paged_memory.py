@@ -434,4 +434,5 @@ class SequenceBlocks:
             return len(sequence.tokens) - 1  # all but the pending token
         if not sequence.params.speculate:
             return min(len(sequence.tokens) - 2, len(sequence.prompt))  # the draft model may have read no more
-        return len(sequence.tokens) - 2  # the draft model may have proposed the last one and not read it
+        # The draft model may have proposed the last one and not read it, nor what a step has copied from the text.
+        return len(sequence.tokens) - 2 - sequence.unread

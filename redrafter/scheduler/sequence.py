@@ -149,6 +149,7 @@ class TokenSequence:
         admitted_round: Round in which it was last given a place; None if it never was.
         row: Its row of the running batch; None while it has none.
         piece: Piece of an earlier text that its row may repeat; None for none.
+        unread: Last tokens that its last step copied from the text, which a draft model has not read yet.
         launched: Forwards that were launched and draw tokens of it which the host has not read.
         cancelled: Whether it shall end before its next step.
         ended: Whether its last delta was reported.
@@ -181,6 +182,7 @@ class TokenSequence:
     admitted_round: int | None = None
     row: int | None = None
     piece: Piece | None = None
+    unread: int = 0
     launched: int = 0
     cancelled: bool = False
     ended: bool = False
@@ -257,6 +259,7 @@ class TokenSequence:
         if self.written:
             self.stats.count(drawn.drafted, accepted, len(new), copied, drawn.copies)
         self.tokens += new
+        self.unread = copied
         if self.guide is not None and self.guide.error is not None:
             return replace(delta, finish="error", error=ArgumentError(self.guide.error))
         if drawn.logits is not None and self.params.logprobs is not None:

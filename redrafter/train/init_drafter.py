@@ -118,6 +118,7 @@ def _size_recurrent(base: PretrainedConfig, config: TrainConfig) -> dict[str, An
 def _recurrent_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> DrafterConfig:
     assert config.recurrence is not None, "size_form chose it"
     assert config.num_layers is not None, "size_form chose it"
+    assert config.exit_dim is not None, "size_form chose it"
     assert config.target_layers is not None, "size_form chose it"
     return DrafterConfig(
         vocab_size=base.vocab_size,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from redrafter.drafting.drafter_model import GivenTexts
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.train.config import TrainConfig
 from redrafter.train.head_loss import HeadLoss, Objective, chunk_anchors, chunk_loss
@@ -110,7 +111,7 @@ class Unroll(nn.Module):
             teacher = teacher.index_select(-1, drafter.draft_ids)
 
         loss, attempted, correct = HeadLoss.apply(
-            drafter.unroll(tokens, features, embedding, segment, anchors, position),
+            drafter.unroll(GivenTexts(tokens, features, embedding, segment, anchors, position)),
             drafter.lm_head.weight,
             teacher.flatten(0, 1),
             position,

@@ -31,7 +31,7 @@ from redrafter.model.supported import Support
 from redrafter.model.target import Target
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start, load_drafter
 from redrafter.train.config import TrainConfig, parse
-from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts
+from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts, choose_tree
 from redrafter.train.init_drafter import new_drafter, size_form
 from redrafter.train.loop import train
 from redrafter.train.output import (
@@ -63,7 +63,6 @@ from redrafter.train.processes import (
 )
 from redrafter.train.progress import Console, NotFiniteError, TrainingState
 from redrafter.train.sharding import load_sharded
-from redrafter.train.tree_choice import choose_tree
 
 __all__ = ["TrainConfig", "main", "new_drafter", "train"]
 

@@ -96,7 +96,7 @@ def test_every_way_is_a_line_of_the_table_and_an_entry_of_the_document(compare, 
     assert [(way["name"], way["shape"]) for way in ways.values()] == [
         (None, None),
         (str(folder / "merged" / "drafter"), own),
-        (str(folder / "small"), {"num_beams": 1, "draft_len": 4, "nodes": 5}),
+        (str(folder / "small"), {"num_beams": 1, "draft_len": 4, "nodes": 5, "draft_from_text": {1: 16, 3: 11}[size]}),
         (None, {"ngram": 2, "draft_len": 4}),
     ]
 
@@ -108,7 +108,7 @@ def test_a_way_that_there_is_nothing_for_is_left_out_and_flags_shape_those_that_
     ways = compare(*one, *flags, model="base")[1]["by_way"]
     assert ways["drafter"]["name"] == str(folder / "drafter")
     assert ways["drafter"]["shape"]["draft_len_per_beam"] == 2
-    assert ways["draft model"]["shape"] == {"num_beams": 1, "draft_len": 3, "nodes": 4}
+    assert ways["draft model"]["shape"] == {"num_beams": 1, "draft_len": 3, "nodes": 4, "draft_from_text": 16}
     assert ways["prompt lookup"]["shape"] == {"ngram": 4, "draft_len": 3}
 
 
@@ -182,7 +182,8 @@ def test_a_way_that_writes_other_tokens_fails_and_the_report_says_where(compare,
 
     monkeypatch.setattr(step_module, "accept", keep_everything)
     off = () if asked else ("--disable-output-comparison",)
-    table, document = compare("--batch-size", "3", *off, model="base", code=int(asked))
+    flags = ("--batch-size", "3", "--no-draft-from-text", *off)
+    table, document = compare(*flags, model="base", code=int(asked))
     plain = runs.texts("plain")
     for name in ("draft model", "prompt lookup"):
         way, texts = document["by_way"][name], runs.texts(name)

@@ -169,7 +169,7 @@ def test_a_base_comes_back_as_it_was(name, tp, foreign, bases, apple, tmp_path, 
 
 
 def test_a_large_base_comes_back_in_several_files(trtllm, bases, tmp_path, monkeypatch):
-    monkeypatch.setattr("redrafter.convert.tensors.MAX_FILE_BYTES", 20_000)
+    monkeypatch.setattr("redrafter.formats.tensors.MAX_FILE_BYTES", 20_000)
     merged = convert(tmp_path / "merged", base=trtllm)
     files = sorted(merged.glob("model*.safetensors"))
     count = len(files)

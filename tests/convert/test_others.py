@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from helpers.conversion import convert, refused, weights
 from helpers.dflash import DFLASH_FORMS, published_dir, random_block_drafter
 from helpers.eagle import EAGLE_FORMS, eagle_dir, random_head, speculators_dir
+from helpers.generation import same_undrafted
 from helpers.models import VOCAB, tiny_model
 from redrafter import CheckpointError, DFlashDrafter, EagleDrafter, MismatchError, ReDrafter
 from redrafter.cli import main as redrafter
@@ -32,21 +33,27 @@ def head(**changes: object) -> EagleDrafter:
     ],
     ids=["speculators'", "EAGLE's", "DFlash", "DSpark", "DFlash2"],
 )
-def test_a_merged_pair_writes_what_its_base_writes(write, drafter, base, tmp_path, capsys):
+def test_a_pair_writes_what_its_base_writes_merged_or_as_it_was_published(write, drafter, base, tmp_path, capsys):
     made = drafter()
     copies = isinstance(made, DFlashDrafter) and made.embed_tokens is not None
     if copies:  # of the base's
         model = tiny_model("llama")
         made.embed_tokens.weight.data.copy_(model.get_input_embeddings().weight)
         made.lm_head.weight.data.copy_(model.lm_head.weight)
-    engine = ReDrafter.from_pretrained(
-        convert(tmp_path / "merged", base=base, drafter=write(tmp_path / "theirs", made))
-    )
+    source = write(tmp_path / "theirs", made)
+    engine = ReDrafter.from_pretrained(convert(tmp_path / "merged", base=base, drafter=source))
     assert isinstance(engine.drafter, type(made))
     assert not copies or engine.drafter.embed_tokens is engine.drafter.lm_head is None
     prompt = torch.tensor([[5, 6, 7, 8]])
     expected = engine.model.generate(prompt, max_new_tokens=20, do_sample=False)
     assert torch.equal(engine.generate(prompt, max_new_tokens=20, do_sample=False), expected)
+    direct, runs = ReDrafter.from_pretrained(base, source), []
+    for sampling in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
+        how = {"max_new_tokens": 20, "return_dict_in_generate": True} | sampling
+        runs.append((direct.generate(prompt, **how), engine.generate(prompt, **how)))
+        same_undrafted(direct, prompt, max_new_tokens=20, **sampling)
+    assert torch.equal(runs[0][0].sequences, expected)
+    assert all(one.stats.steps == other.stats.steps for one, other in runs)  # the same drafts
 
 
 @pytest.mark.parametrize(
@@ -69,7 +76,7 @@ def test_info_names_what_it_is_and_who_loads_it_the_command(write, drafter, kind
     assert document["fits"]
     assert document["converts_to"]["redrafter"] == "yes"
     with pytest.raises(CheckpointError, match=f"redrafter convert --drafter-model-dir {source} --to drafter"):
-        ReDrafter.from_pretrained(base, source)
+        type(drafter()).from_pretrained(source)
     with pytest.raises(CheckpointError, match=rf"is an? {kind}, not a model"):
         ReDrafter.from_pretrained(source)
 

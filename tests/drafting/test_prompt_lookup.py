@@ -1,13 +1,16 @@
 """Drafts from a row's own text: alone, and beside those of another proposer."""
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from helpers.generation import ON_BOTH_CACHES, same_as_model, same_undrafted
 from helpers.models import tiny_drafter, tiny_model, uneven_batch
-from redrafter import ArgumentError, PromptLookup, ReDrafter
+from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, boxed_pair
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.prompt_lookup import PromptLookupProposer, graft, latest_match
 from redrafter.drafting.proposer import State
@@ -158,3 +161,31 @@ def test_rows_that_would_pay_for_copies_have_none():
     assert text_nodes(1, 26, "cuda") == text_nodes(4, 13, "cuda") == 16
     assert text_nodes(4, 26, "cuda") == 6
     assert text_nodes(8, 16, "cuda") == text_nodes(4, 16, "cpu") == 0
+
+
+@ON_BOTH_CACHES
+@pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_draft_models_tree_and_copies_write_what_is_written_without(on, how, beams):
+    model = tiny_model("llama")
+    engine = on(DraftTarget(Target(model), Target(model), draft_len=3, num_beams=beams, node_budget=7))
+    settings = {"max_new_tokens": 60, "eos_token_id": -1, "return_dict_in_generate": True, "top_k": 2} | how
+    for prompt in ([5, 6, 7], list(range(3, 20)) * 3):
+        out = engine.generate(torch.tensor([prompt]), **settings)
+        assert torch.equal(
+            out.sequences, engine.generate(torch.tensor([prompt]), speculate=False, **settings).sequences
+        )
+    assert how["do_sample"] or out.stats.copied > 20
+
+
+def test_a_draft_model_reads_what_was_copied_before_it_drafts_again():
+    """One that equals the target is always right, unless it has not read what it follows."""
+    engine = DraftTarget.from_pretrained(boxed_pair(), boxed_pair(), draft_len=3)
+    held_out = Path(__file__).parents[1] / "data" / "held_out.jsonl"
+    prompt = json.loads(held_out.read_text(encoding="utf-8").splitlines()[2])["prompt"]
+    ids = AutoTokenizer.from_pretrained(boxed_pair())(prompt, return_tensors="pt").input_ids
+    stats = engine.generate(
+        ids, max_new_tokens=64, do_sample=False, eos_token_id=-1, return_dict_in_generate=True
+    ).stats
+    assert stats.copied > 15
+    assert stats.accepted_by_depth[2] >= stats.steps - 1, "the limit may cut the last step"

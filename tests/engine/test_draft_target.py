@@ -254,7 +254,8 @@ def test_the_draft_models_cache_follows_the_accepted_path(make, other, shape, sa
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_draft_model_reads_nothing_twice(llama, similar, beams):
-    engine = DraftTarget.from_pretrained(llama, similar, draft_len=4, num_beams=beams, node_budget=9)
+    shape = {"draft_len": 4, "num_beams": beams, "node_budget": 9}
+    engine = DraftTarget.from_pretrained(llama, similar, **shape, draft_from_text=False)
     read = []
     hooks = [
         model.register_forward_pre_hook(

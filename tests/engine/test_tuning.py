@@ -244,7 +244,7 @@ def test_rows_of_an_untuned_gpu_share_nodes_where_each_has_few():
 
 def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size():
     class OnGPU(Target):
-        device, varlen, keeps_states = torch.device("cuda"), Support(), False
+        device, varlen, keeps_states, config = torch.device("cuda"), Support(), False, None
 
         def __init__(self) -> None:
             """Bind no model."""

@@ -25,7 +25,7 @@ from redrafter.attention.mask import TreeSlots
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.models import quantize_model
 from redrafter.convert.convert_checkpoint import merge
-from redrafter.convert.sources import open_base
+from redrafter.formats.sources import open_base
 from redrafter.model.linear_layers import is_quantized, linear_calls, shared_scales
 from redrafter.model.target import Target
 

@@ -16,9 +16,11 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
+from helpers.engine_in_thread import serving
 from helpers.mtp import add_mtp
 from helpers.processes import soon
-from helpers.serving import Program
+from helpers.serving import Address, Program
+from redrafter.app.options import LoadOptions
 from redrafter.cache.paged import KVCachePool
 from redrafter.serve.protocol.answers import ChatAnswer, CompletionAnswer
 from redrafter.serve.protocol.requests import ChatRequest
@@ -234,22 +236,22 @@ def alone(pair) -> Alone:
     return Alone(*pair)
 
 
-def gauge(program: Program, name: str) -> float:
+def gauge(program: Address, name: str) -> float:
     lines = program.get("/metrics").text
     [value] = re.findall(rf"^vllm:{name}{{.*}} (\S+)$", lines, re.MULTILINE)
     return float(value)
 
 
-def is_idle(program: Program) -> bool:
+def is_idle(program: Address) -> bool:
     return not any(gauge(program, name) for name in ("num_requests_running", "num_requests_waiting"))
 
 
-async def _all(program: Program, asks: list[Ask]) -> list[list[Told]]:
+async def _all(program: Address, asks: list[Ask]) -> list[list[Told]]:
     async with openai.AsyncOpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         return await asyncio.gather(*(heard(client, each) for each in asks))
 
 
-def check_all(program: Program, alone: Alone, asks: list[Ask]) -> None:
+def check_all(program: Address, alone: Alone, asks: list[Ask]) -> None:
     found = asyncio.run(_all(program, asks))
     for each, told in zip(asks, found, strict=True):
         alone.check(each, told)
@@ -282,8 +284,8 @@ def test_a_base_with_an_mtp_layer_writes_the_same(alone, tmp_path):
     alone.engine.model.save_pretrained(tmp_path)
     alone.tokenizer.save_pretrained(tmp_path)
     add_mtp(alone.engine.model, tmp_path)
-    program = Program("--max-batch-size", "64", "--model", str(tmp_path), "--served-model-name", "boxed")
-    check_all(program, alone, [ask(number) for number in range(64)])
-    assert gauge(program, "spec_decode_num_draft_tokens_total") > 1000
-    assert gauge(program, "spec_decode_num_accepted_tokens_total") > 0
-    assert program.end() == 0
+    load = LoadOptions(model=str(tmp_path), num_beams=3, draft_len_per_beam=3, node_budget=7)
+    with serving(load, max_batch_size=64, served_model_name="boxed") as server:
+        check_all(server, alone, [ask(number) for number in range(64)])
+        assert gauge(server, "spec_decode_num_draft_tokens_total") > 5000
+        assert gauge(server, "spec_decode_num_accepted_tokens_total") > 0

@@ -15,6 +15,7 @@ from helpers.training import tiny_model as trained_base
 from redrafter import EagleDrafter, ReDrafter
 from redrafter.cli import main as redrafter
 from redrafter.convert.convert_checkpoint import main as convert_main
+from redrafter.drafting.drafter_model import GivenTexts
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.evaluate.replay import Shape, ValidationTexts
@@ -45,7 +46,7 @@ def trained_logits(head: EagleDrafter, model: torch.nn.Module, tokens: Tensor, s
         output = teacher.read(tokens, segment)
     anchors = torch.arange(tokens.shape[1])
     position = (anchors[:, None] + torch.arange(1, DEPTH + 1)).clamp(max=tokens.shape[1] - 1)
-    return head.lm_head(head.unroll(tokens, output.hidden, output.embedding, segment, anchors, position))
+    return head.lm_head(head.unroll(GivenTexts(tokens, output.hidden, output.embedding, segment, anchors, position)))
 
 
 @pytest.mark.parametrize("form", EAGLE_FORMS)

@@ -12,6 +12,7 @@ from helpers.drafters import FORMS, random_drafter
 from helpers.models import VOCAB, assert_close_by_scale, tiny_model
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
+from redrafter.drafting.drafter_model import GivenTexts
 from redrafter.drafting.proposer import State
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
@@ -44,7 +45,9 @@ def trained_logits(drafter: RecurrentDrafter, target: Target, tokens: Tensor, se
     anchors = torch.arange(tokens.shape[1])
     position = (anchors[:, None] + torch.arange(1, DEPTH + 1)).clamp(max=tokens.shape[1] - 1)
     with torch.no_grad():
-        return drafter.lm_head(drafter.unroll(tokens, output.hidden, output.embedding, segment, anchors, position))
+        return drafter.lm_head(
+            drafter.unroll(GivenTexts(tokens, output.hidden, output.embedding, segment, anchors, position))
+        )
 
 
 @torch.no_grad()

@@ -11,10 +11,9 @@ from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
-from redrafter.train.evaluate.replay import Shape, ValidationTexts
+from redrafter.train.evaluate.replay import Shape, ValidationTexts, best_tree, candidates, choose_tree
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
-from redrafter.train.tree_choice import best_tree, candidates, choose_tree
 
 
 @pytest.mark.parametrize(

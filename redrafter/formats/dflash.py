@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from redrafter.convert.eagle import EMBEDDING, as_dict, ascending, draft_ids, layer_config
-from redrafter.convert.tensors import LazyTensor
 from redrafter.drafting.dflash_config import DFlashConfig
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import SPECULATORS_KEY
+from redrafter.formats.eagle import EMBEDDING, as_dict, ascending, draft_ids, layer_config, layer_fields
+from redrafter.formats.tensors import LazyTensor
 
 HEAD = "lm_head.weight"
 LAYER_TYPES = ("qwen3", "muse_glimmer_assistant")  # whose decoder layers have the same tensors and formulas
@@ -68,16 +68,7 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
     return DFlashConfig(
         vocab_size=vocab_size,
         hidden_size=layer.hidden_size,
-        intermediate_size=layer.intermediate_size,
         num_layers=layer.num_hidden_layers,
-        num_attention_heads=layer.num_attention_heads,
-        num_key_value_heads=layer.num_key_value_heads,
-        head_dim=layer.head_dim,
-        hidden_act=layer.hidden_act,
-        rms_norm_eps=layer.rms_norm_eps,
-        rope=layer.rope_parameters,
-        max_position_embeddings=layer.max_position_embeddings,
-        attention_bias=getattr(layer, "attention_bias", False),
         block_size=needed("block_size"),
         mask_token_id=needed("mask_token_id"),
         target_layers=_target_layers(value, layer.num_hidden_layers, config, directory),
@@ -94,6 +85,7 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
         markov_rank=needed("markov_rank") if has(MARKOV) else None,
         markov_type=value("markov_head_type", "vanilla"),
         base_model=verifier.get("name_or_path"),
+        **layer_fields(layer),
         **selector,
         **convolution,
     )

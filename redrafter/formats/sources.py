@@ -13,8 +13,12 @@ from transformers import AutoConfig, PretrainedConfig
 
 from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
 from redrafter.checkpoints.merged import Defaults, TreeShape
-from redrafter.convert import apple, dflash, eagle, trtllm
-from redrafter.convert.tensors import (
+from redrafter.drafting.drafter_types import DRAFTER_CLASSES, Drafter, DrafterArchitecture, make_drafter
+from redrafter.errors import ArgumentError, CheckpointError, first_line
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, config_errors, kind_of, read_json
+from redrafter.files.dtype_names import dtype_name
+from redrafter.formats import apple, dflash, eagle, trtllm
+from redrafter.formats.tensors import (
     INDEX_FILE,
     SAFETENSORS_CODES,
     WEIGHTS_FILE,
@@ -23,10 +27,6 @@ from redrafter.convert.tensors import (
     memory_tensor,
     open_directory,
 )
-from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture, make_drafter
-from redrafter.errors import ArgumentError, CheckpointError, first_line
-from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, config_errors, kind_of, read_json
-from redrafter.files.dtype_names import dtype_name
 from redrafter.model.supported import config_width
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -209,6 +209,22 @@ def open_drafter(directory: Path, recurrence: str | None = None) -> SourceDrafte
     drafter = SourceDrafter(directory, kind, config, tensors, defaults)
     _check_tensors(drafter, source_name)
     return drafter
+
+
+def load_foreign(name: str | Path) -> Drafter | None:
+    """Load an EAGLE-3 head, or a DFlash or DSpark drafter, from a directory of another project, converted in memory.
+
+    Returns None for what is no such directory. Raises as `open_drafter` does.
+    """
+    directory = Path(name)
+    if not (directory / "config.json").is_file() or kind_of(directory) not in FOREIGN:
+        return None
+    source = open_drafter(directory)
+    with torch.device("meta"):
+        drafter: Any = make_drafter(source.config)
+    drafter.load_state_dict({name: x.read(0, x.length) for name, x in source.tensors.items()}, assign=True)
+    loaded: Drafter = drafter
+    return loaded
 
 
 def _check_tensors(drafter: SourceDrafter, source_name: Callable[[str], str]) -> None:

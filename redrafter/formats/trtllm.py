@@ -16,8 +16,11 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from redrafter.checkpoints.merged import Defaults, TreeShape
-from redrafter.convert.apple import UNUSED_NORM
-from redrafter.convert.tensors import (
+from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
+from redrafter.files.checkpoint_kind import config_errors, read_json
+from redrafter.formats.apple import UNUSED_NORM
+from redrafter.formats.tensors import (
     LazyTensor,
     check_tensors,
     concat_columns,
@@ -27,9 +30,6 @@ from redrafter.convert.tensors import (
     slice_columns,
     slice_rows,
 )
-from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
-from redrafter.files.checkpoint_kind import config_errors, read_json
 
 MAX_RANKS = 4096
 DRAFTER_PREFIX = "drafter."

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from redrafter.convert.tensors import LazyTensor
 from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.drafting.drafter_types import DrafterArchitecture
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import APPLE_MODEL_TYPE
+from redrafter.formats.tensors import LazyTensor
 
 HEAD_LISTS = ("lm_head", "lm_heads", "0")  # names of the list of residual layers and head, newest first
 UNUSED_NORM = "emb_norm.weight"  # in some checkpoints; nothing reads it, and it is kept for the way back
@@ -109,8 +109,7 @@ def check_published_form(config: DrafterArchitecture, format_name: str, recurren
 
 def to_apple_config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     """Convert a config to Apple's, with the keys that `to_redrafter_config` kept."""
-    kept = getattr(config, "source_config", None)
-    apple_config = dict(kept if isinstance(kept, dict) and kept else _OTHER_KEYS)
+    apple_config = dict(config.source_config or _OTHER_KEYS)
     for key in ("dtype", "torch_dtype"):
         if key in apple_config:
             apple_config[key] = dtype

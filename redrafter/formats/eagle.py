@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from redrafter.convert.tensors import LazyTensor, memory_tensor
 from redrafter.drafting.drafter_config import DEFAULT_ROPE, ROPE_TYPES, EagleConfig
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import SPECULATORS_KEY, config_errors
+from redrafter.formats.tensors import LazyTensor, memory_tensor
 
 EMBEDDING = "embed_tokens.weight"  # in both formats, and in ours
 ROWS_AT_ONCE = 8192  # of an embedding table, when two are compared
@@ -69,21 +69,13 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
         vocab_size=layer.vocab_size,
         hidden_size=config.get("target_hidden_size") or layer.hidden_size,
         width=layer.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        num_attention_heads=layer.num_attention_heads,
-        num_key_value_heads=layer.num_key_value_heads,
-        head_dim=layer.head_dim,
-        hidden_act=layer.hidden_act,
-        rms_norm_eps=layer.rms_norm_eps,
-        rope=layer.rope_parameters,
-        max_position_embeddings=layer.max_position_embeddings,
-        attention_bias=layer.attention_bias,
         mlp_bias=getattr(layer, "mlp_bias", False),
         qk_norm=layer.model_type == "qwen3",
         norm_before_fc=bool(config.get("norm_before_fc")),
         fc_norm=bool(config.get("fc_norm")),
         own_embedding=EMBEDDING in tensors,
         draft_vocab_size=None if draft_vocab_size == layer.vocab_size else draft_vocab_size,
+        **layer_fields(layer),
         **read(config, directory),
     )
 
@@ -141,6 +133,11 @@ def layer_config(config: Mapping[str, Any], directory: Path, known: Sequence[str
         layer = AutoConfig.for_model(**{key: x for key, x in config.items() if key != "quantization_config"})
     layer.rope_parameters = {key: x for key, x in layer.rope_parameters.items() if key != "type"}
     return layer
+
+
+def layer_fields(layer: Any) -> dict[str, Any]:
+    """Return what `layer_config` returned as our configs of drafters with decoder layers have it."""
+    return {key: getattr(layer, key) for key in _LAYER_KEYS if hasattr(layer, key)} | {"rope": layer.rope_parameters}
 
 
 def ascending(ids: Any, directory: Path, name: str = LAYER_IDS) -> list[int]:

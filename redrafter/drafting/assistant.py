@@ -1,0 +1,263 @@
+"""The assistants that are released beside Gemma 4: small models that attend to the keys and values of their target.
+
+An assistant stores nothing of a text. Each of its layers attends to what the target's last layer of the same kind has
+stored of the committed tokens, and to no drafts. It reads the embedding of a token and a hidden state, the target's or
+its own of the draft before, always at the position of the pending token.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+
+from redrafter.cache.kv_cache import KVCache
+from redrafter.drafting.decoder_parts import of_beams
+from redrafter.drafting.drafter_config import AnyDrafterConfig
+from redrafter.drafting.drafter_model import DrafterModel
+from redrafter.drafting.proposer import SearchProposer, State
+from redrafter.errors import CheckpointError, MismatchError, UnsupportedError
+from redrafter.files.checkpoint_kind import ASSISTANT_MODEL_TYPES, load_error
+from redrafter.kernels.cache_format import read_slots
+from redrafter.model.target import Target
+from redrafter.sampling.sampler import Sampler
+from redrafter.tree.token_tree import Tree
+
+LEFT_OUT = 100.0  # how far ids of no chosen cluster are scored below the least likely of the others
+
+
+class AssistantConfig(AnyDrafterConfig):
+    """Facts about an assistant beside transformers' own config of it, in the same file.
+
+    Args:
+        text_config: The config of its decoder.
+        backbone_hidden_size: D, hidden size of the target.
+        kwargs: Those of `AnyDrafterConfig`.
+    """
+
+    model_type, kind = ASSISTANT_MODEL_TYPES[0], "assistant"
+
+    text_config: dict[str, Any] = field(default_factory=dict)
+    backbone_hidden_size: int = 0
+    draft_beams: int = 3
+    draft_len_per_beam: int = 4
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.hidden_size, self.vocab_size = self.backbone_hidden_size, self.text_config.get("vocab_size", 0)
+        super().__post_init__(**kwargs)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what this kind of drafter alone has to say of itself; see `AnyDrafterConfig.describe`."""
+        return {"layers": self.text_config.get("num_hidden_layers")}
+
+
+@contextmanager
+def all_layers_shared() -> Iterator[None]:
+    """Let transformers make models all of whose layers attend to another model's keys, as assistants' do.
+
+    Version 5.23 looks for the layers of the same model that they share with, and refuses its own assistants.
+    """
+    config: Any = CONFIG_MAPPING["gemma4_text"]
+    modes = vars(config).get("kv_sharing_modes")
+    if not isinstance(modes, property):
+        yield
+        return
+
+    known: Any = modes.fget
+
+    def shared(self: Any) -> Any:
+        count = self.num_hidden_layers
+        return ["reuse"] * count if self.num_kv_shared_layers == count else known(self)
+
+    config.kv_sharing_modes = property(shared)
+    try:
+        yield
+    finally:
+        config.kv_sharing_modes = modes
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a kind of layers attends to: keys and values `[B, H, S, d]`, and which a row has, `[B, S]` bool."""
+
+    keys: Tensor
+    values: Tensor
+    seen: Tensor
+
+
+class AssistantDrafter(DrafterModel):
+    """An assistant, which transformers computes."""
+
+    config_class = AssistantConfig
+    config: AssistantConfig
+
+    def __init__(self, config: AssistantConfig, assistant: Any):
+        """Wrap transformers' model of an assistant."""
+        super().__init__(config)
+        self.assistant = assistant
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Load an assistant as transformers does, and refuse a checkpoint that does not hold exactly its tensors.
+
+        Raises:
+            CheckpointError: Files are missing or truncated, or hold other tensors.
+            UnsupportedError: This version of transformers has no such models.
+        """
+        config, _ = PretrainedConfig.get_config_dict(str(name), **kwargs)
+        if config["model_type"] not in CONFIG_MAPPING:
+            raise UnsupportedError(
+                f"{name} is a {config['model_type']}, which this version of transformers does not have: update it"
+            )
+        try:
+            with all_layers_shared():
+                loader: Any = AutoModelForCausalLM
+                assistant, info = loader.from_pretrained(name, *args, dtype="auto", output_loading_info=True, **kwargs)
+        except Exception as error:
+            raise load_error("drafter", name, error) from error
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if info[what]:
+                raise CheckpointError(
+                    f"{name} does not hold this drafter: {what.replace('_', ' ')} {', '.join(map(str, info[what]))}"
+                )
+        return cls(AssistantConfig.from_dict(config), assistant.eval().requires_grad_(False))
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save the assistant as transformers does."""
+        self.assistant.save_pretrained(*args, **kwargs)
+
+    def stored_layer(self, target: Target, compiled: bool) -> None:
+        """Return None: all that is attended to the target stores for itself."""
+
+    def check_search(self, target: Target, depth: int) -> None:
+        """Raise as `layers_shared` does."""
+        self.layers_shared(target)
+
+    def layers_shared(self, target: Target) -> dict[str, int]:
+        """Return the number of the target's layer that each kind of layers attends to, by the names of these kinds.
+
+        Raises:
+            MismatchError: The target has no layer of the kind, or one of other sizes.
+            UnsupportedError: The target is split over processes.
+        """
+        if target.ranks.size > 1:
+            raise UnsupportedError(
+                "an assistant attends to whole keys and values of its target, and tensor parallelism splits them: run "
+                "it in one process, or give another drafter"
+            )
+        kinds = list(getattr(target.config, "layer_types", None) or ())
+        kinds = kinds[: len(kinds) - (getattr(target.config, "num_kv_shared_layers", None) or 0)]
+        last, shared = {kind: index for index, kind in enumerate(kinds)}, dict[str, int]()
+        for layer in self.assistant.model.layers:
+            attention = layer.self_attn
+            kind = attention.layer_type
+            if kind not in last:
+                raise MismatchError(f"the assistant attends to a layer of the kind {kind}, and {target.name} has none")
+            shape, shared[kind] = target.shapes[last[kind]], last[kind]
+            heads = self.assistant.model.config.num_attention_heads // attention.num_key_value_groups
+            if (shape.heads, shape.key_dim) != (heads, attention.head_dim):
+                raise MismatchError(
+                    f"the assistant attends to {heads} x {attention.head_dim} numbers of a token in layers of the kind "
+                    f"{kind}, and {target.name} stores {shape.heads} x {shape.key_dim}: it was made for another base"
+                )
+        return shared
+
+    def identity(self) -> list[Any]:
+        """Return the type and the sizes of the assistant."""
+        config = self.config
+        return [config.model_type, config.hidden_size, config.vocab_size, config.text_config.get("hidden_size")]
+
+    @property
+    def told_by(self) -> nn.Module:
+        """The product whose norms tell the assistant from one that was trained anew."""
+        return cast("nn.Module", self.assistant.pre_projection)
+
+    def draft_bytes(self, depth: int) -> int:
+        """Return the bytes of the weights that a draft of `depth` search steps reads, of its head all ids."""
+        return depth * sum(weight.nbytes for weight in self.parameters())
+
+    def step(
+        self, embedding: Tensor, hidden: Tensor, position: Tensor, shared: Mapping[str, Shared]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute one draft step of w beams.
+
+        Args:
+            embedding: The target's embeddings of the tokens that were drafted last, `[B, w, D]`.
+            hidden: The hidden states that these were drafted from, `[B, w, D]`.
+            position: Position of each row's pending token, `[B]` int64.
+            shared: What each kind of layers attends to.
+
+        Returns:
+            Logits `[B, w, V]`, and the hidden states that the next step reads, `[B, w, D]`.
+        """
+        inputs = self.assistant.pre_projection(torch.cat([embedding, hidden], dim=-1))
+        masks = {}
+        for kind, read in shared.items():
+            mask = torch.zeros(read.seen.shape, dtype=inputs.dtype, device=inputs.device)
+            mask = mask.masked_fill(~read.seen, torch.finfo(inputs.dtype).min)
+            masks[kind] = mask[:, None, None].expand(-1, -1, inputs.shape[1], -1)
+        out = self.assistant.model(
+            inputs_embeds=inputs,
+            attention_mask=masks,
+            position_ids=position[:, None].expand(-1, inputs.shape[1]),
+            shared_kv_states={kind: (read.keys, read.values) for kind, read in shared.items()},
+            use_cache=False,
+            logits_to_keep=None,  # not a number: transformers would leave out all tokens but the last one
+        ).last_hidden_state
+        return self.logits(out), self.assistant.post_projection(out)
+
+    forward = step
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits `[B, w, V]`: of all ids, or only of those in the clusters that are likeliest."""
+        clusters, head = self.assistant.masked_embedding, self.assistant.lm_head
+        if clusters is None:
+            return cast("Tensor", head(hidden))
+        # Not by transformers' own forward, which reads a number on the host: a step may be captured.
+        chosen = clusters.centroids(hidden).topk(clusters.centroid_intermediate_top_k, dim=-1).indices
+        ids = clusters.token_ordering.long().view(clusters.num_centroids, -1)[chosen].flatten(-2)  # [B, w, n]
+        found = (head.weight[ids] @ hidden[..., None])[..., 0]
+        others = (found.amin(-1, keepdim=True) - LEFT_OUT).expand(-1, -1, self.config.vocab_size)
+        return others.scatter(-1, ids, found)
+
+
+@dataclass(frozen=True)
+class AssistantProposer(SearchProposer):
+    """Drafts with an assistant; the attributes are those of `SearchProposer`."""
+
+    drafter: AssistantDrafter
+
+    def propose(
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
+    ) -> Tree:
+        """Draft a tree by beam search; see `Proposer.propose`."""
+        shared, carried = self.read(cache, state.length), state.hidden[:, None]
+
+        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
+            nonlocal carried
+            carried = of_beams(carried, sources) if k else carried
+            embedding = self.target.embedding(tokens)
+            logits, carried = self.drafter.step(embedding, carried, state.length, shared)
+            return sampler.draft_scores(logits, noise, k, None)
+
+        return self.grow(state, sampler, expand)
+
+    def read(self, cache: KVCache, length: Tensor) -> dict[str, Shared]:
+        """Return what the assistant attends to of the committed tokens of rows with `length` `[B]` int64 of them."""
+        shared, window = {}, self.drafter.assistant.model.config.sliding_window
+        for kind, layer in self.drafter.layers_shared(self.target).items():
+            size = min(window + 1, cache.window) if kind == "sliding_attention" else cache.window
+            position = (length - size)[:, None] + torch.arange(size, device=length.device)  # [B, S]
+            slots = cache.slots(position.clamp(min=0))
+            keys, values = (
+                read_slots(store, slots, self.target.dtype).unflatten(0, position.shape).transpose(1, 2)
+                for store in cache.stores(layer)[:2]
+            )
+            shared[kind] = Shared(keys, values, position >= 0)
+        return shared
+
+
+AssistantDrafter.proposer_class = AssistantProposer
