@@ -219,16 +219,13 @@ class RunningBatch:
         first = None
         if new:
             drawn = read.at(new)
-            output = self._draw_first_tokens(drawn)
+            sampler, window = self.sampling.sampler_of(drawn.sequences), drawn.caches.target.window
+            prompts = drawn.tokens, drawn.lengths, drawn.logits, drawn.hidden
+            output = draw_first_tokens(*prompts, window, sampler, self.target.ranks)[1]
             first = LaunchedStep.of(drawn.sequences, output, PendingReport(output.pack_for_host()))
             pending[to_device(new, pending.device, torch.long)] = output.tokens[:, 0]
         self.add(read, pending)
         return first
-
-    def _draw_first_tokens(self, read: PrefilledRows) -> StepOutput:
-        sampler, window = self.sampling.sampler_of(read.sequences), read.caches.target.window
-        prompts = read.tokens, read.lengths, read.logits, read.hidden
-        return draw_first_tokens(*prompts, window, sampler, self.target.ranks)[1]
 
     def add(self, read: PrefilledRows, pending: Tensor) -> None:
         """Add rows for R sequences whose committed tokens are in the cache.
