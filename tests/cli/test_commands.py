@@ -392,7 +392,8 @@ def test_greedy_rejection_is_plain_decoding_too(folder, generate, expected):
 
 
 @pytest.mark.parametrize(
-    ("args", "shares"), [(("--draft-model", "{small}", "--draft-len", "2"), 2), (("--prompt-lookup",), 4)]
+    ("args", "shares"),
+    [(("--draft-model", "{small}", "--draft-len", "2"), 2 + 16), (("--prompt-lookup",), 4)],  # 16 are copied
 )
 def test_chat_with_a_draft_model(folder, chat, answers, args, shares):
     out, err = chat("ja\n10\n/stats\n", *(arg.format(small=folder / "small") for arg in args))
