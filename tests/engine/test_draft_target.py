@@ -157,7 +157,7 @@ def test_all_is_kept_of_a_draft_model_that_is_the_target(llama, on, acceptance, 
         assert (engine.draft_model is engine.target) == (draft_model is llama)
     stats = engine.generate(IDS, MASK, max_new_tokens=1 + 5 * 5, **NO_EOS, **sampling).stats
     assert stats.tokens_per_step == 5
-    assert stats.accepted == stats.drafted - output.stats.copies == 4 * 4 * 5
+    assert stats.accepted == stats.drafted - stats.copies == 4 * 4 * 5
 
 
 @ON_BOTH_CACHES
