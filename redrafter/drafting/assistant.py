@@ -30,12 +30,11 @@ LEFT_OUT = 100.0  # how far ids of no chosen cluster are scored below the least 
 
 
 class AssistantConfig(AnyDrafterConfig):
-    """Facts about an assistant beside transformers' own config of it, in the same file.
+    """Facts about an assistant beside transformers' own config of it, in the same file, with `AnyDrafterConfig`'s.
 
-    Args:
+    Attributes:
         text_config: The config of its decoder.
         backbone_hidden_size: D, hidden size of the target.
-        kwargs: Those of `AnyDrafterConfig`.
     """
 
     model_type, kind = ASSISTANT_MODEL_TYPES[0], "assistant"

@@ -18,9 +18,11 @@ class DFlashConfig(LayerConfig):
     A block is the pending token and masks after it. The layers attend to the block, and to keys and values of the
     committed tokens that are computed from the outputs of some of the target's layers (arXiv 2602.06036). DSpark adds a
     Markov head, which lets a draft depend on the one before it; DFlash2 adds convolutions around each sublayer, and a
-    selector, which does the same for the likeliest candidates.
+    selector, which does the same for the likeliest candidates. The fields of `LayerConfig` and `AnyDrafterConfig` come
+    before these: the draft length is all that a block drafts where it is left out, and ids may be fewer than the
+    target's only with a head of its own.
 
-    Args:
+    Attributes:
         num_layers: Decoder layers.
         block_size: Tokens of a block.
         mask_token_id: The id that stands for a token that is to be drafted.
@@ -40,8 +42,6 @@ class DFlashConfig(LayerConfig):
         conv_group_size: Channels of a convolution that share what is computed of a token.
         selector_rank: Rank of the selector; None without one.
         selector_top_k: Candidates of each position among which it chooses.
-        kwargs: Those of `LayerConfig` and `AnyDrafterConfig`. The draft length is all that a block drafts
-            where it is left out; ids may be fewer than the target's only with a head of its own.
     """
 
     model_type, kind = DFLASH_MODEL_TYPE, "DFlash drafter"

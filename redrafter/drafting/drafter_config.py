@@ -25,9 +25,11 @@ def are_layers(layers: Any) -> bool:
 
 
 class AnyDrafterConfig(PretrainedConfig):
-    """What the configs of all kinds of drafters say; a subclass adds fields, which are saved in `config.json`.
+    """Says what the configs of all kinds of drafters do; a subclass adds fields, which are saved in `config.json`.
 
-    Args:
+    Other arguments are passed to `PretrainedConfig`.
+
+    Attributes:
         vocab_size: V, ids of the target.
         hidden_size: D, hidden size of the target.
         rms_norm_eps: Epsilon of all norms.
@@ -39,7 +41,6 @@ class AnyDrafterConfig(PretrainedConfig):
         base_model: Name of the target.
         base_embedding_norms: Norms of a few rows of the target's embedding table, which tell whether a drafter was made
             for another base.
-        kwargs: Passed to `PretrainedConfig`.
     """
 
     kind: ClassVar[str]
@@ -98,17 +99,17 @@ class AnyDrafterConfig(PretrainedConfig):
         return list(getattr(self, "target_layers", ()))
 
     def describe(self) -> dict[str, Any]:
-        """Return what this kind of drafter alone has to say of itself, as `redrafter convert --info` shows it."""
+        """Return what this kind of drafter alone has to say of itself, as `redrafter info` shows it."""
         raise NotImplementedError
 
 
 class DrafterConfig(AnyDrafterConfig):
-    """The architecture of a recurrent drafter.
+    """The architecture of a recurrent drafter, with the fields of `AnyDrafterConfig`.
 
     Below, e is the embedding of the last token, s the recurrent state, and h the target's hidden state. RMS norms are
     applied to the outputs of `target_layers`.
 
-    Args:
+    Attributes:
         exit_dim: E, width of the head; 2D when None.
         num_draft_layers: Residual layers before the head.
         rnn: Whether the recurrence is learned; without it, the state is the running sum of embeddings (the paper's
@@ -126,7 +127,6 @@ class DrafterConfig(AnyDrafterConfig):
         context_head_dim: Width of a head.
         head_rank: Rank of the head's weight, which makes it smaller by E / head_rank; None for full rank.
         source_config: What Apple's config says beside it, kept for the way back.
-        kwargs: Those of `AnyDrafterConfig`.
     """
 
     model_type, kind = MODEL_TYPE, "recurrent drafter"
@@ -186,9 +186,9 @@ def check_context_heads(heads: int, kv_heads: int, head_dim: int, name: Callable
 
 
 class LayerConfig(AnyDrafterConfig):
-    """The configs of drafters with decoder layers.
+    """Says what the configs of drafters with decoder layers do, beside what `AnyDrafterConfig` says.
 
-    Args:
+    Attributes:
         intermediate_size: Width of the layers' MLPs.
         num_attention_heads: Query heads.
         num_key_value_heads: Key and value heads, which divide the query heads.
@@ -200,7 +200,6 @@ class LayerConfig(AnyDrafterConfig):
         attention_bias: Whether the attention's products have biases.
         mlp_bias: Whether the MLPs' products have biases.
         own_embedding: Whether the drafter has an embedding table of its own; else it reads the target's.
-        kwargs: Those of `AnyDrafterConfig`.
     """
 
     intermediate_size: int = 0
@@ -241,12 +240,12 @@ class LayerConfig(AnyDrafterConfig):
 
 
 class EagleConfig(LayerConfig):
-    """The architecture of an EAGLE-3 head.
+    """The architecture of an EAGLE-3 head, with the fields of `LayerConfig` and `AnyDrafterConfig`.
 
     Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (arXiv
     2503.01840).
 
-    Args:
+    Attributes:
         width: Width of the head's decoder layer; the target's hidden size where it is left out.
         qk_norm: Whether the heads of queries and keys are RMS-normalised, as in Qwen3.
         target_layers: Decoder layers of the target, ascending from 0, whose outputs the head reads; None for the
@@ -255,7 +254,6 @@ class EagleConfig(LayerConfig):
         norm_before_fc: Whether the joined outputs of the target's layers are RMS-normalised together.
         fc_norm: Whether each output of a target's layer is RMS-normalised by itself.
         norm_output: Whether a draft reads the hidden state of the draft before it after the final norm.
-        kwargs: Those of `LayerConfig` and `AnyDrafterConfig`.
     """
 
     model_type, kind = EAGLE_MODEL_TYPE, "EAGLE-3 head"
@@ -318,14 +316,13 @@ AutoConfig.register(EAGLE_MODEL_TYPE, EagleConfig, exist_ok=True)
 
 
 class MTPConfig(AnyDrafterConfig):
-    """Facts about an MTP layer beside its weights; both are in the checkpoint of its base.
+    """Facts about an MTP layer beside its weights, both in the checkpoint of its base, and `AnyDrafterConfig`'s fields.
 
-    Args:
+    Attributes:
         family: The names that its tensors have, one of those in `redrafter.checkpoints.mtp`.
         hidden_first: Whether the layer's product reads `[hidden; embedding]`, in place of `[embedding; hidden]`.
         first_embedding_is_zero: Whether the entry at position 0 reads zeros in place of an embedding.
         layers: MTP layers in the checkpoint of the base, of which the first one drafts.
-        kwargs: Those of `AnyDrafterConfig`.
     """
 
     model_type, kind = MTP_MODEL_TYPE, "MTP layer"
