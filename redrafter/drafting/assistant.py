@@ -8,12 +8,14 @@ its own of the draft before, always at the position of the pending token.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
+from redrafter.attention.mask import additive_mask
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.decoder_parts import of_beams
 from redrafter.drafting.drafter_config import AnyDrafterConfig
@@ -80,7 +82,7 @@ def all_layers_shared() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Shared:
-    """What a kind of layers attends to: keys and values `[B, H, S, d]`, and which a row has, `[B, S]` bool."""
+    """Holds what a kind of layers attends to: keys and values `[B, H, S, d]`, and which a row has, `[B, S]` bool."""
 
     keys: Tensor
     values: Tensor
@@ -193,11 +195,10 @@ class AssistantDrafter(DrafterModel):
             Logits `[B, w, V]`, and the hidden states that the next step reads, `[B, w, D]`.
         """
         inputs = self.assistant.pre_projection(torch.cat([embedding, hidden], dim=-1))
-        masks = {}
-        for kind, read in shared.items():
-            mask = torch.zeros(read.seen.shape, dtype=inputs.dtype, device=inputs.device)
-            mask = mask.masked_fill(~read.seen, torch.finfo(inputs.dtype).min)
-            masks[kind] = mask[:, None, None].expand(-1, -1, inputs.shape[1], -1)
+        masks = {
+            kind: additive_mask(read.seen[:, None], inputs.dtype).expand(-1, -1, inputs.shape[1], -1)
+            for kind, read in shared.items()
+        }
         out = self.assistant.model(
             inputs_embeds=inputs,
             attention_mask=masks,
@@ -229,6 +230,11 @@ class AssistantProposer(SearchProposer):
 
     drafter: AssistantDrafter
 
+    @cached_property
+    def layers_shared(self) -> dict[str, int]:
+        """The number of the target's layer that each kind of layers attends to."""
+        return self.drafter.layers_shared(self.target)
+
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:
@@ -247,7 +253,7 @@ class AssistantProposer(SearchProposer):
     def read(self, cache: KVCache, length: Tensor) -> dict[str, Shared]:
         """Return what the assistant attends to of the committed tokens of rows with `length` `[B]` int64 of them."""
         shared, window = {}, self.drafter.assistant.model.config.sliding_window
-        for kind, layer in self.drafter.layers_shared(self.target).items():
+        for kind, layer in self.layers_shared.items():
             size = min(window + 1, cache.window) if kind == "sliding_attention" else cache.window
             position = (length - size)[:, None] + torch.arange(size, device=length.device)  # [B, S]
             slots = cache.slots(position.clamp(min=0))

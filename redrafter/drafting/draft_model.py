@@ -148,9 +148,8 @@ class DraftModelProposer:
         """
         before = (state.length - self.reread).clamp(min=0)  # rows without tokens are idle and write to block 0
         index = before[:, None] + torch.arange(1 + self.reread, device=before.device)
-        pair = state.tokens.gather(
-            1, index
-        )  # [B, 2], or more; what a short text has after its pending token is not used
+        # What a row of fewer tokens has after its pending token is not used.
+        pair = state.tokens.gather(1, index)  # [B, 1 + reread]
         if self.vocabulary is None:
             last = torch.ones_like(before) if self.reread == 1 else state.length - before
             return self._new_logits(chain(pair), before, cache, logits_index=last)

@@ -79,6 +79,10 @@ class DrafterModel(PreTrainedModel):
         super().__init__(config)
         self.register_buffer("draft_ids", None if (ids := config.draft_vocab_size) is None else torch.arange(ids))
 
+    def layers_read(self, target: Target) -> list[int]:
+        """Return the target's decoder layers whose outputs the drafter reads."""
+        return self.config.target_layers_of(getattr(target.config, "num_hidden_layers", 0))
+
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer | None:
         """Return what the drafter stores of every token, computed by torch.compile if asked and possible; or None."""
         raise NotImplementedError

@@ -24,6 +24,8 @@ DrafterArchitecture: TypeAlias = DrafterConfig | EagleConfig | MTPConfig | DFlas
 # Those with checkpoints of their own.
 _KINDS: tuple[type[Drafter], ...] = (RecurrentDrafter, EagleDrafter, DFlashDrafter)
 DRAFTER_CLASSES = {kind.config_class.model_type: kind for kind in _KINDS}
+# Those that transformers makes and saves.
+_ASSISTANTS = dict.fromkeys(ASSISTANT_MODEL_TYPES, AssistantDrafter)
 
 
 def make_drafter(config: DrafterArchitecture) -> Drafter:
@@ -48,8 +50,6 @@ def open_drafter_model(name: str | Path, **hub_options: Any) -> Drafter:
         config, _ = PretrainedConfig.get_config_dict(str(name), **hub_options)
     except OSError:
         config = {}  # loading says what is wrong
-    kind: Any = DRAFTER_CLASSES.get(config.get("model_type", ""), RecurrentDrafter)
-    if config.get("model_type") in ASSISTANT_MODEL_TYPES:
-        kind = AssistantDrafter
+    kind: Any = (DRAFTER_CLASSES | _ASSISTANTS).get(config.get("model_type", ""), RecurrentDrafter)
     drafter: Drafter = kind.from_pretrained(name, **hub_options)
     return drafter

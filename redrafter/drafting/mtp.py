@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
+from redrafter.attention.mask import additive_mask
 from redrafter.attention.tree_attention import explicit_attention, register_attention
 from redrafter.cache.kv_cache import KVCache, LayerShape
+from redrafter.drafting.decoder_parts import of_beams
 from redrafter.drafting.drafter_config import MTPConfig
 from redrafter.drafting.drafter_model import DrafterModel, layer_bytes
 from redrafter.drafting.proposer import SearchProposer, State
@@ -54,7 +56,7 @@ RUNNING_PAST: ContextVar[Past | None] = ContextVar("mtp_past", default=None)
 
 
 class DraftedEntries:
-    """What a decoder layer stores of drafts, in place of the cache that transformers gives it."""
+    """Keeps what a decoder layer stores of drafts, in place of the cache that transformers gives it."""
 
     def __init__(self) -> None:
         self._stored: tuple[Tensor, ...] = ()
@@ -208,8 +210,7 @@ class MTPDrafter(DrafterModel):
             entry.
         """
         seen = torch.cat([past.seen[:, None].expand(-1, inputs.shape[1], -1), seen], dim=-1)
-        mask = torch.zeros(seen.shape, dtype=inputs.dtype, device=inputs.device)
-        mask = mask.masked_fill(~seen, torch.finfo(inputs.dtype).min)[:, None]
+        mask = additive_mask(seen, inputs.dtype)
         token = RUNNING_PAST.set(past)
         try:
             normed: Tensor = self.norm(self._run(inputs, position, mask, drafted))
@@ -251,8 +252,7 @@ class MTPProposer(SearchProposer):
             nonlocal carried, seen
             width = tokens.shape[1]
             if k:
-                carried = carried.gather(1, sources[..., None].expand(-1, -1, carried.shape[-1]))
-                seen = seen.gather(1, sources[..., None].expand(-1, -1, seen.shape[-1]))
+                carried, seen = of_beams(carried, sources), of_beams(seen, sources)
             own = torch.eye(width, dtype=torch.bool, device=seen.device).expand(rows, -1, -1)
             seen = torch.cat([seen, own], dim=-1)
             position = (state.length - 1 + k)[:, None].expand(-1, width)  # that of the hidden state

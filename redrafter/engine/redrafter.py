@@ -71,7 +71,7 @@ class ReDrafter(Engine):
         shape = shape.over(self._default)
         if message := draft_length_warning(config, shape.draft_len_per_beam):
             warnings.warn(message, stacklevel=3)
-        target.read_aux_hidden(config.target_layers_of(getattr(target.config, "num_hidden_layers", 0)))
+        target.read_aux_hidden(drafter.layers_read(target))
         compiled = target.device.type == "cuda" and (options or EngineOptions()).compile
         if (layer := drafter.stored_layer(target, compiled)) is not None:
             target.store_drafter_layer(layer)

@@ -143,9 +143,7 @@ def read_positions(
     depth, device = max(shape.depth for shape in shapes), target.device
     tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True, padding_value=-1)  # [B, T]
     ids = tokens.clamp(min=0).to(device)
-    with Teacher(
-        target.model, drafter.config.target_layers_of(getattr(target.config, "num_hidden_layers", 0))
-    ) as teacher:
+    with Teacher(target.model, drafter.layers_read(target)) as teacher:
         read = teacher.read(ids)
     hidden, contexts = read.hidden, drafter.read_texts(ids, read.hidden, read.embedding)  # [B, T, F]
     anchors = [(b, n) for b, i in enumerate(group) for n in pending_positions(texts, i)]
