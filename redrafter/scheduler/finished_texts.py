@@ -62,16 +62,15 @@ def _keys(text: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class FinishedTexts:
-    """What was written last, by salt. Nothing that was written under one salt is found under another."""
+    """Keeps what was written last, by salt. Nothing that was written under one salt is found under another.
+
+    Attributes:
+        tokens: Number of tokens that are kept.
+    """
 
     def __init__(self) -> None:
         self._by_salt: OrderedDict[Hashable, _Texts] = OrderedDict()  # the one used last at the end
-        self._number = 0
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that are kept."""
-        return sum(texts.tokens for texts in self._by_salt.values())
+        self._number = self.tokens = 0
 
     @property
     def places(self) -> int:
@@ -82,10 +81,14 @@ class FinishedTexts:
         """Keep a text and the end of the prompt before it, and forget others where they are too many."""
         kept = [*prompt[-KEYS[0] :], *text][:MOST_TOKENS_OF_SALT]
         self._number += 1
-        self._by_salt.setdefault(salt, _Texts()).add(self._number, kept)
+        texts = self._by_salt.setdefault(salt, _Texts())
+        self.tokens -= texts.tokens
+        texts.add(self._number, kept)
+        self.tokens += texts.tokens
         self._by_salt.move_to_end(salt)
         while self.tokens > MOST_TOKENS:
-            self._by_salt.popitem(last=False)
+            _, oldest = self._by_salt.popitem(last=False)
+            self.tokens -= oldest.tokens
 
     def find(self, salt: Hashable, tokens: Sequence[int], known: Piece | None) -> Piece | None:
         """Return a piece of the latest text of the salt that has the last of these tokens, as many as possible.
@@ -110,6 +113,7 @@ class FinishedTexts:
     def clear(self) -> None:
         """Forget all texts."""
         self._by_salt.clear()
+        self.tokens = 0
 
 
 def write_pieces(pieces: Tensor | None, given: Mapping[int, Piece]) -> None:
