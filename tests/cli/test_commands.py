@@ -350,7 +350,8 @@ def test_chat_mistakes(folder, capsys, monkeypatch, tmp_path):
     assert "no such role" in fails(capsys, "chat", "--model", str(mute))
 
 
-SMALL = {"num_beams": 1, "draft_len": 4, "nodes": 5}
+ADAPTIVE = {"num_beams": 1, "draft_len": 4, "nodes": 5}
+SMALL = ADAPTIVE | {"draft_from_text": 16}
 SAMPLED = ("--temperature", "1", "--seed", "3")
 ONE = "--draft-target-model-config [4,[0],[0],False]"  # which stands for four flags
 FOUR = ("--draft-len=3", "--device=cpu", "--draft-device=cpu", "--acceptance=match")
@@ -362,8 +363,8 @@ FOUR = ("--draft-len=3", "--device=cpu", "--draft-device=cpu", "--acceptance=mat
     [
         ("--draft-model small --draft-len 3", SMALL | {"draft_len": 3, "nodes": 4}),
         ("--draft-model small --num-beams 2 --node-budget 5", SMALL | {"num_beams": 2}),
-        ("--draft-model small --num-beams 5 --draft-len 8", {"num_beams": 5, "draft_len": 8, "nodes": 12}),
-        ("--draft-model small --adaptive", SMALL),
+        ("--draft-model small --num-beams 5 --draft-len 8", SMALL | {"num_beams": 5, "draft_len": 8, "nodes": 12}),
+        ("--draft-model small --adaptive", ADAPTIVE),
         ("--draft-model small --draft-device cpu --acceptance match", SMALL),
         ("--prompt-lookup --draft-len 5 --ngram 3", {"ngram": 3, "draft_len": 5}),
     ],
@@ -378,8 +379,6 @@ def test_what_else_drafts_needs_no_drafter_and_writes_the_tokens_of_plain_decodi
     )
     assert (document["compare"]["equal"], document["compare"]["first_difference"]) == (True, None)
     names = ("draft model", str(folder / "small")) if by_model else ("prompt lookup", None)
-    if by_model and "--adaptive" not in words:
-        shape = shape | {"draft_from_text": 16}
     assert (document["drafts"], document["drafter"], document["shape"]) == (*names, shape)
     assert 0 < document["stats"]["accepted"] < document["stats"]["drafted"]
     assert sampling or document["texts"] == [*map(expected, prompts)]
