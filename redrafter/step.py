@@ -94,9 +94,7 @@ def step(
     """
     # 1. Draft. The root of the tree is the pending token. The drafter sees the noise that the target will draw with.
     noise = sampler.noise(state.length + 1, (proposer.without_text or proposer).depth + 1)  # [B, K+1, V]
-    tree = proposer.propose(state, sampler, noise, cache, draft_cache)  # [B, N]
-    if target.ranks.size > 1:  # every rank drafts, and where two drafts are alike may choose another
-        tree = tree.of_first(target.ranks)
+    tree = proposer.propose(state, sampler, noise, cache, draft_cache).of_first(target.ranks)  # [B, N]
     noise = sampler.noise(state.length + 1, tree.levels + 1, known=noise)  # drafts that the text adds may be deeper
 
     # 2. Verify. One forward computes the target's logits and hidden states at all nodes.
@@ -112,8 +110,7 @@ def step(
     else:
         drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
     finite = finite_draws(verified.logits, drawn, sampled=tree.sampled_from is not None)
-    if target.ranks.size > 1:
-        drawn, finite = target.ranks.of_first(drawn, finite)
+    drawn, finite = target.ranks.of_first(drawn, finite)
 
     # 4. Accept. A draft holds if it is the token that was drawn at its parent, and its parent holds.
     path = accept(verified.tree, drawn, proposer.depth)  # [B, K+1]

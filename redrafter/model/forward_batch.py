@@ -54,6 +54,11 @@ class ForwardBatch:
     pieces: Sequence[Piece] | None = None
 
     @property
+    def places(self) -> Tensor:
+        """The place of each new node in its row's text, `[B, M]` int64."""
+        return self.length[:, None] + self.tree.depth[:, -self.tree.new :]
+
+    @property
     def row_slots(self) -> Tensor:
         """Slot of each new node, counted along its row, `[B, M]` int64."""
         nodes, new = self.tree.tokens.shape[1], self.tree.new

@@ -273,6 +273,7 @@ class ImageReader:
         cache.fill_first_slots((i, (layers[i].keys, layers[i].values)) for i, shape in enumerate(shapes) if shape.heads)
         if drafter_layer is not None:
             places = torch.arange(ids.shape[1], device=ids.device)
-            before = lambda: cache.slots((places - 1).clamp(min=0)[None])  # noqa: E731
-            drafter_layer.write(cache, cache.slots(places[None]), before, ids[0], places, hidden[0])
+            slots = cache.slots(places[None])
+            earlier = (places - 1).clamp(min=0)
+            drafter_layer.write(cache, slots, lambda: slots[earlier], ids[0], places, hidden[0])
         return logits, hidden[:, -1]

@@ -172,10 +172,9 @@ class PaddedForward(TreeForward):
 
     def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, None]:
         """Run new nodes of trees through the model; see `TreeForward`."""
-        bound, tree, length, cache = self.bound, batch.tree, batch.length, batch.cache
+        bound, tree, length, cache, places = self.bound, batch.tree, batch.length, batch.cache, batch.places
         assert batch.chunks is None, "chunks are read on a paged cache"
         new, mixing = tree.new, None
-        places = length[:, None] + tree.depth[:, -new:]  # [B, M], of the new nodes in their rows' texts
         cache.write_after(length + (tree.tokens.shape[1] - new), new)
         positions = places if batch.position_shift is None else places + batch.position_shift[:, None]
         if bound.context is not None:
@@ -202,8 +201,8 @@ class PaddedForward(TreeForward):
             mixing.finish()
         if bound.drafter_layer is not None:
             flat = tree.tokens[:, -new:].flatten(), places.flatten(), hidden.flatten(0, 1)
-            before = lambda: cache.slots(batch.row_slots_before)  # noqa: E731
-            bound.drafter_layer.write(cache, cache.written[bound.device], before, *flat)
+            written = cache.written[bound.device]
+            bound.drafter_layer.write(cache, written, lambda: cache.slots(batch.row_slots_before), *flat)
         if index is not None:
             hidden = hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
         return out.logits.to(bound.device), hidden, None

@@ -90,7 +90,7 @@ class VarlenForward(TreeForward):
             index = torch.cat([index, count + chunks.last])
         ids = batch.flat(tree.tokens[:, -new:], None if chunks is None else chunks.tokens)
         in_chunks = None if chunks is None else chunks.positions()  # those of prompts are not shifted
-        in_rows = length[:, None] + tree.depth[:, -new:]  # [B, M], places of the new nodes in their rows' texts
+        in_rows = batch.places
         places = positions = batch.flat(in_rows, in_chunks)
         if batch.position_shift is not None:
             positions = batch.flat(in_rows + batch.position_shift[:, None], in_chunks)
@@ -129,8 +129,8 @@ class VarlenForward(TreeForward):
                 of_nodes = cache.slots(of_rows)[batch.nodes]
                 return of_nodes if chunks is None else torch.cat([of_nodes, chunks.slots(back)])
 
-            before = lambda: slots(batch.row_slots_before, 1)  # noqa: E731
-            bound.drafter_layer.write(cache, slots(batch.row_slots, 0), before, *tokens[1:], hidden)
+            new_slots = slots(batch.row_slots, 0)
+            bound.drafter_layer.write(cache, new_slots, lambda: slots(batch.row_slots_before, 1), *tokens[1:], hidden)
 
         # 4. Divide what the head gave between the rows and the chunks.
         logits = logits[: len(index)]

@@ -107,7 +107,7 @@ class StepKey(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What the sequences of all rows ask for together, which changes only where one comes or goes.
+    """Notes what the sequences of all rows ask for together, which changes only where one comes or goes.
 
     Attributes:
         sampling: What sampling depends on; see `SamplingTensors.kind`.

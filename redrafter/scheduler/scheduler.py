@@ -199,7 +199,7 @@ class Scheduler:
         with self._ending(lambda: self._running.sequences):
             self._running.end_cancelled()
             self._running.admit(self.limits, self.settle, mixed_prefill=self.mixed_prefill)
-            mixed = self._mixed_sequences() if self.mixed_prefill else []
+            mixed = self._mixed_sequences()
             alone = [sequence for sequence in self._running.prefilling if sequence not in mixed]
             for chunks in self.prefiller.choose(alone, self.batch.step_nodes) if alone else ():
                 self._read_chunks(chunks)
@@ -261,7 +261,7 @@ class Scheduler:
     def _mixed_sequences(self) -> list[TokenSequence]:
         """Return the sequences whose prompts are read in the forwards of steps."""
         prefilling = self._running.prefilling
-        if len(prefilling) > len(self.batch.rows):
+        if not self.mixed_prefill or len(prefilling) > len(self.batch.rows):
             return []
         # A prompt that is scored needs the logits of all its tokens; one with images, a forward of the model's own.
         return [sequence for sequence in prefilling if not sequence.needs_scores and sequence.images is None]
@@ -287,7 +287,7 @@ class Scheduler:
 
     def _launch_step(self) -> None:
         """Launch a step of all rows, whose forward may read chunks of prompts too."""
-        mixed = self._mixed_sequences() if self.mixed_prefill else []
+        mixed = self._mixed_sequences()
         chunks = self.prefiller.choose_mixed(mixed, self.batch.step_nodes) if mixed else []
         both = [*self.batch.rows, *(sequence for sequence, _ in chunks)]
         lock = nullcontext() if self._graphs is None else self._graphs.lock

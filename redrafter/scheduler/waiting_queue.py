@@ -42,7 +42,7 @@ class QueueFullError(ReDrafterError):
 
 @dataclass(frozen=True)
 class Limits:
-    """How many sequences and tokens run and wait at once.
+    """Says how many sequences and tokens run and wait at once.
 
     Attributes:
         max_batch_size: Sequences that hold a place, whether they step or their prompts are being read.

@@ -106,8 +106,8 @@ class Tree:
         return replace(self, ancestors=self.ancestors[:, -count:], levels_above=self.levels)
 
     def of_first(self, ranks: Ranks) -> "Tree":
-        """Return the tree that rank 0 drafted."""
-        if not self.levels:
+        """Return the tree that rank 0 drafted. Every rank drafts, and where two drafts are alike may choose another."""
+        if ranks.size == 1 or not self.levels:
             return self
         own = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name != "sampled_from"}
         drafted: dict[str, Any] = dict(zip(own, ranks.of_first(*own.values()), strict=True))
