@@ -5,6 +5,7 @@ beside those that are there. Since a draft counts only if it is what the target 
 exact as each of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -44,6 +45,34 @@ def latest_match(tokens: Tensor, length: Tensor, most: int) -> tuple[Tensor, Ten
     best = rank.argmax(dim=1, keepdim=True)
     found = matched.gather(1, best).where(best < last, 0)
     return torch.where(found > 0, best + 1, 0), found
+
+
+class Repeats:
+    """Tells on the host whether a text has a match, so that a step without one need not search for it.
+
+    It is only a hint: what is copied is found by `latest_match`, and nothing that is drafted changes a token.
+    """
+
+    def __init__(self) -> None:
+        """Begin with a text of which nothing was read."""
+        self._seen: set[tuple[int, ...]] = set()  # each run of LEAST_MATCH tokens that has a next token
+        self._piece: Sequence[int] | None = None  # whose runs are seen too
+        self._read = LEAST_MATCH  # where the next run ends
+
+    def has_match(self, tokens: Sequence[int], piece: Sequence[int] | None = None) -> bool:
+        """Return whether the last LEAST_MATCH tokens of a text occur earlier in it, or in a piece of another one.
+
+        Args:
+            tokens: The text, which begins with what was given in earlier calls.
+            piece: Tokens of the other text. Earlier pieces are not forgotten, as a step that searches in vain is right.
+        """
+        if piece is not None and piece is not self._piece:
+            self._piece = piece
+            self._seen.update(zip(*(piece[i:] for i in range(LEAST_MATCH)), strict=False))
+        for end in range(self._read, len(tokens)):
+            self._seen.add(tuple(tokens[end - LEAST_MATCH : end]))
+        self._read = max(self._read, len(tokens))
+        return tuple(tokens[-LEAST_MATCH:]) in self._seen
 
 
 def searched(state: State) -> tuple[Tensor, Tensor]:

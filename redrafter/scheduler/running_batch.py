@@ -317,7 +317,9 @@ class RunningBatch:
         longest = longest_draft = max(len(row.tokens) - 1 + ahead * row.launched for row in self.rows)
         if self._translates:
             longest_draft = max(row.draft_bound(len(row.tokens) + ahead * row.launched) - 1 for row in self.rows)
-        window = min(self._round_up(longest + self.overshoot), self._positions)
+        # A CPU's step can see less where its own proposer copies nothing.
+        reach = overshoot(proposer) + proposer.scratch_slots if self.target.device.type == "cpu" else self.overshoot
+        window = min(self._round_up(longest + reach), self._positions)
         self.caches.prepare(rows, longest, longest_draft, proposer)
 
         # 2. What it reads of prompts.
@@ -363,9 +365,11 @@ class RunningBatch:
         if gain is not None and proposer.depth and not gain.should_draft():
             return self._plain
         # On a GPU another kind of step would have to be captured, which costs more than nodes that are copied in vain.
-        if proposer.without_text and self.target.device.type == "cpu" and not self.text_gain.should_draft():
-            return proposer.without_text
-        return proposer
+        if proposer.without_text is None or self.target.device.type != "cpu":
+            return proposer
+        # A CPU's step is read before the next one, so all tokens are known. Where none match, none are searched for.
+        copies = any(sequence.has_match for sequence in self.rows) and self.text_gain.should_draft()
+        return proposer if copies else proposer.without_text
 
     def _make_step(self, key: StepKey, proposer: Proposer, chunks: PromptChunks | None) -> CapturedStep:
         """Make a step over the first rows, and capture it if the device can."""

@@ -8,15 +8,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from helpers.generation import ON_BOTH_CACHES, same_as_model, same_undrafted
+from helpers.generation import ON_BOTH_CACHES, noted, same_as_model, same_undrafted
 from helpers.models import tiny_drafter, tiny_model, uneven_batch
 from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, boxed_pair
 from redrafter.checkpoints.merged import TreeShape
-from redrafter.drafting.prompt_lookup import PromptLookupProposer, graft, latest_match
+from redrafter.drafting import prompt_lookup
+from redrafter.drafting.prompt_lookup import LEAST_MATCH, PromptLookupProposer, Repeats, graft, latest_match
 from redrafter.drafting.proposer import State
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import text_nodes
 from redrafter.model.target import Target
+from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.tree.accept import accept
 from redrafter.tree.beam_search import beam_search
 
@@ -96,6 +98,25 @@ def test_the_longest_match_is_found_in_every_text(most):
     ]
 
 
+def test_the_host_knows_which_texts_have_a_match():
+    made = random.Random(0)
+    for _ in range(100):
+        text, repeats = [made.randrange(5) for _ in range(30)], Repeats()
+        length = made.randrange(1, 5)
+        while length <= len(text):
+            matches = slow_match(text[:length], LEAST_MATCH)[1] == LEAST_MATCH
+            assert repeats.has_match(text[:length]) == matches
+            length += made.randrange(1, 5)
+
+
+def test_the_host_knows_which_texts_match_a_piece_of_another():
+    repeats = Repeats()
+    assert not repeats.has_match([1, 2, 3])
+    assert not repeats.has_match([1, 2, 3], [2, 4, 3])
+    assert repeats.has_match([1, 2, 3, 4], [9, 3, 4])
+    assert repeats.has_match([1, 2, 3, 4, 5, 1, 2], [9, 3, 4])
+
+
 def paths(tree, row: int) -> set[tuple[int, ...]]:
     """Return the tokens on the way to each node."""
     ways = []
@@ -155,6 +176,26 @@ def test_a_text_that_repeats_takes_fewer_steps_than_its_drafter(on, how):
     if not how["do_sample"]:  # which ends in a loop
         assert both.stats.copied > 20
         assert both.stats.steps < 0.7 * alone.stats.steps
+
+
+@ON_BOTH_CACHES
+@pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
+def test_on_a_cpu_a_step_without_a_match_is_that_of_the_drafter_alone(on, how, monkeypatch):
+    target = Target(tiny_model("llama", max_position_embeddings=512))
+    engines = [
+        on(ReDrafter(target, tiny_drafter(), options=EngineOptions(draft_from_text=copies))) for copies in (True, False)
+    ]
+    searched = noted(monkeypatch, prompt_lookup, "latest_match", lambda found, *_: int(found[1].max()))
+    windows = noted(monkeypatch, RunningBatch, "prepare_step", lambda step, *_: step.state.tokens.shape[1])
+    settings = {"max_new_tokens": 60, "eos_token_id": -1, "return_dict_in_generate": True} | how
+    prompt = torch.tensor([[*range(3, 97), *range(3, 97, 2)]])  # no two tokens of it stand together twice
+    out = engines[0].generate(prompt, **settings)
+    assert 0 < len(searched) < out.stats.steps
+    assert min(searched) >= LEAST_MATCH
+    assert how["do_sample"] or out.stats.copied
+    assert windows[0] == 256, "positions that only copies would reach are not attended to"
+    assert torch.equal(out.sequences, engines[1].generate(prompt, **settings).sequences)
+    assert torch.equal(out.sequences, engines[0].generate(prompt, speculate=False, **settings).sequences)
 
 
 def test_rows_that_would_pay_for_copies_have_none():
