@@ -179,7 +179,9 @@ def test_a_text_that_repeats_takes_fewer_steps_than_its_drafter(on, how):
 
 
 @ON_BOTH_CACHES
-@pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "how", [{"do_sample": False}, {"do_sample": True, "seed": 3, "top_k": 2}], ids=["greedy", "sampled"]
+)
 def test_on_a_cpu_a_step_without_a_match_is_that_of_the_drafter_alone(on, how, monkeypatch):
     target = Target(tiny_model("llama", max_position_embeddings=512))
     engines = [
@@ -188,7 +190,8 @@ def test_on_a_cpu_a_step_without_a_match_is_that_of_the_drafter_alone(on, how, m
     searched = noted(monkeypatch, prompt_lookup, "latest_match", lambda found, *_: int(found[1].max()))
     windows = noted(monkeypatch, RunningBatch, "prepare_step", lambda step, *_: step.state.tokens.shape[1])
     settings = {"max_new_tokens": 60, "eos_token_id": -1, "return_dict_in_generate": True} | how
-    prompt = torch.tensor([[*range(3, 97), *range(3, 97, 2)]])  # no two tokens of it stand together twice
+    # No two tokens of it stand together twice.
+    prompt = torch.tensor([[*range(3, 97), *range(3, 97, 2), *range(3, 97, 3)]])
     out = engines[0].generate(prompt, **settings)
     assert 0 < len(searched) < out.stats.steps
     assert min(searched) >= LEAST_MATCH
