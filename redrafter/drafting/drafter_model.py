@@ -135,6 +135,13 @@ class DrafterModel(PreTrainedModel):
         """Draft over given texts as the search does, and return the input of `lm_head` at each step, `[A, K, R]`."""
         raise NotImplementedError
 
+    def trained_heads(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return products that learn from what `unroll` returns: inputs `[A, K, r]` and weights `[V', r]` of each.
+
+        The first one is the head.
+        """
+        return [(x, self.lm_head.weight)]
+
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
         """Return about how many bytes `unroll` keeps for the gradients of all positions of rows of `length` tokens.
 
