@@ -6,19 +6,13 @@ each beam are candidates, and their exact logits come from the rows of the head 
 that the rough scores do not rank among the best C; the target verifies what is drafted, so no text changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from redrafter.model.linear_layers import Float8Linear
 from redrafter.tree.beam_search import Candidates
-
-if TYPE_CHECKING:
-    from redrafter.drafting.drafter import RecurrentDrafter
 
 DraftScores = Callable[[Tensor, Tensor | None], Tensor]
 """Turns logits into scores: `scores(logits, ids)`, where `ids` are those of the target that the logits belong to.
@@ -58,14 +52,6 @@ class Shortlist(nn.Module):
         exact = (head_rows(head, ids, x.dtype) @ x[..., None])[..., 0]
         return Candidates(scores(exact, ids if names is None else names[ids]), ids)
 
-    @torch.no_grad()
-    def approximate(self, head: nn.Linear) -> None:
-        """Set the weights to the best approximation of a head of this rank, by its singular vectors."""
-        weight = head.weight.double()
-        directions = torch.linalg.eigh(weight.T @ weight).eigenvectors[:, -self.proj.out_features :]  # [R, rank]
-        self.proj.weight.copy_(directions.T)
-        self.head.weight.copy_(weight @ directions)
-
 
 def head_rows(head: nn.Linear, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows of a head's weight, FP8 or not, `[..., R]` for ids `[...]`."""
@@ -75,21 +61,15 @@ def head_rows(head: nn.Linear, ids: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype) * head.weight_scale[ids][..., None].to(dtype)
 
 
-def add_shortlist(drafter: RecurrentDrafter, size: int, rank: int) -> RecurrentDrafter:
-    """Return a drafter with a first stage made of its head, without any training; other weights are shared.
+def low_rank_factors(head: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the weights of `proj` and `head` of a `Shortlist`, the best of a rank for a head's weight.
+
+    The directions are the head's singular vectors, found as eigenvectors of a matrix `[R, R]`, since V' is far larger.
 
     Args:
-        drafter: A trained recurrent drafter.
-        size: C, candidates of each beam.
-        rank: Rank of the rough scores.
-
-    Raises:
-        ArgumentError: No drafter can have such a first stage.
+        head: The weight, `[V', R]`.
+        rank: At most R.
     """
-    config = type(drafter.config).from_dict(drafter.config.to_dict())
-    config.head_shortlist, config.head_shortlist_rank = size, rank
-    made: RecurrentDrafter = type(drafter)(config).to(drafter.device, drafter.dtype)
-    made.load_state_dict(drafter.state_dict(), strict=False, assign=True)
-    assert made.shortlist is not None
-    made.shortlist.approximate(drafter.lm_head)
-    return made.train(drafter.training)
+    precise = head.double()
+    directions = torch.linalg.eigh(precise.T @ precise).eigenvectors[:, -rank:]  # [R, rank]
+    return directions.T.to(head.dtype), (precise @ directions).to(head.dtype)

@@ -11,8 +11,8 @@ from helpers.drafters import random_drafter
 from helpers.models import HIDDEN, VOCAB, check_texts, paged, tiny_model, with_tree
 from redrafter import RecurrentDrafter
 from redrafter.drafting.proposer import State
-from redrafter.drafting.shortlist import add_shortlist, head_rows
-from redrafter.errors import ArgumentError, CheckpointError
+from redrafter.drafting.shortlist import head_rows
+from redrafter.errors import CheckpointError
 from redrafter.model.linear_layers import quantize_linears
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
@@ -42,11 +42,12 @@ def whole_head(drafter: RecurrentDrafter) -> RecurrentDrafter:
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("form", FORMS[:2], ids=str)
-def test_with_all_ids_as_candidates_the_tree_is_that_of_the_whole_head(form, sampled):
+@pytest.mark.parametrize("beams", [1, BEAMS])
+def test_with_all_ids_as_candidates_the_tree_is_that_of_the_whole_head(form, sampled, beams):
     drafter = random_drafter(**form, head_shortlist=VOCAB, head_shortlist_rank=4)
     trees = []
     for made in (drafter, whole_head(drafter)):
-        proposer, state, sampler, noise = start(made, sampled)
+        proposer, state, sampler, noise = start(made, sampled, beams)
         trees.append(proposer.grow(state, sampler, proposer.scores(state, sampler, noise, None)))
     assert torch.equal(trees[0].tokens, trees[1].tokens)
     assert torch.equal(trees[0].parents, trees[1].parents)
@@ -99,19 +100,6 @@ def test_rows_of_a_head_in_fp8_are_those_that_its_product_has():
     assert_close(found, drafter.lm_head(x).gather(-1, ids), atol=1e-4, rtol=1e-4)
     engine = with_tree(tiny_model("llama"), drafter, 4, 3)
     check_texts(engine)
-
-
-def test_a_shortlist_is_made_of_the_singular_vectors_of_a_trained_head():
-    drafter = random_drafter(draft_vocab_size=40, context_window=4)
-    before = {name: x.clone() for name, x in drafter.state_dict().items()}
-    made = add_shortlist(drafter, 6, 5)
-    assert (made.config.head_shortlist, made.config.head_shortlist_rank) == (6, 5)
-    assert drafter.config.head_shortlist is None
-    assert all(torch.equal(made.state_dict()[name], x) for name, x in before.items())
-    u, s, v = torch.linalg.svd(drafter.lm_head.weight)
-    assert_close(made.shortlist.head.weight @ made.shortlist.proj.weight, (u[:, :5] * s[:5]) @ v[:5])
-    with pytest.raises(ArgumentError, match="head_shortlist must be an integer from 1"):
-        add_shortlist(drafter, 0, 5)
 
 
 def test_a_checkpoint_without_the_rough_scores_is_refused(tmp_path):
