@@ -25,10 +25,11 @@ from redrafter.data.rows import Row
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.measure import report as report_module
 from redrafter.measure import run as run_module
-from redrafter.measure.floors import Bandwidth, copy_bandwidth, forward_bytes, resident_bytes, slot_bytes
+from redrafter.measure.floors import Bandwidth, copy_bandwidth, resident_bytes, slot_bytes
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report
 from redrafter.measure.run import Workload
+from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.target import Target
 from redrafter.train.evaluate import command as evaluate_module
 
