@@ -1,4 +1,4 @@
-"""The commands `generate`, `chat` and `info`, run in process on a tiny pair, and twice as a real program."""
+"""The command `generate`, run in process on a tiny pair, what all commands share, and a real program."""
 
 import io
 import json
@@ -10,20 +10,17 @@ import types
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 import redrafter
 from helpers.command_line import (
-    CONTEXT,
     NEW,
     SPECIAL,
     TEXT,
     byte_fallback_tokenizer,
     byte_tokenizer,
     fails,
-    measured,
     ran,
+    typed,
 )
 from redrafter import ArgumentError, DrafterConfig, RecurrentDrafter, ReDrafter
 from redrafter.app.engines import apply_draft_target_config
@@ -31,16 +28,9 @@ from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.app.program import print_message
 from redrafter.cli import main
-from redrafter.cli.chat import History
 from redrafter.cli.printer import GREEN, RESET, Printer, use_color
 from redrafter.convert.convert_checkpoint import merge
 from redrafter.engine.detokenizer import Detokenizer
-from zoo.configs import tiny_config
-
-
-def typed(monkeypatch, text: str) -> None:
-    """Make a text what the command reads from stdin."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
 def test_streamed_text_is_what_model_generate_writes(generate, expected):
@@ -266,90 +256,6 @@ def test_an_interrupt_ends_with_130(folder, monkeypatch, capsys):
     assert capsys.readouterr().err == "\n"
 
 
-@pytest.fixture
-def chat(monkeypatch, capsys, folder):
-    """Return a function that runs `redrafter chat` on what is said, and returns its stdout and stderr."""
-
-    def run(said: str, *args: str) -> tuple[str, str]:
-        typed(monkeypatch, said)
-        assert main(["chat", "--model", str(folder / "merged"), "--max-new-tokens", "8", *args]) == 0
-        return capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def answers(expected):
-    """Return a function that gives the answers to the questions of a chat after a system message."""
-
-    def run(*questions: str, head: str = "") -> str:
-        text, found = head, ""
-        for question in questions:
-            text += f"u:{question}\na:"
-            answer = expected(text, templated=True, max_new_tokens=8)
-            text, found = f"{text}{answer}\n", f"{found}{answer}\n"
-        return found
-
-    return run
-
-
-def test_chat_remembers_its_turns(chat, answers):
-    out, err = chat("ja\n\n10\n/stats\n", "--system", "Sei")
-    assert out == answers("ja", "10", head="s:Sei\n")
-    assert re.match(r"2 answers, 16 tokens in .+ tokens per step; share of steps .+: \d", err)
-
-
-def test_chat_commands(chat, answers):
-    out, err = chat("/stats\nja\n/reset\nja\n/nope\n/exit\nja\n")
-    assert out == 2 * answers("ja")
-    assert err == "no answers yet\nthe talk so far is forgotten\nthere is no /nope; there are /exit, /reset, /stats\n"
-
-
-def test_chat_forgets_the_oldest_turns_and_says_so(chat, answers):
-    question, head = "ja" * 25, "s:S\n"
-    out, err = chat(f"{question}\n" * 3, "--system", "S")
-    first, second = answers(question, question, head=head).splitlines()
-    third = answers(question, head=f"{head}u:{question}\na:{second}\n")
-    assert out == f"{first}\n{second}\n{third}"
-    assert err == "(the context is full: the oldest turn is forgotten)\n"
-
-
-def test_history_keeps_room_for_the_answer_and_the_system_message():
-    class Words:
-        def encode(self, messages):
-            return [word for message in messages for word in message["content"].split()]
-
-    history = History(Words(), "be brief", context=10, answer_tokens=3)
-    history.turns = [("a b", "c"), ("d", "e")]
-    assert history.prompt("f") == (["be", "brief", "d", "e", "f"], 1)
-    assert history.turns == [("d", "e")]
-    assert History(Words(), None, context=None, answer_tokens=3).prompt("x " * 99)[1] == 0
-
-
-def test_an_interrupt_stops_the_answer_and_not_the_talk(chat, answers, monkeypatch):
-    honest, tokenizer = Pair.run, byte_tokenizer()
-
-    def interrupted(self, prompts, options, *, streamer, **arguments):
-        monkeypatch.setattr(Pair, "run", honest)
-        streamer.put_step(0, tokenizer("ach").input_ids, 0, ended=False)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Pair, "run", interrupted)
-    out, _ = chat("ja\n10\n")
-    assert out == "ach\n" + answers("10", head="u:ja\na:ach\n")
-
-
-def test_chat_mistakes(folder, capsys, monkeypatch, tmp_path):
-    typed(monkeypatch, "ja " * 99 + "\nja\n")
-    assert "context" in fails(capsys, "chat", "--model", str(folder / "merged"))
-    mute = merge(folder / "base", folder / "drafter", tmp_path / "mute")
-    (mute / "chat_template.jinja").unlink()
-    assert "chat template" in fails(capsys, "chat", "--model", str(mute))
-    (mute / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
-    typed(monkeypatch, "ja\n")
-    assert "no such role" in fails(capsys, "chat", "--model", str(mute))
-
-
 ADAPTIVE = {"num_beams": 1, "draft_len": 4, "nodes": 5}
 SMALL = ADAPTIVE | {"draft_from_text": 16}
 SAMPLED = ("--temperature", "1", "--seed", "3")
@@ -390,16 +296,6 @@ def test_greedy_rejection_is_plain_decoding_too(folder, generate, expected):
     sampled, again = (json.loads(generate("ja", *args, *SAMPLED, "--json")[0]) for _ in range(2))
     assert sampled["texts"] == again["texts"]
     assert 0 < sampled["stats"]["accepted"] < sampled["stats"]["drafted"]
-
-
-@pytest.mark.parametrize(
-    ("args", "shares"),
-    [(("--draft-model", "{small}", "--draft-len", "2"), 2 + 16), (("--prompt-lookup",), 4)],  # 16 are copied
-)
-def test_chat_with_a_draft_model(folder, chat, answers, args, shares):
-    out, err = chat("ja\n10\n/stats\n", *(arg.format(small=folder / "small") for arg in args))
-    assert out == answers("ja", "10")
-    assert re.fullmatch(rf"2 answers, 16 tokens in .+; share of steps .+ drafts:( \d\.\d\d){{{shares}}}\n", err)
 
 
 @pytest.mark.parametrize(
@@ -518,78 +414,6 @@ def test_a_prompt_that_is_a_models_directory_is_asked_about(folder, capsys, monk
     assert f"{base} is the directory of a model" in err
     assert f"type redrafter generate --model {base} 'once upon'; to continue that text, pipe it in" in err
     assert main(["generate", "--max-new-tokens", "3", "--model", str(folder / "merged"), base]) == 0
-
-
-def info(*args: str) -> dict:
-    return measured("info", "--json", *args)[0]
-
-
-def test_info_tells_each_kind_of_checkpoint(folder):
-    base, drafter, merged = (info(str(folder / name)) for name in ("base", "drafter", "merged"))
-    model = AutoModelForCausalLM.from_pretrained(folder / "base")
-    assert base["kind"] == "model"
-    assert "fits" not in base
-    assert base["model"] == {
-        "architecture": "LlamaForCausalLM",
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "stored_as": "float32",
-        "hidden_size": 32,
-        "layers": 1,
-        "vocabulary": 259,
-        "context": CONTEXT,
-        "batch_invariant": "tried when --batch-invariant loads it",
-        "target": "yes, by its config; it is tested when it is loaded",
-    }
-    assert drafter["kind"] == "drafter"
-    head = RecurrentDrafter.from_pretrained(folder / "drafter")
-    assert drafter["drafter"]["parameters"] == sum(parameter.numel() for parameter in head.parameters())
-    assert drafter["drafter"]["draft_vocabulary"] == head.config.draft_vocab_size < drafter["drafter"]["vocabulary"]
-    assert merged["kind"] == "merged checkpoint"
-    assert merged["fits"] is True
-    assert merged["model"] == base["model"]
-    assert merged["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "node_budget": None, "greedy_search": None}
-
-
-def test_info_says_why_a_drafter_does_not_fit(folder, capsys, tmp_path):
-    config = {"vocab_size": 259, "hidden_size": 32, "base_model": "elsewhere"}
-    RecurrentDrafter(DrafterConfig(**config, base_embedding_norms=[9.0] * 8)).save_pretrained(tmp_path / "other")
-    document = info(str(folder / "base"), "--drafter", str(tmp_path / "other"))
-    assert document["fits"] is False
-    assert "elsewhere" in document["why_not"]
-    assert main(["info", str(folder / "base"), "--drafter", str(folder / "drafter")]) == 0
-    assert re.search(r"^fits +yes$", capsys.readouterr().out, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "answer"),
-    [
-        ("rwkv", "no: RwkvForCausalLM has recurrent layers, and does not keep their state in transformers' cache"),
-        ("bert", "no: BertLMHeadModel is no decoder: its tokens see those behind them"),
-        ("t5", "no: transformers has no causal LM of the type t5; it is an encoder-decoder"),
-        ("mamba", "yes, by its config"),
-        ("mixtral", "yes, by its config"),
-        ("longcat_flash", "not known before it is loaded"),
-    ],
-)
-def test_info_says_whether_a_model_can_be_a_target_and_why_not(tmp_path, model_type, answer):
-    config = tiny_config(model_type)
-    if model_type == "bert":
-        config.is_decoder = False
-    config.save_pretrained(tmp_path)
-    save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
-    assert info(str(tmp_path))["model"]["target"].startswith(answer)
-
-
-def test_info_alone_tells_versions():
-    assert info()["environment"]["torch"] == torch.__version__
-
-
-def test_info_mistakes(folder, capsys, tmp_path):
-    (tmp_path / "config.json").write_text("[]")
-    assert "config.json" in fails(capsys, "info", str(tmp_path))
-    assert "nowhere" in fails(capsys, "info", "./nowhere")
-    assert "model" in fails(capsys, "info", "--drafter", str(folder / "drafter"))
-    assert "not a drafter" in fails(capsys, "info", str(folder / "base"), "--drafter", str(folder / "base"))
 
 
 @pytest.mark.parametrize("make", [byte_tokenizer, byte_fallback_tokenizer])
