@@ -257,6 +257,10 @@ class DFlashDrafter(DrafterModel):
         again = 0 if self.markov_head is None else layer_bytes(self.markov_head.markov_w2)
         return sum(weight.nbytes for weight in self.parameters()) - unread + (depth - 1) * again
 
+    def target_head_reads(self, depth: int) -> int:
+        """Return how often a draft reads the target's head: once for all its tokens, if it has none of its own."""
+        return 1 if self.lm_head is None else 0
+
     def fuse_hidden(self, hidden: Tensor) -> Tensor:
         """Fuse the outputs of the target's layers to what keys and values of committed tokens are computed from.
 

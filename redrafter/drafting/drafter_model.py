@@ -118,11 +118,15 @@ class DrafterModel(PreTrainedModel):
         return self.lm_head
 
     def draft_bytes(self, depth: int) -> int:
-        """Return the bytes of the weights that a draft of `depth` search steps reads.
+        """Return the bytes of the drafter's own weights that a draft of `depth` search steps reads.
 
         What reads the target's hidden state alone is read once; what is stored of committed tokens is not made then.
         """
         raise NotImplementedError
+
+    def target_head_reads(self, depth: int) -> int:
+        """Return how often a draft of `depth` search steps reads the target's head."""
+        return 0
 
     def index_ids(self) -> Tensor:
         """Return the drafter's id of each of the target's ids, `[V]` int64; -1 for those that it does not know."""
