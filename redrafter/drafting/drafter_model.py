@@ -53,7 +53,7 @@ class DrafterModel(PreTrainedModel):
         proposer_class: What drafts with it.
         identity_fields: Sizes and settings in its config that tell it from others.
         unquantized: What stays as it is where the drafter is quantised; None for nothing.
-        text_commands: Commands that draft over given texts with it: "evaluate" by `read_texts`, "train" also by `unroll`.
+        text_commands: Commands that draft over given texts with it: "evaluate" by `read_texts`, "train" by `unroll`.
     """
 
     config_class: type[AnyDrafterConfig]
