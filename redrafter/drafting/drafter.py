@@ -78,7 +78,7 @@ class RecurrentDrafter(DrafterModel):
     identity_fields = (
         *("hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "recurrence", "draft_vocab_size"),
     )
-    follows_texts = True
+    text_commands = ("train", "evaluate")
 
     def __init__(self, config: DrafterConfig):
         """Make a drafter with random weights; see `DrafterModel`."""

@@ -53,7 +53,7 @@ class DrafterModel(PreTrainedModel):
         proposer_class: What drafts with it.
         identity_fields: Sizes and settings in its config that tell it from others.
         unquantized: What stays as it is where the drafter is quantised; None for nothing.
-        follows_texts: Whether it drafts over given texts, by `unroll` and `read_texts`: it can be trained and replayed.
+        text_commands: Commands that draft over given texts with it: "evaluate" by `read_texts`, "train" by `unroll`.
     """
 
     config_class: type[AnyDrafterConfig]
@@ -64,7 +64,7 @@ class DrafterModel(PreTrainedModel):
     lm_head: nn.Linear
     draft_ids: Tensor | None
     unquantized: nn.Module | None = None
-    follows_texts = False
+    text_commands: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Any):
         """Make a drafter with random weights; a subclass adds its parts.
@@ -130,7 +130,7 @@ class DrafterModel(PreTrainedModel):
 
     def index_ids(self) -> Tensor:
         """Return the drafter's id of each of the target's ids, `[V]` int64; -1 for those that it does not know."""
-        every = torch.arange(self.config.vocab_size, device=self.lm_head.weight.device)
+        every = torch.arange(self.config.vocab_size, device=self.device)
         if not isinstance(self.draft_ids, Tensor):
             return every
         return torch.full_like(every, -1).index_copy_(0, self.draft_ids, every[: len(self.draft_ids)])
@@ -161,11 +161,12 @@ class DrafterModel(PreTrainedModel):
         raise NotImplementedError
 
     def check_follows_texts(self, command: str) -> None:
-        """Raise `UnsupportedError` unless the drafter drafts over given texts; `command` is what that is needed for."""
-        if not self.follows_texts:
+        """Raise `UnsupportedError` unless the drafter drafts over given texts as a command needs it."""
+        if command not in self.text_commands:
+            kinds = "recurrent drafters and EAGLE-3 heads" + (", and DFlash drafters" if command == "evaluate" else "")
             raise UnsupportedError(
-                f"`redrafter {command}` is for recurrent drafters and EAGLE-3 heads, and this drafter is of the kind "
-                f"{self.config.kind}; `redrafter bench` measures its tokens per step"
+                f"`redrafter {command}` is for {kinds}, and this drafter is of the kind {self.config.kind}; "
+                "`redrafter bench` measures its tokens per step"
             )
 
     def context_bytes(self, length: int, beams: int) -> int:

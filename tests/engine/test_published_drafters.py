@@ -24,6 +24,7 @@ from redrafter import (
 )
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.eagle import EagleProposer
+from redrafter.model.target import Target
 
 
 class Kind(NamedTuple):
@@ -76,9 +77,14 @@ def test_the_map_of_ids_says_what_is_drafted(monkeypatch):
     assert drafted <= set(engine.drafter.draft_ids.tolist())
 
 
-@pytest.mark.parametrize(("make", "reads"), [(random_head, 0), (random_block_drafter, 1), (random_mtp, 3)])
+@pytest.mark.parametrize(
+    ("make", "reads"),
+    [(lambda _: random_head(), 0), (lambda _: random_block_drafter(), 1), (random_mtp, 3)],
+    ids=["EAGLE", "blocks", "MTP"],
+)
 def test_a_draft_also_reads_the_head_of_its_target_where_it_has_none(make, reads):
-    engine = with_tree(tiny_model("llama"), make(), 4, 3)
+    model = tiny_model("llama")
+    engine = with_tree(model, make(Target(model)), 4, 3)
     head = VOCAB * engine.target.hidden_size * 4
     assert engine.proposer.draft_bytes == engine.drafter.draft_bytes(3) + reads * head
 
