@@ -17,9 +17,10 @@ from redrafter.engine.call import Call
 from redrafter.engine.engine import Engine
 from redrafter.engine.request import Request
 from redrafter.errors import CacheFullError, first_line
-from redrafter.measure.floors import Bandwidth, forward_bytes, slot_bytes
+from redrafter.measure.floors import Bandwidth, slot_bytes
 from redrafter.measure.run import Prompts, Workload, median_ms
 from redrafter.model.forward_batch import ForwardBatch
+from redrafter.model.linear_layers import forward_bytes
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.captured_step import capture
 from redrafter.scheduler.running_batch import RunningBatch
@@ -201,7 +202,7 @@ def measure_parts(
         draft = floor = None
         if isinstance(proposer, SearchProposer):
             draft = batch.part_ms(propose)
-            floor = bandwidth.ms(proposer.drafter.draft_bytes(proposer.depth))
+            floor = bandwidth.ms(proposer.draft_bytes)
         kv = batch.tokens * slot_bytes(target.shapes)
         return {
             "batch_size": rows,
@@ -229,9 +230,10 @@ def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Draft
     proposer = proposer.without_text or proposer
     if not isinstance(proposer, SearchProposer):
         return None
+    proposer = replace(proposer, drafter=drafter)
     with open_standing_batch(work, proposer, rows) as batch:
-        ms = batch.part_ms(batch.propose(replace(proposer, drafter=drafter)))
-    ids, floor = drafter.lm_head.out_features, bandwidth.ms(drafter.draft_bytes(proposer.depth))
+        ms = batch.part_ms(batch.propose(proposer))
+    ids, floor = drafter.lm_head.out_features, bandwidth.ms(proposer.draft_bytes)
     return {"batch_size": rows, "ids": ids, "draft_ms": ms, "floor_ms": floor}
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from redrafter.app.flags import add_options, dtype_word, flag, read_options, yes_or_no
 from redrafter.app.parser import Parser
 from redrafter.checkpoints.merged import Defaults, TreeShape
-from redrafter.drafting.drafter_config import RECURRENCES
+from redrafter.drafting.drafter_config import RECURRENCES, SHORTLIST_RANK
 from redrafter.errors import ArgumentError
 from redrafter.options import option
 
@@ -17,6 +17,8 @@ OUTPUT_FORMATS = ("redrafter", "trtllm", "apple", "drafter", "speculators")
 _OPTION_FORMATS = {  # output formats of options that are not for all of them
     "base_model_checkpoint_dir": ("redrafter", "trtllm", "drafter", "speculators"),
     "copy": ("redrafter",),
+    "head_shortlist": ("redrafter", "drafter"),
+    "head_shortlist_rank": ("redrafter", "drafter"),
     "node_budget": ("redrafter",),
     "redrafter_draft_len_per_beam": ("redrafter", "trtllm", "drafter", "speculators"),
     "redrafter_greedy_search": ("redrafter", "trtllm"),
@@ -93,6 +95,14 @@ class ConvertConfig:
         "recurrence that a TensorRT-LLM checkpoint's drafter was trained with (default: apple, as in public trainers)",
         choices=tuple(name for name in RECURRENCES if name != "gated"),
     )
+    head_shortlist: int | None = option(
+        None,
+        "give a recurrent drafter a head of two stages, without training: rough scores made of its head propose this "
+        "many ids for each beam, 128 to 512, and the head scores only those (default: as in the source)",
+        type=int,
+        metavar="C",
+    )
+    head_shortlist_rank: int = option(SHORTLIST_RANK, "rank of those rough scores")
     tokenizer_dir: str | None = option(
         None, "directory of a tokenizer, for a base that has none, such as TensorRT-LLM's", metavar="DIR"
     )
@@ -110,6 +120,8 @@ class ConvertConfig:
         for name in ("tp_size", "workers"):
             if (value := getattr(self, name)) is not None and not 1 <= value <= 4096:
                 raise ArgumentError(f"{flag(name)} must be from 1 to 4096, got {value}")
+        if self.head_shortlist is None and self.head_shortlist_rank != SHORTLIST_RANK:
+            raise ArgumentError("--head-shortlist-rank is for heads of two stages: give --head-shortlist too")
         for item in fields(self):
             value = getattr(self, item.name)
             if value == "":

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from redrafter.app.program import print_message, run_command
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.convert.config import ConvertConfig, parse
-from redrafter.convert.plan import OUTPUT_PLANNERS, ConversionPlan
+from redrafter.convert.plan import OUTPUT_PLANNERS, ConversionPlan, add_shortlist
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.files.atomic_folder import check_output_folder, write_folder
 from redrafter.files.checkpoint_kind import kind_of
@@ -77,6 +77,8 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
     base = None if config.base_model_checkpoint_dir is None else Path(config.base_model_checkpoint_dir)
     directory = Path(config.drafter_model_dir or config.base_model_checkpoint_dir or "")
     drafter = open_drafter(directory, config.recurrence)
+    if config.head_shortlist is not None:
+        drafter = add_shortlist(drafter, config.head_shortlist, config.head_shortlist_rank)
     if base is None and config.to in ("redrafter", "trtllm") and is_pair(drafter.kind):
         base = directory
     if config.tokenizer_dir is not None and not Path(config.tokenizer_dir, "tokenizer_config.json").is_file():

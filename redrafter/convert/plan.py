@@ -18,6 +18,7 @@ from redrafter.checkpoints.merged import TreeShape
 from redrafter.convert.config import ConvertConfig
 from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
 from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture
+from redrafter.drafting.shortlist import low_rank_factors
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.files.dtype_names import dtype_name
@@ -28,6 +29,7 @@ from redrafter.formats.tensors import (
     WEIGHTS_FILE,
     LazyTensor,
     cast,
+    memory_tensor,
     split_into_files,
     write_safetensors,
 )
@@ -148,6 +150,20 @@ def _existing_parent(path: Path) -> Path:
 
 def _is_weights(file: Path) -> bool:
     return file.suffix in (".safetensors", ".bin", ".pt")
+
+
+def add_shortlist(drafter: SourceDrafter, size: int, rank: int) -> SourceDrafter:
+    """Return a recurrent drafter whose head has a first stage of a rank that proposes `size` ids, made of the head."""
+    config, head = deepcopy(drafter.config), drafter.tensors.get("lm_head.weight")
+    if not isinstance(config, DrafterConfig) or head is None:
+        raise UnsupportedError(f"--head-shortlist is for recurrent drafters, and this is a {config.kind}: leave it out")
+    if not 1 <= rank <= head.shape[1]:
+        raise ArgumentError(f"--head-shortlist-rank must be from 1 to the head's width {head.shape[1]}, got {rank}")
+    config.head_shortlist, config.head_shortlist_rank = size, rank
+    config.check()
+    rough = zip(("proj", "head"), low_rank_factors(head.read(0, head.length), rank), strict=True)
+    added = {f"shortlist.{name}.weight": memory_tensor(head.name, weight.contiguous()) for name, weight in rough}
+    return replace(drafter, config=config, tensors=drafter.tensors | added)
 
 
 def plan_drafter(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:

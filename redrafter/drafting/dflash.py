@@ -19,13 +19,13 @@ from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.context_attention import BACKENDS
 from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, of_beams
 from redrafter.drafting.dflash_config import DFlashConfig
-from redrafter.drafting.drafter_model import DrafterModel, drafter_layer, layer_bytes
+from redrafter.drafting.drafter_model import DrafterModel, ReadAt, drafter_layer, layer_bytes
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.errors import ArgumentError
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
-from redrafter.tree.token_tree import Tree
+from redrafter.tree.beam_search import Expand
 
 
 class LayerContext(NamedTuple):
@@ -40,6 +40,18 @@ class LayerContext(NamedTuple):
     keys: Tensor
     values: Tensor
     position: Tensor
+
+
+class BlockContext(NamedTuple):
+    """What a block of B rows is filled from beside its pending tokens.
+
+    Attributes:
+        length: Committed tokens of each row, `[B]` int64.
+        read: Returns what the layer of a number attends to before the block.
+    """
+
+    length: Tensor
+    read: Callable[[int], LayerContext]
 
 
 class _Attention(AttentionProducts):
@@ -196,6 +208,7 @@ class DFlashDrafter(DrafterModel):
     config_class = DFlashConfig
     config: DFlashConfig
     identity_fields = ("model_type", "hidden_size", "vocab_size", "num_layers", "block_size")
+    text_commands = ("evaluate",)
 
     def __init__(self, config: DFlashConfig):
         """Make a drafter with random weights; see `DrafterModel`."""
@@ -244,6 +257,10 @@ class DFlashDrafter(DrafterModel):
         again = 0 if self.markov_head is None else layer_bytes(self.markov_head.markov_w2)
         return sum(weight.nbytes for weight in self.parameters()) - unread + (depth - 1) * again
 
+    def target_head_reads(self, depth: int) -> int:
+        """Return how often a draft reads the target's head: once for all its tokens, if it has none of its own."""
+        return 1 if self.lm_head is None else 0
+
     def fuse_hidden(self, hidden: Tensor) -> Tensor:
         """Fuse the outputs of the target's layers to what keys and values of committed tokens are computed from.
 
@@ -266,6 +283,27 @@ class DFlashDrafter(DrafterModel):
         sides = zip(*(layer.self_attn.remember(hidden, position) for layer in self.stack), strict=True)
         keys, values = (torch.cat(side, dim=-2) for side in sides)
         return keys, values
+
+    def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
+        """Return what gives the keys and values before positions of texts; see `DrafterModel.read_texts`."""
+        position, heads = torch.arange(tokens.shape[1], device=tokens.device), self.config.num_key_value_heads
+        keys, values = self.remember(self.fuse_hidden(hidden), position.expand_as(tokens))  # [B, T, L H, d]
+
+        def at(row: Tensor, length: Tensor) -> BlockContext:
+            def read(layer: int) -> LayerContext:
+                part = slice(layer * heads, (layer + 1) * heads)
+                return LayerContext(keys[row, :, part], values[row, :, part], position.expand(len(row), -1))
+
+            return BlockContext(length, read)
+
+        return at
+
+    def context_bytes(self, length: int, beams: int) -> int:
+        """Return the bytes of a layer's copies of a text, and of a block's scores; see `DrafterModel.context_bytes`."""
+        config = self.config
+        stored = 4 * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
+        scores = 12 * config.block_size * config.num_attention_heads
+        return length * (stored + scores) + 4 * config.drafts * config.vocab_size
 
     def forward(self, pending: Tensor, length: Tensor, read: Callable[[int], LayerContext], table: nn.Module) -> Tensor:
         """Fill a block of each row, and return the hidden states of all its positions, `[B, Q, D]`.
@@ -301,12 +339,14 @@ class DFlashProposer(SearchProposer):
 
     drafter: DFlashDrafter
 
-    def propose(
-        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
-    ) -> Tree:
-        """Draft a tree by beam search; see `Proposer.propose`."""
+    def read_context(self, state: State, cache: KVCache) -> BlockContext:
+        """Return what gives the keys and values of the rows' committed tokens, of one layer at a time."""
+        return BlockContext(state.length, partial(self.read, cache, state.length))
+
+    def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: BlockContext) -> Expand:
+        """Return what scores the next tokens of every beam; see `SearchProposer.scores`."""
         drafter, markov, selector = self.drafter, self.drafter.markov_head, self.drafter.candidate_selector
-        hidden = drafter(state.pending, state.length, partial(self.read, cache, state.length), self.target.embedding)
+        hidden = drafter(state.pending, *context, self.target.embedding)
         carried: Tensor | None = None  # [B, w, r], the state of a recurrent Markov head on each beam
         if not drafter.config.sample_from_anchor:
             if markov is not None:
@@ -326,7 +366,7 @@ class DFlashProposer(SearchProposer):
                 scores = sampler.draft_scores(selector(tokens, hidden[:, k], here, scores), noise, k, None)
             return scores.expand(-1, tokens.shape[1], -1)
 
-        return self.grow(state, sampler, expand)
+        return expand
 
     def read(self, cache: KVCache, length: Tensor, layer: int) -> LayerContext:
         """Return what a layer attends to of the committed tokens of rows with `length` `[B]` int64 of them."""

@@ -28,12 +28,13 @@ from redrafter.drafting.drafter_model import (
     partial_linear,
 )
 from redrafter.drafting.proposer import SearchProposer, State
+from redrafter.drafting.shortlist import Shortlist
 from redrafter.kernels.linear_operators import thin_linear
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
-from redrafter.tree.beam_search import Expand
+from redrafter.tree.beam_search import Candidates, Expand
 
 
 class DraftStart(NamedTuple):
@@ -70,6 +71,7 @@ class RecurrentDrafter(DrafterModel):
 
     Attributes:
         context: What attends to the text's committed tokens; None where nothing does.
+        shortlist: What proposes the ids that the head scores; None where the head scores all.
         rnn_joined: W and U side by side, `[D, 2D]`, after `join_recurrence`; None before.
     """
 
@@ -78,7 +80,7 @@ class RecurrentDrafter(DrafterModel):
     identity_fields = (
         *("hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "recurrence", "draft_vocab_size"),
     )
-    follows_texts = True
+    text_commands = ("train", "evaluate")
 
     def __init__(self, config: DrafterConfig):
         """Make a drafter with random weights; see `DrafterModel`."""
@@ -88,7 +90,9 @@ class RecurrentDrafter(DrafterModel):
         self.layers = nn.ModuleList(_Residual(exit_dim) for _ in range(config.num_draft_layers))
         rank = config.head_rank or exit_dim
         self.head_proj = nn.Linear(exit_dim, rank, bias=False) if config.head_rank else None
-        self.lm_head = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        vocabulary, shortlist_rank = config.draft_vocab_size or config.vocab_size, config.head_shortlist_rank
+        self.lm_head = nn.Linear(rank, vocabulary, bias=False)
+        self.shortlist = Shortlist(rank, shortlist_rank, vocabulary) if config.head_shortlist else None
         self.fuse = nn.Linear(self.feature_size, hidden) if config.target_layers else None
         if config.rnn and config.recurrence == "gated":
             self.rnn_gate = nn.Linear(3 * hidden, 2 * hidden)
@@ -121,12 +125,18 @@ class RecurrentDrafter(DrafterModel):
         """Return the sizes and settings of the recurrence and of its attention to the text."""
         config = self.config
         context = [config.context_window, config.context_heads, config.context_kv_heads, config.context_head_dim]
-        return super().identity() + (context if config.context_window is not None else [])
+        stages = [config.head_shortlist, config.head_shortlist_rank]
+        return (
+            super().identity()
+            + (context if config.context_window is not None else [])
+            + (stages if config.head_shortlist is not None else [])
+        )
 
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads.
 
-        The published recurrence does not read `rnn_u` at the first step, where it has no state to multiply with.
+        The published recurrence does not read `rnn_u` at the first step, where it has no state to multiply with. Of a
+        head in two stages, the rows of the candidates of one row's beams are counted, of the config's number of beams.
         """
         config, first = self.config, self.first_product
         gated = config.rnn and config.recurrence == "gated"
@@ -137,7 +147,12 @@ class RecurrentDrafter(DrafterModel):
         elman = config.rnn and not gated
         unread = layer_bytes(self.rnn_u, with_bias=config.recurrence == "trtllm") if elman else 0
         whole = sum(weight.nbytes for weight in self.parameters()) - never
-        return depth * (whole - once) + once - unread
+        gathered = 0
+        if config.head_shortlist is not None:
+            whole -= layer_bytes(self.lm_head)
+            rows = config.head_shortlist * (1 + (depth - 1) * config.draft_beams)  # the first step has one beam
+            gathered = rows * self.lm_head.weight[0].nbytes
+        return depth * (whole - once) + once - unread + gathered
 
     @property
     def feature_size(self) -> int:
@@ -269,6 +284,11 @@ class RecurrentDrafter(DrafterModel):
             head_inputs.append(x)
         return torch.stack(head_inputs, dim=1)
 
+    def trained_heads(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the head, and the rough scores before it, which learn from states that they do not change."""
+        rough = self.shortlist
+        return super().trained_heads(x) + ([] if rough is None else [(rough.proj(x.detach()), rough.head.weight)])
+
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
         """Return about how many bytes `unroll` keeps; see `DrafterModel.unroll_bytes`."""
         config, positions = self.config, rows * length
@@ -332,14 +352,18 @@ class RecurrentProposer(SearchProposer):
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: ContextWindow | None) -> Expand:
         """Return what scores the next tokens of every beam; see `SearchProposer.scores`."""
-        carried: Tensor | None = None  # [B, w, D], the recurrent state of each beam
-        start = self.drafter.begin(self.drafter.fuse_hidden(state.hidden)[:, None])
+        drafter, carried = self.drafter, None  # [B, w, D], the recurrent state of each beam
+        count = max(drafter.config.head_shortlist or 0, self.beams)
+        start = drafter.begin(drafter.fuse_hidden(state.hidden)[:, None])
         advance = _compiled(_advance) if self.compiled else _advance
 
-        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
+        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor | Candidates:
             nonlocal carried
-            logits, carried = advance(self.drafter, self.target.embedding, tokens, sources, carried, start, k, context)
-            return sampler.draft_scores(logits, noise, k, self.drafter.draft_ids)
+            out, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, k, context)
+            if drafter.shortlist is None:
+                return sampler.draft_scores(out, noise, k, drafter.draft_ids)
+            scores = lambda logits, ids: sampler.draft_scores(logits, noise, k, ids)  # noqa: E731
+            return drafter.shortlist.choose(out, drafter.lm_head, count, scores, drafter.draft_ids)
 
         return expand
 
@@ -367,12 +391,13 @@ def _advance(
         window: What the drafter reads of the committed tokens; None where it reads nothing.
 
     Returns:
-        Logits `[B, w, V']` and the new recurrent states `[B, w, D]`.
+        Logits `[B, w, V']`, or with a shortlist the head's inputs `[B, w, R]`; and the new states `[B, w, D]`.
     """
     if carried is not None:
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
     read = None if window is None else partial(drafter.context, step=step, window=window)
-    return drafter.step(embedding(tokens), carried, start, read)
+    step_made = drafter.step if drafter.shortlist is None else drafter.advance
+    return step_made(embedding(tokens), carried, start, read)
 
 
 def _remember(

@@ -12,6 +12,7 @@ from redrafter.files.checkpoint_kind import EAGLE_MODEL_TYPE, MODEL_TYPE, MTP_MO
 
 RECURRENCES = ("apple", "trtllm", "gated")
 CONTEXT_HEADS, CONTEXT_KV_HEADS, CONTEXT_HEAD_DIM = 4, 1, 64  # of a drafter that attends to the text, by default
+SHORTLIST_RANK = 128  # of the rough scores of a head in two stages, by default
 MEASURED_NODES = 26  # of a tree, that searches are compared at: on a GPU they cost a step hardly more than one
 MAX_SIZE, MAX_LAYERS = 2**31 - 1, 1024  # of a width or a vocabulary; of residual layers
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose frequencies are the same in texts of any length
@@ -126,6 +127,9 @@ class DrafterConfig(AnyDrafterConfig):
         context_kv_heads: Its key and value heads, which divide the query heads.
         context_head_dim: Width of a head.
         head_rank: Rank of the head's weight, which makes it smaller by E / head_rank; None for full rank.
+        head_shortlist: Ids that rough scores propose for each beam at each step, which the head then scores alone; a
+            search of more beams gets as many. None for a head that scores all ids.
+        head_shortlist_rank: Rank of the rough scores.
         source_config: What Apple's config says beside it, kept for the way back.
     """
 
@@ -142,6 +146,8 @@ class DrafterConfig(AnyDrafterConfig):
     context_kv_heads: int = CONTEXT_KV_HEADS
     context_head_dim: int = CONTEXT_HEAD_DIM
     head_rank: int | None = None
+    head_shortlist: int | None = None
+    head_shortlist_rank: int = SHORTLIST_RANK
     source_config: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -166,6 +172,8 @@ class DrafterConfig(AnyDrafterConfig):
             "target_layers": self.target_layers or None,
             "context_window": self.context_window,
             "head_rank": self.head_rank,
+            "head_shortlist": self.head_shortlist,
+            "head_shortlist_rank": self.head_shortlist_rank if self.head_shortlist else None,
         }
 
 

@@ -53,7 +53,7 @@ class DrafterModel(PreTrainedModel):
         proposer_class: What drafts with it.
         identity_fields: Sizes and settings in its config that tell it from others.
         unquantized: What stays as it is where the drafter is quantised; None for nothing.
-        follows_texts: Whether it drafts over given texts, by `unroll` and `read_texts`: it can be trained and replayed.
+        text_commands: Commands that draft over given texts with it: "evaluate" by `read_texts`, "train" by `unroll`.
     """
 
     config_class: type[AnyDrafterConfig]
@@ -64,7 +64,7 @@ class DrafterModel(PreTrainedModel):
     lm_head: nn.Linear
     draft_ids: Tensor | None
     unquantized: nn.Module | None = None
-    follows_texts = False
+    text_commands: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Any):
         """Make a drafter with random weights; a subclass adds its parts.
@@ -118,15 +118,19 @@ class DrafterModel(PreTrainedModel):
         return self.lm_head
 
     def draft_bytes(self, depth: int) -> int:
-        """Return the bytes of the weights that a draft of `depth` search steps reads.
+        """Return the bytes of the drafter's own weights that a draft of `depth` search steps reads.
 
         What reads the target's hidden state alone is read once; what is stored of committed tokens is not made then.
         """
         raise NotImplementedError
 
+    def target_head_reads(self, depth: int) -> int:
+        """Return how often a draft of `depth` search steps reads the target's head."""
+        return 0
+
     def index_ids(self) -> Tensor:
         """Return the drafter's id of each of the target's ids, `[V]` int64; -1 for those that it does not know."""
-        every = torch.arange(self.config.vocab_size, device=self.lm_head.weight.device)
+        every = torch.arange(self.config.vocab_size, device=self.device)
         if not isinstance(self.draft_ids, Tensor):
             return every
         return torch.full_like(every, -1).index_copy_(0, self.draft_ids, every[: len(self.draft_ids)])
@@ -134,6 +138,13 @@ class DrafterModel(PreTrainedModel):
     def unroll(self, texts: GivenTexts) -> Tensor:
         """Draft over given texts as the search does, and return the input of `lm_head` at each step, `[A, K, R]`."""
         raise NotImplementedError
+
+    def trained_heads(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return products that learn from what `unroll` returns: inputs `[A, K, r]` and weights `[V', r]` of each.
+
+        The first one is the head.
+        """
+        return [(x, self.lm_head.weight)]
 
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
         """Return about how many bytes `unroll` keeps for the gradients of all positions of rows of `length` tokens.
@@ -157,11 +168,12 @@ class DrafterModel(PreTrainedModel):
         raise NotImplementedError
 
     def check_follows_texts(self, command: str) -> None:
-        """Raise `UnsupportedError` unless the drafter drafts over given texts; `command` is what that is needed for."""
-        if not self.follows_texts:
+        """Raise `UnsupportedError` unless the drafter drafts over given texts as a command needs it."""
+        if command not in self.text_commands:
+            kinds = "recurrent drafters and EAGLE-3 heads" + (", and DFlash drafters" if command == "evaluate" else "")
             raise UnsupportedError(
-                f"`redrafter {command}` is for recurrent drafters and EAGLE-3 heads, and this drafter is of the kind "
-                f"{self.config.kind}; `redrafter bench` measures its tokens per step"
+                f"`redrafter {command}` is for {kinds}, and this drafter is of the kind {self.config.kind}; "
+                "`redrafter bench` measures its tokens per step"
             )
 
     def context_bytes(self, length: int, beams: int) -> int:

@@ -85,7 +85,7 @@ class EagleDrafter(DrafterModel):
     config_class = EagleConfig
     config: EagleConfig
     identity_fields = ("model_type", "hidden_size", "vocab_size", "draft_vocab_size")
-    follows_texts = True
+    text_commands = ("train", "evaluate")
 
     def __init__(self, config: EagleConfig):
         """Make a head with random weights; see `DrafterModel`."""

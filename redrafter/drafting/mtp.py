@@ -170,6 +170,10 @@ class MTPDrafter(DrafterModel):
         own = sum(weight.nbytes for weight in self.parameters())
         return depth * own + layer_bytes(self.projection)
 
+    def target_head_reads(self, depth: int) -> int:
+        """Return how often a draft reads the target's head: at each step."""
+        return depth
+
     def join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         """Return inputs of the decoder layer, `[..., D]`, from embeddings and hidden states `[..., D]`."""
         parts = self.embedding_norm(embedding), self.hidden_norm(hidden)

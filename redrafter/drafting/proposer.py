@@ -149,6 +149,13 @@ class SearchProposer:
         """Beams, depth and nodes."""
         return {"num_beams": self.beams, "draft_len_per_beam": self.depth, "nodes": self.nodes}
 
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the weights that a draft reads, of the drafter and of the target's head."""
+        head = sum(weight.nbytes for weight in self.target.head.parameters())
+        read: int = self.drafter.draft_bytes(self.depth) + self.drafter.target_head_reads(self.depth) * head
+        return read
+
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:

@@ -1,6 +1,6 @@
 """A detokenizer for tokens that come a few at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -39,15 +39,21 @@ class Detokenizer:
 
     A window of the last tokens is decoded anew and what it has gained is the new text, so the work per token does not
     grow with the text. Bytes that end in the middle of a character are held back, so that no piece holds a part of one.
+
+    Args:
+        tokenizer: The tokenizer.
+        hidden: Ids that are skipped; None for all special tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, hidden: Collection[int] | None = None):
+        self._tokenizer, self._hidden = tokenizer, hidden
         self._window: list[int] = []
         self._sent = 0  # characters of the window's text that are out already
 
     def push(self, tokens: Sequence[int]) -> str:
         """Add tokens, and return the text that they complete."""
+        if self._hidden is not None:
+            tokens = [token for token in tokens if token not in self._hidden]
         if not tokens:
             return ""
         self._window.extend(tokens)
@@ -82,4 +88,4 @@ class Detokenizer:
             self._sent = max(len(self._decode(self._window)) - held, 0)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return decode_tokens(self._tokenizer, tokens, skip_special_tokens=True)
+        return decode_tokens(self._tokenizer, tokens, skip_special_tokens=self._hidden is None)

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import bind, check_quantization
-from redrafter.drafting.draft_length import STEP_COSTS
+from redrafter.drafting.draft_length import step_cost
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import Proposer, SearchProposer
@@ -20,6 +21,7 @@ from redrafter.engine.options import EngineOptions, split_keywords, takes_option
 from redrafter.engine.tuning import Tuning, default_shape, find_tuning, text_nodes
 from redrafter.files.checkpoint_kind import check_drafter
 from redrafter.formats.sources import load_foreign
+from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.target import Target
 from redrafter.tree.beam_search import node_count
 
@@ -179,13 +181,19 @@ class ReDrafter(Engine):
     def draft_step_cost(self, rows: int) -> float | None:
         """Return the time of a step of `rows` rows with drafts, in steps without; None where drafting never pauses.
 
-        It is what the tuning measured, if there is one that did; else a constant of the device.
+        It is what the tuning measured, if there is one that did; else what `step_cost` says.
         """
         if not self.pauses:
             return None
         if self.tuning is not None and (measured := self.tuning.step_cost_for(rows)) is not None:
             return measured
-        return STEP_COSTS.get(self.target.device.type, STEP_COSTS["cuda"])
+        return self._step_cost
+
+    @cached_property
+    def _step_cost(self) -> float:
+        # Ranks must agree, and their parts of the target may differ in size.
+        read = self.proposer.draft_bytes if self.target.ranks.size == 1 else 0
+        return step_cost(self.target.device.type, read, forward_bytes(self.model))
 
     def _propose(self, target: Target, shape: TreeShape) -> SearchProposer:
         """Return the proposer of a shape, the same object each time, as captured steps are kept by it."""

@@ -95,6 +95,7 @@ def check_published_form(config: DrafterArchitecture, format_name: str, recurren
         "target_layers": bool(config.target_layers),
         "context_window": config.context_window is not None,
         "head_rank": config.head_rank is not None,
+        "head_shortlist": config.head_shortlist is not None,
         "draft_vocab_size": config.draft_vocab_size is not None,
     }
     for name, present in extensions.items():

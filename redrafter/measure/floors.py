@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -37,18 +36,6 @@ def copy_bandwidth(device: torch.device) -> Bandwidth:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return Bandwidth(2 * size / ms * 1e3, size)
-
-
-def forward_bytes(model: Any) -> int:
-    """Return the bytes of the weights that one forward of `model` reads.
-
-    These are all weights but the embedding table, of which a forward reads a few rows, unless the table is also the
-    head. For a mixture of experts it is an upper bound, as a forward reads the experts that it chooses.
-    """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding.weight
-    skipped = set() if tied else set(map(id, embedding.parameters()))
-    return sum(weight.nbytes for weight in model.parameters() if id(weight) not in skipped)
 
 
 def slot_bytes(shapes: Sequence[LayerShape]) -> int:

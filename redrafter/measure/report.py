@@ -23,8 +23,9 @@ from redrafter.engine.modes import kv_dtype_of
 from redrafter.errors import ArgumentError, MissingDependencyError, ReDrafterError, first_line, how_to_install
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
-from redrafter.measure.floors import forward_bytes, slot_bytes
+from redrafter.measure.floors import slot_bytes
 from redrafter.measure.run import Workload
+from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.target import Target
 from redrafter.version import __version__
 
@@ -82,7 +83,7 @@ def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dic
         "tuned": engine.tuning is not None,
         "bytes": {  # that a step reads: weights by forward and by draft, keys and values by token
             "weights_per_forward": forward_bytes(engine.model),
-            "drafter_weights_per_step": engine.drafter.draft_bytes(engine.proposer.depth),
+            "drafter_weights_per_step": engine.proposer.draft_bytes,
             "keys_and_values_per_token": slot_bytes(stored),
         },
         "prefix_reuse": "none: every run reads its prompts from the first token on",

@@ -241,6 +241,18 @@ def _fuse(tensors: Sequence[Tensor]) -> Tensor:
     return whole
 
 
+def forward_bytes(model: Any) -> int:
+    """Return the bytes of the weights that one forward of `model` reads.
+
+    These are all weights but the embedding table, of which a forward reads a few rows, unless the table is also the
+    head. For a mixture of experts it is an upper bound, as a forward reads the experts that it chooses.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    skipped = set() if tied else set(map(id, embedding.parameters()))
+    return sum(weight.nbytes for weight in model.parameters() if id(weight) not in skipped)
+
+
 def is_quantized(config: Any) -> bool:
     """Tell whether a model's config names a quantisation."""
     return _quantization(config) is not None

@@ -152,9 +152,13 @@ class Sampler:
 
         Choosing by shared noise changes how often a guess hits and nothing else (Daliri et al. 2024). The drafter's
         logits are `[B, w, V']` in search step `step`, the target's noise `[B, K+1, V]`, or None if greedy; `ids` are
-        the target's ids of the drafter's vocabulary, `[V']`, or None where they are the same.
+        the target's ids of the drafter's vocabulary, `[V']`, or None where they are the same. Logits of candidates,
+        `[B, w, C]`, have the target's ids of each, `[B, w, C]`.
         """
         if noise is None:
             return logits
-        here = noise[:, step] if ids is None else noise[:, step].index_select(1, ids)  # [B, V']
-        return (logits / self.temperature[:, None, None]).add_(here[:, None])  # one float32 copy
+        if ids is not None and ids.dim() > 1:
+            here = noise[:, step].gather(1, ids.flatten(1)).view_as(ids)  # [B, w, C]
+        else:
+            here = (noise[:, step] if ids is None else noise[:, step].index_select(1, ids))[:, None]  # [B, 1, V']
+        return (logits / self.temperature[:, None, None]).add_(here)  # one float32 copy

@@ -11,6 +11,7 @@ from redrafter.app.flags import flag, names
 from redrafter.errors import ArgumentError, how_to_install
 from redrafter.options import option
 from redrafter.scheduler.waiting_queue import Limits
+from redrafter.serve.answers.call_forms import PARSERS
 from redrafter.serve.network.api_keys import KEY_VARIABLE
 
 # Keys of `runtime.json` and of the `runtime` part of `llgtrt.json5`, and the options of the same meaning here.
@@ -120,6 +121,12 @@ class ServeOptions:
         "auto: what a model writes between <think> and </think> is its answer's reasoning_content, where the chat "
         "template has these marks; none: it is part of the answer's text",
         choices=("auto", "none"),
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "form in which the model writes calls of tools, by vLLM's name of it (default: the one that the chat template "
+        "shows, else JSON)",
+        choices=("auto", *PARSERS),
     )
     lora_modules: tuple[str, ...] = option(
         (),

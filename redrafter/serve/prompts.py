@@ -37,10 +37,15 @@ class ChatTemplate:
         return "\n".join(self._texts)
 
     @cached_property
+    def special(self) -> dict[int, str]:
+        """Special tokens by id."""
+        added = self._tokenizer.added_tokens_decoder
+        return {number: token.content for number, token in added.items() if token.special}
+
+    @cached_property
     def has_think_tags(self) -> bool:
         """Tell whether the template has think tags that show up in decoded text, as special tokens do not."""
-        special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
-        return THINK_TAGS[1] in self.text and not special.intersection(THINK_TAGS)
+        return THINK_TAGS[1] in self.text and not {*self.special.values()}.intersection(THINK_TAGS)
 
     @cached_property
     def reads_parts(self) -> bool:
@@ -50,6 +55,16 @@ class ChatTemplate:
             return probe not in self.render([{"role": "user", "content": probe}], None, add_generation_prompt=True)
         except ApiError:
             return False
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Tell whether the template describes tools to the model, in the form of calls that it was trained to write."""
+        talk = [{"role": "user", "content": "a text"}]
+        tool = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
+        try:
+            return self.render(talk, [tool]) != self.render(talk, None)
+        except ApiError:  # the template wants more of a chat: its marks count
+            return True
 
     @cached_property
     def variables(self) -> frozenset[str]:

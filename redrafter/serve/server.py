@@ -23,6 +23,7 @@ from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.grammar.source import GrammarSource
 from redrafter.sampling.params import NEUTRAL, NUMBERS, SamplingParams
 from redrafter.sandbox.process import SandboxedProcess
+from redrafter.serve.answers.call_forms import call_form
 from redrafter.serve.answers.choice import summarize
 from redrafter.serve.answers.formats import (
     AnyChoice,
@@ -32,6 +33,7 @@ from redrafter.serve.answers.formats import (
     raise_cuts_as_errors,
     stream_answer,
 )
+from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import EngineClient, Stopped
 from redrafter.serve.engine_process.messages import Submit
@@ -155,10 +157,25 @@ class Server:
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         grammar = _grammar_source(request)
         params = self._sampling_params(request, logprobs, request.prompt_logprobs, grammar)
-        # A grammar describes the whole text, so that there are no thoughts to split off.
-        thinks = self.options.reasoning_format == "auto" and self.prompts.template.has_think_tags and grammar is None
+        # A grammar describes the whole text: no thoughts can be split off, and forced calls are JSON objects.
+        # So are those of a model whose template ignores tools: a system message asks for them.
+        template = self.prompts.template
+        shown = template.text if template.reads_tools else ""
+        form = call_form(self.options.tool_call_parser, shown) if grammar is None else ChatReader
+        thinks = (
+            self.options.reasoning_format == "auto"
+            and grammar is None
+            and (template.has_think_tags or form.has_channels)
+        )
         choices = [
-            ChatChoice(ids, *self._served(request, params), split_thoughts=thinks, thinking=thinks and thinking)
+            ChatChoice(
+                ids,
+                *self._served(request, params),
+                form=form,
+                special=template.special,
+                split_thoughts=thinks,
+                thinking=thinks and thinking,
+            )
             for _ in range(request.n or 1)
         ]
         max_new_tokens = request.max_completion_tokens or request.max_tokens or self.context

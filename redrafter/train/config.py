@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from redrafter.app import flags
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, dtype_word, flag, integers, names, read_options
-from redrafter.drafting.drafter_config import CONTEXT_HEAD_DIM, check_context_heads
+from redrafter.drafting.drafter_config import CONTEXT_HEAD_DIM, SHORTLIST_RANK, check_context_heads
 from redrafter.errors import ArgumentError
 from redrafter.options import option
 
@@ -16,7 +16,17 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 DEFAULT_LENGTH = 512  # tokens
 # Highest values of options: more would fill any memory, or does not fit into the machine's integers and float32.
 MAX_VALUES: dict[str, float] = dict.fromkeys(
-    ("num_layers", "exit_dim", "head_rank", "context_heads", "context_head_dim", "draft_len", "batch_size"), 1 << 16
+    (
+        "num_layers",
+        "exit_dim",
+        "head_rank",
+        "head_shortlist_rank",
+        "context_heads",
+        "context_head_dim",
+        "draft_len",
+        "batch_size",
+    ),
+    1 << 16,
 )
 MAX_VALUES |= dict.fromkeys(("lr", "weight_decay", "max_grad_norm"), 1e36)
 MAX_VALUES |= {"length": 1 << 24, "context_window": 1 << 24, "seed": 1 << 62}
@@ -26,7 +36,10 @@ SIZED_OPTIONS = (
     *("context_window", "context_heads", "context_kv_heads"),
 )
 # Options that set the form of a new drafter; a drafter to train further has its own.
-FORM_OPTIONS = (*SIZED_OPTIONS, "form", "rnn", "draft_vocab_size", "context_head_dim")
+FORM_OPTIONS = (
+    *SIZED_OPTIONS,
+    *("form", "rnn", "draft_vocab_size", "context_head_dim", "head_shortlist", "head_shortlist_rank"),
+)
 FORMS = ("recurrent", "eagle3")
 EAGLE_OPTIONS = ("form", "target_layers", "draft_vocab_size")  # those of `FORM_OPTIONS` that an EAGLE-3 head has
 
@@ -105,6 +118,12 @@ class TrainConfig:
         "rank of a new drafter's head, which makes it smaller; 0 for full rank (default: a quarter of the hidden size, "
         "from 512 to 1024, or full rank where the width is no more; published form: 0)",
     )
+    head_shortlist: int | None = option(
+        None,
+        "make a new drafter's head of two stages: rough scores of low rank propose this many ids for each beam, 128 to "
+        "512, and the head scores only those (default: one stage, which scores all ids)",
+    )
+    head_shortlist_rank: int = option(SHORTLIST_RANK, "rank of those rough scores")
     draft_vocab_size: int | None = option(
         None, "token ids that a new drafter knows, the most frequent of the data (default: all)"
     )
@@ -162,11 +181,11 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        optional = ("length", "steps", "epochs", "minutes", "exit_dim", "draft_vocab_size", "chunk")
+        optional = ("length", "steps", "epochs", "minutes", "exit_dim", "draft_vocab_size", "head_shortlist", "chunk")
         heads = ("context_heads", "context_kv_heads", "context_head_dim")
         intervals = ("log_every", "validate_every", "save_every", "keep")
         sizes = ("batch_size", "accumulate", "draft_len", "validate_tokens")
-        for name in (*sizes, *intervals, *heads, "decay", "lr", "max_grad_norm", *optional):
+        for name in (*sizes, *intervals, *heads, "head_shortlist_rank", "decay", "lr", "max_grad_norm", *optional):
             if not (getattr(self, name) is None or 0 < getattr(self, name) < math.inf):
                 raise ArgumentError(f"{flag(name)} must be positive, got {getattr(self, name)}")
         for name in ("num_layers", "context_window", "head_rank", "weight_decay", "validate_prompts", "seed"):
@@ -188,6 +207,8 @@ class TrainConfig:
         for name in heads if self.context_window == 0 else ():
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise ArgumentError(f"{flag(name)} is for drafters that attend to the text: give --context-window too")
+        if self.head_shortlist is None and self.head_shortlist_rank != SHORTLIST_RANK:
+            raise ArgumentError("--head-shortlist-rank is for heads of two stages: give --head-shortlist too")
         if self.context_heads and self.context_kv_heads:
             check_context_heads(self.context_heads, self.context_kv_heads, self.context_head_dim, flag)
         if self.length is not None and self.length < 3:

@@ -133,6 +133,8 @@ def _recurrent_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_s
         context_kv_heads=config.context_kv_heads or CONTEXT_KV_HEADS,
         context_head_dim=config.context_head_dim,
         head_rank=config.head_rank or None,
+        head_shortlist=config.head_shortlist,
+        head_shortlist_rank=config.head_shortlist_rank,
         draft_vocab_size=draft_vocab_size,
         draft_len_per_beam=config.draft_len,
     )

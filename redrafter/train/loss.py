@@ -62,7 +62,7 @@ def total_weight(mask: Tensor, config: TrainConfig) -> Tensor:
 class BatchLoss(NamedTuple):
     """The loss of a batch."""
 
-    loss: Tensor  # weighted sum over the predictions, `[]`
+    loss: Tensor  # weighted sum over the predictions, of both stages where the head has two, `[]`
     attempted: Tensor  # rollouts whose earlier steps were all right, by step, `[K]`
     correct: Tensor  # those of `attempted` whose step was right too, `[K]`
 
@@ -110,15 +110,9 @@ class Unroll(nn.Module):
         if isinstance(drafter.draft_ids, Tensor):
             teacher = teacher.index_select(-1, drafter.draft_ids)
 
-        loss, attempted, correct = HeadLoss.apply(
-            drafter.unroll(GivenTexts(tokens, features, embedding, segment, anchors, position)),
-            drafter.lm_head.weight,
-            teacher.flatten(0, 1),
-            position,
-            label,
-            weight,
-            self.objective,
-            chunk,
-            self._compute,
-        )
-        return BatchLoss(loss, attempted, correct)
+        given, flat = GivenTexts(tokens, features, embedding, segment, anchors, position), teacher.flatten(0, 1)
+        (loss, attempted, correct), *others = [
+            HeadLoss.apply(x, head, flat, position, label, weight, self.objective, chunk, self._compute)
+            for x, head in drafter.trained_heads(drafter.unroll(given))
+        ]
+        return BatchLoss(sum((other[0] for other in others), loss), attempted, correct)

@@ -9,6 +9,7 @@ accepted.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -19,11 +20,29 @@ from redrafter.tree.token_tree import Tree, chain, keep_best, share_nodes, tree_
 
 CPU_NODE_BUDGET = 12  # nodes; on a CPU each costs arithmetic. Best or nearly for the boxed pair, see docs/benchmarks.md
 
-Expand = Callable[[int, Tensor, Tensor], Tensor]
+
+class Candidates(NamedTuple):
+    """Scores of a few ids of each beam, where no other id can follow it: the C candidates alone are normalised.
+
+    Attributes:
+        scores: Unnormalised log-probabilities, `[B, w, C]`.
+        ids: The proposer's ids that they are of, `[B, w, C]` int64.
+    """
+
+    scores: Tensor
+    ids: Tensor
+
+    def spread(self, vocabulary: int) -> Tensor:
+        """Return the scores of all ids, `[B, w, V']`; -inf for those that are no candidates."""
+        everywhere = self.scores.new_full((*self.scores.shape[:-1], vocabulary), -torch.inf)
+        return everywhere.scatter_(-1, self.ids, self.scores)
+
+
+Expand = Callable[[int, Tensor, Tensor], Tensor | Candidates]
 """Scores the next tokens of every beam: `expand(k, tokens [B, w], sources [B, w]) -> scores [B, w, V']`.
 
 `k` is the search step, `tokens` the last token of each beam, and `sources` the beam of the previous step that each one
-continues. The scores are unnormalised log-probabilities.
+continues. The scores are unnormalised log-probabilities, of all ids or of candidates.
 """
 
 
@@ -57,7 +76,13 @@ def beam_search(
     token = root[:, None]
     tokens, sources, scores = [token], [source], [score]
     for k in range(depth if beams > 1 else min(depth, nodes - 1)):  # a chain drafts no node to be cut
-        score, source, token = top_continuations(expand(k, token, source), score, beams, ids)  # [B, W] each
+        found = expand(k, token, source)
+        if isinstance(found, Candidates):
+            score, source, place = top_continuations(found.scores, score, beams, None)
+            token = found.ids.flatten(1).gather(1, source * found.ids.shape[-1] + place)
+            token = token if ids is None else ids[token]
+        else:
+            score, source, token = top_continuations(found, score, beams, ids)  # [B, W] each
         tokens.append(token)
         sources.append(source)
         scores.append(score)

@@ -135,6 +135,7 @@ DRAFTERS = [
         if (cell, layers, rank) != ("apple", {}, {})
     ),
     {"recurrence": "gated", "target_layers": [1], "head_rank": 12, "exit_dim": 24, "draft_vocab_size": 20},
+    {"head_rank": 12, "head_shortlist": 8, "head_shortlist_rank": 6},
     {"rnn": False, "recurrence": "gated", "target_layers": [0, 1, 2], "num_draft_layers": 1},
 ]
 
@@ -170,6 +171,9 @@ def test_a_padded_drafter_drafts_the_same(pair, changes, dtype):
             logits.append(out)
         torch.testing.assert_close(logits[1], logits[0])
         torch.testing.assert_close(states[1][:, :HIDDEN], states[0])
+    if drafter.shortlist is not None:
+        x = torch.randn(3, rank, dtype=dtype)
+        torch.testing.assert_close(padded.shortlist(F.pad(x, (0, 2 * rank))), drafter.shortlist(x))
 
 
 @pytest.mark.parametrize("changes", DRAFTERS)

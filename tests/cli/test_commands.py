@@ -1,4 +1,4 @@
-"""The commands `generate`, `chat` and `info`, run in process on a tiny pair, and twice as a real program."""
+"""The command `generate`, run in process on a tiny pair, what all commands share, and a real program."""
 
 import io
 import json
@@ -10,37 +10,25 @@ import types
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 import redrafter
 from helpers.command_line import (
-    CONTEXT,
     NEW,
     SPECIAL,
     TEXT,
     byte_fallback_tokenizer,
     byte_tokenizer,
     fails,
-    measured,
     ran,
+    typed,
 )
 from redrafter import ArgumentError, DrafterConfig, RecurrentDrafter, ReDrafter
-from redrafter.app.engines import apply_draft_target_config
 from redrafter.app.loading import ChatEncoder, Pair
-from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.app.program import print_message
 from redrafter.cli import main
-from redrafter.cli.chat import History
 from redrafter.cli.printer import GREEN, RESET, Printer, use_color
 from redrafter.convert.convert_checkpoint import merge
 from redrafter.engine.detokenizer import Detokenizer
-from zoo.configs import tiny_config
-
-
-def typed(monkeypatch, text: str) -> None:
-    """Make a text what the command reads from stdin."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
 def test_streamed_text_is_what_model_generate_writes(generate, expected):
@@ -266,242 +254,6 @@ def test_an_interrupt_ends_with_130(folder, monkeypatch, capsys):
     assert capsys.readouterr().err == "\n"
 
 
-@pytest.fixture
-def chat(monkeypatch, capsys, folder):
-    """Return a function that runs `redrafter chat` on what is said, and returns its stdout and stderr."""
-
-    def run(said: str, *args: str) -> tuple[str, str]:
-        typed(monkeypatch, said)
-        assert main(["chat", "--model", str(folder / "merged"), "--max-new-tokens", "8", *args]) == 0
-        return capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def answers(expected):
-    """Return a function that gives the answers to the questions of a chat after a system message."""
-
-    def run(*questions: str, head: str = "") -> str:
-        text, found = head, ""
-        for question in questions:
-            text += f"u:{question}\na:"
-            answer = expected(text, templated=True, max_new_tokens=8)
-            text, found = f"{text}{answer}\n", f"{found}{answer}\n"
-        return found
-
-    return run
-
-
-def test_chat_remembers_its_turns(chat, answers):
-    out, err = chat("ja\n\n10\n/stats\n", "--system", "Sei")
-    assert out == answers("ja", "10", head="s:Sei\n")
-    assert re.match(r"2 answers, 16 tokens in .+ tokens per step; share of steps .+: \d", err)
-
-
-def test_chat_commands(chat, answers):
-    out, err = chat("/stats\nja\n/reset\nja\n/nope\n/exit\nja\n")
-    assert out == 2 * answers("ja")
-    assert err == "no answers yet\nthe talk so far is forgotten\nthere is no /nope; there are /exit, /reset, /stats\n"
-
-
-def test_chat_forgets_the_oldest_turns_and_says_so(chat, answers):
-    question, head = "ja" * 25, "s:S\n"
-    out, err = chat(f"{question}\n" * 3, "--system", "S")
-    first, second = answers(question, question, head=head).splitlines()
-    third = answers(question, head=f"{head}u:{question}\na:{second}\n")
-    assert out == f"{first}\n{second}\n{third}"
-    assert err == "(the context is full: the oldest turn is forgotten)\n"
-
-
-def test_history_keeps_room_for_the_answer_and_the_system_message():
-    class Words:
-        def encode(self, messages):
-            return [word for message in messages for word in message["content"].split()]
-
-    history = History(Words(), "be brief", context=10, answer_tokens=3)
-    history.turns = [("a b", "c"), ("d", "e")]
-    assert history.prompt("f") == (["be", "brief", "d", "e", "f"], 1)
-    assert history.turns == [("d", "e")]
-    assert History(Words(), None, context=None, answer_tokens=3).prompt("x " * 99)[1] == 0
-
-
-def test_an_interrupt_stops_the_answer_and_not_the_talk(chat, answers, monkeypatch):
-    honest, tokenizer = Pair.run, byte_tokenizer()
-
-    def interrupted(self, prompts, options, *, streamer, **arguments):
-        monkeypatch.setattr(Pair, "run", honest)
-        streamer.put_step(0, tokenizer("ach").input_ids, 0, ended=False)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Pair, "run", interrupted)
-    out, _ = chat("ja\n10\n")
-    assert out == "ach\n" + answers("10", head="u:ja\na:ach\n")
-
-
-def test_chat_mistakes(folder, capsys, monkeypatch, tmp_path):
-    typed(monkeypatch, "ja " * 99 + "\nja\n")
-    assert "context" in fails(capsys, "chat", "--model", str(folder / "merged"))
-    mute = merge(folder / "base", folder / "drafter", tmp_path / "mute")
-    (mute / "chat_template.jinja").unlink()
-    assert "chat template" in fails(capsys, "chat", "--model", str(mute))
-    (mute / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
-    typed(monkeypatch, "ja\n")
-    assert "no such role" in fails(capsys, "chat", "--model", str(mute))
-
-
-ADAPTIVE = {"num_beams": 1, "draft_len": 4, "nodes": 5}
-SMALL = ADAPTIVE | {"draft_from_text": 16}
-SAMPLED = ("--temperature", "1", "--seed", "3")
-ONE = "--draft-target-model-config [4,[0],[0],False]"  # which stands for four flags
-FOUR = ("--draft-len=3", "--device=cpu", "--draft-device=cpu", "--acceptance=match")
-
-
-@pytest.mark.parametrize("sampling", [(), SAMPLED])
-@pytest.mark.parametrize(
-    ("flags", "shape"),
-    [
-        ("--draft-model small --draft-len 3", SMALL | {"draft_len": 3, "nodes": 4}),
-        ("--draft-model small --num-beams 2 --node-budget 5", SMALL | {"num_beams": 2}),
-        ("--draft-model small --num-beams 5 --draft-len 8", SMALL | {"num_beams": 5, "draft_len": 8, "nodes": 12}),
-        ("--draft-model small --adaptive", ADAPTIVE),
-        ("--draft-model small --draft-device cpu --acceptance match", SMALL),
-        ("--prompt-lookup --draft-len 5 --ngram 3", {"ngram": 3, "draft_len": 5}),
-    ],
-)
-def test_what_else_drafts_needs_no_drafter_and_writes_the_tokens_of_plain_decoding(
-    folder, generate, expected, flags, shape, sampling
-):
-    words = flags.replace("small", str(folder / "small")).split()
-    prompts, by_model = ("ja", TEXT * 2), "--draft-model" in flags
-    document = json.loads(
-        generate(*prompts, "--model", str(folder / "base"), *words, *sampling, "--compare", "--json")[0]
-    )
-    assert (document["compare"]["equal"], document["compare"]["first_difference"]) == (True, None)
-    names = ("draft model", str(folder / "small")) if by_model else ("prompt lookup", None)
-    assert (document["drafts"], document["drafter"], document["shape"]) == (*names, shape)
-    assert 0 < document["stats"]["accepted"] < document["stats"]["drafted"]
-    assert sampling or document["texts"] == [*map(expected, prompts)]
-
-
-def test_greedy_rejection_is_plain_decoding_too(folder, generate, expected):
-    args = ("--draft-model", str(folder / "small"), "--acceptance", "rejection")
-    assert generate("ja", *args)[0] == expected("ja") + "\n"
-    sampled, again = (json.loads(generate("ja", *args, *SAMPLED, "--json")[0]) for _ in range(2))
-    assert sampled["texts"] == again["texts"]
-    assert 0 < sampled["stats"]["accepted"] < sampled["stats"]["drafted"]
-
-
-@pytest.mark.parametrize(
-    ("args", "shares"),
-    [(("--draft-model", "{small}", "--draft-len", "2"), 2 + 16), (("--prompt-lookup",), 4)],  # 16 are copied
-)
-def test_chat_with_a_draft_model(folder, chat, answers, args, shares):
-    out, err = chat("ja\n10\n/stats\n", *(arg.format(small=folder / "small") for arg in args))
-    assert out == answers("ja", "10")
-    assert re.fullmatch(rf"2 answers, 16 tokens in .+; share of steps .+ drafts:( \d\.\d\d){{{shares}}}\n", err)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--draft-len 3", "--draft-len is for --draft-model or --prompt-lookup"),
-        ("--ngram 3", "--ngram is for --prompt-lookup"),
-        ("--adaptive", "--adaptive is for --draft-model"),
-        ("--draft-device cpu", "--draft-device is for --draft-model"),
-        ("--acceptance match", "--acceptance is for --draft-model"),
-        ("--prompt-lookup --acceptance match", "--acceptance is for --draft-model"),
-        ("--prompt-lookup --num-beams 2", "--num-beams is for a drafter or --draft-model"),
-        ("--prompt-lookup --node-budget 2", "--node-budget is for a drafter or --draft-model"),
-        ("--prompt-lookup --draft-quantization fp8", "--draft-quantization is for a drafter or --draft-model"),
-        ("--draft-model {small} --tuning shapes.json", "--tuning is for a drafter"),
-        ("--draft-model {small} --drafter {drafter}", "--drafter and --draft-model exclude each other"),
-        ("--draft-model {small} --draft-len-per-beam 2", "--draft-len-per-beam is for a drafter"),
-        ("--draft-model {small} --ngram 2", "--ngram is for --prompt-lookup"),
-        ("--draft-model {small} --prompt-lookup", "--draft-model and --prompt-lookup exclude each other"),
-        ("--draft-model=", "an empty one"),
-        ("--drafter=", "an empty one"),
-        ("--draft-model /nowhere/small", "/nowhere/small is not a directory"),
-        ("--draft-model {drafter}", "{drafter} is a drafter, not a model"),
-        ("--draft-model {foreign}", "use one of the same family, with the same tokenizer"),
-        ("--draft-model {small} --draft-len 0", "draft_len"),
-        ("--draft-model {small} --num-beams 0", "num_beams"),
-        ("--draft-model {small} --num-beams 300", "num_beams=300"),
-        ("--draft-model {small} --num-beams 2 --acceptance rejection", "acceptance='match'"),
-        ("--draft-model {small} --draft-device abacus", "--draft-device abacus"),
-        ("--draft-model {small} --acceptance odds", "--acceptance"),
-        ("--prompt-lookup --ngram 0", "ngram"),
-        *((f"--draft-model {{small}} {ONE} {flag}", f"says what {flag.split('=')[0]} says") for flag in FOUR),
-        (ONE, "is for --draft-model"),
-        (f"{ONE} --prompt-lookup", "is for --draft-model"),
-        ("--draft-model {small} --draft-target-model-config [4,[0,1],[0],False]", "a draft model is never split"),
-        ("--draft-model {small} --draft-target-model-config [4,[0],[0,1,2],False]", "torchrun --nproc-per-node 3"),
-    ],
-)
-def test_flags_for_another_way_to_draft_are_refused_by_name(folder, capsys, flags, says):
-    names = {name: str(folder / name) for name in ("small", "drafter", "foreign")}
-    args = flags.format(**names).split()
-    assert says.format(**names) in fails(capsys, "generate", "--model", str(folder / "merged"), *args, "ja")
-
-
-def test_more_words_to_look_up_than_there_are(folder, generate, expected):
-    assert generate("ja", "--prompt-lookup", "--ngram", "500")[0] == expected("ja") + "\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "draft_device", "device", "acceptance"),
-    [
-        ("[4,[0],[1],False]", "cuda:0", "cuda:1", "match"),
-        ("[4, [0], [1], true]", "cuda:0", "cuda:1", "rejection"),
-        (" [4,[10],[0],false]", "cuda:10", "cuda:0", "match"),
-        ("[4,[0],[0],True]", "cuda:0", "cuda:0", "rejection"),
-    ],
-)
-def test_the_config_in_one_stands_for_four_flags(text, draft_device, device, acceptance):
-    draft = DraftOptions(draft_model="d", adaptive=True, draft_target_model_config=text)
-    four = DraftOptions("d", draft_len=4, acceptance=acceptance, adaptive=True, draft_device=draft_device)
-    assert apply_draft_target_config(LoadOptions(num_beams=2), draft) == (LoadOptions(num_beams=2, device=device), four)
-    assert apply_draft_target_config(LoadOptions(device="cpu"), four) == (LoadOptions(device="cpu"), four)
-
-
-MALFORMED = (
-    "4 [4] [4,[0],[1]] [4,[0],[1],False,0] [4,0,1,False] [4,[],[1],False] [4,[-1],[1],False] [4,[0],[True],False] "
-    "[True,[0],[1],False] ['4',[0],[1],False] [4.0,[0],[1],False] [4,[0],[1],0] [4,[0],[1],None] [4,[0],['1'],False] "
-    "[4,[0],[1],False [2+2,[0],[1],False] [4,{0},[1],False] [4,[0],{5:1},False] __import__('os') None"
-)
-
-
-def one_in_four(text: str) -> tuple[LoadOptions, DraftOptions]:
-    return apply_draft_target_config(LoadOptions(), DraftOptions("d", draft_target_model_config=text))
-
-
-def test_a_malformed_config_is_told_what_one_looks_like(folder, capsys):
-    says = '--draft-target-model-config must look like "[4,[0],[1],False]": draft length'
-    for text in ("", "[" * 1000, "[" * 1000 + "]" * 1000, "[4,[0],[1],False]\0", "4" * 5000, *MALFORMED.split()):
-        with pytest.raises(ArgumentError, match=re.escape(says)):
-            one_in_four(text)
-    assert says in fails(capsys, "generate", "--draft-model", "d", "--draft-target-model-config", "4", "ja")
-
-
-@pytest.fixture
-def two_processes(monkeypatch):
-    """Let commands believe that torchrun has started two processes."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-
-
-@pytest.mark.parametrize("text", ["[4,[0],[0,1],False]", "[4,[0,1],[0,1],False]"])
-def test_processes_share_the_target_and_have_a_draft_model_each(two_processes, text):
-    options, draft = one_in_four(text)
-    assert (options.device, draft.draft_device, draft.draft_len) == (None, None, 4)
-
-
-@pytest.mark.parametrize("text", ["[4,[0],[1],False]", "[4,[2],[0,1],False]", "[4,[0],[0,1,2],False]"])
-def test_processes_must_be_those_of_the_target(two_processes, text):
-    with pytest.raises(ArgumentError, match="must have its devices as"):
-        one_in_four(text)
-
-
 @pytest.mark.parametrize(
     ("command", "others"), [("generate", True), ("chat", True), ("tune", False), ("bench", False), ("evaluate", False)]
 )
@@ -518,78 +270,6 @@ def test_a_prompt_that_is_a_models_directory_is_asked_about(folder, capsys, monk
     assert f"{base} is the directory of a model" in err
     assert f"type redrafter generate --model {base} 'once upon'; to continue that text, pipe it in" in err
     assert main(["generate", "--max-new-tokens", "3", "--model", str(folder / "merged"), base]) == 0
-
-
-def info(*args: str) -> dict:
-    return measured("info", "--json", *args)[0]
-
-
-def test_info_tells_each_kind_of_checkpoint(folder):
-    base, drafter, merged = (info(str(folder / name)) for name in ("base", "drafter", "merged"))
-    model = AutoModelForCausalLM.from_pretrained(folder / "base")
-    assert base["kind"] == "model"
-    assert "fits" not in base
-    assert base["model"] == {
-        "architecture": "LlamaForCausalLM",
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "stored_as": "float32",
-        "hidden_size": 32,
-        "layers": 1,
-        "vocabulary": 259,
-        "context": CONTEXT,
-        "batch_invariant": "tried when --batch-invariant loads it",
-        "target": "yes, by its config; it is tested when it is loaded",
-    }
-    assert drafter["kind"] == "drafter"
-    head = RecurrentDrafter.from_pretrained(folder / "drafter")
-    assert drafter["drafter"]["parameters"] == sum(parameter.numel() for parameter in head.parameters())
-    assert drafter["drafter"]["draft_vocabulary"] == head.config.draft_vocab_size < drafter["drafter"]["vocabulary"]
-    assert merged["kind"] == "merged checkpoint"
-    assert merged["fits"] is True
-    assert merged["model"] == base["model"]
-    assert merged["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "node_budget": None, "greedy_search": None}
-
-
-def test_info_says_why_a_drafter_does_not_fit(folder, capsys, tmp_path):
-    config = {"vocab_size": 259, "hidden_size": 32, "base_model": "elsewhere"}
-    RecurrentDrafter(DrafterConfig(**config, base_embedding_norms=[9.0] * 8)).save_pretrained(tmp_path / "other")
-    document = info(str(folder / "base"), "--drafter", str(tmp_path / "other"))
-    assert document["fits"] is False
-    assert "elsewhere" in document["why_not"]
-    assert main(["info", str(folder / "base"), "--drafter", str(folder / "drafter")]) == 0
-    assert re.search(r"^fits +yes$", capsys.readouterr().out, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "answer"),
-    [
-        ("rwkv", "no: RwkvForCausalLM has recurrent layers, and does not keep their state in transformers' cache"),
-        ("bert", "no: BertLMHeadModel is no decoder: its tokens see those behind them"),
-        ("t5", "no: transformers has no causal LM of the type t5; it is an encoder-decoder"),
-        ("mamba", "yes, by its config"),
-        ("mixtral", "yes, by its config"),
-        ("longcat_flash", "not known before it is loaded"),
-    ],
-)
-def test_info_says_whether_a_model_can_be_a_target_and_why_not(tmp_path, model_type, answer):
-    config = tiny_config(model_type)
-    if model_type == "bert":
-        config.is_decoder = False
-    config.save_pretrained(tmp_path)
-    save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
-    assert info(str(tmp_path))["model"]["target"].startswith(answer)
-
-
-def test_info_alone_tells_versions():
-    assert info()["environment"]["torch"] == torch.__version__
-
-
-def test_info_mistakes(folder, capsys, tmp_path):
-    (tmp_path / "config.json").write_text("[]")
-    assert "config.json" in fails(capsys, "info", str(tmp_path))
-    assert "nowhere" in fails(capsys, "info", "./nowhere")
-    assert "model" in fails(capsys, "info", "--drafter", str(folder / "drafter"))
-    assert "not a drafter" in fails(capsys, "info", str(folder / "base"), "--drafter", str(folder / "base"))
 
 
 @pytest.mark.parametrize("make", [byte_tokenizer, byte_fallback_tokenizer])

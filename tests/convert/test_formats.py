@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import re
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,22 @@ from torch.nn.functional import silu
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from helpers.apart import start
-from helpers.conversion import config, convert, refused, same, weights, words
+from helpers.conversion import (
+    APPLE_NAMINGS,
+    apple_dir,
+    apple_tensors,
+    changed,
+    config,
+    convert,
+    refused,
+    same,
+    weights,
+    words,
+)
 from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from redrafter import RecurrentDrafter, ReDrafter
+from redrafter.cli import main
 
-APPLE_NAMINGS = {"A": ("input_proj", "lm_head"), "B": ("input_projs", "lm_heads"), "C": ("input_proj", "0")}
 FORMS = [
     {"exit_dim": exit_dim, "layers": layers, "rnn": rnn}
     for exit_dim in (2 * HIDDEN, 24)
@@ -34,90 +46,9 @@ def form_id(form: dict) -> str:
     return "-".join(map(str, form.values()))
 
 
-def apple_tensors(
-    exit_dim: int = 2 * HIDDEN, layers: int = 2, rnn: bool = True, naming: str = "A"
-) -> dict[str, Tensor]:
-    """Return random tensors of an Apple drafter by their published names, of generation A, B or C."""
-    random = torch.Generator().manual_seed(exit_dim + layers)
-    proj, heads = APPLE_NAMINGS[naming]
-    shapes: dict[str, tuple[int, ...]] = {}
-    if exit_dim != 2 * HIDDEN:
-        shapes |= {f"{proj}.weight": (exit_dim, 2 * HIDDEN), f"{proj}.bias": (exit_dim,)}
-    for i in range(layers):
-        shapes |= {f"{heads}.{i}.linear.weight": (exit_dim, exit_dim), f"{heads}.{i}.linear.bias": (exit_dim,)}
-    shapes[f"{heads}.{layers}.weight"] = VOCAB, exit_dim
-    if rnn:
-        shapes |= {"rnn_u.weight": (HIDDEN, HIDDEN), "rnn_u.bias": (HIDDEN,), "rnn_w.weight": (HIDDEN, HIDDEN)}
-    tensors = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-    return {name: x / 8 if name.endswith("linear.weight") else x for name, x in tensors.items()}
-
-
-def apple_dir(place: Path, tensors: dict[str, Tensor] | None = None, naming: str = "A", **form: object) -> Path:
-    """Write an Apple drafter of a form, or with these tensors, and return its directory."""
-    place.mkdir()
-    published = {
-        "architectures": ["Drafter"],
-        "emb_norm": False,
-        "exit_dim": form.get("exit_dim", 2 * HIDDEN),
-        "hidden_size": HIDDEN,
-        "model_type": "recurrent_drafting_drafter",
-        "num_draft_layers": form.get("layers", 2),
-        "num_lookback_tokens": -1,
-        "rms_norm_eps": 1e-05,
-        "rnn": form.get("rnn", True),
-        "torch_dtype": "float32",
-        "transformers_version": "4.44.0",
-        "vocab_size": VOCAB,
-    }
-    (place / "config.json").write_text(json.dumps(published))
-    save_file(apple_tensors(**form, naming=naming) if tensors is None else tensors, place / "model.safetensors")
-    return place
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory) -> Path:
-    """Return a folder with bases that TensorRT-LLM's format can hold."""
-    folder = tmp_path_factory.mktemp("bases")
-    for name, model_type, changes in (
-        ("llama", "llama", {}),
-        ("qwen2", "qwen2", {"tie_word_embeddings": True}),
-        ("biased", "llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
-        ("scaled", "llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4}}),
-    ):
-        tiny_model(model_type, **changes).save_pretrained(folder / name)
-    return folder
-
-
-@pytest.fixture
-def apple(tmp_path) -> Path:
-    return apple_dir(tmp_path / "apple")
-
-
-@pytest.fixture
-def pair(bases, apple) -> dict[str, Path]:
-    return {"base": bases / "llama", "drafter": apple}
-
-
-@pytest.fixture
-def trtllm(pair, tmp_path) -> Path:
-    """The pair as a checkpoint of TensorRT-LLM, for two ranks."""
-    return convert(tmp_path / "trtllm", **pair, to="trtllm", tp_size=2)
-
-
 def doubled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors in float64, where two orders of summation agree to 1e-9 however large the numbers are."""
     return {name: tensor.double() for name, tensor in tensors.items()}
-
-
-def updated(tensors: dict[str, Tensor], change: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return tensors with some replaced or added, and without those that are None in `change`."""
-    return {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
-
-
-def changed(place: Path, **changes: object) -> None:
-    """Edit the config.json of a directory; a value of `...` removes the key."""
-    values = config(place) | changes
-    (place / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
 
 
 # Round trips
@@ -376,6 +307,28 @@ def test_the_base_of_a_drafter_is_remembered_and_another_one_refused_in_every_fo
         assert "made for another base" in message
 
 
+def test_a_trained_head_gets_a_first_stage_of_its_singular_vectors(bases, tmp_path, capsys):
+    tiny_drafter(draft_vocab_size=40, context_window=4, head_rank=12).save_pretrained(tmp_path / "drafter")
+    asked = {"drafter": tmp_path / "drafter", "head_shortlist": 6, "head_shortlist_rank": 5}
+    before, made = weights(tmp_path / "drafter"), convert(tmp_path / "two", **asked, to="drafter")
+    after = weights(made)
+    u, s, v = torch.linalg.svd(before["lm_head.weight"])
+    product = after["shortlist.head.weight"] @ after["shortlist.proj.weight"]
+    torch.testing.assert_close(product, (u[:, :5] * s[:5]) @ v[:5])
+    assert same(before, {name: x for name, x in after.items() if not name.startswith("shortlist")})
+    assert RecurrentDrafter.from_pretrained(made).config.head_shortlist == 6
+    merged = convert(tmp_path / "merged", base=bases / "llama", **asked)
+    assert same(weights(merged / "drafter"), after)
+    capsys.readouterr()
+    assert main(["info", str(made)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"head shortlist +6\n", shown)
+    assert re.search(r"head shortlist rank +5\n", shown)
+    bad = asked | {"head_shortlist_rank": 13}
+    message = refused(capsys, **bad, to="drafter", output=tmp_path / "out")
+    assert message.strip().endswith("--head-shortlist-rank must be from 1 to the head's width 12, got 13")
+
+
 @pytest.mark.parametrize("to", ["apple", "trtllm"])
 @pytest.mark.parametrize(
     ("change", "says"),
@@ -384,6 +337,7 @@ def test_the_base_of_a_drafter_is_remembered_and_another_one_refused_in_every_fo
         ({"target_layers": (0,)}, "target_layers=[0]"),
         ({"context_window": 8}, "context_window=8; --to redrafter or --to drafter keeps it"),
         ({"head_rank": 8}, "head_rank=8"),
+        ({"head_shortlist": 8}, "head_shortlist=8"),
         ({"draft_vocab_size": 40}, "draft_vocab_size=40"),
     ],
 )
@@ -393,231 +347,6 @@ def test_what_a_format_cannot_hold_is_named(bases, tmp_path, capsys, change, say
     message = refused(capsys, **base, drafter=tmp_path / "drafter", to=to, output=tmp_path / "out")
     assert f"cannot hold {says}" in message
     assert not (tmp_path / "out").exists()
-
-
-# Bad input
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (
-            {"lm_head.2.weight": None, "lm_head.9.weight": torch.ones(2)},
-            ["no tensor lm_head.2.weight", "lm_head.9.weight"],
-        ),
-        ({"extra.weight": torch.ones(2)}, ["has a tensor extra.weight"]),
-        ({"rnn_u.weight": torch.ones(3, HIDDEN)}, ["rnn_u.weight of shape (3, 32) instead of (32, 32)"]),
-        ({"lm_heads.2.weight": torch.ones(VOCAB, 64)}, ["lm_head.2.weight and lm_heads.2.weight"]),
-        *(
-            ({"lm_head.2.weight": torch.ones(VOCAB, 64).to(dtype)}, ["lm_head.2.weight as"])
-            for dtype in (torch.int64, torch.bool, torch.float8_e4m3fn)  # in which nothing computes
-        ),
-    ],
-    ids=["missing", "extra", "shape", "twice", "int64", "bool", "float8"],
-)
-def test_tensors_that_do_not_fit_their_config_are_named(tmp_path, capsys, change, says):
-    apple = apple_dir(tmp_path / "apple", updated(apple_tensors(), change))
-    message = refused(capsys, drafter=apple, to="drafter", output=tmp_path / "out")
-    assert all(text in message for text in says)
-    assert not (tmp_path / "out").exists()
-
-
-class _Code:
-    """An object whose pickle runs code when it is loaded."""
-
-    def __reduce__(self) -> tuple:
-        return print, ("this was run",)
-
-
-def test_pickles_of_anything_but_tensors_are_not_loaded(apple, capsys):
-    (apple / "model.safetensors").unlink()
-    one = torch.ones(1)
-    odd = [{1: one}, {"a": {"b": one}}, {"a": torch.ones(2, 2).to_sparse()}, [one]]
-    cases = [(content, "no flat state dict") for content in odd]
-    for content, says in [({"lm_head.2.weight": _Code()}, "model.pt holds more than tensors"), *cases]:
-        torch.save(content, apple / "model.pt")
-        assert says in refused(capsys, drafter=apple, to="drafter", dry_run=True)
-    for content in (b"", b"nothing of the kind", b"\x80"):
-        (apple / "model.pt").write_bytes(content)
-        assert "model.pt" in refused(capsys, drafter=apple, to="drafter", dry_run=True)
-
-
-def test_ranks_that_cannot_be_are_refused(pair, trtllm, tmp_path, capsys):
-    out = {"output": tmp_path / "out"}
-    for tp, says in ((3, "num_attention_heads=4; possible are 1, 2, 4"), (8, "does not divide"), (0, "must be from 1")):
-        assert says in refused(capsys, **pair, **out, to="trtllm", tp_size=tp)
-    odd = pair | {"drafter": apple_dir(tmp_path / "odd", exit_dim=25)}
-    assert "exit_dim=25" in refused(capsys, **odd, **out, to="trtllm", tp_size=2)
-    assert "--tp-size 4: " in refused(capsys, base=trtllm, to="trtllm", tp_size=4, **out)
-    (trtllm / "rank1.safetensors").unlink()
-    message = refused(capsys, drafter=trtllm, to="drafter", **out)
-    assert "has no rank1.safetensors: its config.json says tp_size 2" in message
-    assert not (tmp_path / "out").exists()
-
-
-def test_numbers_that_are_too_large_are_refused_and_nothing_is_left(tmp_path, capsys):
-    apple = apple_dir(tmp_path / "apple", apple_tensors() | {"rnn_u.bias": torch.full((HIDDEN,), 1e6)})
-    message = refused(capsys, drafter=apple, to="drafter", dtype="float16", output=tmp_path / "out")
-    assert "rnn_u.bias holds 1e+06, too much for float16" in message
-    assert [path.name for path in tmp_path.iterdir()] == ["apple"]
-
-
-def test_a_full_disk_is_seen_before(pair, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 70_000_000})())
-    monkeypatch.setattr("redrafter.convert.plan.ConversionPlan.bytes_to_write", lambda self, output: 10_000_000_000)
-    message = refused(capsys, **pair, output=tmp_path / "o")
-    assert "will take 10.0 GB" in message
-    assert "0.1 GB free" in message
-
-
-def test_a_dry_run_shows_the_map_and_writes_nothing(pair, tmp_path, capsys):
-    before = sorted(tmp_path.rglob("*"))
-    convert(None, **pair, to="trtllm", tp_size=2, dry_run=True)
-    lines = capsys.readouterr().out.splitlines()
-    [line] = [line.split() for line in lines if "rank1.safetensors: drafter.lm_head.weight" in line]
-    assert line == ["lm_head.2.weight", "rank1.safetensors:", "drafter.lm_head.weight", "[49,", "64]", "float32"]
-    convert(tmp_path / "out", **pair, dry_run=True)
-    assert "drafter/model.safetensors: layers.1.linear.bias" in capsys.readouterr().out
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-WRONG_VALUES = {
-    "hidden_size": [True],
-    "exit_dim": [10**19],
-    "vocab_size": ["97"],
-    "num_draft_layers": [10**6, -1],
-    "rnn": ["false"],
-    "target_layers": [None, 3],
-    "draft_vocab_size": [[1]],
-    "trained_draft_len": ["2"],
-    "base_embedding_norms": [[], ["a"] * 8],
-    "dtype": ["x"],
-}
-WRONG_CONFIGS = [(name, value, "") for name, values in WRONG_VALUES.items() for value in values]
-OTHER_TENSORS = [("num_draft_layers", 3, "layers.2"), ("draft_vocab_size", 49, "instead of")]
-
-
-@pytest.mark.parametrize(("name", "value", "says"), [*WRONG_CONFIGS, *OTHER_TENSORS])
-def test_a_drafters_config_that_cannot_be_is_refused(name, value, says, tmp_path, capsys):
-    tiny_drafter(draft_vocab_size=50).save_pretrained(tmp_path / "ours")
-    changed(tmp_path / "ours", **{name: value})
-    message = refused(capsys, drafter=tmp_path / "ours", to="apple", output=tmp_path / "out")
-    assert str(tmp_path / "ours") in message
-    assert says in message
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-
-
-TRTLLM_VALUES = {
-    "mapping": [[2], {"tp_size": "2"}, {"tp_size": 10**9}, {"tp_size": 2, "pp_size": 2}],
-    "quantization": ["x"],
-    "vocab_size": [...],
-    "dtype": [5],
-    "num_attention_heads": [0, 8],
-    "num_key_value_heads": [4],
-    "num_hidden_layers": [4],
-    "intermediate_size": [40],
-    "embedding_sharding_dim": [5],
-    "redrafter_drafter_config": [[1]],
-    "redrafter_greedy_search": ["yes"],
-    "redrafter_is_rnn": ["false"],
-    "redrafter_num_layers": [3],
-    "base_model_architecture": [[], "FalconForCausalLM"],
-}
-
-
-@pytest.mark.parametrize("name", TRTLLM_VALUES)
-def test_a_config_of_tensorrt_llm_that_cannot_be_is_refused(name, trtllm, tmp_path, capsys):
-    changed(trtllm, redrafter_base_config=..., use_parallel_embedding=name == "embedding_sharding_dim")
-    for value in TRTLLM_VALUES[name]:
-        changed(trtllm, **{name: value})
-        refused(capsys, base=trtllm, output=tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-
-
-def test_tensors_that_ranks_do_not_share_are_named(trtllm, tmp_path, capsys):
-    whole = load_file(trtllm / "rank0.safetensors")
-    for change, says in (
-        ({"drafter.rnn_w.weight": whole["drafter.rnn_w.weight"].half()}, "cannot be put together"),
-        ({"drafter.rnn_w.weight": None}, "rank0.safetensors has no tensor drafter.rnn_w.weight"),
-        ({"zzz": torch.ones(1)}, "rank1.safetensors has no tensor zzz"),
-        ({"transformer.ln_f.weight": torch.ones(HIDDEN - 1)}, "of shape (31,) instead of (32,)"),
-        ({"transformer.vocab_embedding.weight": torch.ones(VOCAB - 1, HIDDEN)}, "instead of (97, 32)"),
-        ({"transformer.layers.0.attention.dense.weight": torch.ones(9)}, "cannot be put together"),
-    ):
-        save_file(updated(whole, change), trtllm / "rank0.safetensors")
-        assert says in refused(capsys, base=trtllm, output=tmp_path / "out")
-    save_file(whole, trtllm / "rank2.safetensors")
-    assert "has a rank2.safetensors" in refused(capsys, drafter=trtllm, to="drafter", dry_run=True)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_base_that_is_not_whole_is_refused(pair, tmp_path, capsys):
-    base, whole = tmp_path / "base", weights(pair["base"])
-    shutil.copytree(pair["base"], base)
-    options = pair | {"base": base, "output": tmp_path / "out"}
-    for change, says in (
-        ({"model.norm.weight": None}, "no tensor model.norm.weight"),
-        ({"model.layers.0.self_attn.k_proj.weight": None}, "no tensor model.layers.0.self_attn.k_proj.weight"),
-        ({"model.layers.0.self_attn.o_proj.weight": torch.ones(9)}, "instead of (32, 32)"),
-        ({"model.layers.7.mlp.up_proj.weight": torch.ones(9)}, "which its config does not ask for"),
-    ):
-        save_file(updated(whole, change), base / "model.safetensors")
-        assert says in refused(capsys, **options, to="trtllm")
-    for index, says in (
-        ({}, "has no weight_map"),
-        ({"weight_map": None}, "has no weight_map"),
-        ({"weight_map": {"a": "../b.safetensors"}}, "no file of that directory"),
-        ({"weight_map": {"a": 1}}, "no file of that directory"),
-        ({"weight_map": {"lost": "model.safetensors"}}, "tensors that no file has: lost"),
-    ):
-        (base / "model.safetensors.index.json").write_text(json.dumps(index))
-        message = refused(capsys, **options)
-        assert "index.json" in message
-        assert says in message
-    (base / "config.json").write_text("[" * 100_000)
-    assert "is not JSON" in refused(capsys, **options)
-
-
-def test_draft_ids_outside_of_the_vocabulary_are_refused(tmp_path, capsys):
-    tiny_drafter(draft_vocab_size=20).save_pretrained(tmp_path)
-    save_file(weights(tmp_path) | {"draft_ids": torch.arange(20) + VOCAB - 10}, tmp_path / "model.safetensors")
-    assert "draft_ids outside" in refused(capsys, drafter=tmp_path, to="drafter", dry_run=True)
-
-
-@pytest.mark.parametrize(
-    "to, option",
-    [
-        ("apple", {"redrafter_num_beams": 3}),
-        ("apple", {"copy": True}),
-        ("apple", {"base_model_checkpoint_dir": "x"}),
-        ("drafter", {"node_budget": 9}),
-        ("drafter", {"redrafter_no_greedy_search": True}),
-        ("trtllm", {"copy": True}),
-        ("redrafter", {"tp_size": 2}),
-        ("drafter", {"tokenizer_dir": "x"}),
-    ],
-)
-def test_no_option_is_passed_over(to, option, apple, tmp_path, capsys):
-    [flag, *_] = words(**option)
-    assert f"{flag} is for --to" in refused(capsys, drafter=apple, to=to, output=tmp_path / "out", **option)
-
-
-def test_neighbours_with_odd_names_are_left_alone(apple, tmp_path, capsys):
-    names = (".mine.old", ".mine.partial", "mine")
-    for name in names:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "precious").touch()
-    assert "is there already" in refused(capsys, drafter=apple, to="drafter", output=tmp_path / "mine")
-    assert all((tmp_path / name / "precious").exists() for name in names)
-
-
-def test_a_link_is_followed(apple, tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    for more in ({}, {"overwrite": True}, {"overwrite": True}):
-        convert(tmp_path / "link", drafter=apple, to="drafter", **more)
-        RecurrentDrafter.from_pretrained(tmp_path / "real")
-    assert (tmp_path / "link").is_symlink()
-    assert len(list(tmp_path.iterdir())) == 3
 
 
 # Large ones

@@ -5,7 +5,7 @@ import torch
 
 from helpers.generation import noted
 from helpers.models import tiny_drafter, uneven_batch, with_tree
-from redrafter.drafting.draft_length import FEWEST, FIRST_PAUSE, LONGEST_PAUSE, STEP_COSTS, WINDOW, DraftGain
+from redrafter.drafting.draft_length import FEWEST, FIRST_PAUSE, LONGEST_PAUSE, STEP_COSTS, WINDOW, DraftGain, step_cost
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.scheduler.running_batch import RunningBatch
@@ -47,6 +47,11 @@ def test_only_the_last_steps_count():
     gain = DraftGain(1.25)
     steps(gain, 10 * WINDOW, tokens=5)
     assert not all(steps(gain, WINDOW + 2, tokens=1))
+
+
+def test_a_draft_that_reads_much_on_a_gpu_must_gain_more():
+    small, large = step_cost("cuda", 5, 100), step_cost("cuda", 60, 100)
+    assert (small, large, step_cost("cpu", 60, 100)) == (STEP_COSTS["cuda"], pytest.approx(1.7), STEP_COSTS["cpu"])
 
 
 @pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])

@@ -11,6 +11,7 @@ from helpers.dflash import BLOCK, DFLASH_FORMS, FORM, checked_blocks, random_blo
 from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
 from helpers.generation import ON_BOTH_CACHES, noted, same_as_model, same_undrafted
 from helpers.models import VOCAB, tiny_model, uneven_batch, with_tree
+from helpers.mtp import random_mtp
 from redrafter import (
     ArgumentError,
     CheckpointError,
@@ -23,6 +24,7 @@ from redrafter import (
 )
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.eagle import EagleProposer
+from redrafter.model.target import Target
 
 
 class Kind(NamedTuple):
@@ -73,6 +75,18 @@ def test_the_map_of_ids_says_what_is_drafted(monkeypatch):
     drafted = {token for tree in trees for token in tree.tokens[:, 1:].flatten().tolist()}
     assert len(drafted) > 1
     assert drafted <= set(engine.drafter.draft_ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("make", "reads"),
+    [(lambda _: random_head(), 0), (lambda _: random_block_drafter(), 1), (random_mtp, 3)],
+    ids=["EAGLE", "blocks", "MTP"],
+)
+def test_a_draft_also_reads_the_head_of_its_target_where_it_has_none(make, reads):
+    model = tiny_model("llama")
+    engine = with_tree(model, make(Target(model)), 4, 3)
+    head = VOCAB * engine.target.hidden_size * 4
+    assert engine.proposer.draft_bytes == engine.drafter.draft_bytes(3) + reads * head
 
 
 def test_a_head_reads_its_layers_and_no_other_drafter_may():

@@ -3,9 +3,11 @@
 import io
 import json
 import re
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -110,3 +112,8 @@ def _trained(text: torch.Tensor, steps: int, **changes: int) -> PreTrainedModel:
         optimizer.step()
         optimizer.zero_grad()
     return model.eval()
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Make a text what the command reads from stdin."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))

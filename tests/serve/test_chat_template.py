@@ -107,6 +107,12 @@ def test_thoughts_are_told_apart_where_the_template_marks_them():
     assert not hidden.template.has_think_tags  # a special token is not seen in a text
 
 
+def test_it_is_seen_whether_a_template_describes_tools():
+    assert not prompts(LLAMA_LIKE + "{# [TOOL_CALLS] #}").template.reads_tools
+    assert prompts(LLAMA_LIKE + "{{ tools }}").template.reads_tools
+    assert prompts("{{ raise_exception('a system message first') }}").template.reads_tools
+
+
 def test_a_template_beside_the_model_is_found(tmp_path):
     for name, written in (("chat_template.j2", "{{ 1 }}"), ("chat_template.json", '{"chat_template": "{{ 2 }}"}')):
         folder = tmp_path / name

@@ -12,6 +12,7 @@ pytest.importorskip("llguidance")
 
 from llguidance.hf import from_tokenizer
 
+from helpers.reading import read, split
 from redrafter import boxed_pair
 from redrafter.grammar.child import CompiledGrammar
 from redrafter.grammar.source import GrammarSource
@@ -60,27 +61,8 @@ WRITTEN: dict[str, tuple[str, str, list[tuple[str, str]], bool]] = {
 }
 
 
-def read(reader: ChatReader, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
-    texts, calls = {"content": "", "reasoning_content": ""}, list[list[str]]()
-    for number, piece in enumerate(pieces):
-        for delta, spans in reader.push(piece, last=number == len(pieces) - 1):
-            assert "".join(reader.text[begin:end] for begin, end in spans) == delta.get("content", "")
-            for call in delta.pop("tool_calls", ()):
-                if "id" in call:
-                    assert call["index"] == len(calls)
-                    assert call["id"].startswith("call_")
-                    calls.append([call["function"]["name"], ""])
-                else:
-                    assert call["index"] == len(calls) - 1
-                    assert call["function"]["arguments"]
-                calls[-1][1] += call["function"]["arguments"]
-            for name, text in delta.items():
-                texts[name] += text
-    return texts["content"], texts["reasoning_content"], [(name, arguments) for name, arguments in calls]
-
-
 def make_reader(**options: Any) -> ChatReader:
-    return ChatReader(**({"names": frozenset("fg"), "split_thoughts": True} | options))
+    return ChatReader(**({"tools": dict.fromkeys("fg"), "split_thoughts": True} | options))
 
 
 @pytest.mark.parametrize("text", WRITTEN)
@@ -88,12 +70,8 @@ def test_what_is_found_does_not_depend_on_the_pieces(text):
     *expected, cut = WRITTEN[text]
     rng = random.Random(5)
     for trial in range(40):
-        cuts = sorted(rng.randrange(len(text) + 1) for _ in range(trial % 8))
-        if trial == 8:
-            cuts = list(range(len(text)))
-        pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         reader = make_reader()
-        assert read(reader, pieces) == tuple(expected)
+        assert read(reader, split(text, trial, rng)) == tuple(expected)
         assert reader.cut == cut
 
 

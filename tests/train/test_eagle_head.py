@@ -7,15 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.dflash import random_block_drafter
+from helpers.dflash import BLOCK, random_block_drafter
 from helpers.eagle import EAGLE_FORMS, plain_logits, random_head
 from helpers.models import VOCAB, assert_close_by_scale, tiny_model
+from helpers.mtp import random_mtp
 from helpers.training import command, learn_circle, record, refused, round_circle
 from helpers.training import tiny_model as trained_base
 from redrafter import EagleDrafter, ReDrafter
 from redrafter.cli import main as redrafter
 from redrafter.convert.convert_checkpoint import main as convert_main
 from redrafter.drafting.drafter_model import GivenTexts
+from redrafter.errors import UnsupportedError
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.evaluate.replay import Shape, ValidationTexts
@@ -160,13 +162,18 @@ def test_options_of_recurrent_drafters_are_refused_by_name(capsys, tmp_path, opt
     assert " is for recurrent drafters: leave it out with --form eagle3" in refused(capsys, words)
 
 
-def test_drafters_that_follow_no_texts_are_refused_by_name(capsys, tmp_path):
+def test_other_drafters_are_refused_by_name_and_blocks_are_measured(capsys, tmp_path):
     words = command(tmp_path)
     sizes = {"vocab_size": trained_base().config.vocab_size, "target_layers": [0], "mask_token_id": 3}
     random_block_drafter(**sizes).save_pretrained(tmp_path / "blocks")
     for more in ([], ["--dry-run"]):
         error = refused(capsys, [*words, "--drafter", str(tmp_path / "blocks"), *more])
         assert "`redrafter train` is for recurrent drafters and EAGLE-3 heads, and this drafter is of the kind" in error
-    pair = ["--model", str(tmp_path / "base"), "--drafter", str(tmp_path / "blocks"), "--device", "cpu"]
-    assert redrafter(["evaluate", *pair, "--prompts", str(tmp_path / "data.jsonl")]) == 2
-    assert "`redrafter evaluate` is for recurrent drafters" in capsys.readouterr().err
+    evaluate = ["evaluate", "--model", str(tmp_path / "base"), "--drafter", str(tmp_path / "blocks"), "--device", "cpu"]
+    evaluate += ["--prompts", str(tmp_path / "data.jsonl"), "--num-prompts", "2", "--new-tokens", "8"]
+    assert redrafter([*evaluate, "--explain"]) == 0
+    assert f"5x{BLOCK - 1}" in capsys.readouterr().out
+    assert redrafter([*evaluate, "--shapes", f"5x{BLOCK}"]) == 2
+    assert f"draft_len_per_beam={BLOCK} is more than the {BLOCK - 1} tokens that a block" in capsys.readouterr().err
+    with pytest.raises(UnsupportedError, match="EAGLE-3 heads, and DFlash drafters, and this"):
+        random_mtp(Target(trained_base())).check_follows_texts("evaluate")

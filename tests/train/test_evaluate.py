@@ -3,6 +3,7 @@
 import io
 import json
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from helpers.chats import write
 from helpers.command_line import fails
+from helpers.dflash import DFLASH_FORMS, random_block_drafter
 from helpers.eagle import EAGLE_FORMS, random_head
 from helpers.models import DRAFTER_ALONE, HIDDEN, VOCAB, tiny_drafter, tiny_model
 from helpers.training import learn_circle, round_circle
@@ -42,6 +44,12 @@ SHAPES = [
     *(Shape(1, depth, nodes) for depth, nodes in ((4, 5), (4, 3), (2, 3))),
     Shape(5, 3, 9),
 ]
+
+
+OTHERS = {
+    "EAGLE": partial(random_head, **EAGLE_FORMS["speculators"]),
+    **{form: partial(random_block_drafter, **DFLASH_FORMS[form]) for form in ("speculators'", "recurrent", "DFlash2")},
+}
 
 
 def random_prompts(lengths: tuple[int, ...] = (1, 9, 4, 17, 6)) -> list[list[int]]:
@@ -76,7 +84,7 @@ def random_pair(draft_vocab: int | None = None, **changes: object) -> tuple[PreT
 
 @pytest.mark.parametrize(
     "pair, temperature",
-    [("patterned", 0.6), *product(("patterned", "random", "reduced", "layered", "context", "EAGLE"), (0.0, 1.0))],
+    [("patterned", 0.6), *product(("patterned", "random", "reduced", "layered", "context", *OTHERS), (0.0, 1.0))],
 )
 def test_a_replay_counts_what_generate_reports(request, pair, temperature, monkeypatch):
     """Compare text by text, on unequal prompts decoded as one batch, some of which end early."""
@@ -86,8 +94,8 @@ def test_a_replay_counts_what_generate_reports(request, pair, temperature, monke
     context = {"context_window": 6, "context_head_dim": 8}
     changes = {"reduced": {"draft_vocab": 40}, "layered": layered, "context": layered | context}.get(pair, {})
     model, drafter = request.getfixturevalue("patterned") if pair == "patterned" else random_pair(**changes)
-    if pair == "EAGLE":
-        drafter = random_head(**EAGLE_FORMS["speculators"])
+    if pair in OTHERS:
+        drafter = OTHERS[pair]()
     elif drafter.context is not None:
         torch.nn.init.normal_(drafter.context.out.weight, std=3)  # or nothing that is read would show
     target, prompts = Target(model), random_prompts()

@@ -288,6 +288,9 @@ def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
         (f"--seed {1 << 64}", "--seed must be at most"),
         ("--lr 1e38", "--lr must be at most 1e+36"),
         ("--drafter d --exit-dim 8", "--exit-dim is the drafter's own"),
+        ("--drafter d --head-shortlist 8", "--head-shortlist is the drafter's own"),
+        ("--head-shortlist 0", "--head-shortlist must be positive"),
+        ("--head-shortlist-rank 8", "--head-shortlist-rank is for heads of two stages: give --head-shortlist too"),
         (
             "--context-window 0 --context-heads 8",
             "--context-heads is for drafters that attend to the text: give --context-window",

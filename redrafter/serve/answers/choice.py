@@ -23,9 +23,9 @@ class StopStrings:
     A stop string may begin in one token and end in another, as for the stopping criterion of transformers.
     """
 
-    def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase, hidden: Collection[int] | None = None):
         self._stops, self._longest = stops, max(map(len, stops))
-        self._detokenizer, self._tail = Detokenizer(tokenizer), ""
+        self._detokenizer, self._tail = Detokenizer(tokenizer, hidden), ""
 
     def __call__(self, tokens: Sequence[int]) -> int | None:
         """Return the index of the step's token after which the text contains a stop string; None where it does not."""
@@ -50,6 +50,7 @@ class Choice(ServedSequence):
         stop_token_ids: Ids that end the text.
         depth: Levels of the deepest tree of drafts.
         adapter: Name of the LoRA adapter that writes the text; None for the model alone.
+        hidden: Ids that are no part of the text; None for all special tokens.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class Choice(ServedSequence):
         stop_token_ids: frozenset[int] = frozenset(),
         depth: int = 0,
         adapter: str | None = None,
+        *,
+        hidden: Collection[int] | None = None,
     ):
         self._stops = request.stops
-        find_stop = StopStrings(self._stops, tokenizer) if self._stops else None
+        find_stop = StopStrings(self._stops, tokenizer, hidden) if self._stops else None
         super().__init__(prompt, stop_token_ids, Stats(accepted_by_depth=[0] * depth), find_stop, adapter)
-        self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer)
+        self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, hidden)
         self._marks_drafts = request.stream_options is not None and request.stream_options.include_drafts
         self._held = ""
         self._drafted = bytearray()  # of each character of the text and of what is held: whether a draft wrote it

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import count, islice
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -95,6 +96,8 @@ class ChatChoice(Choice):
     """A text of `/v1/chat/completions`, which may hold thoughts and tool calls.
 
     Args:
+        form: Reader of the form in which the model writes calls.
+        special: Special tokens by id. Those that are marks of the form are part of the text that is read.
         split_thoughts: Whether thoughts go into `reasoning_content`, not into the content.
         thinking: Whether the text begins within thoughts, because the prompt has opened them.
     """
@@ -106,14 +109,18 @@ class ChatChoice(Choice):
         prompt: Sequence[int],
         request: ChatRequest,
         *served: Any,
+        form: type[ChatReader] = ChatReader,
+        special: Mapping[int, str] = MappingProxyType({}),
         split_thoughts: bool = False,
         thinking: bool = False,
     ):
-        super().__init__(prompt, request, *served)
+        tools = {tool.function.name: tool.function.parameters for tool in request.callable_tools}
+        seen = form.marks if tools or form.has_channels else ()
+        hidden = {token for token, content in special.items() if content not in seen}
+        super().__init__(prompt, request, *served, hidden=hidden if len(hidden) < len(special) else None)
         self._logprobs = request.logprobs
-        names = frozenset(tool.function.name for tool in request.callable_tools)
-        self._reader = ChatReader(names, request.parallel_tool_calls is not False, split_thoughts, thinking)
-        self._may_lack_content = bool(names or split_thoughts)
+        self._reader = form(tools, request.parallel_tool_calls is not False, split_thoughts, thinking)
+        self._may_lack_content = bool(tools or split_thoughts)
 
     def format_choice(self, index: int) -> dict[str, Any]:
         """Return an entry of `choices` of a whole answer."""

@@ -2,8 +2,8 @@
 
 A call is a JSON object with `name`, the name of a known tool, and `arguments` (or `parameters`): at the beginning of
 the text, alone or in a list, or anywhere between `<tool_call>` and `</tool_call>`. That is what Llama 3.1, Qwen2.5,
-Qwen3 and Hermes 2 and 3 are trained to write; calls of any other form are text. Thoughts stand at the beginning,
-between `<think>` and `</think>`.
+Qwen3 and Hermes 2 and 3 are trained to write; `redrafter.serve.answers.call_forms` reads calls of other forms.
+Thoughts stand at the beginning, between `<think>` and `</think>`.
 
 The result does not depend on the pieces in which the text comes.
 """
@@ -11,17 +11,15 @@ The result does not depend on the pieces in which the text comes.
 import json
 import re
 import uuid
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, ClassVar
 
 Steps = Generator[None, None, bool]  # yields when it needs more text
 _STRING = re.compile(r'["\\]')
 _NESTED = re.compile(r'["{}\[\]]')
 _SCALAR_END = re.compile(r"[\s,}\]]")
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _THINK, _THINK_END = "<think>", "</think>"
-_SPACE = " \t\r\n"
-
+SPACE = " \t\r\n"
 
 Deltas = list[tuple[dict[str, Any], list[tuple[int, int]]]]
 
@@ -29,26 +27,43 @@ Deltas = list[tuple[dict[str, Any], list[tuple[int, int]]]]
 class ChatReader:
     """Parser of what a model writes in a chat: `push` text, and get the deltas of the message that are certain.
 
+    The class attributes describe the form of calls; another form is a subclass with others, or with other methods.
+
     Args:
-        names: Names of the tools that may be called.
+        tools: Schemas of the parameters of the tools that may be called, by the tools' names.
         parallel_calls: Whether more than one call is reported; else what follows the first call is left out.
         split_thoughts: Whether thoughts are reported apart from the content.
         thinking: Whether the text begins within thoughts.
     """
 
+    parsers: ClassVar[tuple[str, ...]] = ("hermes", "llama3_json", "llama4_json")  # names of the form in vLLM
+    template_mark: ClassVar[str | None] = None  # text by which a chat template shows that its model writes the form
+    has_channels: ClassVar[bool] = False  # whether marks of the form tell thoughts and answer apart, without tools too
+    begins: ClassVar[tuple[str, ...]] = ("<tool_call>",)  # what calls begin with, anywhere in the text
+    wrapper: ClassVar[tuple[str, str]] = ("<tool_call>", "</tool_call>")  # what may stand around calls
+    bare: ClassVar[str] = "{["  # characters with which calls begin at the beginning of the text
+    before: ClassVar[str] = SPACE + "["  # characters that may precede a first call, and those between calls
+    between: ClassVar[str] = SPACE + ",;]["
+    marks: ClassVar[tuple[str, ...]] = wrapper  # all that has to be seen in the text, although it may be special tokens
+
     def __init__(
-        self, names: frozenset[str], parallel_calls: bool = True, split_thoughts: bool = False, thinking: bool = False
+        self,
+        tools: Mapping[str, Any],
+        parallel_calls: bool = True,
+        split_thoughts: bool = False,
+        thinking: bool = False,
     ):
         self.text = ""  # so far
         self._at = 0  # index of the next character to read
         self._last = False  # whether the text is complete
-        self._names, self._parallel_calls = names, parallel_calls
+        self._tools, self._parallel_calls = tools, parallel_calls
         self._split_thoughts, self._thinking = split_thoughts, thinking
         self.calls = 0  # that have begun
         self.cut = False  # whether the text ends within a call
         self._from = 0  # where text that is not reported yet begins
         self._seen = 0  # up to where spaces were looked for
         self._sent: int | None = None  # within arguments: where those that are not reported yet begin
+        self._quotes = False  # whether these are a text, which becomes a JSON string
         self._thoughts = ""  # not returned yet, as is what follows
         self._content: list[tuple[int, int]] = []
         self._calls: list[dict[str, Any]] = []
@@ -74,76 +89,82 @@ class ChatReader:
     def _read(self) -> Steps:
         if self._split_thoughts:
             yield from self._read_thoughts()
-        while not self._names:
+        while not self._tools:
             self._report(len(self.text), False)
             if self._last:
                 return True
             yield
-        yield from self._skip(_SPACE)
-        if (yield from self._has_more()) and self.text[self._at] in "{[":
+        yield from self._skip(SPACE)
+        if (yield from self._has_more()) and self.text[self._at] in self.bare:
             yield from self._read_calls()
-        while (yield from self._read_until(_CALL, False)):
-            if (yield from self._read_calls()):
-                yield from self._skip(_SPACE)
-                if (yield from self._skip_literal(_CALL_END)):
+        begin, end = self.wrapper
+        while (yield from self._read_until(self.begins, False)):
+            yield from self._skip_literal(begin)
+            if (yield from self._read_calls()) and end:
+                yield from self._skip(SPACE)
+                if (yield from self._skip_literal(end)):
                     self._from = self._at
         return True
 
     def _read_thoughts(self) -> Steps:
         if not self._thinking:
-            yield from self._skip(_SPACE)
+            yield from self._skip(SPACE)
             if not (yield from self._skip_literal(_THINK)):
                 self._at = self._from
                 return False
-        yield from self._skip(_SPACE)
+        yield from self._skip(SPACE)
         self._from = self._at
         self._thinking = True
-        yield from self._read_until(_THINK_END, True)
+        if (yield from self._read_until((_THINK_END,), True)):
+            self._at += len(_THINK_END)
         self._thinking = False
-        yield from self._skip(_SPACE)
+        yield from self._skip(SPACE)
         self._from = self._at
         return True
 
-    def _read_until(self, mark: str, thought: bool) -> Steps:
-        """Report the text before a mark, without trailing spaces, and move past it. Return False without a mark."""
-        while (index := self.text.find(mark, self._at)) < 0:
-            # Characters at the end of the text may be the beginning of the mark.
-            sizes = range(len(mark) - 1, 0, -1)
-            partial = next((size for size in sizes if self.text.endswith(mark[:size])), 0)
-            self._at = max(self._at, len(self.text) - partial)
-            if self._last:
-                end = len(self.text)
-                self._report(self._stripped_end(end) if thought or self.calls else end, thought)
-                self._from = self._at = len(self.text)
-                return False
+    def _read_until(self, marks: tuple[str, ...], thought: bool) -> Steps:
+        """Report the text before the first of some marks, without trailing spaces, and move to it.
+
+        Return False without a mark, when all the text is reported.
+        """
+        if (yield from self._find_mark(marks, lambda: self._report(self._stripped_end(self._at), thought))):
             self._report(self._stripped_end(self._at), thought)
-            yield
-        self._report(self._stripped_end(index), thought)
-        self._at = index + len(mark)
-        return True
+            return True
+        end = len(self.text)
+        self._report(self._stripped_end(end) if thought or self.calls else end, thought)
+        self._from = self._at = end
+        return False
 
     def _read_calls(self) -> Steps:
         """Read calls that follow each other. Return False if the first is no call, which then counts as text."""
         called = False
         while True:
-            yield from self._skip(_SPACE + ("[" if not called else ",;]["))
+            yield from self._skip(self.between if called else self.before)
             if called:
                 self._from = self._at
-            if not (yield from self._has_more()) or self.text[self._at] != "{" or not (yield from self._read_call()):
+            if not (yield from self._has_more()) or not (yield from self._read_call()):
                 return called
-            called, self._from = True, self._at
-            while not self._parallel_calls:
-                self._at = self._from = len(self.text)
-                if self._last:
-                    return True
-                yield
+            called = True
+            yield from self._end_call()
+
+    def _end_call(self) -> Steps:
+        """Leave out a call's text, and where no second call may be made, all that follows."""
+        self._from = self._at
+        while not self._parallel_calls:
+            self._at = self._from = len(self.text)
+            if self._last:
+                break
+            yield
+        return True
 
     def _read_call(self) -> Steps:
         """Read an object, and report a call as soon as its name is known and its arguments begin."""
         name, reported, arguments = None, False, "{}"
+        if self.text[self._at] != "{":
+            return False
         self._at += 1
         while True:
-            yield from self._skip(_SPACE + ",")
+            yield from self._skip(SPACE + ",")
             if not (yield from self._has_more()) or self.text[self._at] not in '"}':
                 self.cut = reported and self._at == len(self.text)
                 return reported
@@ -154,7 +175,7 @@ class ChatReader:
                 self.cut = reported
                 return reported
             key = self.text[begin : self._at]
-            yield from self._skip(_SPACE + ":")
+            yield from self._skip(SPACE + ":")
             if not (yield from self._has_more()):
                 self.cut = reported
                 return reported
@@ -172,7 +193,7 @@ class ChatReader:
             if (
                 key == '"name"'
                 and not reported
-                and (name := _parse_name(self.text[begin : self._at])) not in self._names
+                and (name := _parse_name(self.text[begin : self._at])) not in self._tools
             ):
                 return False
             if key in ('"arguments"', '"parameters"'):
@@ -180,19 +201,38 @@ class ChatReader:
         self._at += 1
         if not reported and name is not None:
             self._begin(name)
-            self._calls.append({"index": self.calls - 1, "function": {"arguments": arguments}})
+            self._add(arguments)
         return name is not None
+
+    def _read_arguments(self, name: str) -> Steps:
+        """Read a JSON object, the arguments of a call. Return False, and report no call, if there is none."""
+        yield from self._skip(SPACE)
+        if name not in self._tools or not (yield from self._has_more()) or self.text[self._at] != "{":
+            return False
+        self._begin(name)
+        self._sent = self._at
+        self.cut = not (yield from self._skip_value())
+        self._flush()
+        self._sent = None
+        return True
 
     def _begin(self, name: str) -> None:
         function = {"name": name, "arguments": ""}
-        call = {"index": self.calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        call = {"index": self.calls, "id": self._new_id(), "type": "function", "function": function}
         self._calls.append(call)
         self.calls += 1
 
+    def _new_id(self) -> str:
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+    def _add(self, arguments: str) -> None:
+        """Report a piece of the arguments of the last call."""
+        self._calls.append({"index": self.calls - 1, "function": {"arguments": arguments}})
+
     def _flush(self) -> None:
         if self._sent is not None and self._sent < self._at:
-            arguments = self.text[self._sent : self._at]
-            self._calls.append({"index": self.calls - 1, "function": {"arguments": arguments}})
+            written = self.text[self._sent : self._at]
+            self._add(json.dumps(written, ensure_ascii=False)[1:-1] if self._quotes else written)
             self._sent = self._at
 
     def _report(self, end: int, thought: bool) -> None:
@@ -230,16 +270,38 @@ class ChatReader:
             if depth <= 0:
                 return True
 
-    def _skip_string(self) -> Steps:
-        """Move past a JSON string whose opening quote was read. Return False if the text ends before its end."""
-        while (yield from self._find(_STRING)):
+    def _skip_string(self, pattern: re.Pattern[str] = _STRING) -> Steps:
+        """Move past a JSON string whose opening quote was read. Return False if the text ends before its end.
+
+        The pattern matches backslashes and the closing quote, which may be another one than JSON's.
+        """
+        while (yield from self._find(pattern)):
             self._at += 1
-            if self.text[self._at - 1] == '"':
+            if self.text[self._at - 1] != "\\":
                 return True
             if not (yield from self._has_more()):
                 return False
             self._at += 1
         return False
+
+    def _find_mark(self, marks: tuple[str, ...], progress: Callable[[], None]) -> Steps:
+        """Move to the first of some marks; `progress` is called when all before `_at` is known to hold none.
+
+        Return False if the text ends without one; then `_at` is before what may be the beginning of one.
+        """
+        pattern = re.compile("|".join(map(re.escape, marks)))
+        while (match := pattern.search(self.text, self._at)) is None:
+            partial = 0
+            for mark in marks:
+                sizes = range(len(mark) - 1, partial, -1)
+                partial = next((size for size in sizes if self.text.endswith(mark[:size])), partial)
+            self._at = max(self._at, len(self.text) - partial)
+            if self._last:
+                return False
+            progress()
+            yield
+        self._at = match.start()
+        return True
 
     def _find(self, pattern: re.Pattern[str]) -> Steps:
         while (match := pattern.search(self.text, self._at)) is None:

@@ -60,6 +60,7 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
         trees = list(dict.fromkeys([options.explained_tree(search, engine.target.device), *trees]))
     for tree in trees:
         check_beams(engine.drafter.config, tree.beams)
+        engine.drafter.check_search(engine.target, tree.depth)
         if tree.lattice > MAX_NODES:
             raise ArgumentError(
                 f"--shapes {tree.beams}x{tree.depth} has {tree.lattice} nodes; at most {MAX_NODES} can be measured"

@@ -28,6 +28,7 @@ from redrafter.train.evaluate.replay import (
 )
 from redrafter.train.evaluate.texts import PromptSource, Texts, read_training_texts, write_texts
 from redrafter.train.teacher import Teacher
+from redrafter.tree.beam_search import Candidates
 
 PROBABILITIES, PROBABILITY_NAMES = (0.5, 0.9), ("below 0.5", "0.5 to 0.9", "0.9 or more")
 CONTEXTS = (256, 512, 1024, 2048, 8192)  # tokens
@@ -316,5 +317,6 @@ def _ranks(drafter: Drafter, target: Target, at: Positions) -> Tensor:
     expand = proposer.scores(at.state, at.sampler, at.noise, at.context)
     for k in range(depth):
         scores = expand(k, tokens[:, k : k + 1].clamp(min=0), torch.zeros_like(tokens[:, :1]))
+        scores = scores.spread(drafter.lm_head.out_features) if isinstance(scores, Candidates) else scores
         ranks.append(rank_of(scores[:, 0], label[:, k + 1]))
     return torch.stack(ranks, dim=1)

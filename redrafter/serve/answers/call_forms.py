@@ -1,0 +1,334 @@
+"""Forms of tool calls other than JSON objects, as today's models are trained to write them.
+
+Each is a reader of its own, which `call_form` chooses by the chat template, or by the name of vLLM's parser for it.
+An argument or a call is told as soon as it is certain, and the result does not depend on the pieces of the text.
+"""
+
+import ast
+import json
+import re
+import uuid
+from typing import Any, ClassVar
+
+from redrafter.serve.answers.arguments import as_json, parameter_types
+from redrafter.serve.answers.reader import SPACE, ChatReader, Steps
+
+_NAME_END = re.compile(r"[^\w.-]")
+_PYTHON = re.compile(r"""["'(){}\[\],]""")
+_PYTHON_STRINGS = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _nothing() -> None:
+    pass
+
+
+class MistralCalls(ChatReader):
+    """Mistral's calls: `[TOOL_CALLS]` before a list of JSON objects, or `[TOOL_CALLS]name[ARGS]{...}` for each call."""
+
+    parsers = ("mistral",)
+    template_mark = "[TOOL_CALLS]"
+    begins = ("[TOOL_CALLS]",)
+    wrapper = ("[TOOL_CALLS]", "")
+    bare = ""
+    between = SPACE + ",;]"
+    marks = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+
+    def _read_call(self) -> Steps:
+        if self.text[self._at] == "{":
+            return (yield from super()._read_call())
+        begin = self._at
+        yield from self._find(_NAME_END)
+        name = self.text[begin : self._at]
+        if name in self._tools and (yield from self._skip_literal("[CALL_ID]")):
+            yield from self._find(_NAME_END)
+        yield from self._skip_literal("[ARGS]")
+        return (yield from self._read_arguments(name))
+
+    def _new_id(self) -> str:
+        return uuid.uuid4().hex[:9]  # Mistral's templates refuse ids of any other length
+
+
+class DeepSeekCalls(ChatReader):
+    """DeepSeek's calls: arguments after the name, in V3 and R1 in a block of Markdown, since V3.1 as they are."""
+
+    parsers = ("deepseek_v3", "deepseek_v31")
+    template_mark = "<｜tool▁call▁begin｜>"
+    begins = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+    wrapper = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    bare = ""
+    before = between = SPACE
+    marks = (*begins, "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+
+    def _read_call(self) -> Steps:
+        _, call = self.begins
+        if not (yield from self._skip_literal(call)):
+            return False
+        begin = self._at
+        if not (yield from self._find_mark(("<｜tool▁sep｜>",), _nothing)):
+            return False
+        name = self.text[begin : self._at].strip()
+        yield from self._skip_literal("<｜tool▁sep｜>")
+        yield from self._skip(SPACE)
+        if (yield from self._has_more()) and self.text[self._at] != "{":  # V3: what precedes is the call's type
+            begin = self._at
+            yield from self._find(_NAME_END)
+            name = self.text[begin : self._at]
+            yield from self._skip(SPACE)
+            yield from self._skip_literal("```json")
+        if not (yield from self._read_arguments(name)):
+            return False
+        for end in ("```", "<｜tool▁call▁end｜>"):
+            yield from self._skip(SPACE)
+            yield from self._skip_literal(end)
+        return True
+
+
+class PythonicCalls(ChatReader):
+    """Calls as a list in Python: `[f(a=1, b="x"), g()]`, at the beginning of the text or after `<|python_tag|>`.
+
+    A value is a literal; one that is none, such as a variable, becomes a text.
+    """
+
+    parsers = ("pythonic", "llama4_pythonic")
+    template_mark = "[func_name"
+    begins = ("<|python_tag|>",)
+    wrapper = ("<|python_tag|>", "")
+    bare = "["
+    between = SPACE + ",]"
+    marks = begins
+
+    def _read_call(self) -> Steps:
+        begin = self._at
+        yield from self._find(_NAME_END)
+        name = self.text[begin : self._at]
+        if name not in self._tools or not (yield from self._skip_literal("(")):
+            return False
+        opening = "{"
+        while True:
+            yield from self._skip(SPACE)
+            if (yield from self._skip_literal(")")):
+                if opening == "{":
+                    self._begin(name)
+                self._add("{}" if opening == "{" else "}")
+                return True
+            begin = self._at
+            yield from self._find(_NAME_END)
+            key = self.text[begin : self._at]
+            yield from self._skip(SPACE)
+            if not (key and (yield from self._skip_literal("="))):
+                if opening == "{":
+                    return False
+                self.cut = self._at == len(self.text)
+                if not self.cut:
+                    self._add("}")
+                return True
+            if opening == "{":
+                self._begin(name)
+            begin = self._at
+            if not (yield from self._skip_python()):
+                self.cut = True
+                return True
+            self._add(f"{opening}{json.dumps(key)}: {_python_as_json(self.text[begin : self._at].strip())}")
+            opening = ", "
+            yield from self._skip_literal(",")
+
+    def _skip_python(self) -> Steps:
+        """Move to the comma or the bracket that ends a value. Return False if the text ends before it."""
+        depth = 0
+        while (yield from self._find(_PYTHON)):
+            mark = self.text[self._at]
+            if depth == 0 and mark in ",)]}":
+                return True
+            self._at += 1
+            if mark in _PYTHON_STRINGS:
+                if not (yield from self._skip_string(_PYTHON_STRINGS[mark])):
+                    return False
+            elif mark != ",":
+                depth += 1 if mark in "([{" else -1
+        return False
+
+
+def _python_as_json(source: str) -> str:
+    if (written := as_json(source, None)) is not None:
+        return written
+    try:
+        value = ast.literal_eval(source)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return json.dumps(source, ensure_ascii=False)
+    return json.dumps(value) if _LONE_SURROGATE.search(text) else text
+
+
+class XmlCalls(ChatReader):
+    """Calls of Qwen3-Coder and Qwen3.5: `<tool_call><function=f><parameter=a>...</parameter></function></tool_call>`.
+
+    Values are written without quotes, and the tool's schema says what they are. A text is reported while it is
+    written, any other value when it is complete.
+    """
+
+    parsers = ("qwen3_coder", "qwen3_xml")
+    template_mark = "<parameter="
+    begins: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=")
+    bare = ""
+    before = between = SPACE
+
+    # Around the name, a key and its value.
+    name_marks: ClassVar[tuple[str, str]] = ("<function=", ">")
+    key_marks: ClassVar[tuple[str, str]] = ("<parameter=", ">")
+    value_marks: ClassVar[tuple[str, str]] = ("", "</parameter>")
+    end: ClassVar[str] = "</function>"
+
+    def _read_call(self) -> Steps:
+        head, tail = self.name_marks
+        if not (yield from self._skip_literal(head)):
+            return False
+        begin = self._at
+        yield from self._find(_NAME_END)
+        name = self.text[begin : self._at]
+        if name not in self._tools or not (yield from self._skip_literal(tail)):
+            return False
+        opening = "{"
+        while True:
+            yield from self._skip(SPACE)
+            if (yield from self._skip_literal(self.end)):
+                if opening == "{":
+                    self._begin(name)
+                self._add("{}" if opening == "{" else "}")
+                return True
+            if not (yield from self._read_key()):
+                if opening == "{":
+                    return False
+                # Text that is no argument ends the call; the beginning of one that the text ends in is left out.
+                marks = (self.key_marks[0], self.value_marks[0], self.end)
+                written = self.text[self._at : self._at + len(max(marks, key=len))]
+                self.cut = any(mark.startswith(written) for mark in marks)
+                if self.cut:
+                    self._at = len(self.text)
+                else:
+                    self._add("}")
+                return True
+            if opening == "{":
+                self._begin(name)
+            if not (yield from self._read_value(name, opening)):
+                self.cut, self._at = True, len(self.text)
+                return True
+            opening = ", "
+
+    def _read_key(self) -> Steps:
+        head, tail = self.key_marks
+        if not (yield from self._skip_literal(head)):
+            return False
+        begin = self._at
+        if not (yield from self._find_mark((tail,), _nothing)):
+            self._at = len(self.text)
+            return False
+        self._key = self.text[begin : self._at].strip()
+        self._at += len(tail)
+        if head := self.value_marks[0]:
+            yield from self._skip(SPACE)
+            if not (yield from self._skip_literal(head)):
+                return False
+        yield from self._skip_literal("\n")
+        return True
+
+    def _read_value(self, name: str, opening: str) -> Steps:
+        """Read a value up to its end, which a line break may precede. Return False if the text ends before it."""
+        end = self.value_marks[1]
+        ends = (f"\n{end}", end)
+        types, begin, key = (
+            parameter_types(self._tools[name], self._key),
+            self._at,
+            f"{opening}{json.dumps(self._key)}: ",
+        )
+        if types <= {"string"}:
+            self._add(f'{key}"')
+            self._sent, self._quotes = begin, True
+            complete = yield from self._find_mark(ends, self._flush)
+            self._flush()
+            self._sent, self._quotes = None, False
+            if complete:
+                self._add('"')
+        elif complete := (yield from self._find_mark(ends, _nothing)):
+            written = self.text[begin : self._at]
+            self._add(key + (as_json(written.strip(), types) or json.dumps(written, ensure_ascii=False)))
+        if complete:
+            yield from self._skip_literal("\n")
+            yield from self._skip_literal(end)
+        return complete
+
+
+class GlmCalls(XmlCalls):
+    """GLM's calls: `<tool_call>f <arg_key>a</arg_key><arg_value>...</arg_value></tool_call>`."""
+
+    parsers = ("glm45", "glm47")
+    template_mark = "<arg_key>"
+    begins = ("<tool_call>",)
+    wrapper = ("", "")
+    before = between = ""
+    name_marks = ("<tool_call>", "")
+    key_marks = ("<arg_key>", "</arg_key>")
+    value_marks = ("<arg_value>", "</arg_value>")
+    end = "</tool_call>"
+    marks = (*name_marks, *key_marks, *value_marks, end)
+
+
+class HarmonyMessages(ChatReader):
+    """Messages of gpt-oss: `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`.
+
+    Those to `functions.f` are calls, those of the channel `analysis` are thoughts, and others are the answer.
+    """
+
+    parsers = ("openai",)
+    template_mark = "<|channel|>"
+    has_channels = True
+    begins = ("<|start|>", "<|channel|>")
+    ends: ClassVar[tuple[str, ...]] = ("<|end|>", "<|call|>", "<|return|>")
+    marks = (*begins, *ends, "<|message|>", "<|constrain|>")
+
+    def _read(self) -> Steps:
+        yield from self._skip(SPACE)
+        addressed = yield from self._skip_literal("to=")  # the prompt ends with `<|start|>assistant`
+        self._at = 0
+        while addressed or (yield from self._read_until(self.begins, False)):
+            addressed, begin = False, self._at
+            if not (yield from self._find_mark(("<|message|>",), _nothing)):
+                self._from = self._at = len(self.text)  # a message's head is no part of an answer
+                return True
+            head = self.text[begin : self._at]
+            self._at += len("<|message|>")
+            recipient = re.search(r"\bto=(?:functions\.)?([^\s<]+)", head)
+            if recipient is not None and (yield from self._read_arguments(recipient[1])):
+                yield from self._end_call()
+                yield from self._skip(SPACE)
+            else:
+                thought = recipient is None and re.search(r"<\|channel\|>\s*analysis\b", head) is not None
+                if recipient is None:
+                    if thought:
+                        yield from self._skip(SPACE)
+                    self._from = self._at
+                if not (yield from self._read_until(self.ends + self.begins, thought and self._split_thoughts)):
+                    return True
+            for end in self.ends:
+                yield from self._skip_literal(end)
+            if recipient is None or recipient[1] in self._tools:
+                self._from = self._at
+        return True
+
+
+FORMS: tuple[type[ChatReader], ...] = (
+    HarmonyMessages,
+    DeepSeekCalls,
+    MistralCalls,
+    GlmCalls,
+    XmlCalls,
+    PythonicCalls,
+    ChatReader,
+)
+PARSERS = {name: form for form in FORMS for name in form.parsers}
+
+
+def call_form(parser: str, template: str) -> type[ChatReader]:
+    """Return the form of a parser of vLLM; for `auto` the one that a chat template shows, else JSON objects."""
+    found: Any = (form for form in FORMS if form.template_mark is not None and form.template_mark in template)
+    return next(found, ChatReader) if parser == "auto" else PARSERS[parser]

@@ -1,0 +1,109 @@
+"""The command `chat`, in process on a tiny pair."""
+
+import re
+
+import pytest
+
+from helpers.command_line import (
+    byte_tokenizer,
+    fails,
+    typed,
+)
+from redrafter.app.loading import Pair
+from redrafter.cli import main
+from redrafter.cli.chat import History
+from redrafter.convert.convert_checkpoint import merge
+
+
+@pytest.fixture
+def chat(monkeypatch, capsys, folder):
+    """Return a function that runs `redrafter chat` on what is said, and returns its stdout and stderr."""
+
+    def run(said: str, *args: str) -> tuple[str, str]:
+        typed(monkeypatch, said)
+        assert main(["chat", "--model", str(folder / "merged"), "--max-new-tokens", "8", *args]) == 0
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def answers(expected):
+    """Return a function that gives the answers to the questions of a chat after a system message."""
+
+    def run(*questions: str, head: str = "") -> str:
+        text, found = head, ""
+        for question in questions:
+            text += f"u:{question}\na:"
+            answer = expected(text, templated=True, max_new_tokens=8)
+            text, found = f"{text}{answer}\n", f"{found}{answer}\n"
+        return found
+
+    return run
+
+
+def test_chat_remembers_its_turns(chat, answers):
+    out, err = chat("ja\n\n10\n/stats\n", "--system", "Sei")
+    assert out == answers("ja", "10", head="s:Sei\n")
+    assert re.match(r"2 answers, 16 tokens in .+ tokens per step; share of steps .+: \d", err)
+
+
+def test_chat_commands(chat, answers):
+    out, err = chat("/stats\nja\n/reset\nja\n/nope\n/exit\nja\n")
+    assert out == 2 * answers("ja")
+    assert err == "no answers yet\nthe talk so far is forgotten\nthere is no /nope; there are /exit, /reset, /stats\n"
+
+
+def test_chat_forgets_the_oldest_turns_and_says_so(chat, answers):
+    question, head = "ja" * 25, "s:S\n"
+    out, err = chat(f"{question}\n" * 3, "--system", "S")
+    first, second = answers(question, question, head=head).splitlines()
+    third = answers(question, head=f"{head}u:{question}\na:{second}\n")
+    assert out == f"{first}\n{second}\n{third}"
+    assert err == "(the context is full: the oldest turn is forgotten)\n"
+
+
+def test_history_keeps_room_for_the_answer_and_the_system_message():
+    class Words:
+        def encode(self, messages):
+            return [word for message in messages for word in message["content"].split()]
+
+    history = History(Words(), "be brief", context=10, answer_tokens=3)
+    history.turns = [("a b", "c"), ("d", "e")]
+    assert history.prompt("f") == (["be", "brief", "d", "e", "f"], 1)
+    assert history.turns == [("d", "e")]
+    assert History(Words(), None, context=None, answer_tokens=3).prompt("x " * 99)[1] == 0
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_talk(chat, answers, monkeypatch):
+    honest, tokenizer = Pair.run, byte_tokenizer()
+
+    def interrupted(self, prompts, options, *, streamer, **arguments):
+        monkeypatch.setattr(Pair, "run", honest)
+        streamer.put_step(0, tokenizer("ach").input_ids, 0, ended=False)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pair, "run", interrupted)
+    out, _ = chat("ja\n10\n")
+    assert out == "ach\n" + answers("10", head="u:ja\na:ach\n")
+
+
+def test_chat_mistakes(folder, capsys, monkeypatch, tmp_path):
+    typed(monkeypatch, "ja " * 99 + "\nja\n")
+    assert "context" in fails(capsys, "chat", "--model", str(folder / "merged"))
+    mute = merge(folder / "base", folder / "drafter", tmp_path / "mute")
+    (mute / "chat_template.jinja").unlink()
+    assert "chat template" in fails(capsys, "chat", "--model", str(mute))
+    (mute / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
+    typed(monkeypatch, "ja\n")
+    assert "no such role" in fails(capsys, "chat", "--model", str(mute))
+
+
+@pytest.mark.parametrize(
+    ("args", "shares"),
+    [(("--draft-model", "{small}", "--draft-len", "2"), 2 + 16), (("--prompt-lookup",), 4)],  # 16 are copied
+)
+def test_chat_with_a_draft_model(folder, chat, answers, args, shares):
+    out, err = chat("ja\n10\n/stats\n", *(arg.format(small=folder / "small") for arg in args))
+    assert out == answers("ja", "10")
+    assert re.fullmatch(rf"2 answers, 16 tokens in .+; share of steps .+ drafts:( \d\.\d\d){{{shares}}}\n", err)
