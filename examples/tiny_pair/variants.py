@@ -18,7 +18,7 @@ class Uncoupled:
 
     inner: RecurrentProposer
 
-    model = shared_nodes = sizes = None
+    model = shared_nodes = without_text = sizes = None
 
     @property
     def scratch_slots(self) -> int:
