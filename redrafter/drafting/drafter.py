@@ -362,7 +362,10 @@ class RecurrentProposer(SearchProposer):
             out, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, k, context)
             if drafter.shortlist is None:
                 return sampler.draft_scores(out, noise, k, drafter.draft_ids)
-            scores = lambda logits, ids: sampler.draft_scores(logits, noise, k, ids)  # noqa: E731
+
+            def scores(logits: Tensor, ids: Tensor | None) -> Tensor:
+                return sampler.draft_scores(logits, noise, k, ids)
+
             return drafter.shortlist.choose(out, drafter.lm_head, count, scores, drafter.draft_ids)
 
         return expand
