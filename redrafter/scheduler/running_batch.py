@@ -368,8 +368,11 @@ class RunningBatch:
         if proposer.without_text is None or self.target.device.type != "cpu":
             return proposer
         # A CPU's step is read before the next one, so all tokens are known. Where none match, none are searched for.
-        copies = any(sequence.has_match for sequence in self.rows) and self.text_gain.should_draft()
-        return proposer if copies else proposer.without_text
+        match = any(
+            row.params.speculate and row.repeats.has_match(row.tokens, row.piece.tokens if row.piece else None)
+            for row in self.rows
+        )
+        return proposer if match and self.text_gain.should_draft() else proposer.without_text
 
     def _make_step(self, key: StepKey, proposer: Proposer, chunks: PromptChunks | None) -> CapturedStep:
         """Make a step over the first rows, and capture it if the device can."""

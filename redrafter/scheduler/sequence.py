@@ -150,7 +150,7 @@ class TokenSequence:
         admitted_round: Round in which it was last given a place; None if it never was.
         row: Its row of the running batch; None while it has none.
         piece: Piece of an earlier text that its row may repeat; None for none.
-        repeats: What `has_match` looks its last tokens up in.
+        repeats: Tells whether its last tokens occur earlier in its tokens or in the piece.
         unread: Last tokens that its last step copied from the text, which a draft model has not read yet.
         launched: Forwards that were launched and draw tokens of it which the host has not read.
         cancelled: Whether it shall end before its next step.
@@ -203,12 +203,6 @@ class TokenSequence:
     def written(self) -> int:
         """Number of tokens that follow the prompt so far."""
         return len(self.tokens) - len(self.prompt)
-
-    @property
-    def has_match(self) -> bool:
-        """Whether it takes drafts and its last tokens occur earlier in its tokens or in the piece it was given."""
-        piece = None if self.piece is None else self.piece.tokens
-        return self.params.speculate and self.repeats.has_match(self.tokens, piece)
 
     @property
     def adapter_slot(self) -> int:
