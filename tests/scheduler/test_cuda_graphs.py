@@ -94,7 +94,8 @@ def test_rows_that_are_left_keep_their_settings_in_a_smaller_batch(engine, steps
 @pytest.mark.parametrize("acceptance", ["match", "rejection"])
 def test_a_draft_model_sees_the_settings_that_were_loaded(steps, acceptance):
     models = tiny_model("llama"), tiny_model("gpt2", num_hidden_layers=1)
-    engine, dense = (DraftTarget.from_pretrained(*models, draft_len=3, acceptance=acceptance) for _ in range(2))
+    how = {"draft_len": 3, "acceptance": acceptance, "draft_from_text": False}
+    engine, dense = (DraftTarget.from_pretrained(*models, **how) for _ in range(2))
     engine, common = paged(engine), {"do_sample": True, "seed": 3, "top_k": 0}
     write(engine, top_p=0.9, **common)
     text = write(engine, top_p=0.5, **common)
