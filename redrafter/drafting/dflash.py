@@ -43,7 +43,7 @@ class LayerContext(NamedTuple):
 
 
 class BlockContext(NamedTuple):
-    """What a block of B rows is filled from beside its pending tokens.
+    """Holds what a block of B rows is filled from, beside its pending tokens.
 
     Attributes:
         length: Committed tokens of each row, `[B]` int64.

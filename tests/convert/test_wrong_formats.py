@@ -1,4 +1,4 @@
-"""What cannot be converted: tensors, configs, ranks and options that do not fit are refused by name."""
+"""Converting refuses by name tensors, configs, ranks and options that do not fit."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What a reader of answers reports of a text that comes in pieces."""
+"""Collect what a reader of answers reports of a text that comes in pieces."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""How many connections a server holds, and whom it drops for keeping it waiting."""
+"""A server holds so many connections and no more, and drops who keeps it waiting."""
 
 import asyncio
 import socket

@@ -101,7 +101,7 @@ def without_floats(told: Any, floats: list[float]) -> Any:
 
 
 def whole(choices: list[dict[str, Any]]) -> dict[int, list[Any]]:
-    """Of each choice all that its parts tell, of which there are as many as the server had time for."""
+    """Join all that the parts of each choice tell, which are as many as the server had time for."""
     joined: dict[int, list[Any]] = {}
     for choice in choices:
         told = joined.setdefault(choice["index"], ["", [], None, []])
