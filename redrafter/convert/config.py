@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from redrafter.app.flags import add_options, dtype_word, flag, read_options, yes_or_no
 from redrafter.app.parser import Parser
 from redrafter.checkpoints.merged import Defaults, TreeShape
-from redrafter.drafting.drafter_config import RECURRENCES, SHORTLIST_RANK
+from redrafter.drafting.drafter_config import RECURRENCES, SHORTLIST_RANK, check_shortlist_rank
 from redrafter.errors import ArgumentError
 from redrafter.options import option
 
@@ -120,8 +120,7 @@ class ConvertConfig:
         for name in ("tp_size", "workers"):
             if (value := getattr(self, name)) is not None and not 1 <= value <= 4096:
                 raise ArgumentError(f"{flag(name)} must be from 1 to 4096, got {value}")
-        if self.head_shortlist is None and self.head_shortlist_rank != SHORTLIST_RANK:
-            raise ArgumentError("--head-shortlist-rank is for heads of two stages: give --head-shortlist too")
+        check_shortlist_rank(self.head_shortlist, self.head_shortlist_rank)
         for item in fields(self):
             value = getattr(self, item.name)
             if value == "":

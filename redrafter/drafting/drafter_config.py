@@ -180,6 +180,12 @@ class DrafterConfig(AnyDrafterConfig):
 AutoConfig.register(MODEL_TYPE, DrafterConfig, exist_ok=True)
 
 
+def check_shortlist_rank(size: int | None, rank: int) -> None:
+    """Raise `ArgumentError` for a rank of rough scores, other than the default, where a head has no first stage."""
+    if size is None and rank != SHORTLIST_RANK:
+        raise ArgumentError("--head-shortlist-rank is for heads of two stages: give --head-shortlist too")
+
+
 def check_context_heads(heads: int, kv_heads: int, head_dim: int, name: Callable[[str], str]) -> None:
     """Raise `ArgumentError` for heads of the attention to the text that no drafter can have.
 

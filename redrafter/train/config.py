@@ -7,7 +7,12 @@ from dataclasses import dataclass, fields
 from redrafter.app import flags
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, dtype_word, flag, integers, names, read_options
-from redrafter.drafting.drafter_config import CONTEXT_HEAD_DIM, SHORTLIST_RANK, check_context_heads
+from redrafter.drafting.drafter_config import (
+    CONTEXT_HEAD_DIM,
+    SHORTLIST_RANK,
+    check_context_heads,
+    check_shortlist_rank,
+)
 from redrafter.errors import ArgumentError
 from redrafter.options import option
 
@@ -207,8 +212,7 @@ class TrainConfig:
         for name in heads if self.context_window == 0 else ():
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise ArgumentError(f"{flag(name)} is for drafters that attend to the text: give --context-window too")
-        if self.head_shortlist is None and self.head_shortlist_rank != SHORTLIST_RANK:
-            raise ArgumentError("--head-shortlist-rank is for heads of two stages: give --head-shortlist too")
+        check_shortlist_rank(self.head_shortlist, self.head_shortlist_rank)
         if self.context_heads and self.context_kv_heads:
             check_context_heads(self.context_heads, self.context_kv_heads, self.context_head_dim, flag)
         if self.length is not None and self.length < 3:

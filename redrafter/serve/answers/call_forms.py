@@ -23,6 +23,17 @@ def _nothing() -> None:
     pass
 
 
+class _NamedArguments(ChatReader):
+    """Reads calls whose arguments are written one by one: a call is reported with its first argument, or at its end."""
+
+    def _end_arguments(self, name: str, opening: str) -> bool:
+        """Report the end of the arguments; `opening` is what the next one would follow, a brace if there was none."""
+        if opening == "{":
+            self._begin(name)
+        self._add("{}" if opening == "{" else "}")
+        return True
+
+
 class MistralCalls(ChatReader):
     """Mistral's calls: `[TOOL_CALLS]` before a list of JSON objects, or `[TOOL_CALLS]name[ARGS]{...}` for each call."""
 
@@ -84,7 +95,7 @@ class DeepSeekCalls(ChatReader):
         return True
 
 
-class PythonicCalls(ChatReader):
+class PythonicCalls(_NamedArguments):
     """Calls as a list in Python: `[f(a=1, b="x"), g()]`, at the beginning of the text or after `<|python_tag|>`.
 
     A value is a literal; one that is none, such as a variable, becomes a text.
@@ -108,10 +119,7 @@ class PythonicCalls(ChatReader):
         while True:
             yield from self._skip(SPACE)
             if (yield from self._skip_literal(")")):
-                if opening == "{":
-                    self._begin(name)
-                self._add("{}" if opening == "{" else "}")
-                return True
+                return self._end_arguments(name, opening)
             begin = self._at
             yield from self._find(_NAME_END)
             key = self.text[begin : self._at]
@@ -160,7 +168,7 @@ def _python_as_json(source: str) -> str:
     return json.dumps(value) if _LONE_SURROGATE.search(text) else text
 
 
-class XmlCalls(ChatReader):
+class XmlCalls(_NamedArguments):
     """Calls of Qwen3-Coder and Qwen3.5: `<tool_call><function=f><parameter=a>...</parameter></function></tool_call>`.
 
     Values are written without quotes, and the tool's schema says what they are. A text is reported while it is
@@ -192,10 +200,7 @@ class XmlCalls(ChatReader):
         while True:
             yield from self._skip(SPACE)
             if (yield from self._skip_literal(self.end)):
-                if opening == "{":
-                    self._begin(name)
-                self._add("{}" if opening == "{" else "}")
-                return True
+                return self._end_arguments(name, opening)
             if not (yield from self._read_key()):
                 if opening == "{":
                     return False
@@ -236,11 +241,8 @@ class XmlCalls(ChatReader):
         """Read a value up to its end, which a line break may precede. Return False if the text ends before it."""
         end = self.value_marks[1]
         ends = (f"\n{end}", end)
-        types, begin, key = (
-            parameter_types(self._tools[name], self._key),
-            self._at,
-            f"{opening}{json.dumps(self._key)}: ",
-        )
+        types = parameter_types(self._tools[name], self._key)
+        begin, key = self._at, f"{opening}{json.dumps(self._key)}: "
         if types <= {"string"}:
             self._add(f'{key}"')
             self._sent, self._quotes = begin, True
