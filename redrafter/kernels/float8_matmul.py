@@ -1,9 +1,9 @@
-"""Products of weights and inputs that are both FP8 (e4m3), multiplied as such, where reading the weight takes most time.
+"""Products of weights and inputs that are both FP8 (e4m3), multiplied as such, of few tokens.
 
-Each program reads a tile of the weight along a part of its input features. Output features are the rows of its sums and
-tokens the columns, so that a few tokens fill the tensor cores' tiles as well as many do. Sums are carried to float32
-after every `EXACT_AFTER` products, as torch's are. The last program of a tile to finish adds up the parts, in an order
-that does not depend on which program is last.
+Reading the weight takes most of the time. Each program reads a tile of it along a part of its input features. Output
+features are the rows of its sums and tokens the columns, so that a few tokens fill the tensor cores' tiles as well as
+many do. Sums are carried to float32 after every `EXACT_AFTER` products, as torch's are. The last program of a tile to
+finish adds up the parts, in an order that does not depend on which program is last.
 """
 
 import torch

@@ -151,7 +151,8 @@ def test_a_half_precision_model_is_bound_and_decodes(dtype):
 def test_an_engine_quantises_what_it_loads(checkpoint):
     both = {"quantization": "fp8", "draft_quantization": "fp8"}
     engine = ReDrafter.from_pretrained(checkpoint / "base", checkpoint / "drafter", **both)
-    assert has_float8_layers(engine.model) and has_float8_layers(engine.drafter)
+    assert has_float8_layers(engine.model)
+    assert has_float8_layers(engine.drafter)
     assert isinstance(engine.drafter.lm_head, Float8Linear)
     check_texts(engine)
     same = {"tokenizer": boxed_pair(), "draft_tokenizer": boxed_pair()}
