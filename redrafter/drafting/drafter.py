@@ -63,7 +63,7 @@ class _Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `[..., E]`."""
-        return x + silu(self.linear(x))
+        return x + silu(partial_linear(self.linear, x, slice(None), with_bias=True))
 
 
 class RecurrentDrafter(DrafterModel):
@@ -266,7 +266,9 @@ class RecurrentDrafter(DrafterModel):
             x, layers = (product, layers) if self.input_proj is not None else (x + silu(product), layers[1:])
             for layer in layers:
                 x = layer(x)
-        return x if self.head_proj is None else self.head_proj(x), state
+        if self.head_proj is not None:
+            x = partial_linear(self.head_proj, x, slice(None), with_bias=False)
+        return x, state
 
     def unroll(self, texts: GivenTexts) -> Tensor:
         """Unroll the recurrence over given texts; see `DrafterModel.unroll`."""
@@ -362,11 +364,7 @@ class RecurrentProposer(SearchProposer):
             out, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, k, context)
             if drafter.shortlist is None:
                 return sampler.draft_scores(out, noise, k, drafter.draft_ids)
-
-            def scores(logits: Tensor, ids: Tensor | None) -> Tensor:
-                return sampler.draft_scores(logits, noise, k, ids)
-
-            return drafter.shortlist.choose(out, drafter.lm_head, count, scores, drafter.draft_ids)
+            return drafter.shortlist.choose(out, drafter.lm_head, count, sampler, noise, k, drafter.draft_ids)
 
         return expand
 

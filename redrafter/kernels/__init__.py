@@ -8,9 +8,13 @@ from importlib.util import find_spec
 
 __all__ = [
     "MAX_ROUNDED_WIDTH",
+    "MAX_SEARCHED",
     "MAX_THIN_TOKENS",
     "MAX_WIDENED_TOKENS",
     "TRITON",
+    "best_candidates",
+    "best_of_parts",
+    "candidate_scores",
     "commit",
     "find_ancestors",
     "float8_product",
@@ -47,4 +51,5 @@ if TRITON:
     from redrafter.kernels.ordered_attention import ordered_attention
     from redrafter.kernels.ordered_linear import ordered_expert_linear, ordered_linear
     from redrafter.kernels.sample import gumbel, sample_tokens
+    from redrafter.kernels.shortlist import MAX_SEARCHED, best_candidates, best_of_parts, candidate_scores
     from redrafter.kernels.tree import find_ancestors, top_continuations

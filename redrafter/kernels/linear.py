@@ -29,7 +29,7 @@ MAX_SPLIT_TILES = 4096  # tiles whose input features may be split
 
 
 @triton.jit
-def _widen(w, OUT, ASSEMBLY: tl.constexpr):
+def widen(w, OUT, ASSEMBLY: tl.constexpr):
     """Return bytes of FP8 in the 16 bits of `OUT`: four at once by `ASSEMBLY`, or one by one where that is None."""
     if ASSEMBLY is not None:
         wide = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [w], OUT.dtype.element_ty, is_pure=True, pack=4)
@@ -81,7 +81,7 @@ def _product_kernel(
         if FEW:
             w, x = tl.trans(w), tl.trans(x)
         if WIDEN:
-            w = _widen(w, X, ASSEMBLY)
+            w = widen(w, X, ASSEMBLY)
         acc = tl.dot(x, w, acc, input_precision="ieee") if FEW else tl.dot(w, x, acc, input_precision="ieee")
     if FEW:
         acc = tl.trans(acc)
@@ -113,7 +113,7 @@ def _widen_float8_kernel(
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     w = tl.load(W + row * w_stride + k, k < inner, 0)
-    wide = _widen(w, OUT, ASSEMBLY).to(tl.float32) * tl.load(SCALE + row)
+    wide = widen(w, OUT, ASSEMBLY).to(tl.float32) * tl.load(SCALE + row)
     tl.store(OUT + row * inner + k, wide.to(OUT.dtype.element_ty), k < inner)
 
 
@@ -167,7 +167,7 @@ def is_supported_weight(weight: Tensor) -> bool:
         weight.element_size() == 2
         and features % TILE == 0
         and inner % STEP == 0
-        and weight.is_contiguous()
+        and weight.stride(1) == 1
         and features <= MAX_FEATURES
         and weight.numel() * 2 >= MIN_WEIGHT_BYTES
     )

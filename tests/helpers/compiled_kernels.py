@@ -24,6 +24,7 @@ from helpers.attention import problem
 from redrafter import kernels
 from redrafter.kernels.launch import widening_assembly
 
+FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -59,6 +60,22 @@ def search(beams: int, vocab: int) -> Callable[[], object]:
     return lambda: kernels.top_continuations(scores, torch.zeros(1, beams), beams, None)
 
 
+def choose_candidates(
+    beams: int, count: int, width: int, weight: torch.dtype = torch.bfloat16, vocab: int = 128_256
+) -> Callable[[], object]:
+    rough, x, ids = torch.zeros(1, beams, vocab), torch.zeros(1, beams, width).bfloat16(), torch.arange(vocab)
+    head, scale = torch.zeros(vocab, width, dtype=weight), torch.ones(vocab) if weight == FP8 else None
+    drawn = torch.ones(1), torch.zeros(1, vocab), ids
+
+    def program() -> None:
+        chosen = kernels.best_of_parts(rough, count, *drawn)
+        kernels.best_candidates(
+            kernels.candidate_scores(x, head, scale, chosen, *drawn), chosen, torch.zeros(1, beams), beams, ids
+        )
+
+    return program
+
+
 def multiply(tokens: int, features: int, *, widened: bool = False) -> Callable[[], object]:
     x, weight = torch.zeros(tokens, 512, dtype=torch.bfloat16), torch.zeros(features, 512).to(torch.float8_e4m3fn)
     scales = torch.ones(tokens), torch.ones(features)
@@ -67,7 +84,6 @@ def multiply(tokens: int, features: int, *, widened: bool = False) -> Callable[[
     return lambda: kernels.float8_product(x.to(weight.dtype), scales[0], weight, scales[1], None, x.dtype)
 
 
-FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PROGRAMS = {
     "attention of one node": attend([40], 1),
     "attention of a tree": attend([40], 26),
@@ -88,6 +104,8 @@ PROGRAMS = {
     "search with 32 beams": search(32, 128_256),
     "search with 48 beams": search(48, 128_256),
     "search with 64 beams": search(64, 262_144),
+    "candidates of a head": choose_candidates(5, 128, 4096),
+    "many candidates of an FP8 head": choose_candidates(16, 512, 1024, FP8),
     "product of few tokens": lambda: kernels.split_k_linear(*(torch.ones(n, 512).bfloat16() for n in (5, 4096))),
     "FP8 product of few tokens": multiply(5, 6144),
     "FP8 product of a tree": multiply(26, 12288),
@@ -120,7 +138,7 @@ def main() -> None:
     JITFunction.run = compile_alone
     torch.version.cuda = "13.0"
     gpu = torch.device("cuda")
-    for name in ("cache_tiles", "linear", "float8_rounding"):
+    for name in ("cache_tiles", "linear", "float8_rounding", "shortlist"):
         module = import_module(f"redrafter.kernels.{name}")
         module.supports_dependent_launch = lambda device: True
         module.widening_assembly = lambda narrow, wide, device: widening_assembly(narrow, wide, gpu)
