@@ -15,7 +15,7 @@ from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
-from redrafter.kernels.linear_operators import has_thin_kernel, thin_linear
+from redrafter.kernels.linear_operators import float8_linear, has_thin_kernel, thin_linear
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
@@ -256,7 +256,8 @@ def partial_linear(layer: nn.Linear, x: Tensor, columns: slice, *, with_bias: bo
     """
     weight, bias = layer.weight[:, columns], layer.bias if with_bias else None
     if isinstance(layer, Float8Linear):
-        return layer.multiply(x, weight, layer.weight_scale, bias)
+        float8: Tensor = float8_linear(x, weight, layer.weight_scale, bias)
+        return float8
     if torch.is_grad_enabled() or not has_thin_kernel(weight):
         return linear(x, weight, bias)
     product: Tensor = thin_linear(x, weight)

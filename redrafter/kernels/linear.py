@@ -20,7 +20,7 @@ MIN_WEIGHT_BYTES = 8 << 20
 TARGET_PROGRAMS = 132  # programs of 16 bits to launch: one for each multiprocessor of a large GPU
 TILE, STEP = 64, 128  # output and input features of a tile of 16 bits
 
-MAX_FLOAT8_TOKENS = 256  # for more tokens, to widen the weight first costs less than a slower product
+MAX_WIDENED_TOKENS = 256  # for more tokens, to widen the weight first costs less than a slower product
 MANY_FEATURES = 8192  # output features from which wider tiles are as many as a large GPU runs at once
 PROGRAMS_AT_ONCE = 264  # two on each multiprocessor of a large GPU
 MIN_STEPS = 4  # of the loop over input features that a program makes
@@ -122,7 +122,7 @@ def _widen_float8_kernel(
     tl.store(OUT + row * inner + k, wide.to(OUT.dtype.element_ty), k < inner)
 
 
-def _choose_float8_tiling(tokens: int, features: int) -> Tiling:
+def _choose_widened_tiling(tokens: int, features: int) -> Tiling:
     """Choose the tiling by the numbers of tokens and output features, as measured on an H200 at an 8B model's sizes."""
     many = features > MANY_FEATURES
     if tokens <= 16:
@@ -134,7 +134,7 @@ def _choose_float8_tiling(tokens: int, features: int) -> Tiling:
     return Tiling(256, 128, 64, 3, 8) if many and tokens > 128 else Tiling(128, 64, 128, 3, 4)
 
 
-def _choose_splits(tiles: int, steps: int) -> int:
+def choose_splits(tiles: int, steps: int) -> int:
     """Choose into how many parts the steps over the input features are cut, so that programs end at about one time."""
     if tiles > MAX_SPLIT_TILES:
         return 1
@@ -145,7 +145,7 @@ def _choose_splits(tiles: int, steps: int) -> int:
     return min(range(1, max(min(steps // MIN_STEPS, 16), 1) + 1), key=cost)
 
 
-def float8_product(
+def widened_product(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, tiling: Tiling | None = None
 ) -> Tensor:
     """Return `x @ (weight * scale).T + bias`, `[T, F]`.
@@ -158,10 +158,10 @@ def float8_product(
         tiling: How the product is cut; None for what suits its size.
     """
     tokens, features = len(x), len(weight)
-    tiling = _choose_float8_tiling(tokens, features) if tiling is None else tiling
+    tiling = _choose_widened_tiling(tokens, features) if tiling is None else tiling
     if tiling.splits is None and tokens and features:
         tiles = triton.cdiv(tokens, tiling.tokens) * triton.cdiv(features, tiling.features)
-        tiling = tiling._replace(splits=_choose_splits(tiles, triton.cdiv(x.shape[1], tiling.step)))
+        tiling = tiling._replace(splits=choose_splits(tiles, triton.cdiv(x.shape[1], tiling.step)))
     return _product(x, weight, scale, bias, tiling)
 
 
@@ -207,7 +207,7 @@ def _product(
     assembly, follow = widening_assembly(weight.dtype, x.dtype, x.device), supports_dependent_launch(x.device)
     _product_kernel[(blocks, tiles, splits)](
         x.contiguous(), weight.view(torch.uint8) if widen else weight, scale, bias, out, parts,
-        _finished_counts(x.device),
+        finished_counts(x.device),
         tokens, features, inner, weight.stride(0), splits,
         TOKENS=tiling.tokens, FEATURES=tiling.features, STEP=tiling.step,
         WHOLE=features % tiling.features == 0 and inner % tiling.step == 0, WIDEN=widen, HAS_BIAS=bias is not None,
@@ -239,6 +239,6 @@ def widen_float8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @functools.cache
-def _finished_counts(device: torch.device) -> Tensor:
+def finished_counts(device: torch.device) -> Tensor:
     """Return the counters of programs done with each tile; 0 between launches, of which a device runs one at a time."""
     return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)

@@ -76,9 +76,12 @@ def choose_candidates(
     return program
 
 
-def multiply(tokens: int, features: int) -> Callable[[], object]:
+def multiply(tokens: int, features: int, *, widened: bool = False) -> Callable[[], object]:
     x, weight = torch.zeros(tokens, 512, dtype=torch.bfloat16), torch.zeros(features, 512).to(torch.float8_e4m3fn)
-    return lambda: kernels.float8_product(x, weight, torch.ones(features), None)
+    scales = torch.ones(tokens), torch.ones(features)
+    if widened:
+        return lambda: kernels.widened_product(x, weight, scales[1], None)
+    return lambda: kernels.float8_product(x.to(weight.dtype), scales[0], weight, scales[1], None, x.dtype)
 
 
 PROGRAMS = {
@@ -108,7 +111,10 @@ PROGRAMS = {
         *(torch.ones(*n, dtype=torch.bfloat16) for n in ((5, 4096), (4096, 4096), (4096,))), residual=True
     ),
     "FP8 product of few tokens": multiply(5, 6144),
+    "FP8 product of a tree": multiply(26, 12288),
     "FP8 product of many tokens": multiply(200, 12288),
+    "widened product of few tokens": multiply(5, 6144, widened=True),
+    "widened product of many tokens": multiply(200, 12288, widened=True),
     "rounding to FP8": lambda: kernels.round_to_float8(torch.ones(3, 14336, dtype=torch.bfloat16)),
     "rounding to numbers of FP8": lambda: kernels.round_values(torch.ones(3, 32768, dtype=torch.float16)),
 }
