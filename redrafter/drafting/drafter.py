@@ -29,7 +29,7 @@ from redrafter.drafting.drafter_model import (
 )
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.drafting.shortlist import Shortlist
-from redrafter.kernels.linear_operators import thin_linear
+from redrafter.kernels.linear_operators import has_thin_kernel, residual_layer, thin_linear
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
@@ -63,7 +63,10 @@ class _Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `[..., E]`."""
-        return x + silu(partial_linear(self.linear, x, slice(None), with_bias=True))
+        layer = self.linear
+        if type(layer) is nn.Linear and has_thin_kernel(layer.weight) and not torch.is_grad_enabled():
+            return residual_layer(x, layer.weight, layer.bias)
+        return x + silu(layer(x))
 
 
 class RecurrentDrafter(DrafterModel):

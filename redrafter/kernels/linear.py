@@ -44,13 +44,15 @@ def widen(w, OUT, ASSEMBLY: tl.constexpr):
 def _product_kernel(
     X, W, SCALE, BIAS, OUT, PARTS, COUNTS, tokens, features, inner, w_stride, splits,
     TOKENS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr, WIDEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, FEW: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr, FOLLOW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FEW: tl.constexpr, SPLIT: tl.constexpr,
+    ASSEMBLY: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of tokens with a tile of the weight, over one of `splits` parts of the input features.
 
     `WHOLE` says that the weight has no tile or step that is less than whole. `WIDEN` says that it is of FP8, and has
-    scales. `FEW` has tokens in the rows of the sums, for fewer than 64: no warp then widens what another one does, and
-    bytes are read from shared memory by four.
+    scales. `RESIDUAL` adds the product's SiLU to the inputs, which are as many as the outputs. `FEW` has tokens in the
+    rows of the sums, for fewer than 64: no warp then widens what another one does, and bytes are read from shared
+    memory by four.
 
     With several splits (`SPLIT`), each program stores its partial sums in `PARTS` and counts itself in `COUNTS`; the
     last program of a tile to do so adds up the parts in their order and sets the count back to 0. `FOLLOW` says that
@@ -101,6 +103,9 @@ def _product_kernel(
         acc *= tl.load(SCALE + f, f < features, 0.0)[:, None]
     if HAS_BIAS:
         acc += tl.load(BIAS + f, f < features, 0.0).to(tl.float32)[:, None]
+    if RESIDUAL:
+        x_in = tl.load(X + t.to(tl.int64)[None, :] * inner + f[:, None], live & (f < features)[:, None], 0.0)
+        acc = x_in.to(tl.float32) + acc * tl.sigmoid(acc)
     out = OUT + t.to(tl.int64)[None, :] * features + f[:, None]
     tl.store(out, acc.to(OUT.dtype.element_ty), live & (f < features)[:, None])
 
@@ -173,19 +178,23 @@ def is_supported_weight(weight: Tensor) -> bool:
     )
 
 
-def split_k_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return `x @ weight.T`, `[T, F]`.
+def split_k_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: bool = False) -> Tensor:
+    """Return `x @ weight.T + bias`, `[T, F]`, or `x` and the SiLU of that added up.
 
     Args:
         x: Inputs, `[T, D]` of at most `MAX_THIN_TOKENS` tokens.
         weight: Weight as `nn.Linear` has it, `[F, D]`, for which `is_supported_weight` is true.
+        bias: Bias, `[F]`; None for none.
+        residual: Whether to return the sum; F is D then.
     """
     splits = max(min(TARGET_PROGRAMS // (len(weight) // TILE), x.shape[1] // 512), 1)
     tiling = Tiling(max(triton.next_power_of_2(len(x)), 16), TILE, STEP, 4, 4, splits)
-    return _product(x, weight, None, None, tiling)
+    return _product(x, weight, None, bias, tiling, residual)
 
 
-def _product(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, tiling: Tiling) -> Tensor:
+def _product(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, tiling: Tiling, residual: bool = False
+) -> Tensor:
     (tokens, inner), features, widen = x.shape, len(weight), scale is not None
     out = x.new_empty(tokens, features)
     if not out.numel():
@@ -202,6 +211,7 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | Non
         tokens, features, inner, weight.stride(0), splits,
         TOKENS=tiling.tokens, FEATURES=tiling.features, STEP=tiling.step,
         WHOLE=features % tiling.features == 0 and inner % tiling.step == 0, WIDEN=widen, HAS_BIAS=bias is not None,
+        RESIDUAL=residual,
         FEW=widen and tiling.tokens < 64, SPLIT=splits > 1, ASSEMBLY=assembly, FOLLOW=follow, launch_pdl=follow,
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip

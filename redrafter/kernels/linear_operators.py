@@ -4,7 +4,7 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 from redrafter import kernels
 from redrafter.kernels.float8_inputs import round_inputs
@@ -33,6 +33,23 @@ def thin_linear(x: Tensor, weight: Tensor) -> Tensor:
 @thin_linear.register_fake
 def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("redrafter::residual_layer", mutates_args=())
+def residual_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return `x + SiLU(x @ weight.T + bias)`, `[..., D]`.
+
+    Args:
+        x: Inputs, `[..., D]`.
+        weight: Weight as `nn.Linear` has it, `[D, D]`.
+        bias: Bias, `[D]`.
+    """
+    return x + silu(linear(x, weight, bias))
+
+
+@residual_layer.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 @torch.library.custom_op("redrafter::float8_linear", mutates_args=())
@@ -99,6 +116,12 @@ if kernels.TRITON:
         if x.numel() // x.shape[-1] > kernels.MAX_THIN_TOKENS or not kernels.is_supported_weight(weight):
             return linear(x, weight)
         return kernels.split_k_linear(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
+
+    @residual_layer.register_kernel("cuda")
+    def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if x.numel() // x.shape[-1] > kernels.MAX_THIN_TOKENS or not kernels.is_supported_weight(weight):
+            return x + silu(linear(x, weight, bias))
+        return kernels.split_k_linear(x.flatten(0, -2), weight, bias, residual=True).view(x.shape)
 
     @float8_linear.register_kernel("cuda")
     def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

@@ -107,6 +107,9 @@ PROGRAMS = {
     "candidates of a head": choose_candidates(5, 128, 4096),
     "many candidates of an FP8 head": choose_candidates(16, 512, 1024, FP8),
     "product of few tokens": lambda: kernels.split_k_linear(*(torch.ones(n, 512).bfloat16() for n in (5, 4096))),
+    "residual layer of few tokens": lambda: kernels.split_k_linear(
+        *(torch.ones(*n, dtype=torch.bfloat16) for n in ((5, 4096), (4096, 4096), (4096,))), residual=True
+    ),
     "FP8 product of few tokens": multiply(5, 6144),
     "FP8 product of a tree": multiply(26, 12288),
     "FP8 product of many tokens": multiply(200, 12288),
