@@ -50,12 +50,12 @@ class LoadOptions(EngineOptions):
     trust_remote_code: bool = option(False, "run the modelling code that comes with the model")
     quantization: str | None = option(
         None,
-        "fp8: quantise the weights of the model's linear layers, its head apart, when it is loaded, to 8 bits; "
-        "fp8_dynamic: round the inputs of these layers to 8 bits too, for many rows",
-        choices=("fp8", "fp8_dynamic"),
+        "fp8: quantise the weights of the model's linear layers, its head apart, to 8 bits when it is loaded, and "
+        "round the inputs of these layers too, each token by itself",
+        choices=("fp8",),
     )
     draft_quantization: str | None = option(
-        None, "the same as --quantization, for the drafter or the draft model", choices=("fp8", "fp8_dynamic")
+        None, "the same as --quantization, for the drafter or the draft model", choices=("fp8",)
     )
 
 

@@ -33,7 +33,7 @@ def load_drafter(
         drafter: Directory, hub id or loaded drafter; None for the one inside the target's checkpoint.
         target: The target to draft for.
         revision: Revision of the merged checkpoint on the hub.
-        quantization: One of `QUANTIZATIONS`, or None to leave the weights as they are.
+        quantization: "fp8", or None to leave the weights as they are.
 
     Returns:
         The drafter in evaluation mode, and the merged checkpoint's defaults, which are empty for a separate drafter.
@@ -56,7 +56,7 @@ def load_drafter(
     check_fits_target(drafter, target)
     module = drafter.placed(target)
     if quantization is not None:
-        quantize_drafter(module, quantization)
+        quantize_drafter(module)
     return module, defaults
 
 

@@ -35,7 +35,6 @@ from redrafter.model.supported import base_of
 from redrafter.model.target import Target
 from redrafter.parallel.ranks import join_ranks
 
-QUANTIZATIONS = ("fp8", "fp8_dynamic")
 QUANTIZED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Keyword arguments of `load_model` itself; it hands all others to transformers.
 LOAD_ARGUMENTS = ("dtype", "device", "trust_remote_code", "caller", "quantization", "tp_size")
@@ -98,7 +97,7 @@ def load_model(
         device: Device to move the model to; None leaves it where it is.
         trust_remote_code: Whether code in the checkpoint may run.
         caller: The `from_pretrained` whose argument an unknown keyword may be a misspelling of.
-        quantization: One of `QUANTIZATIONS`; None to leave the weights as they are.
+        quantization: "fp8"; None to leave the weights as they are.
         tp_size: Processes that share the model, all of which call this; 1 for a whole model.
         kwargs: For `from_pretrained` of transformers' auto class.
 
@@ -136,7 +135,7 @@ def load_model(
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
     with _device_errors(device):
         if quantization is not None:
-            quantize_model(model, str(name), device, quantization=quantization)
+            quantize_model(model, str(name), device)
         return model if device is None else model.to(device)
 
 
@@ -281,24 +280,22 @@ def _check_no_load_keywords(keywords: Mapping[str, Any]) -> None:
 
 
 def check_quantization(quantization: str | None, model: object, argument: str = "quantization") -> None:
-    """Raise `ArgumentError` unless `quantization` is one of `QUANTIZATIONS`, or None for not at all.
+    """Raise `ArgumentError` unless `quantization` is "fp8", or None for not at all.
 
     The model must not be loaded yet; it is None for what a checkpoint holds.
     """
-    if quantization not in (*QUANTIZATIONS, None):
-        raise ArgumentError(f"{argument} must be {', '.join(map(repr, QUANTIZATIONS))} or None, got {quantization!r}")
+    if quantization not in ("fp8", None):
+        raise ArgumentError(f"{argument} must be 'fp8', which rounds inputs too, or None, got {quantization!r}")
     if not isinstance(model, str | Path | None) and quantization is not None:
         raise ArgumentError(f"{argument}: for a model that is loaded by name; this one is loaded, leave it out")
 
 
-def quantize_model(
-    model: Any, name: str, device: torch.device | str | None = None, *, quantization: str = "fp8"
-) -> None:
+def quantize_model(model: Any, name: str, device: torch.device | str | None = None) -> None:
     """Replace the linear layers of a Hugging Face model, its head apart, by FP8 ones.
 
     Each weight is moved to `device` first, so that the others need no memory there; None leaves it where it is.
     """
-    argument = f"quantization={quantization!r} (--quantization {quantization})"
+    argument = "quantization='fp8' (--quantization fp8)"
     if is_quantized(model.config):
         raise UnsupportedError(f"{name} is quantised already: leave out {argument}")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -316,7 +313,7 @@ def quantize_model(
         )
     held = {id(x) for module in (embedding, head) if module is not None for x in module.parameters()}
     count = sum(x.numel() for x in model.parameters() if id(x) not in held)
-    quantized = quantize_linears(model, keep=(head,), device=device, rounds_inputs=quantization == "fp8_dynamic")
+    quantized = quantize_linears(model, keep=(head,), device=device)
     if not quantized:
         raise UnsupportedError(f"{name} has no linear layers to quantise: leave out {argument}")
     if 2 * quantized < count:
@@ -327,9 +324,9 @@ def quantize_model(
         )
 
 
-def quantize_drafter(drafter: Drafter, quantization: str = "fp8") -> None:
+def quantize_drafter(drafter: Drafter) -> None:
     """Replace the linear layers of a drafter by FP8 ones; what it drafts changes no token of a text.
 
     Its `unquantized` part stays as it is.
     """
-    quantize_linears(drafter, keep=(drafter.unquantized,), rounds_inputs=quantization == "fp8_dynamic")
+    quantize_linears(drafter, keep=(drafter.unquantized,))

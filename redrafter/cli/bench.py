@@ -106,9 +106,9 @@ def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
     )
     model = pad_model(small.model, shape, device=device)
     if load.quantization is not None:
-        quantize_model(model, options.pad_to, quantization=load.quantization)
+        quantize_model(model, options.pad_to)
     if load.draft_quantization is not None:
-        quantize_drafter(drafter, load.draft_quantization)
+        quantize_drafter(drafter)
     with unmasked(model):
         target = Target(model)
     typed = TreeShape(load.num_beams, load.draft_len_per_beam, load.node_budget)

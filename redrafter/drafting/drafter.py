@@ -29,7 +29,7 @@ from redrafter.drafting.drafter_model import (
 )
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.drafting.shortlist import Shortlist
-from redrafter.kernels.linear_operators import thin_linear
+from redrafter.kernels.linear_operators import has_thin_kernel, residual_layer, thin_linear
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
@@ -63,7 +63,10 @@ class _Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `[..., E]`."""
-        return x + silu(self.linear(x))
+        layer = self.linear
+        if type(layer) is nn.Linear and has_thin_kernel(layer.weight) and not torch.is_grad_enabled():
+            return residual_layer(x, layer.weight, layer.bias)
+        return x + silu(layer(x))
 
 
 class RecurrentDrafter(DrafterModel):
@@ -266,7 +269,9 @@ class RecurrentDrafter(DrafterModel):
             x, layers = (product, layers) if self.input_proj is not None else (x + silu(product), layers[1:])
             for layer in layers:
                 x = layer(x)
-        return x if self.head_proj is None else self.head_proj(x), state
+        if self.head_proj is not None:
+            x = partial_linear(self.head_proj, x, slice(None), with_bias=False)
+        return x, state
 
     def unroll(self, texts: GivenTexts) -> Tensor:
         """Unroll the recurrence over given texts; see `DrafterModel.unroll`."""
@@ -362,11 +367,7 @@ class RecurrentProposer(SearchProposer):
             out, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, k, context)
             if drafter.shortlist is None:
                 return sampler.draft_scores(out, noise, k, drafter.draft_ids)
-
-            def scores(logits: Tensor, ids: Tensor | None) -> Tensor:
-                return sampler.draft_scores(logits, noise, k, ids)
-
-            return drafter.shortlist.choose(out, drafter.lm_head, count, scores, drafter.draft_ids)
+            return drafter.shortlist.choose(out, drafter.lm_head, count, sampler, noise, k, drafter.draft_ids)
 
         return expand
 

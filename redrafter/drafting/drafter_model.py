@@ -15,6 +15,7 @@ from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
+from redrafter.kernels.linear_operators import float8_linear, has_thin_kernel, thin_linear
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
@@ -245,6 +246,8 @@ def layer_bytes(layer: nn.Linear, share: float = 1, *, with_bias: bool = True) -
 def partial_linear(layer: nn.Linear, x: Tensor, columns: slice, *, with_bias: bool) -> Tensor:
     """Return the product of a layer's weight with some of its input features, `[..., F]`.
 
+    Without gradients it is that of the kernel for few tokens, where there is one.
+
     Args:
         layer: The layer, FP8 or not.
         x: Those input features, `[..., d]`.
@@ -253,5 +256,9 @@ def partial_linear(layer: nn.Linear, x: Tensor, columns: slice, *, with_bias: bo
     """
     weight, bias = layer.weight[:, columns], layer.bias if with_bias else None
     if isinstance(layer, Float8Linear):
-        return layer.multiply(x, weight, layer.weight_scale, bias)
-    return linear(x, weight, bias)
+        float8: Tensor = float8_linear(x, weight, layer.weight_scale, bias)
+        return float8
+    if torch.is_grad_enabled() or not has_thin_kernel(weight):
+        return linear(x, weight, bias)
+    product: Tensor = thin_linear(x, weight)
+    return product if bias is None else product + bias

@@ -6,19 +6,13 @@ each beam are candidates, and their exact logits come from the rows of the head 
 that the rough scores do not rank among the best C; the target verifies what is drafted, so no text changes.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
+from redrafter import kernels
 from redrafter.model.linear_layers import Float8Linear
+from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Candidates
-
-DraftScores = Callable[[Tensor, Tensor | None], Tensor]
-"""Turns logits into scores: `scores(logits, ids)`, where `ids` are those of the target that the logits belong to.
-
-Logits are `[B, w, V']` with ids `[V']`, or None where the drafter's are the target's, or both are `[B, w, C]`.
-"""
 
 
 class Shortlist(nn.Module):
@@ -35,7 +29,16 @@ class Shortlist(nn.Module):
         logits: Tensor = self.head(self.proj(x))
         return logits
 
-    def choose(self, x: Tensor, head: nn.Linear, count: int, scores: DraftScores, names: Tensor | None) -> Candidates:
+    def choose(
+        self,
+        x: Tensor,
+        head: nn.Linear,
+        count: int,
+        sampler: Sampler,
+        noise: Tensor | None,
+        step: int,
+        names: Tensor | None,
+    ) -> Candidates:
         """Score the likeliest ids of every beam with the head; all shapes are fixed, and nothing is read by the host.
 
         The rough scores have the target's noise too: what it draws may be unlikely by the logits alone.
@@ -44,13 +47,23 @@ class Shortlist(nn.Module):
             x: Inputs of the head, `[B, w, R]`.
             head: The head.
             count: C, candidates of each beam; all ids where there are fewer.
-            scores: How logits become scores.
+            sampler: How the target will draw.
+            noise: The noise that the target will draw with, by depth, `[B, K+1, V]`; None if greedy.
+            step: Number of the search step, from 0.
             names: The target's id of each of the drafter's ids, `[V']` int64; None where they are the same.
         """
-        rough = scores(self(x), names)
-        ids = rough.topk(min(count, rough.shape[-1]), dim=-1, sorted=False).indices  # [B, w, C]
+        rough, fast = self(x), kernels.TRITON and x.is_cuda
+        temperature, drawn = (None, None) if noise is None else (sampler.temperature, noise[:, step])
+        if fast and 4 * count <= rough.shape[-1]:
+            ids = kernels.best_of_parts(rough, count, temperature, drawn, names)
+        else:
+            scores = sampler.draft_scores(rough, noise, step, names)
+            ids = scores.topk(min(count, rough.shape[-1]), dim=-1, sorted=False).indices  # [B, w, C]
+        if fast:
+            scale = head.weight_scale if isinstance(head, Float8Linear) else None
+            return Candidates(kernels.candidate_scores(x, head.weight, scale, ids, temperature, drawn, names), ids)
         exact = (head_rows(head, ids, x.dtype) @ x[..., None])[..., 0]
-        return Candidates(scores(exact, ids if names is None else names[ids]), ids)
+        return Candidates(sampler.draft_scores(exact, noise, step, ids if names is None else names[ids]), ids)
 
 
 def head_rows(head: nn.Linear, ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -139,8 +139,7 @@ class ReDrafter(Engine):
                 same program, started with `torchrun --nproc-per-node tp_size`.
             trust_remote_code (bool): Whether code that comes with the checkpoint may run.
             quantization (str | None): "fp8" to quantise the weights of the target's linear layers to FP8 when it is
-                loaded, its head apart; "fp8_dynamic" to round the inputs of these layers too; None to leave them as
-                they are.
+                loaded, its head apart, and to round the inputs of these layers; None to leave them as they are.
             adapters (Mapping[str, str | Path] | None): LoRA adapters to load: names, and the directories that PEFT's
                 `save_pretrained` wrote.
 

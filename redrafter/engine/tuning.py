@@ -24,7 +24,7 @@ from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.home import home
-from redrafter.model.linear_layers import float8_scheme
+from redrafter.model.linear_layers import has_float8_layers
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import bucket
 
@@ -172,7 +172,7 @@ def measured_on(target: Target, drafter: Drafter) -> dict[str, str]:
     """Return what a tuning is for: names of the device and of the target's dtype, and fingerprints of both models."""
     return {
         "device": device_name(target.device),
-        "dtype": "-".join(filter(None, (dtype_name(target.dtype), float8_scheme(target.model)))),
+        "dtype": dtype_name(target.dtype) + ("-fp8" if has_float8_layers(target.model) else ""),
         "target": target_fingerprint(target),
         "drafter": drafter_fingerprint(drafter),
     }
@@ -193,8 +193,8 @@ def target_fingerprint(target: Target) -> str:
 
 def drafter_fingerprint(drafter: Drafter) -> str:
     """Return a digest of a drafter, which one that was trained anew does not share: it needs a tuning of its own."""
-    scheme = float8_scheme(drafter)
-    return _digest([*drafter.identity(), *_rounded(drafter.told_by), *([scheme] if scheme else [])])
+    scheme = ["fp8"] if has_float8_layers(drafter) else []
+    return _digest([*drafter.identity(), *_rounded(drafter.told_by), *scheme])
 
 
 def _rounded(table: Any) -> list[str]:

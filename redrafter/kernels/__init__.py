@@ -7,10 +7,14 @@ references.
 from importlib.util import find_spec
 
 __all__ = [
-    "MAX_FLOAT8_TOKENS",
     "MAX_ROUNDED_WIDTH",
+    "MAX_SEARCHED",
     "MAX_THIN_TOKENS",
+    "MAX_WIDENED_TOKENS",
     "TRITON",
+    "best_candidates",
+    "best_of_parts",
+    "candidate_scores",
     "commit",
     "find_ancestors",
     "float8_product",
@@ -26,6 +30,7 @@ __all__ = [
     "top_continuations",
     "tree_attention",
     "widen_float8",
+    "widened_product",
 ]
 
 TRITON = find_spec("triton") is not None
@@ -33,16 +38,18 @@ TRITON = find_spec("triton") is not None
 if TRITON:
     from redrafter.kernels.attention import tree_attention
     from redrafter.kernels.cache_tiles import commit
+    from redrafter.kernels.float8_matmul import float8_product
     from redrafter.kernels.float8_rounding import MAX_ROUNDED_WIDTH, round_to_float8, round_values
     from redrafter.kernels.linear import (
-        MAX_FLOAT8_TOKENS,
         MAX_THIN_TOKENS,
-        float8_product,
+        MAX_WIDENED_TOKENS,
         is_supported_weight,
         split_k_linear,
         widen_float8,
+        widened_product,
     )
     from redrafter.kernels.ordered_attention import ordered_attention
     from redrafter.kernels.ordered_linear import ordered_expert_linear, ordered_linear
     from redrafter.kernels.sample import gumbel, sample_tokens
+    from redrafter.kernels.shortlist import MAX_SEARCHED, best_candidates, best_of_parts, candidate_scores
     from redrafter.kernels.tree import find_ancestors, top_continuations

@@ -20,7 +20,7 @@ MIN_WEIGHT_BYTES = 8 << 20
 TARGET_PROGRAMS = 132  # programs of 16 bits to launch: one for each multiprocessor of a large GPU
 TILE, STEP = 64, 128  # output and input features of a tile of 16 bits
 
-MAX_FLOAT8_TOKENS = 256  # for more tokens, to widen the weight first costs less than a slower product
+MAX_WIDENED_TOKENS = 256  # for more tokens, to widen the weight first costs less than a slower product
 MANY_FEATURES = 8192  # output features from which wider tiles are as many as a large GPU runs at once
 PROGRAMS_AT_ONCE = 264  # two on each multiprocessor of a large GPU
 MIN_STEPS = 4  # of the loop over input features that a program makes
@@ -29,7 +29,7 @@ MAX_SPLIT_TILES = 4096  # tiles whose input features may be split
 
 
 @triton.jit
-def _widen(w, OUT, ASSEMBLY: tl.constexpr):
+def widen(w, OUT, ASSEMBLY: tl.constexpr):
     """Return bytes of FP8 in the 16 bits of `OUT`: four at once by `ASSEMBLY`, or one by one where that is None."""
     if ASSEMBLY is not None:
         wide = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [w], OUT.dtype.element_ty, is_pure=True, pack=4)
@@ -44,13 +44,15 @@ def _widen(w, OUT, ASSEMBLY: tl.constexpr):
 def _product_kernel(
     X, W, SCALE, BIAS, OUT, PARTS, COUNTS, tokens, features, inner, w_stride, splits,
     TOKENS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr, WIDEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, FEW: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr, FOLLOW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FEW: tl.constexpr, SPLIT: tl.constexpr,
+    ASSEMBLY: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of tokens with a tile of the weight, over one of `splits` parts of the input features.
 
     `WHOLE` says that the weight has no tile or step that is less than whole. `WIDEN` says that it is of FP8, and has
-    scales. `FEW` has tokens in the rows of the sums, for fewer than 64: no warp then widens what another one does, and
-    bytes are read from shared memory by four.
+    scales. `RESIDUAL` adds the product's SiLU to the inputs, which are as many as the outputs. `FEW` has tokens in the
+    rows of the sums, for fewer than 64: no warp then widens what another one does, and bytes are read from shared
+    memory by four.
 
     With several splits (`SPLIT`), each program stores its partial sums in `PARTS` and counts itself in `COUNTS`; the
     last program of a tile to do so adds up the parts in their order and sets the count back to 0. `FOLLOW` says that
@@ -81,7 +83,7 @@ def _product_kernel(
         if FEW:
             w, x = tl.trans(w), tl.trans(x)
         if WIDEN:
-            w = _widen(w, X, ASSEMBLY)
+            w = widen(w, X, ASSEMBLY)
         acc = tl.dot(x, w, acc, input_precision="ieee") if FEW else tl.dot(w, x, acc, input_precision="ieee")
     if FEW:
         acc = tl.trans(acc)
@@ -101,6 +103,9 @@ def _product_kernel(
         acc *= tl.load(SCALE + f, f < features, 0.0)[:, None]
     if HAS_BIAS:
         acc += tl.load(BIAS + f, f < features, 0.0).to(tl.float32)[:, None]
+    if RESIDUAL:
+        x_in = tl.load(X + t.to(tl.int64)[None, :] * inner + f[:, None], live & (f < features)[:, None], 0.0)
+        acc = x_in.to(tl.float32) + acc * tl.sigmoid(acc)
     out = OUT + t.to(tl.int64)[None, :] * features + f[:, None]
     tl.store(out, acc.to(OUT.dtype.element_ty), live & (f < features)[:, None])
 
@@ -113,11 +118,11 @@ def _widen_float8_kernel(
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     w = tl.load(W + row * w_stride + k, k < inner, 0)
-    wide = _widen(w, OUT, ASSEMBLY).to(tl.float32) * tl.load(SCALE + row)
+    wide = widen(w, OUT, ASSEMBLY).to(tl.float32) * tl.load(SCALE + row)
     tl.store(OUT + row * inner + k, wide.to(OUT.dtype.element_ty), k < inner)
 
 
-def _choose_float8_tiling(tokens: int, features: int) -> Tiling:
+def _choose_widened_tiling(tokens: int, features: int) -> Tiling:
     """Choose the tiling by the numbers of tokens and output features, as measured on an H200 at an 8B model's sizes."""
     many = features > MANY_FEATURES
     if tokens <= 16:
@@ -129,7 +134,7 @@ def _choose_float8_tiling(tokens: int, features: int) -> Tiling:
     return Tiling(256, 128, 64, 3, 8) if many and tokens > 128 else Tiling(128, 64, 128, 3, 4)
 
 
-def _choose_splits(tiles: int, steps: int) -> int:
+def choose_splits(tiles: int, steps: int) -> int:
     """Choose into how many parts the steps over the input features are cut, so that programs end at about one time."""
     if tiles > MAX_SPLIT_TILES:
         return 1
@@ -140,7 +145,7 @@ def _choose_splits(tiles: int, steps: int) -> int:
     return min(range(1, max(min(steps // MIN_STEPS, 16), 1) + 1), key=cost)
 
 
-def float8_product(
+def widened_product(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, tiling: Tiling | None = None
 ) -> Tensor:
     """Return `x @ (weight * scale).T + bias`, `[T, F]`.
@@ -153,10 +158,10 @@ def float8_product(
         tiling: How the product is cut; None for what suits its size.
     """
     tokens, features = len(x), len(weight)
-    tiling = _choose_float8_tiling(tokens, features) if tiling is None else tiling
+    tiling = _choose_widened_tiling(tokens, features) if tiling is None else tiling
     if tiling.splits is None and tokens and features:
         tiles = triton.cdiv(tokens, tiling.tokens) * triton.cdiv(features, tiling.features)
-        tiling = tiling._replace(splits=_choose_splits(tiles, triton.cdiv(x.shape[1], tiling.step)))
+        tiling = tiling._replace(splits=choose_splits(tiles, triton.cdiv(x.shape[1], tiling.step)))
     return _product(x, weight, scale, bias, tiling)
 
 
@@ -167,25 +172,29 @@ def is_supported_weight(weight: Tensor) -> bool:
         weight.element_size() == 2
         and features % TILE == 0
         and inner % STEP == 0
-        and weight.is_contiguous()
+        and weight.stride(1) == 1
         and features <= MAX_FEATURES
         and weight.numel() * 2 >= MIN_WEIGHT_BYTES
     )
 
 
-def split_k_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return `x @ weight.T`, `[T, F]`.
+def split_k_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: bool = False) -> Tensor:
+    """Return `x @ weight.T + bias`, `[T, F]`, or `x` and the SiLU of that added up.
 
     Args:
         x: Inputs, `[T, D]` of at most `MAX_THIN_TOKENS` tokens.
         weight: Weight as `nn.Linear` has it, `[F, D]`, for which `is_supported_weight` is true.
+        bias: Bias, `[F]`; None for none.
+        residual: Whether to return the sum; F is D then.
     """
     splits = max(min(TARGET_PROGRAMS // (len(weight) // TILE), x.shape[1] // 512), 1)
     tiling = Tiling(max(triton.next_power_of_2(len(x)), 16), TILE, STEP, 4, 4, splits)
-    return _product(x, weight, None, None, tiling)
+    return _product(x, weight, None, bias, tiling, residual)
 
 
-def _product(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, tiling: Tiling) -> Tensor:
+def _product(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, tiling: Tiling, residual: bool = False
+) -> Tensor:
     (tokens, inner), features, widen = x.shape, len(weight), scale is not None
     out = x.new_empty(tokens, features)
     if not out.numel():
@@ -198,10 +207,11 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | Non
     assembly, follow = widening_assembly(weight.dtype, x.dtype, x.device), supports_dependent_launch(x.device)
     _product_kernel[(blocks, tiles, splits)](
         x.contiguous(), weight.view(torch.uint8) if widen else weight, scale, bias, out, parts,
-        _finished_counts(x.device),
+        finished_counts(x.device),
         tokens, features, inner, weight.stride(0), splits,
         TOKENS=tiling.tokens, FEATURES=tiling.features, STEP=tiling.step,
         WHOLE=features % tiling.features == 0 and inner % tiling.step == 0, WIDEN=widen, HAS_BIAS=bias is not None,
+        RESIDUAL=residual,
         FEW=widen and tiling.tokens < 64, SPLIT=splits > 1, ASSEMBLY=assembly, FOLLOW=follow, launch_pdl=follow,
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
@@ -229,6 +239,6 @@ def widen_float8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @functools.cache
-def _finished_counts(device: torch.device) -> Tensor:
+def finished_counts(device: torch.device) -> Tensor:
     """Return the counters of programs done with each tile; 0 between launches, of which a device runs one at a time."""
     return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)

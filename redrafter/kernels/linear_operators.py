@@ -4,12 +4,12 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 from redrafter import kernels
 from redrafter.kernels.float8_inputs import round_inputs
 
-MAX_FEW_TOKENS = 32  # for more tokens, products whose inputs are FP8 too take less time
+MAX_FEW_TOKENS = 128  # for more tokens, torch's product of FP8 is as fast as our kernel
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -35,9 +35,28 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+@torch.library.custom_op("redrafter::residual_layer", mutates_args=())
+def residual_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return `x + SiLU(x @ weight.T + bias)`, `[..., D]`.
+
+    Args:
+        x: Inputs, `[..., D]`.
+        weight: Weight as `nn.Linear` has it, `[D, D]`.
+        bias: Bias, `[D]`.
+    """
+    return x + silu(linear(x, weight, bias))
+
+
+@residual_layer.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 @torch.library.custom_op("redrafter::float8_linear", mutates_args=())
 def float8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `x @ (weight * scale).T + bias`, `[..., F]`. Inputs are not rounded.
+    """Return `x @ (weight * scale).T + bias`, `[..., F]`, of inputs whose tokens are rounded to FP8, each by itself.
+
+    How many tokens there are chooses a kernel, and changes nothing but the order of sums.
 
     Args:
         x: Inputs, `[..., D]`.
@@ -45,64 +64,49 @@ def float8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None)
         scale: What each row of it is multiplied by, `[F]` float32.
         bias: Bias, `[F]`; None for none.
     """
-    return _widened(x, weight, scale, bias)
-
-
-@torch.library.custom_op("redrafter::rounded_float8_linear", mutates_args=())
-def rounded_float8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what `float8_linear` does, of inputs whose tokens are rounded to FP8, each by itself."""
-    return _widened(round_inputs(x).values, weight, scale, bias)
+    wide = (weight.float() * scale[:, None]).to(x.dtype)
+    return linear(round_inputs(x).values, wide, None if bias is None else bias.to(x.dtype))
 
 
 @float8_linear.register_fake
-@rounded_float8_linear.register_fake
 def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _widened(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    wide = (weight.float() * scale[:, None]).to(x.dtype)
-    return linear(x, wide, None if bias is None else bias.to(x.dtype))
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU, and (0, 0) of another one."""
+    return (0, 0) if torch.version.cuda is None else torch.cuda.get_device_capability(device)
 
 
-def _product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the product on a GPU, with a weight that is widened in registers or first, by the number of tokens."""
-    if x.dtype not in _HALF:
-        return _widened(x, weight, scale, bias)
-    if x.numel() // x.shape[-1] > kernels.MAX_FLOAT8_TOKENS:
-        return linear(x, kernels.widen_float8(weight, scale, x.dtype), bias)
-    product = kernels.float8_product(x.reshape(-1, x.shape[-1]), weight, scale, bias)
-    return product.view(*x.shape[:-1], len(weight))
-
-
-def _has_scaled_product(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether to multiply in FP8: there are many tokens, and `torch._scaled_mm` takes them with scales of rows."""
+def _takes_many(x: Tensor, weight: Tensor) -> bool:
+    """Tell whether `torch._scaled_mm` multiplies with scales of rows here, and is faster: there are many tokens."""
     return (
         x.numel() // x.shape[-1] > MAX_FEW_TOKENS
         and x.dtype == torch.bfloat16
         and weight.is_contiguous()
         and not any(size % 16 for size in weight.shape)
-        and _multiplies_float8(x.device)
+        and _capability(x.device) in ((8, 9), (9, 0))
     )
 
 
-@functools.cache
-def _multiplies_float8(device: torch.device) -> bool:
-    """Tell whether `torch._scaled_mm` multiplies FP8 with scales of rows on a GPU."""
-    return torch.cuda.get_device_capability(device) in ((8, 9), (9, 0))
-
-
-def _scaled_product(narrow: Tensor, narrow_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the product of a weight and inputs that are both FP8, the latter divided by scales `[..., 1]`."""
+def _many(narrow: Tensor, narrow_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     out = torch._scaled_mm(  # noqa: SLF001 -- torch's public function is newer than the oldest torch
-        narrow.view(-1, narrow.shape[-1]),
+        narrow,
         weight.t(),
         scale_a=narrow_scale.view(-1, 1),
         scale_b=scale[None],
         out_dtype=torch.bfloat16,
         use_fast_accum=False,
-    ).view(*narrow.shape[:-1], len(weight))
+    )
     return out if bias is None else out + bias
+
+
+def _widened(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the product on a GPU that multiplies no FP8: the weight is widened in registers or, for many, first."""
+    if len(x) > kernels.MAX_WIDENED_TOKENS:
+        return linear(x, kernels.widen_float8(weight, scale, x.dtype), bias)
+    return kernels.widened_product(x, weight, scale, bias)
 
 
 if kernels.TRITON:
@@ -113,14 +117,21 @@ if kernels.TRITON:
             return linear(x, weight)
         return kernels.split_k_linear(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
 
+    @residual_layer.register_kernel("cuda")
+    def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if x.numel() // x.shape[-1] > kernels.MAX_THIN_TOKENS or not kernels.is_supported_weight(weight):
+            return x + silu(linear(x, weight, bias))
+        return kernels.split_k_linear(x.flatten(0, -2), weight, bias, residual=True).view(x.shape)
+
     @float8_linear.register_kernel("cuda")
     def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        return _product(x, weight, scale, bias)
-
-    @rounded_float8_linear.register_kernel("cuda")
-    def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
         if x.dtype not in _HALF or x.shape[-1] > kernels.MAX_ROUNDED_WIDTH:
-            return _product(round_inputs(x).values, weight, scale, bias)
-        if _has_scaled_product(x, weight):
-            return _scaled_product(*kernels.round_to_float8(x), weight, scale, bias)
-        return _product(kernels.round_values(x), weight, scale, bias)
+            out = linear(round_inputs(flat).values, (weight.float() * scale[:, None]).to(x.dtype), bias)
+        elif _capability(x.device) < (8, 9):
+            out = _widened(kernels.round_values(flat), weight, scale, bias)
+        elif _takes_many(x, weight):
+            out = _many(*kernels.round_to_float8(flat), weight, scale, bias)
+        else:
+            out = kernels.float8_product(*kernels.round_to_float8(flat), weight, scale, bias, x.dtype)
+        return out.view(*x.shape[:-1], len(weight))

@@ -23,7 +23,7 @@ from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.invariant_linear import in_full_vectors, invariant_expert_linear, invariant_linear
 from redrafter.model.forward_batch import ForwardBatch, decoder_stack
-from redrafter.model.linear_layers import float8_scheme, is_quantized
+from redrafter.model.linear_layers import has_float8_layers, is_quantized
 from redrafter.model.patch import ModelPatch
 from redrafter.model.supported import Support
 from redrafter.model.tree_forward import BoundModel
@@ -51,10 +51,10 @@ def support_of(bound: BoundModel, shapes: Sequence[LayerShape]) -> Support:
         return Support("it is split by tensor parallelism, and sums of ranks have an order of their own")
     if is_quantized(bound.model.config):
         return Support("it is quantised, and its products are the quantiser's own; load it in bfloat16")
-    if scheme := float8_scheme(bound.model):
+    if has_float8_layers(bound.model):
         return Support(
             "its weights are FP8, whose products sum in an order that suits the number of tokens; leave out "
-            f"quantization={scheme!r} (--quantization {scheme})"
+            "quantization='fp8' (--quantization fp8)"
         )
     for name, module in bound.model.named_modules():
         if isinstance(module, nn.Linear) and type(module.weight) is not nn.Parameter:

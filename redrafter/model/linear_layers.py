@@ -1,8 +1,8 @@
 """Linear layers in our forwards: weights of FP8, layers that are one product, and what other quantisers' layers share.
 
 Our quantised layers have weights of FP8 (e4m3): half the bytes of bfloat16, where reading weights takes most of the
-time. What a layer writes keeps its dtype. What it reads does so too, or is rounded to FP8 with a scale for each token.
-Either way a token is computed as it would be without the tokens beside it.
+time. What a layer reads is rounded to FP8 with a scale for each token, so a token is computed as it would be without
+the tokens beside it. What it writes keeps its dtype.
 
 A small product does not fill a GPU's memory bus: the query, key, value, gate and up projections of an 8B model take a
 seventh longer one by one than two at a time. So layers that read the same tensor are one product. No name of a layer is
@@ -22,40 +22,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from redrafter.kernels.linear_operators import float8_linear, has_thin_kernel, rounded_float8_linear, thin_linear
+from redrafter.kernels.linear_operators import float8_linear, has_thin_kernel, thin_linear
 from redrafter.model.patch import ModelPatch, has_hooks
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer whose weight is FP8, with a scale for each output feature.
+    """A linear layer whose weight is FP8, with a scale for each output feature, and whose inputs are rounded to FP8.
 
     Attributes:
         weight: The weight divided by its scales, `[F, D]` float8_e4m3fn.
         weight_scale: What each row of it is multiplied by, `[F]` float32.
-        rounds_inputs: Whether inputs are rounded to FP8 too, each token by itself.
     """
 
     weight_scale: Tensor
 
-    def __init__(self, layer: nn.Linear, device: torch.device | str | None = None, *, rounds_inputs: bool = False):
+    def __init__(self, layer: nn.Linear, device: torch.device | str | None = None):
         """Quantise a layer, whose bias is shared, on a device where its weight then stays; None for where it is."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         weight, scale = _quantize(layer.weight.detach().to(device))
         self.weight, self.bias = nn.Parameter(weight, requires_grad=False), layer.bias
         self.register_buffer("weight_scale", scale)
-        self.rounds_inputs = rounds_inputs
         self.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `[..., D]`."""
-        return self.multiply(x, self.weight, self.weight_scale, self.bias)
-
-    def multiply(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product with a weight that holds this one or is part of it; inputs are rounded as here."""
-        product: Tensor = (rounded_float8_linear if self.rounds_inputs else float8_linear)(x, weight, scale, bias)
+        product: Tensor = float8_linear(x, self.weight, self.weight_scale, self.bias)
         return product
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -80,11 +74,7 @@ def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_linears(
-    model: nn.Module,
-    *,
-    keep: tuple[nn.Module | None, ...] = (),
-    device: torch.device | str | None = None,
-    rounds_inputs: bool = False,
+    model: nn.Module, *, keep: tuple[nn.Module | None, ...] = (), device: torch.device | str | None = None
 ) -> int:
     """Replace the linear layers of a model by FP8 ones, in place and for good, and return how many weights they have.
 
@@ -97,17 +87,14 @@ def quantize_linears(
             for name, child in parent._modules.items():
                 if type(child) is nn.Linear and id(child) not in kept:
                     if id(child) not in replaced:
-                        replaced[id(child)] = Float8Linear(child, device, rounds_inputs=rounds_inputs)
+                        replaced[id(child)] = Float8Linear(child, device)
                     parent._modules[name] = replaced[id(child)]
     return sum(layer.weight.numel() for layer in replaced.values())
 
 
-def float8_scheme(model: nn.Module) -> str | None:
-    """Return "fp8" where weights of a model's layers are our FP8, "fp8_dynamic" where inputs are too; else None."""
-    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
-    if not layers:
-        return None
-    return "fp8_dynamic" if any(layer.rounds_inputs for layer in layers) else "fp8"
+def has_float8_layers(model: nn.Module) -> bool:
+    """Tell whether linear layers of a model were quantised to our FP8."""
+    return any(isinstance(module, Float8Linear) for module in model.modules())
 
 
 @contextmanager
@@ -155,7 +142,6 @@ class _FusedGroup:
         biases = [module.bias for module in layers if module.bias is not None]
         self.bias = _fuse(biases) if len(biases) > 1 else biases[0] if biases else None
         self.scale = _fuse([m.weight_scale for m in layers]) if isinstance(layers[0], Float8Linear) else None
-        self.float8 = None if self.scale is None else layers[0]
         self.sizes = [module.out_features for module in layers]
         self.thin = thin and self.bias is None and has_thin_kernel(self.weight)
         self.outputs: Any = None  # of all layers, until the last one has read its own
@@ -175,8 +161,8 @@ class _FirstStandIn(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, and leave those of the others to their stand-ins."""
         group = self.group
-        if group.float8 is not None:
-            out = group.float8.multiply(x, group.weight, group.scale, group.bias)
+        if group.scale is not None:
+            out = float8_linear(x, group.weight, group.scale, group.bias)
         else:
             out = thin_linear(x, group.weight) if group.thin else linear(x, group.weight, group.bias)
         if len(group.sizes) == 1:

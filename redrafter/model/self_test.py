@@ -30,7 +30,7 @@ from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.forward_batch import ForwardBatch, Prompts, decoder_stack
-from redrafter.model.linear_layers import float8_scheme, is_quantized
+from redrafter.model.linear_layers import has_float8_layers, is_quantized
 from redrafter.model.patch import MODEL_ERRORS, ModelPatch
 from redrafter.model.positions import masks_slots
 from redrafter.model.prompt_reader import PromptReader
@@ -123,7 +123,7 @@ class SelfTest:
         by_layer = kinds.by_layer or ()
         self._far_layers = max([MIN_FAR_LAYERS, *(1 + by_layer.index(kind) for kind in set(by_layer))])
         # Where layers round their inputs, the least difference between these may grow.
-        rounds_inputs = is_quantized(target.model.config) or float8_scheme(target.model) == "fp8_dynamic"
+        rounds_inputs = is_quantized(target.model.config) or has_float8_layers(target.model)
         # The dtype is that in which the model computes, which may not be that of its logits.
         tolerance = _QUANTIZED if rounds_inputs else _NARROW if target.dtype in _HALF else _EXACT
         self._native_tolerance = max(tolerance, _RECURRENT if self._decoded else _EXACT)

@@ -104,13 +104,11 @@ class Metrics:
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         invariant = "1 where a text does not depend on what is computed beside it, bit for bit"
         weights = "1 where the weights of linear layers were quantised to FP8 when the model was loaded"
-        activations = "1 where the inputs of linear layers are rounded to FP8 too, each token by itself"
         preempted = "Rows put back, for want of blocks or for a client without any"
         by_format = {"cache_dtype": facts.kv_cache_dtype}
         for kind, name, help, value, labels in (
             (gauge, "redrafter:batch_invariant", invariant, facts.batch_invariant, {}),
             (gauge, "redrafter:fp8_weights", weights, facts.fp8_weights, {}),
-            (gauge, "redrafter:fp8_activations", activations, facts.fp8_activations, {}),
             (gauge, "vllm:cache_config_info", "How keys and values are stored", 1, by_format),
             (gauge, "vllm:num_requests_running", "Texts that are read or written", load.running, {}),
             (gauge, "vllm:num_requests_waiting", "Texts that wait for a place", load.waiting, {}),

@@ -38,6 +38,14 @@ class Candidates(NamedTuple):
         everywhere = self.scores.new_full((*self.scores.shape[:-1], vocabulary), -torch.inf)
         return everywhere.scatter_(-1, self.ids, self.scores)
 
+    def best(self, total: Tensor, width: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Select the best pairs of a beam and a candidate; arguments and result are those of `top_continuations`."""
+        if kernels.TRITON and self.scores.is_cuda and self.scores[0].numel() <= kernels.MAX_SEARCHED:
+            return kernels.best_candidates(self.scores.float(), self.ids, total, width, ids)
+        score, source, place = top_continuations(self.scores, total, width, None)
+        token = self.ids.flatten(1).gather(1, source * self.ids.shape[-1] + place)
+        return score, source, token if ids is None else ids[token]
+
 
 Expand = Callable[[int, Tensor, Tensor], Tensor | Candidates]
 """Scores the next tokens of every beam: `expand(k, tokens [B, w], sources [B, w]) -> scores [B, w, V']`.
@@ -81,9 +89,7 @@ def beam_search(
     for k in range(depth if beams > 1 else min(depth, nodes - 1)):  # a chain drafts no node to be cut
         found = expand(k, token, source)
         if isinstance(found, Candidates):
-            score, source, place = top_continuations(found.scores, score, beams, None)
-            token = found.ids.flatten(1).gather(1, source * found.ids.shape[-1] + place)
-            token = token if ids is None else ids[token]
+            score, source, token = found.best(score, beams, ids)  # [B, W] each
         else:
             score, source, token = top_continuations(found, score, beams, ids)  # [B, W] each
         tokens.append(token)

@@ -13,6 +13,7 @@ from redrafter import RecurrentDrafter
 from redrafter.drafting.proposer import State
 from redrafter.drafting.shortlist import head_rows
 from redrafter.errors import CheckpointError
+from redrafter.kernels.float8_inputs import round_inputs
 from redrafter.model.linear_layers import quantize_linears
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
@@ -96,7 +97,7 @@ def test_rows_of_a_head_in_fp8_are_those_that_its_product_has():
     drafter = random_drafter(head_shortlist=6, head_shortlist_rank=16)
     quantize_linears(drafter)
     ids, x = torch.randint(0, VOCAB, (2, 3, 5)), torch.randn(2, 3, 2 * HIDDEN)
-    found = (head_rows(drafter.lm_head, ids, x.dtype) @ x[..., None])[..., 0]
+    found = (head_rows(drafter.lm_head, ids, x.dtype) @ round_inputs(x).values[..., None])[..., 0]
     assert_close(found, drafter.lm_head(x).gather(-1, ids), atol=1e-4, rtol=1e-4)
     engine = with_tree(tiny_model("llama"), drafter, 4, 3)
     check_texts(engine)

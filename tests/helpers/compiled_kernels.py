@@ -24,6 +24,7 @@ from helpers.attention import problem
 from redrafter import kernels
 from redrafter.kernels.launch import widening_assembly
 
+FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -59,12 +60,30 @@ def search(beams: int, vocab: int) -> Callable[[], object]:
     return lambda: kernels.top_continuations(scores, torch.zeros(1, beams), beams, None)
 
 
-def multiply(tokens: int, features: int) -> Callable[[], object]:
+def choose_candidates(
+    beams: int, count: int, width: int, weight: torch.dtype = torch.bfloat16, vocab: int = 128_256
+) -> Callable[[], object]:
+    rough, x, ids = torch.zeros(1, beams, vocab), torch.zeros(1, beams, width).bfloat16(), torch.arange(vocab)
+    head, scale = torch.zeros(vocab, width, dtype=weight), torch.ones(vocab) if weight == FP8 else None
+    drawn = torch.ones(1), torch.zeros(1, vocab), ids
+
+    def program() -> None:
+        chosen = kernels.best_of_parts(rough, count, *drawn)
+        kernels.best_candidates(
+            kernels.candidate_scores(x, head, scale, chosen, *drawn), chosen, torch.zeros(1, beams), beams, ids
+        )
+
+    return program
+
+
+def multiply(tokens: int, features: int, *, widened: bool = False) -> Callable[[], object]:
     x, weight = torch.zeros(tokens, 512, dtype=torch.bfloat16), torch.zeros(features, 512).to(torch.float8_e4m3fn)
-    return lambda: kernels.float8_product(x, weight, torch.ones(features), None)
+    scales = torch.ones(tokens), torch.ones(features)
+    if widened:
+        return lambda: kernels.widened_product(x, weight, scales[1], None)
+    return lambda: kernels.float8_product(x.to(weight.dtype), scales[0], weight, scales[1], None, x.dtype)
 
 
-FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PROGRAMS = {
     "attention of one node": attend([40], 1),
     "attention of a tree": attend([40], 26),
@@ -85,9 +104,17 @@ PROGRAMS = {
     "search with 32 beams": search(32, 128_256),
     "search with 48 beams": search(48, 128_256),
     "search with 64 beams": search(64, 262_144),
+    "candidates of a head": choose_candidates(5, 128, 4096),
+    "many candidates of an FP8 head": choose_candidates(16, 512, 1024, FP8),
     "product of few tokens": lambda: kernels.split_k_linear(*(torch.ones(n, 512).bfloat16() for n in (5, 4096))),
+    "residual layer of few tokens": lambda: kernels.split_k_linear(
+        *(torch.ones(*n, dtype=torch.bfloat16) for n in ((5, 4096), (4096, 4096), (4096,))), residual=True
+    ),
     "FP8 product of few tokens": multiply(5, 6144),
+    "FP8 product of a tree": multiply(26, 12288),
     "FP8 product of many tokens": multiply(200, 12288),
+    "widened product of few tokens": multiply(5, 6144, widened=True),
+    "widened product of many tokens": multiply(200, 12288, widened=True),
     "rounding to FP8": lambda: kernels.round_to_float8(torch.ones(3, 14336, dtype=torch.bfloat16)),
     "rounding to numbers of FP8": lambda: kernels.round_values(torch.ones(3, 32768, dtype=torch.float16)),
 }
@@ -114,7 +141,7 @@ def main() -> None:
     JITFunction.run = compile_alone
     torch.version.cuda = "13.0"
     gpu = torch.device("cuda")
-    for name in ("cache_tiles", "linear", "float8_rounding"):
+    for name in ("cache_tiles", "linear", "float8_rounding", "shortlist"):
         module = import_module(f"redrafter.kernels.{name}")
         module.supports_dependent_launch = lambda device: True
         module.widening_assembly = lambda narrow, wide, device: widening_assembly(narrow, wide, gpu)

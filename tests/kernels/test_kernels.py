@@ -116,6 +116,21 @@ def test_a_split_product_equals_that_of_torch(tokens, features, inner):
         assert torch.allclose(found.float(), x.float() @ weight.float().T, atol=0.2, rtol=5e-3)
 
 
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_split_product_adds_a_bias_and_is_a_residual_layer(strided):
+    """A weight may be some columns of another one."""
+    generator = torch.Generator().manual_seed(2)
+    x, weight, bias = (
+        torch.randn(*n, generator=generator).to(DEVICE, HALF) for n in ((7, 1024), (1024, 2048), (1024,))
+    )
+    weight = 0.03 * weight
+    weight = weight[:, 512:-512] if strided else weight[:, :1024].contiguous()
+    product = x.float() @ weight.float().T + bias.float()
+    torch.testing.assert_close(split_k_linear(x, weight, bias).float(), product, atol=0.05, rtol=1e-2)
+    found = split_k_linear(x, weight, bias, residual=True).float()
+    torch.testing.assert_close(found, x.float() + torch.nn.functional.silu(product), atol=0.05, rtol=1e-2)
+
+
 def test_sampling_equals_an_argmax_with_noise():
     generator = torch.Generator().manual_seed(0)
     for rows, nodes, vocab in ((1, 3, 50), (2, 5, 9000)):

@@ -18,7 +18,7 @@ from redrafter.model.batch_invariance import support_of
 from redrafter.model.linear_layers import (
     Float8Linear,
     FusedLinears,
-    float8_scheme,
+    has_float8_layers,
     linear_calls,
     quantize_linears,
     same_inputs,
@@ -27,15 +27,13 @@ from redrafter.model.patch import ModelPatch
 from redrafter.model.target import Target
 
 NEW = 20
-SCHEMES = ["fp8", "fp8_dynamic"]
-each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
-def quantized(architecture: str = "llama", scheme: str = "fp8", **changes: object) -> Any:
+def quantized(architecture: str = "llama", **changes: object) -> Any:
     """Return a tiny model with FP8 weights, which ends at no token."""
     model = tiny_model(architecture, **changes)
-    quantize_model(model, architecture, quantization=scheme)
+    quantize_model(model, architecture)
     model.generation_config.eos_token_id = None
     return model
 
@@ -53,19 +51,17 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @on_each_cache
-@each_scheme
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3"])
-def test_drafted_texts_are_those_of_plain_decoding(architecture, scheme, on):
+def test_drafted_texts_are_those_of_plain_decoding(architecture, on):
     """On a paged cache, layers that read the same tensor are one product."""
-    engine = on(with_tree(quantized(architecture, scheme), tiny_drafter(), 3, 4))
+    engine = on(with_tree(quantized(architecture), tiny_drafter(), 3, 4))
     check_texts(engine)
     assert engine.target.varlen_forward.linears_fused == (engine.graphs is not None)
 
 
-@each_scheme
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_merged_product_is_that_of_each_layer(biased, scheme):
-    model = quantized("llama", scheme, attention_bias=biased)
+def test_a_merged_product_is_that_of_each_layer(biased):
+    model = quantized("llama", attention_bias=biased)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.data.normal_()
@@ -94,18 +90,15 @@ def test_weights_are_rounded_by_a_sixteenth_at_most(dtype):
     bound = (layer.weight.double().abs() / 16).maximum(largest * 2.0**-17)  # half a unit of three bits; of the least
     assert bool(((wide - layer.weight.double()).abs() <= bound).all())
     assert found.weight.dtype == torch.float8_e4m3fn
-    x = torch.randn(3, 300).to(dtype)
-    torch.testing.assert_close(found(x), nn.functional.linear(x, wide.to(dtype), layer.bias))
 
 
 @each_dtype
 @pytest.mark.parametrize("shape", [(300,), (2, 3, 300), (0, 300)])
-def test_inputs_are_rounded_where_they_shall_be(shape, dtype):
-    layer = nn.Linear(300, 40).to(dtype)
-    weights_alone, found = Float8Linear(layer), Float8Linear(layer, rounds_inputs=True)
-    x = torch.randn(shape).to(dtype)
-    assert torch.equal(found(x), weights_alone(round_inputs(x).values))
-    assert not x.numel() or not torch.equal(found(x), weights_alone(x))
+def test_inputs_are_rounded_token_by_token(shape, dtype):
+    found, x = Float8Linear(nn.Linear(300, 40).to(dtype)), torch.randn(shape).to(dtype)
+    wide = (found.weight.double() * found.weight_scale.double()[:, None]).to(dtype)
+    assert torch.equal(found(x), nn.functional.linear(round_inputs(x).values, wide, found.bias))
+    assert not x.numel() or not torch.equal(found(x), nn.functional.linear(x, wide, found.bias))
     x, others = x.view(-1, 300)[:1], torch.full((9, 300), 1e4, dtype=dtype)  # which do not change how one is rounded
     torch.testing.assert_close(found(torch.cat([x, others]))[: len(x)], found(x))
 
@@ -146,30 +139,29 @@ def test_a_layer_that_stands_in_two_places_stays_one():
     assert model[0][0] is model[1][0]
 
 
-@each_scheme
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_half_precision_model_is_bound_and_decodes(dtype, scheme):
+def test_a_half_precision_model_is_bound_and_decodes(dtype):
     model = tiny_model("llama").to(dtype)
-    quantize_model(model, "llama", quantization=scheme)
+    quantize_model(model, "llama")
     engine = with_tree(model, tiny_drafter().to(dtype), 3, 4)
     assert engine.target.dtype == dtype
     assert engine.generate(uneven_batch()[0], max_new_tokens=NEW, do_sample=False, eos_token_id=[]).shape[1] == 31
 
 
-@each_scheme
-def test_an_engine_quantises_what_it_loads(checkpoint, scheme):
-    both = {"quantization": scheme, "draft_quantization": scheme}
+def test_an_engine_quantises_what_it_loads(checkpoint):
+    both = {"quantization": "fp8", "draft_quantization": "fp8"}
     engine = ReDrafter.from_pretrained(checkpoint / "base", checkpoint / "drafter", **both)
-    assert float8_scheme(engine.model) == float8_scheme(engine.drafter) == scheme
+    assert has_float8_layers(engine.model)
+    assert has_float8_layers(engine.drafter)
     assert isinstance(engine.drafter.lm_head, Float8Linear)
     check_texts(engine)
     same = {"tokenizer": boxed_pair(), "draft_tokenizer": boxed_pair()}
-    engine = DraftTarget.from_pretrained(checkpoint / "base", checkpoint / "base", draft_quantization=scheme, **same)
-    assert float8_scheme(engine.draft_model.model) == scheme
-    assert float8_scheme(engine.model) is None
+    engine = DraftTarget.from_pretrained(checkpoint / "base", checkpoint / "base", draft_quantization="fp8", **same)
+    assert has_float8_layers(engine.draft_model.model)
+    assert not has_float8_layers(engine.model)
     check_texts(engine)
-    engine = PromptLookup.from_pretrained(checkpoint / "base", quantization=scheme)
-    assert float8_scheme(engine.model) == scheme
+    engine = PromptLookup.from_pretrained(checkpoint / "base", quantization="fp8")
+    assert has_float8_layers(engine.model)
     check_texts(engine)
 
 
@@ -178,20 +170,18 @@ FORMS += [{"recurrence": "trtllm"}, {"num_draft_layers": 0}, None]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@each_scheme
-def test_an_fp8_drafter_changes_no_token(form, scheme):
+def test_an_fp8_drafter_changes_no_token(form):
     drafter = random_head() if form is None else tiny_drafter(**form)
-    quantize_drafter(drafter, scheme)
-    assert float8_scheme(drafter)
+    quantize_drafter(drafter)
+    assert has_float8_layers(drafter)
     if form is not None:
         drafter.join_recurrence()  # as on a GPU
     check_texts(with_tree(quantized(), drafter, 3, 4))
 
 
-@each_scheme
-def test_an_fp8_drafter_drafts_about_what_it_did(scheme):
+def test_an_fp8_drafter_drafts_about_what_it_did():
     whole, fp8 = tiny_drafter(recurrence="gated"), tiny_drafter(recurrence="gated")
-    quantize_drafter(fp8, scheme)
+    quantize_drafter(fp8)
     embedding, hidden = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
     with torch.no_grad():
         first, second = (drafter.step(embedding, None, drafter.begin(hidden))[0] for drafter in (whole, fp8))
@@ -201,9 +191,12 @@ def test_an_fp8_drafter_drafts_about_what_it_did(scheme):
 
 @pytest.mark.parametrize("argument", ["quantization", "draft_quantization"])
 @pytest.mark.parametrize("engine", [ReDrafter, DraftTarget])
-def test_unknown_quantisations_are_refused_before_anything_is_loaded(engine, argument):
-    with pytest.raises(ArgumentError, match=f"{argument} must be 'fp8', 'fp8_dynamic' or None, got 'int4'"):
-        engine.from_pretrained("nowhere", "nowhere", **{argument: "int4"})
+@pytest.mark.parametrize("name", ["int4", "fp8_dynamic"])
+def test_unknown_quantisations_are_refused_before_anything_is_loaded(engine, argument, name):
+    with pytest.raises(
+        ArgumentError, match=f"{argument} must be 'fp8', which rounds inputs too, or None, got '{name}'"
+    ):
+        engine.from_pretrained("nowhere", "nowhere", **{argument: name})
 
 
 def test_what_is_loaded_is_not_quantised(checkpoint):
@@ -230,16 +223,15 @@ def partly_on_meta() -> Any:
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (quantized_already, UnsupportedError, "mine is quantised already: leave out quantization='{}'"),
-        (lambda: tiny_model("gpt2"), UnsupportedError, r"mine has no linear layers .* \(--quantization {}\)"),
+        (quantized_already, UnsupportedError, "mine is quantised already: leave out quantization='fp8'"),
+        (lambda: tiny_model("gpt2"), UnsupportedError, r"mine has no linear layers .* \(--quantization fp8\)"),
         (lambda: tiny_model("llama").double(), ArgumentError, "mine has float64: add dtype='bfloat16'"),
         (partly_on_meta, UnsupportedError, "leave out device_map"),
     ],
 )
-@each_scheme
-def test_a_model_that_cannot_be_quantised_is_refused(make, error, said, scheme):
-    with pytest.raises(error, match=said.format(scheme)):
-        quantize_model(make(), "mine", quantization=scheme)
+def test_a_model_that_cannot_be_quantised_is_refused(make, error, said):
+    with pytest.raises(error, match=said):
+        quantize_model(make(), "mine")
 
 
 def test_experts_that_stay_as_they_are_are_told():
@@ -247,10 +239,9 @@ def test_experts_that_stay_as_they_are_are_told():
         quantize_model(tiny_model("qwen3_moe"), "mine")
 
 
-@each_scheme
-def test_batch_invariance_is_refused_by_name(scheme):
-    model = quantized(scheme=scheme)
+def test_batch_invariance_is_refused_by_name():
+    model = quantized()
     target = Target(model)
     assert "its weights are FP8" in str(support_of(target, target.paged_shapes).reason)
-    with pytest.raises(UnsupportedError, match=rf"leave out quantization='{scheme}' \(--quantization {scheme}\)"):
+    with pytest.raises(UnsupportedError, match=r"leave out quantization='fp8' \(--quantization fp8\)"):
         ReDrafter(Target(model), tiny_drafter(), options=EngineOptions(batch_invariant=True))

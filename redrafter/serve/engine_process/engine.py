@@ -14,7 +14,7 @@ from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError
 from redrafter.files.dtype_names import dtype_name
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
-from redrafter.model.linear_layers import float8_scheme
+from redrafter.model.linear_layers import has_float8_layers
 from redrafter.model.lora import Adapter
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.finished_texts import FinishedTexts
@@ -27,7 +27,6 @@ from redrafter.serve.config import ServeOptions, parse_lora_modules
 from redrafter.serve.engine_process.start import EngineFacts, LoadEngine
 
 _LOG = logging.getLogger(__name__)
-_FLOAT8 = {None: "", "fp8": ", FP8 weights", "fp8_dynamic": ", FP8 weights and activations"}  # in the log
 PROMPT_TOKENS = (1, 5, 17, 40, 100, 200, 500, 1000)  # lengths of prompts for which kernels differ
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams()
 PENALISED, TOP_P = SamplingParams(presence_penalty=0.1), SamplingParams(top_p=0.9)
@@ -66,7 +65,6 @@ class ServedEngine:
         keep = options.speculate and options.draft_from_answers == "on" and engine.options.draft_from_text
         finished = FinishedTexts() if keep else None
         scheduler = Scheduler(engine, graphs, limits, options.speculate, finished=finished)
-        scheme = float8_scheme(engine.model)
         facts = EngineFacts(
             pair.name,
             _describe(pair, scheduler, options),
@@ -79,8 +77,7 @@ class ServedEngine:
             engine.target.batch_invariant,
             adapters,
             engine.target.image_inputs if engine.target.images.on_paged.ok else frozenset(),
-            scheme is not None,
-            scheme == "fp8_dynamic",
+            has_float8_layers(engine.model),
             engine.options.kv_cache_dtype,
         )
         return cls(pair, scheduler, facts)
@@ -113,7 +110,7 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
     drafts = "no drafts"
     if proposer is not None and pair.method != PLAIN:
         drafts = f"{pair.method}, {proposer.sizes or 'no drafts at one row'}"
-    weights = _FLOAT8[float8_scheme(target.model)]
+    weights = ", FP8 weights" if has_float8_layers(target.model) else ""
     invariant = ", batch-invariant" if target.batch_invariant else ""
     host = scheduler.graphs.host
     on_host = "" if host is None else f", and {(host.num_blocks - 1) * 16:,} more on the host"

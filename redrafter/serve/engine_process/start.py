@@ -57,7 +57,6 @@ class EngineFacts:
     adapters: Mapping[str, str] = field(default_factory=dict)  # directories of the LoRA adapters, by name
     image_inputs: frozenset[str] = frozenset()  # names of what the model takes of images beside ids and mask
     fp8_weights: bool = False  # whether the weights of linear layers were quantised when the model was loaded
-    fp8_activations: bool = False  # whether the inputs of these layers are rounded too
     kv_cache_dtype: str = "auto"  # format of stored keys and values; see `EngineOptions`
 
 

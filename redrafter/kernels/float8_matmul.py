@@ -1,0 +1,144 @@
+"""Products of weights and inputs that are both FP8 (e4m3), multiplied as such, of few tokens.
+
+Reading the weight takes most of the time. Each program reads a tile of it along a part of its input features. Output
+features are the rows of its sums and tokens the columns, so that a few tokens fill the tensor cores' tiles as well as
+many do. Sums are carried to float32 after every `EXACT_AFTER` products, as torch's are. The last program of a tile to
+finish adds up the parts.
+
+How a sum is cut into parts, and in which order it is taken, follows from the sizes of the weight alone. So a token has
+the same bits whatever is beside it: rounded to FP8 by the next layer, a last bit that differs may become a fourth one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from redrafter.kernels.launch import Tiling, supports_dependent_launch
+from redrafter.kernels.linear import choose_splits, finished_counts
+
+MANY_FEATURES = 8192  # output features from which wider tiles are as many as a large GPU runs at once
+EXACT_AFTER = tl.constexpr(128)  # products that tensor cores add up in fewer bits than float32 has
+UNIT = tl.constexpr(256)  # input features of which parts are made, a multiple of every step
+
+
+@triton.jit(do_not_specialize=["tokens", "splits"])
+def _float8_product_kernel(
+    X, X_SCALE, W, W_SCALE, BIAS, OUT, PARTS, COUNTS, tokens, features, inner, w_stride, splits,
+    TOKENS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr, AHEAD: tl.constexpr, FOLLOW: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of the weight with a tile of tokens, over one of `splits` parts of the input features.
+
+    `WHOLE` says that the weight has no tile or step that is less than whole.
+
+    With several splits (`SPLIT`), each program stores its partial sums in `PARTS` and counts itself in `COUNTS`; the
+    last program of a tile to do so adds up the parts in their order and sets the count back to 0. `FOLLOW` says that
+    the kernel may be launched while the previous one runs (programmatic dependent launch) and must wait for it before
+    it reads `X`. The first `UNIT` of the weight need not wait (`AHEAD`): it is read while the inputs are being rounded.
+    It is multiplied last, so that the loop's own reads start as soon as the inputs are there.
+    """
+    split, tile = tl.program_id(2), tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    f = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    k = tl.arange(0, STEP)
+    share = tl.cdiv(tl.cdiv(inner, UNIT), splits) * UNIT
+    low = split * share
+    high = tl.minimum(low + share, inner)
+    live = (t < tokens)[None, :]
+    w_at = W + f.to(tl.int64)[:, None] * w_stride + k[None, :]
+    x_at = X + t.to(tl.int64)[None, :] * inner + k[:, None]
+    acc = tl.zeros([FEATURES, TOKENS], tl.float32)
+    ahead = tl.arange(0, UNIT)
+    if AHEAD:
+        first_w = tl.load(W + f.to(tl.int64)[:, None] * w_stride + ahead[None, :] + low, eviction_policy="evict_first")
+    if FOLLOW:
+        tl.extra.cuda.gdc_wait()
+    if AHEAD:
+        first_x = tl.load(X + t.to(tl.int64)[None, :] * inner + ahead[:, None] + low, live, 0.0)
+        low += UNIT
+    for start in range(low, high, STEP):
+        if WHOLE:
+            w = tl.load(w_at + start, eviction_policy="evict_first")
+            x = tl.load(x_at + start, live, 0.0)
+        else:
+            inside = start + k < inner
+            w = tl.load(w_at + start, inside[None, :] & (f < features)[:, None], 0.0)
+            x = tl.load(x_at + start, live & inside[:, None], 0.0)
+        acc = tl.dot(w, x, acc, max_num_imprecise_acc=EXACT_AFTER)
+    if AHEAD:
+        acc = tl.dot(first_w, first_x, acc, max_num_imprecise_acc=EXACT_AFTER)
+    if SPLIT:
+        size: tl.constexpr = FEATURES * TOKENS
+        within_tile = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        parts = PARTS + tile.to(tl.int64) * splits * size + within_tile
+        tl.store(parts + split * size, acc)
+        tl.debug_barrier()
+        if tl.atomic_add(COUNTS + tile, 1, sem="acq_rel") != splits - 1:
+            return
+        tl.store(COUNTS + tile, 0)
+        acc = tl.zeros([FEATURES, TOKENS], tl.float32)
+        for other in range(splits):
+            acc += tl.load(parts + other * size, cache_modifier=".cg")
+    acc *= tl.load(W_SCALE + f, f < features, 0.0)[:, None]
+    acc *= tl.load(X_SCALE + t, t < tokens, 0.0)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(BIAS + f, f < features, 0.0).to(tl.float32)[:, None]
+    out = OUT + t.to(tl.int64)[None, :] * features + f[:, None]
+    tl.store(out, acc.to(OUT.dtype.element_ty), live & (f < features)[:, None])
+
+
+def _choose_tiling(tokens: int, features: int) -> Tiling:
+    """Choose the tiling by the numbers of tokens and output features."""
+    many = features > MANY_FEATURES
+    if tokens <= 16:
+        return Tiling(16, 128, 256, 3, 4) if many else Tiling(16, 64, 256, 4, 4)
+    if tokens <= 32:
+        return Tiling(32, 128, 128, 4, 4) if many else Tiling(32, 64, 256, 4, 4)
+    if tokens <= 64:
+        return Tiling(64, 128, 128, 4, 4) if many else Tiling(64, 64, 128, 4, 4)
+    return Tiling(128, 128, 128, 4, 8) if many else Tiling(128, 64, 128, 4, 4)
+
+
+def float8_product(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """Return `(x * x_scale) @ (weight * scale).T + bias`, `[T, F]`.
+
+    Args:
+        x: Inputs, `[T, D]` float8_e4m3fn.
+        x_scale: What each token of them is multiplied by, T numbers of float32.
+        weight: Weight as `nn.Linear` has it, `[F, D]` float8_e4m3fn; rows may be apart.
+        scale: What each row of it is multiplied by, `[F]` float32.
+        bias: `[F]`; None for none.
+        dtype: Dtype of the result.
+        tiling: How the product is cut; None for what suits its size.
+    """
+    (tokens, inner), features = x.shape, len(weight)
+    out = x.new_empty(tokens, features, dtype=dtype)
+    if not out.numel():
+        return out
+    tiling = _choose_tiling(tokens, features) if tiling is None else tiling
+    blocks, tiles = triton.cdiv(tokens, tiling.tokens), triton.cdiv(features, tiling.features)
+    units = triton.cdiv(inner, UNIT.value)
+    splits, parts = tiling.splits or choose_splits(tiles, units), out
+    if splits > 1:
+        parts = x.new_empty(blocks * tiles * splits * tiling.features * tiling.tokens, dtype=torch.float32)
+    follow = supports_dependent_launch(x.device)
+    whole = features % tiling.features == 0 and inner % tiling.step == 0
+    ahead = inner % UNIT.value == 0 and features % tiling.features == 0
+    ahead &= (splits - 1) * triton.cdiv(units, splits) < units  # no part is empty
+    _float8_product_kernel[(blocks, tiles, splits)](
+        x, x_scale, weight, scale, bias, out, parts, finished_counts(x.device),
+        tokens, features, inner, weight.stride(0), splits,
+        TOKENS=tiling.tokens, FEATURES=tiling.features, STEP=tiling.step,
+        WHOLE=whole, HAS_BIAS=bias is not None, SPLIT=splits > 1, AHEAD=ahead, FOLLOW=follow, launch_pdl=follow,
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    return out
