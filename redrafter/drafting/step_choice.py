@@ -16,7 +16,7 @@ from redrafter.tree.likelihood import LIKELIHOODS
 FEWEST, FEWEST_AFTER_PAUSE = 4, 1  # rows of steps by which drafts are judged at first, and after a pause
 HOPELESS, HOPELESS_PAUSE = 0.85, 64  # of the tokens per time of steps without drafts; steps of a pause after less
 RECHECK = 4  # steps after which other kinds of steps are looked at again
-MARGIN = 1.03  # times the tokens per time of the kind in use, that another one must promise
+MARGIN = 1.05  # times the tokens per time of the kind in use, or of steps without drafts, that another must promise
 LEAST_SHARE = 0.1  # of what a step's drafts tell of those that may come, beside what earlier ones told
 # Drafts of each likelihood that are taken to be accepted as the drafter's others are, and those, beside what was seen.
 PRIOR_OF_EACH, PRIOR_OF_ALL = 2.0, 2.0
@@ -95,7 +95,9 @@ class Promise:
 
     def forget(self) -> None:
         """Trust less in what became of drafts so far, since they are not tried for a while."""
-        self._verified, self._accepted = ([FORGOTTEN * n for n in counts] for counts in (self._verified, self._accepted))
+        self._verified, self._accepted = (
+            [FORGOTTEN * n for n in counts] for counts in (self._verified, self._accepted)
+        )
         self.rates = self._rates()
 
 
@@ -206,7 +208,7 @@ class StepChoice:
             value = partial(self._value, size, rows, drafting, 0)
             best, plain = max(map(value, self._kinds[size])), value(self._plain)
             at_least = HOPELESS_PAUSE if best < HOPELESS * plain else FIRST_PAUSE
-            if self._pause(size).judge(drafting, pays=best >= plain, at_least=at_least):
+            if self._pause(size).judge(drafting, pays=best >= MARGIN * plain, at_least=at_least):
                 self._promise.forget()
 
     def _pause(self, size: int) -> Pause:

@@ -11,11 +11,15 @@ from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
 Curve = tuple[tuple[int, float], ...]
 """Times by a number, which rises from point to point; straight between points and after the last two."""
 
-# A step without drafts by its tokens, in such steps of one token: a bf16 8B model on an H200, and the boxed pair on one
-# core.
+# A step without drafts by its tokens, in such steps of one token, and one whose rows have several tokens each: a bf16
+# 8B model on an H200, and the boxed pair on one core, where each row takes time of its own.
 ASSUMED_STEPS: Mapping[str, Curve] = {
     "cuda": ((1, 1.0), (26, 1.02), (64, 1.06), (128, 1.15), (208, 1.45), (256, 1.75), (512, 3.1), (1024, 5.9)),
     "cpu": ((1, 1.0), (8, 1.05), (16, 1.12), (32, 1.28), (64, 1.65), (128, 2.5), (256, 4.3)),
+}
+ASSUMED_TREES: Mapping[str, Curve] = {
+    "cuda": ASSUMED_STEPS["cuda"],
+    "cpu": ((1, 1.0), (12, 1.06), (32, 1.2), (64, 1.48), (128, 2.0), (256, 3.2)),
 }
 # What the levels of a search add together at least where a GPU drafts, which reads weights there.
 ASSUMED_DRAFT = 0.2
@@ -29,12 +33,14 @@ class StepCosts:
     """The time of steps, in any unit.
 
     Attributes:
-        steps: Time of a step without drafts, by the tokens of its forward.
+        steps: Time of a step without drafts, by its rows.
+        trees: Time of a step whose rows have several tokens each, and that searches none of them, by all these tokens.
         searches: Time that a search of one level adds to a step, by its rows.
         levels: Time that each further level adds, by the beams of all rows.
     """
 
     steps: Curve
+    trees: Curve
     searches: Curve
     levels: Curve
 
@@ -43,7 +49,8 @@ class StepCosts:
             numbers = [number for number, _ in curve]
             if not curve or numbers[0] < 1 or any(a >= b for a, b in pairwise(numbers)) or not curve[0][1] >= 0:
                 raise ValueError(f"{name} must be times by rising numbers, got {curve!r}")
-            times = accumulate((float(time) for _, time in curve), max)  # no measurement makes more work cheaper
+            # More work is never cheaper: what was measured before it took too long, as other programs ran beside it.
+            times = [*accumulate((float(time) for _, time in reversed(curve)), min)][::-1]
             object.__setattr__(self, name, tuple(zip(numbers, times, strict=True)))
 
     @classmethod
@@ -56,9 +63,9 @@ class StepCosts:
             depth: Levels of that draft.
         """
         if device == "cpu":  # small weights stay in its caches
-            return cls(ASSUMED_STEPS["cpu"], ASSUMED_SEARCHES, ASSUMED_LEVELS)
+            return cls(ASSUMED_STEPS["cpu"], ASSUMED_TREES["cpu"], ASSUMED_SEARCHES, ASSUMED_LEVELS)
         level: Curve = ((1, max(share, ASSUMED_DRAFT) / depth),)
-        return cls(ASSUMED_STEPS["cuda"], level, level)
+        return cls(ASSUMED_STEPS["cuda"], ASSUMED_TREES["cuda"], level, level)
 
     @classmethod
     def from_dict(cls, document: Any) -> "StepCosts":
@@ -73,10 +80,11 @@ class StepCosts:
 
     def of_tree(self, rows: int, beams: int, depth: int, tokens: int) -> float:
         """Return the time of a step of `rows` rows whose trees, and parts of prompts, have so many tokens together."""
-        time = time_at(self.steps, tokens)
-        if depth:
-            time += time_at(self.searches, rows) + (depth - 1) * time_at(self.levels, rows * beams)
-        return time
+        if not depth:
+            return time_at(self.steps, tokens)
+        # A tree of few tokens is hardly ever cheaper than none.
+        verified = max(time_at(self.trees, tokens), time_at(self.steps, rows))
+        return verified + time_at(self.searches, rows) + (depth - 1) * time_at(self.levels, rows * beams)
 
     def of(self, proposer: Proposer, rows: int, more: int = 0) -> float:
         """Return the time of a step of `rows` rows that also reads `more` tokens of prompts."""

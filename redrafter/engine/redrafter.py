@@ -178,8 +178,9 @@ class ReDrafter(Engine):
         if self.tuning is not None:
             shape = self.tuning.shape_for(rows)
         elif self.shape.node_budget is None:
-            steps, whole = self._assumed.steps, self.proposer
-            if time_at(steps, step_tokens(whole, rows)) > NEARLY_FREE[self.target.device.type] * time_at(steps, rows):
+            costs, whole = self._assumed, self.proposer
+            verified, free = time_at(costs.trees, step_tokens(whole, rows)), NEARLY_FREE[self.target.device.type]
+            if verified > free * time_at(costs.steps, rows):
                 best = self._best_shapes(self._assumed, rows, (QUALITY,))
                 shape = best[0] if best else None
         return self._proposer_of(shape, rows)

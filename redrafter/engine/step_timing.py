@@ -3,22 +3,24 @@
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from statistics import median
 
 import torch
+from torch import Tensor
 
+from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import PagedCache
-from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer
+from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer, State
 from redrafter.drafting.step_costs import Curve, StepCosts, time_at
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.captured_step import CapturedStep, Timer, new_state
 from redrafter.scheduler.paged_memory import PagedMemory
+from redrafter.tree.token_tree import Tree, chain
 
 TOKENS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 1024, 2048)  # of a step without drafts
-ROWS = (1, 8, 32, 64, 256)  # of steps with drafts
+ROWS = (1, 4, 8, 16, 32, 64, 256)  # of steps with drafts
 COMMITTED = 64  # tokens of each row that are attended to
-REPLAYS = 3  # of which the median counts
+REPLAYS = 3  # of which the fastest counts
 # A step that takes longer than this is the last one of its kind that is measured, by type of device.
 LONGEST_SECONDS = {"cuda": 1.0, "cpu": 0.05}
 LOGITS_SHARE = 0.25  # of the free memory, that logits of a step may take
@@ -39,6 +41,7 @@ def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts
     with memory.lock, torch.inference_mode():
         timed = _Steps(memory)
         steps = timed.curve(PlainProposer(), (count for count in TOKENS if count <= max(most, 1)))
+        trees = timed.curve(_Repeated(), (count for count in ROWS if count * _Repeated.nodes <= most))
         # With one level of drafts and with all of them, of which no more are verified: one more node a row.
         nodes = 1 + min(search.beams, 2)
         one = replace(search, beams=nodes - 1, depth=1, nodes=nodes, shared_nodes=None)
@@ -48,12 +51,25 @@ def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts
         if search.depth > 1:
             longer = replace(search, nodes=nodes, shared_nodes=None)
             whole = timed.curve(longer, (count for count, _ in first))
-    searches = tuple((count, max(seconds - time_at(steps, nodes * count), 0.0)) for count, seconds in first)
+    trees = tuple((count * _Repeated.nodes, seconds) for count, seconds in trees)
+    searches = tuple((count, max(seconds - time_at(trees, nodes * count), 0.0)) for count, seconds in first)
     levels = tuple(
         (count * search.beams, max(all_levels - seconds, 0.0) / max(search.depth - 1, 1))
         for (count, seconds), (_, all_levels) in zip(first, whole, strict=False)
     )
-    return target.ranks.from_first(StepCosts(steps, searches, levels))
+    return target.ranks.from_first(StepCosts(steps, trees, searches, levels))
+
+
+class _Repeated:
+    """Drafts the pending token over and over, so that verifying such drafts is all that they cost."""
+
+    nodes, depth, scratch_slots, model, shared_nodes, without_text, sizes = 8, 7, 8, None, None, None, None
+
+    def propose(
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
+    ) -> Tree:
+        """Return a chain of pending tokens."""
+        return chain(state.pending.expand(-1, self.nodes))
 
 
 class _Steps:
@@ -87,7 +103,7 @@ class _Steps:
         step = CapturedStep(state, proposer, target, cache, sampler, keeps_logits=False)
         self._memory.capturer.capture(step)
         times = [self._time(step) for _ in range(1 + REPLAYS)]
-        return median(times[1:])
+        return min(times[1:])
 
     def _time(self, step: CapturedStep) -> float:
         if self._device.type == "cpu":  # its own time, which other programs do not stretch

@@ -73,7 +73,7 @@ def test_drafting_pauses_by_the_measured_cost_of_a_step(target, rows, ratio, mon
 
 
 def test_the_costs_of_a_tuning_are_those_of_steps(target, tmp_path):
-    costs = StepCosts(((1, 0.5), (64, 0.75)), ((1, 0.125),), ((5, 0.25),))
+    costs = StepCosts(((1, 0.5), (64, 0.75)), ((8, 0.5),), ((1, 0.125),), ((5, 0.25),))
     tuning = tuned(target, costs=costs)
     tuning.write(tmp_path / "tuning.json")
     assert Tuning.read(tmp_path / "tuning.json") == tuning
@@ -186,7 +186,11 @@ def test_a_tuning_of_anything_else_is_refused_with_both_values(llama, target, tm
 
 SHAPE = '{"shapes": {"1": null}, '
 WRONG_SHAPES = ("{}", '{"one": null}', '{"0": null}', '{"1": 5}', '{"1": {"num_beams": 0}}', '{"1": {"beams": 5}}')
-WRONG_CURVES = ("5", '{"steps": [[1, 1]]}', '{"steps": [[2, 1], [1, 2]], "searches": [[1, 0]], "levels": [[1, 0]]}')
+WRONG_CURVES = (
+    "5",
+    '{"steps": [[1, 1]]}',
+    '{"steps": [[2, 1], [1, 2]], "trees": [[1, 1]], "searches": [[1, 0]], "levels": [[1, 0]]}',
+)
 WRONG_COSTS = ("[]", '{"one": 1.2}', '{"2": 1.2}', '{"1": "1.2"}', '{"1": 0}')
 
 
