@@ -3,7 +3,10 @@
 Reading the weight takes most of the time. Each program reads a tile of it along a part of its input features. Output
 features are the rows of its sums and tokens the columns, so that a few tokens fill the tensor cores' tiles as well as
 many do. Sums are carried to float32 after every `EXACT_AFTER` products, as torch's are. The last program of a tile to
-finish adds up the parts, in an order that does not depend on which program is last.
+finish adds up the parts.
+
+How a sum is cut into parts, and in which order it is taken, follows from the sizes of the weight alone. So a token has
+the same bits whatever is beside it: rounded to FP8 by the next layer, a last bit that differs may become a fourth one.
 """
 
 import torch
@@ -16,6 +19,7 @@ from redrafter.kernels.linear import choose_splits, finished_counts
 
 MANY_FEATURES = 8192  # output features from which wider tiles are as many as a large GPU runs at once
 EXACT_AFTER = tl.constexpr(128)  # products that tensor cores add up in fewer bits than float32 has
+UNIT = tl.constexpr(256)  # input features of which parts are made, a multiple of every step
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
@@ -31,27 +35,28 @@ def _float8_product_kernel(
     With several splits (`SPLIT`), each program stores its partial sums in `PARTS` and counts itself in `COUNTS`; the
     last program of a tile to do so adds up the parts in their order and sets the count back to 0. `FOLLOW` says that
     the kernel may be launched while the previous one runs (programmatic dependent launch) and must wait for it before
-    it reads `X`. The first tile of the weight need not wait (`AHEAD`): it is read while the inputs are being rounded.
+    it reads `X`. The first `UNIT` of the weight need not wait (`AHEAD`): it is read while the inputs are being rounded.
     It is multiplied last, so that the loop's own reads start as soon as the inputs are there.
     """
     split, tile = tl.program_id(2), tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     f = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     k = tl.arange(0, STEP)
-    share = tl.cdiv(tl.cdiv(inner, STEP), splits) * STEP
+    share = tl.cdiv(tl.cdiv(inner, UNIT), splits) * UNIT
     low = split * share
     high = tl.minimum(low + share, inner)
     live = (t < tokens)[None, :]
     w_at = W + f.to(tl.int64)[:, None] * w_stride + k[None, :]
     x_at = X + t.to(tl.int64)[None, :] * inner + k[:, None]
     acc = tl.zeros([FEATURES, TOKENS], tl.float32)
+    ahead = tl.arange(0, UNIT)
     if AHEAD:
-        first_w = tl.load(w_at + low, eviction_policy="evict_first")
+        first_w = tl.load(W + f.to(tl.int64)[:, None] * w_stride + ahead[None, :] + low, eviction_policy="evict_first")
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     if AHEAD:
-        first_x = tl.load(x_at + low, live, 0.0)
-        low += STEP
+        first_x = tl.load(X + t.to(tl.int64)[None, :] * inner + ahead[:, None] + low, live, 0.0)
+        low += UNIT
     for start in range(low, high, STEP):
         if WHOLE:
             w = tl.load(w_at + start, eviction_policy="evict_first")
@@ -121,13 +126,14 @@ def float8_product(
         return out
     tiling = _choose_tiling(tokens, features) if tiling is None else tiling
     blocks, tiles = triton.cdiv(tokens, tiling.tokens), triton.cdiv(features, tiling.features)
-    steps = triton.cdiv(inner, tiling.step)
-    splits, parts = tiling.splits or choose_splits(blocks * tiles, steps), out
+    units = triton.cdiv(inner, UNIT.value)
+    splits, parts = tiling.splits or choose_splits(tiles, units), out
     if splits > 1:
         parts = x.new_empty(blocks * tiles * splits * tiling.features * tiling.tokens, dtype=torch.float32)
     follow = supports_dependent_launch(x.device)
     whole = features % tiling.features == 0 and inner % tiling.step == 0
-    ahead = whole and (splits - 1) * triton.cdiv(steps, splits) < steps  # no part is empty
+    ahead = inner % UNIT.value == 0 and features % tiling.features == 0
+    ahead &= (splits - 1) * triton.cdiv(units, splits) < units  # no part is empty
     _float8_product_kernel[(blocks, tiles, splits)](
         x, x_scale, weight, scale, bias, out, parts, finished_counts(x.device),
         tokens, features, inner, weight.stride(0), splits,

@@ -18,7 +18,7 @@ from redrafter.kernels.linear_operators import float8_linear
 
 CUDA = DEVICE == "cuda"
 HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]  # the interpreter cannot multiply bfloat16
-ROWS = [1, 2, 7, 26, 64, 200]
+ROWS = [1, 26, 64, 200]
 SIZES = [(256, 128), (100, 70), (33, 129)] + ([(4096, 6144), (14336, 4096)] if CUDA else [])
 CLOSE = {torch.float16: 1e-3, torch.bfloat16: 6e-3, torch.float32: 1e-5}  # part of the largest number
 
@@ -85,12 +85,14 @@ def test_some_columns_of_a_weight_are_multiplied_where_they_are(columns, product
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_how_many_tokens_there_are_changes_a_token_by_no_more_than_rounding(dtype):
-    """Each number of tokens has a tiling of its own."""
-    x, (weight, scale) = random(200, 1024, dtype=dtype), quantized(128, 1024)
+@pytest.mark.parametrize(("inner", "features"), [(2048, 128), (100, 70)])
+def test_how_many_tokens_there_are_changes_no_bit_of_one(inner, features, dtype):
+    """Each number of tokens has a tiling of its own; the interpreter's products have an order for each tile."""
+    x, (weight, scale) = random(200, inner, dtype=dtype), quantized(features, inner)
     many = as_float8(x, weight, scale)
     for tokens in (1, 17, 33, 65):
-        assert_close_by_scale(as_float8(x[:tokens], weight, scale).float(), many[:tokens].float(), CLOSE[dtype])
+        few = as_float8(x[:tokens], weight, scale)
+        assert torch.equal(few, many[:tokens]) if CUDA else torch.allclose(few, many[:tokens], atol=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
