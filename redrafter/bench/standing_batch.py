@@ -252,5 +252,4 @@ def random_drafter(drafter: Drafter, ids: int) -> Drafter:
         weight.normal_(std=0.02)
     if module.draft_ids is not None:
         module.draft_ids.copy_(torch.randperm(config.vocab_size)[:ids].sort().values)
-    module.prepare(drafter.device)
     return module

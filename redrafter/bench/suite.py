@@ -39,6 +39,7 @@ def run_suite(report: Report, work: Workload, options: BenchOptions) -> None:
         for ids in options.draft_vocab_sizes:
             with report.section(f"a draft vocabulary of {ids}"):
                 drafter = random_drafter(work.engine.drafter, ids)
+                drafter.prepare(work.engine.target)
                 for rows in options.batch_sizes:
                     if head := measure_head(work, bandwidth, rows, drafter):
                         report.add("heads", head)

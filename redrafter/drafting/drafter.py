@@ -29,12 +29,14 @@ from redrafter.drafting.drafter_model import (
 )
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.drafting.shortlist import Shortlist
-from redrafter.kernels.linear_operators import has_thin_kernel, residual_layer, thin_linear
+from redrafter.kernels.linear_operators import has_thin_kernel, residual_layer
 from redrafter.model.forward_batch import DrafterLayer
-from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Candidates, Expand
+
+TABLE_SHARE = 1 / 32  # of a GPU's memory, that the table of the cell's products with embeddings may take
+TABULATED_AT_ONCE = 8192  # ids
 
 
 class DraftStart(NamedTuple):
@@ -75,7 +77,8 @@ class RecurrentDrafter(DrafterModel):
     Attributes:
         context: What attends to the text's committed tokens; None where nothing does.
         shortlist: What proposes the ids that the head scores; None where the head scores all.
-        rnn_joined: W and U side by side, `[D, 2D]`, after `join_recurrence`; None before.
+        embedded: The cell's product with the embedding of every id, `[V, D]`, in a gated cell `[V, 2D]`, after
+            `tabulate`; None before.
     """
 
     config_class = DrafterConfig
@@ -103,8 +106,8 @@ class RecurrentDrafter(DrafterModel):
             self.rnn_u = nn.Linear(hidden, hidden)
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
         self.context: Any = ContextAttention(config) if config.context_window else None
-        self.rnn_joined: Tensor | None
-        self.register_buffer("rnn_joined", None, persistent=False)
+        self.embedded: Tensor | None
+        self.register_buffer("embedded", None, persistent=False)
         self.post_init()
 
     @property
@@ -119,10 +122,34 @@ class RecurrentDrafter(DrafterModel):
         compute = partial(_compiled(_remember) if compiled else _remember, self, target.embedding)
         return drafter_layer(self, target, self.config.context_kv_heads, self.config.context_head_dim, compute)
 
-    def prepare(self, device: torch.device) -> None:
-        """Join the recurrence's two products on a GPU."""
-        if device.type == "cuda":
-            self.join_recurrence()
+    def prepare(self, target: Target) -> None:
+        """Tabulate the cell's product with embeddings on a GPU, where the table takes a small part of its memory."""
+        if target.device.type == "cuda" and self.config.rnn:
+            memory = torch.cuda.get_device_properties(target.device).total_memory
+            if self.config.vocab_size * self._cell[0].out_features * target.dtype.itemsize <= memory * TABLE_SHARE:
+                self.tabulate(target.embedding)
+
+    @property
+    def _cell(self) -> tuple[nn.Linear, slice]:
+        """The product of the cell that reads embeddings, and its columns that do."""
+        gated = self.config.recurrence == "gated"
+        return self.rnn_gate if gated else self.rnn_w, slice(self.config.hidden_size)
+
+    @torch.no_grad()
+    def tabulate(self, embedding: nn.Module) -> None:
+        """Look up the cell's product with the embedding of a token from now on, where drafts multiplied before.
+
+        A draft then reads half as much of the cell, or a third less of a gated one. `train` drops the table.
+
+        Args:
+            embedding: The target's embedding table.
+        """
+        layer, columns = self._cell
+        ids = torch.arange(self.config.vocab_size, device=self.device)
+        table = torch.empty(len(ids), layer.out_features, dtype=embedding(ids[:1]).dtype, device=self.device)
+        for part in ids.split(TABULATED_AT_ONCE):
+            table[part] = partial_linear(layer, embedding(part), columns, with_bias=False)
+        self.embedded = table
 
     def identity(self) -> list[Any]:
         """Return the sizes and settings of the recurrence and of its attention to the text."""
@@ -138,24 +165,28 @@ class RecurrentDrafter(DrafterModel):
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the weights that a draft of `depth` search steps reads.
 
-        The published recurrence does not read `rnn_u` at the first step, where it has no state to multiply with. Of a
+        The recurrence reads none of what multiplies with its state at the first step, where it has none. Of a
         head in two stages, the rows of the candidates of one row's beams are counted, of the config's number of beams.
         """
         config, first = self.config, self.first_product
         gated = config.rnn and config.recurrence == "gated"
         once = 0 if self.fuse is None else layer_bytes(self.fuse)
         once += layer_bytes(self.rnn_gate, 1 / 3) if gated else 0
+        looked_up = 0
+        if self.embedded is not None:
+            looked_up = layer_bytes(self._cell[0], 1 / 3 if gated else 1, with_bias=False)
         once += 0 if first is None else layer_bytes(first, 1 / 2)
         never = 0 if self.context is None else layer_bytes(self.context.key) + layer_bytes(self.context.value)
         elman = config.rnn and not gated
         unread = layer_bytes(self.rnn_u, with_bias=config.recurrence == "trtllm") if elman else 0
+        unread += layer_bytes(self.rnn_gate, 1 / 3, with_bias=False) if gated else 0
         whole = sum(weight.nbytes for weight in self.parameters()) - never
         gathered = 0
         if config.head_shortlist is not None:
             whole -= layer_bytes(self.lm_head)
             rows = config.head_shortlist * (1 + (depth - 1) * config.draft_beams)  # the first step has one beam
             gathered = rows * self.lm_head.weight[0].nbytes
-        return depth * (whole - once) + once - unread + gathered
+        return depth * (whole - once - looked_up) + once - unread + gathered
 
     @property
     def feature_size(self) -> int:
@@ -207,6 +238,7 @@ class RecurrentDrafter(DrafterModel):
         state: Tensor | None,
         start: DraftStart,
         read: Callable[[Tensor], Tensor] | None = None,
+        embedded: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Make one step of the recurrence and compute the logits of the next token.
 
@@ -216,11 +248,12 @@ class RecurrentDrafter(DrafterModel):
             start: What `begin` computed for this draft.
             read: Returns what new states `[..., D]` read of the committed tokens, `[..., D]`; None where nothing is
                 read.
+            embedded: The cell's product with the embedding, as the table has it; None to multiply.
 
         Returns:
             Logits `[..., V']` over the drafter's vocabulary and the new state `[..., D]`.
         """
-        x, state = self.advance(embedding, state, start, read)
+        x, state = self.advance(embedding, state, start, read, embedded)
         return self.lm_head(x), state
 
     forward = step
@@ -231,6 +264,7 @@ class RecurrentDrafter(DrafterModel):
         state: Tensor | None,
         start: DraftStart,
         read: Callable[[Tensor], Tensor] | None = None,
+        embedded: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Make one step without its last product, for the same arguments as `step`.
 
@@ -242,21 +276,23 @@ class RecurrentDrafter(DrafterModel):
         if not config.rnn:
             state = embedding if state is None else state + embedding
         elif start.gate is not None:
-            before = torch.zeros_like(embedding) if state is None else state
-            inputs = torch.cat([embedding, before], dim=-1)  # [..., 2D]
-            columns = slice(inputs.shape[-1])
-            product = partial_linear(self.rnn_gate, inputs, columns, with_bias=False) + start.gate
-            gate, new = product.chunk(2, dim=-1)
+            if embedded is None:
+                inputs = embedding if state is None else torch.cat([embedding, state], dim=-1)  # [..., D or 2D]
+                embedded = partial_linear(self.rnn_gate, inputs, slice(inputs.shape[-1]), with_bias=False)
+            elif state is not None:
+                columns = slice(state.shape[-1], 2 * state.shape[-1])
+                embedded = embedded + partial_linear(self.rnn_gate, state, columns, with_bias=False)
+            gate, new = (embedded + start.gate).chunk(2, dim=-1)
+            before = 0 if state is None else state
             state = before + gate.sigmoid() * (silu(new) - before)
         else:
-            if self.rnn_joined is not None and state is not None:
-                product = thin_linear(torch.cat([embedding, state], dim=-1), self.rnn_joined) + self.rnn_u.bias
-            elif state is not None:
-                product = self.rnn_w(embedding) + self.rnn_u(state)
+            product = embedded
+            if product is None:
+                product = partial_linear(self.rnn_w, embedding, slice(None), with_bias=False)
+            if state is not None:
+                product = product + partial_linear(self.rnn_u, state, slice(None), with_bias=True)
             elif config.recurrence == "apple":  # the bias belongs to the first step too
-                product = self.rnn_w(embedding) + self.rnn_u.bias
-            else:
-                product = self.rnn_w(embedding)
+                product = product + self.rnn_u.bias
             state = silu(product) if config.recurrence == "apple" else product
 
         # 2. What the state reads of the text informs this step alone: the next one starts from the state itself.
@@ -324,18 +360,10 @@ class RecurrentDrafter(DrafterModel):
         stored = 4 * config.context_kv_heads * config.context_head_dim * self.dtype.itemsize
         return min(config.context_window or 0, length) * (stored + 12 * beams * config.context_heads)
 
-    def join_recurrence(self) -> None:
-        """Compute `W e + U s` as one product from now on, from a copy of both weights.
-
-        Two small products leave a GPU's memory bus idle half the time. `train` undoes it. FP8 weights stay apart.
-        """
-        if self.config.rnn and self.config.recurrence != "gated" and not isinstance(self.rnn_w, Float8Linear):
-            self.rnn_joined = torch.cat([self.rnn_w.weight, self.rnn_u.weight], dim=1).detach()
-
     def train(self, mode: bool = True) -> RecurrentDrafter:
-        """Set training or evaluation mode; training drops the copy that `join_recurrence` made."""
+        """Set training or evaluation mode; training drops the table that `tabulate` made."""
         if mode:
-            self.rnn_joined = None
+            self.embedded = None
         return super().train(mode)
 
 
@@ -401,7 +429,8 @@ def _advance(
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
     read = None if window is None else partial(drafter.context, step=step, window=window)
     step_made = drafter.step if drafter.shortlist is None else drafter.advance
-    return step_made(embedding(tokens), carried, start, read)
+    embedded = None if drafter.embedded is None else drafter.embedded[tokens]
+    return step_made(embedding(tokens), carried, start, read, embedded)
 
 
 def _remember(

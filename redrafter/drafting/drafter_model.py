@@ -106,8 +106,8 @@ class DrafterModel(PreTrainedModel):
         module: Any = self
         return module.to(target.device, target.dtype).eval()
 
-    def prepare(self, device: torch.device) -> None:
-        """Join weights where that makes drafting faster on a device."""
+    def prepare(self, target: Target) -> None:
+        """Compute beforehand what makes drafting for a target faster on its device."""
 
     def identity(self) -> list[Any]:
         """Return sizes and settings that tell the drafter from others, beside norms of `told_by`."""

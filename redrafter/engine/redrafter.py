@@ -95,7 +95,7 @@ class ReDrafter(Engine):
         self._proposers: dict[tuple[int, int, int, int | None], SearchProposer] = {}
         self._with_text: dict[tuple[int, int], TextBeside] = {}
         self._compiled = compiled
-        drafter.prepare(target.device)
+        drafter.prepare(target)
         super().__init__(target, self._propose(target, shape), options)
         for tuned in tuning.shapes.values() if tuning is not None else ():
             if tuned is not None:

@@ -133,8 +133,7 @@ class RunningBatch:
         overshoot: Positions behind the last token of a sequence that a step may write to.
         draft_lengths: Chooses the proposer of each step by how drafts were accepted; None where that is fixed.
         text_gain: Decides which steps also verify drafts that are copied from the text.
-        choice: Chooses the proposer of each step by what it costs and how drafts were accepted; None where all steps of
-            a number of rows draft with one.
+        choice: Chooses the proposer of each step; None where that of a number of rows is fixed.
         captured_steps: The steps so far, the one used last at the end.
     """
 
@@ -167,8 +166,8 @@ class RunningBatch:
         """Set what drafts in later steps, while there are no sequences."""
         assert not self.rows, "rows are drafted for already"
         self._plain, self._rejection_sampling, self.draft_lengths = models.plain, models.rejection_sampling, None
-        counts = range(1, rows + 1)  # of sequences; a captured step for so many may have more rows
-        self._sizes = {n: n if self._graphs is None else min(bucket(n), self._all_rows) for n in counts}
+        # By number of sequences; a captured step for so many may have more rows.
+        self._sizes = {n: min(bucket(n), self._all_rows) if self._graphs else n for n in range(1, rows + 1)}
         self.choice = models.step_choice(self.sizes, self._graphs) if speculate else None
         first = models.proposer_for if self.choice is None else self.choice.first
         self._proposers = {size: first(size) if speculate else models.plain for size in self.sizes}
@@ -186,9 +185,9 @@ class RunningBatch:
     @property
     def step_nodes(self) -> int:
         """Number of tree nodes that a step with drafts verifies now, in all rows together."""
-        rows = len(self.rows)
-        size = self._sizes[max(rows, 1)]
-        return step_tokens(self._proposers[size] if self.choice is None else self.choice.first(size), rows)
+        size = self._sizes[max(len(self.rows), 1)]
+        proposer = self._proposers[size] if self.choice is None else self.choice.first(size)
+        return step_tokens(proposer, len(self.rows))
 
     @property
     def state(self) -> State:
@@ -290,6 +289,8 @@ class RunningBatch:
     def step(self, chunks: Sequence[Chunk] = ()) -> tuple[LaunchedStep, StepOutput]:
         """Launch one step of all rows, without drafts if no row takes any. The caller holds the lock of the graphs.
 
+        Without rows, it reads chunks of prompts alone.
+
         Returns the step, and its output, which the next step may overwrite.
         """
         step = self.prepare_step(chunks)
@@ -304,12 +305,14 @@ class RunningBatch:
             write_pieces(self.state.pieces, {s.row: each for s, each in self._given.items() if s.row is not None})
             self._given.clear()
         asked = self._asked or self._look_at_rows()
-        rows, proposer = self._sizes[len(self.rows)], self._choose_proposer(asked, chunks)
+        # Without rows, one stands still.
+        rows, proposer = self._sizes[max(len(self.rows), 1)], self._choose_proposer(asked, chunks)
 
         # 1. How much of the texts the step sees.
         ahead = self.depth + 1  # tokens by which each step that was launched may advance a row
         # The most committed tokens that a row can have, and those of them as the draft model reads them.
-        longest = longest_draft = max(len(row.tokens) - 1 + ahead * row.launched for row in self.rows)
+        lengths = (len(row.tokens) - 1 + ahead * row.launched for row in self.rows)
+        longest = longest_draft = max(lengths, default=0)
         if self._translates:
             longest_draft = max(row.draft_bound(len(row.tokens) + ahead * row.launched) - 1 for row in self.rows)
         # A CPU's step can see less where its own proposer copies nothing.
@@ -328,8 +331,7 @@ class RunningBatch:
             version = stacks.version
 
         # 3. The step that was captured for all this, or a new one.
-        count = 0 if room is None else room.count
-        key = StepKey(rows, window, asked.sampling, id(proposer), count, asked.logits, version)
+        key = StepKey(rows, window, asked.sampling, id(proposer), room.count if room else 0, asked.logits, version)
         step = self.captured_steps.pop(key, None)
         if step is None:
             step = self._make_step(key, proposer, room)
@@ -356,11 +358,9 @@ class RunningBatch:
             return self._plain
         if self.draft_lengths is not None:
             return self.draft_lengths.choose([sequence.index for sequence in self.rows])
-        rows = len(self.rows)
-        size = self._sizes[rows]
-        proposer = self._proposers[size]
+        proposer = self._proposers[size := self._sizes[len(self.rows)]]
         if self.choice is not None:
-            proposer = self.choice.choose(size, rows, asked.speculate, room_tokens(chunks))
+            proposer = self.choice.choose(size, len(self.rows), asked.speculate, room_tokens(chunks))
         # On a GPU another kind of step would have to be captured, which costs more than nodes that are copied in vain.
         if proposer.without_text is None or self.target.device.type != "cpu":
             return proposer

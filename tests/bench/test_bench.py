@@ -206,8 +206,8 @@ def test_floors_count_what_one_forward_reads():
         ({}, HIDDEN * HIDDEN),
         ({"recurrence": "trtllm"}, HIDDEN * HIDDEN + HIDDEN),
         ({"rnn": False}, 0),
-        # The share of h is read once, not four times.
-        ({"recurrence": "gated"}, 3 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN)),
+        # The share of h is read once, not four times, and that of the state three times.
+        ({"recurrence": "gated"}, 3 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN) + 2 * HIDDEN * HIDDEN),
         ({"context_window": 8, "context_head_dim": 8}, HIDDEN * HIDDEN + 4 * 2 * 2 * HIDDEN * 8),  # no key, no value
     ],
     ids=["apple", "trtllm", "sum", "gated", "context"],

@@ -13,8 +13,11 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig
 
 from helpers.drafters import FORMS, random_drafter
 from helpers.eagle import random_head
-from helpers.models import HIDDEN, VOCAB, tiny_drafter
+from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from redrafter import ArgumentError, CheckpointError, DrafterConfig, RecurrentDrafter
+from redrafter.drafting.proposer import State
+from redrafter.model.target import Target
+from redrafter.sampling.sampler import Sampler
 
 
 def inputs(rows: int = 3, dtype: torch.dtype = torch.float64):
@@ -103,14 +106,29 @@ def test_a_step_is_what_advance_makes_and_then_the_head(form):
     assert logits.shape == (3, drafter.config.draft_vocab_size or VOCAB)
 
 
-@pytest.mark.parametrize("form", ["published", "gated", "sum"])
-def test_joined_weights_compute_the_same_until_training(form):
-    drafter = random_drafter(**FORMS[form]).double()
-    expected = [state for _, state in two_steps(drafter)]
-    drafter.join_recurrence()
-    torch.testing.assert_close([state for _, state in two_steps(drafter)], expected)
-    assert (drafter.rnn_joined is not None) == (form == "published")
-    assert drafter.train().rnn_joined is None
+@pytest.mark.parametrize("form", ["published", "gated", "all", "two_stage"])
+def test_a_draft_with_a_table_of_products_is_that_without_until_training(form):
+    drafter, target = random_drafter(**FORMS[form]).eval(), Target(tiny_model("llama"))
+    proposer = drafter.proposer(target, 3, 3, 10, None, False)
+    tokens, length, rows = torch.randint(3, VOCAB, (2, 8)), torch.full((2,), 7), torch.arange(2)
+    state = State(tokens, length, torch.randn(2, drafter.feature_size), torch.ones(2, dtype=torch.bool))
+    sampler = Sampler(None, (), torch.ones(2), length, length, torch.arange(VOCAB))
+    context = drafter.read_texts(tokens, torch.randn(2, 8, drafter.feature_size), target.embedding(tokens))
+    context = context and context(rows, length)
+    trees, read = [], drafter.draft_bytes(4)
+    for _ in range(2):
+        trees.append(proposer.grow(state, sampler, proposer.scores(state, sampler, None, context)))
+        drafter.tabulate(target.embedding)
+    assert torch.equal(trees[0].tokens, trees[1].tokens)
+    assert torch.equal(trees[0].parents, trees[1].parents)
+    gated = drafter.config.recurrence == "gated"
+    assert drafter.embedded.shape == (VOCAB, (1 + gated) * HIDDEN)
+    assert read - drafter.draft_bytes(4) == 4 * 4 * (1 + gated) * HIDDEN**2
+    drafter.embedded *= 2
+    other = proposer.grow(state, sampler, proposer.scores(state, sampler, None, context))
+    assert not torch.equal(other.tokens, trees[0].tokens)  # the table is what is read
+    assert "embedded" not in drafter.state_dict()
+    assert drafter.train().embedded is None
 
 
 def test_without_recurrence_the_state_is_the_sum_of_embeddings():

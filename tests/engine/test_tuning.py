@@ -237,6 +237,8 @@ def test_a_shape_that_the_drafter_cannot_have_is_refused(target):
 
 
 def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size(monkeypatch):
+    monkeypatch.setattr("redrafter.drafting.drafter.RecurrentDrafter.prepare", lambda *_: None)  # asks for its memory
+
     class OnGPU(Target):
         device, varlen, keeps_states, config = torch.device("cuda"), Support(), False, None
 

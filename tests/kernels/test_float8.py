@@ -1,5 +1,7 @@
 """Products with FP8 weights: the kernels and the operator equal those of the same numbers in full precision."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -43,45 +45,39 @@ def as_float8(x, weight, scale, bias=None, tiling=None):
 
 
 # Products, and what they do to their inputs.
-each_product = pytest.mark.parametrize(
-    ("product", "seen"),
-    [(as_float8, lambda x: round_inputs(x).values), (widened_product, lambda x: x)],
-    ids=["as FP8", "widened"],
-)
+PRODUCTS = {"as FP8": (as_float8, lambda x: round_inputs(x).values), "widened": (widened_product, lambda x: x)}
+each_product = pytest.mark.parametrize(("multiply", "seen"), PRODUCTS.values(), ids=PRODUCTS)
 
 
 @each_product
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(("inner", "features"), SIZES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_product_equals_that_of_the_full_weight(rows, inner, features, dtype, product, seen):
+def test_a_product_equals_that_of_the_full_weight(rows, inner, features, dtype, multiply, seen):
     x, (weight, scale) = random(rows, inner, dtype=dtype), quantized(features, inner)
-    found = product(x, weight, scale, None)
+    found = multiply(x, weight, scale, None)
     assert_close_by_scale(found.float(), full(seen(x), weight, scale), CLOSE[dtype])
 
 
-@each_product
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize(("inner", "features"), [(1100, 70), (1024, 128)], ids=["less than whole steps", "whole"])
-@pytest.mark.parametrize(
-    "tiling", [Tiling(16, 64, 128, 3, 4, 4), Tiling(64, 128, 128, 3, 8, 2), Tiling(32, 64, 128, 3, 4, 7)]
-)
-def test_parts_of_the_input_features_add_up(tiling, inner, features, dtype, product, seen):
-    """Seven parts of eight steps leave some parts empty."""
-    x, (weight, scale) = random(26, inner, dtype=dtype), quantized(features, inner)
-    bias = random(features, dtype=dtype, seed=3)
-    for _ in range(2):  # the counts are 0 again
-        found = product(x, weight, scale, bias, tiling)
-        assert_close_by_scale(found.float(), full(seen(x), weight, scale, bias), CLOSE[dtype])
+def test_parts_of_the_input_features_add_up(dtype):
+    """Weights of whole steps and others are multiplied; seven parts of their steps leave some parts empty."""
+    tilings = Tiling(16, 64, 128, 3, 4, 4), Tiling(64, 128, 128, 3, 8, 2), Tiling(32, 64, 128, 3, 4, 7)
+    for (inner, features), tiling in product([(1100, 70), (1024, 128)], tilings):
+        x, (weight, scale) = random(26, inner, dtype=dtype), quantized(features, inner)
+        bias = random(features, dtype=dtype, seed=3)
+        for multiply, seen in (*PRODUCTS.values(), *PRODUCTS.values()):  # the counts are 0 again
+            found = multiply(x, weight, scale, bias, tiling)
+            assert_close_by_scale(found.float(), full(seen(x), weight, scale, bias), CLOSE[dtype])
 
 
 @each_product
 @pytest.mark.parametrize("columns", [slice(64), slice(64, None), slice(7, 50)])
-def test_some_columns_of_a_weight_are_multiplied_where_they_are(columns, product, seen):
+def test_some_columns_of_a_weight_are_multiplied_where_they_are(columns, multiply, seen):
     weight, scale = quantized(70, 160)
     weight = weight[:, columns]
     x = random(7, weight.shape[1], dtype=torch.float16)
-    assert_close_by_scale(product(x, weight, scale, None).float(), full(seen(x), weight, scale), 1e-3)
+    assert_close_by_scale(multiply(x, weight, scale, None).float(), full(seen(x), weight, scale), 1e-3)
 
 
 @pytest.mark.parametrize("dtype", HALF)
