@@ -327,7 +327,7 @@ def _choose_tiling(groups: int, queries: int, blocks: int, width: int, half: boo
         tile, keys, stages, warps = 16, 16, 1, 8  # larger tiles or fewer warps keep registers in memory
     elif not half or width > 128:
         tile, keys, stages = min(widest, 16 if width > (256 if half else 64) else 32), 32, 1
-    elif widest == 128 and (2 * groups > TARGET_PROGRAMS or (fp8 and long)):
+    elif widest == 128 and 2 * groups > TARGET_PROGRAMS:
         tile, keys = 128, 32  # what is read, and widened, serves more queries
     elif widest >= 64 and short:
         programs //= 2

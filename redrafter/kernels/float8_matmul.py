@@ -89,14 +89,17 @@ def _float8_product_kernel(
 
 
 def _choose_tiling(tokens: int, features: int) -> Tiling:
-    """Choose the tiling by the numbers of tokens and output features."""
+    """Choose the tiling by the numbers of tokens and output features, as measured on an H200.
+
+    Layers of many features have tiles of one width for any number of tokens, since parts are counted by tiles.
+    """
     many = features > MANY_FEATURES
     if tokens <= 16:
-        return Tiling(16, 128, 256, 3, 4) if many else Tiling(16, 64, 256, 4, 4)
+        return Tiling(16, 128, 128, 4, 4) if many else Tiling(16, 64, 128, 6, 4)
     if tokens <= 32:
-        return Tiling(32, 128, 128, 4, 4) if many else Tiling(32, 64, 256, 4, 4)
+        return Tiling(32, 128, 256, 3, 8) if many else Tiling(32, 64, 128, 6, 4)
     if tokens <= 64:
-        return Tiling(64, 128, 128, 4, 4) if many else Tiling(64, 64, 128, 4, 4)
+        return Tiling(64, 128, 256, 3, 8) if many else Tiling(64, 64, 128, 5, 4)
     return Tiling(128, 128, 128, 4, 8) if many else Tiling(128, 64, 128, 4, 4)
 
 

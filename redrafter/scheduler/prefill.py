@@ -109,11 +109,12 @@ def padded_tokens(chunks: Sequence[Chunk], padded: bool) -> int:
 
 
 ROOMS = (4, 8, 16)  # chunks that a step has room for, of TOKENS_PER_CHUNK tokens each on average, the smallest first
+ROOMS_ALONE = (*ROOMS, 32)  # the same of a step without rows, which nobody waits for
 
 
-def choose_room(prompts: int, tokens: int) -> int:
+def choose_room(prompts: int, tokens: int, rooms: Sequence[int] = ROOMS_ALONE) -> int:
     """Return how many chunks a step needs room for, to read `tokens` tokens of `prompts` prompts or as many as fit."""
-    return next((room for room in ROOMS if prompts <= room and tokens <= room * TOKENS_PER_CHUNK), ROOMS[-1])
+    return next((room for room in rooms if prompts <= room and tokens <= room * TOKENS_PER_CHUNK), rooms[-1])
 
 
 def rope_length(target: Target, sequence: TokenSequence) -> int:
@@ -127,7 +128,7 @@ class ChunkBuffers:
 
     def __init__(self, blocks: int, target: Target):
         """Make empty buffers for prompts that a model reads. blocks: width of the block tables."""
-        self._by_room = {room: PromptChunks.room(room, blocks, target.device) for room in ROOMS}
+        self._by_room = {room: PromptChunks.room(room, blocks, target.device) for room in ROOMS_ALONE}
         self._blocks, self._target = blocks, target
 
     def load(self, chunks: Sequence[Chunk]) -> PromptChunks:
@@ -306,10 +307,15 @@ class Prefiller:
         may_mix = not self._target.keeps_states and self._target.paged.ok
         return may_mix and self._draft_model is None and self._limits.chunked
 
+    def fits_step(self, sequences: Sequence[TokenSequence], *, alone: bool) -> bool:
+        """Return whether one step can read all that is left of prompts; alone: without rows of its own."""
+        room = (ROOMS_ALONE if alone else ROOMS)[-1]
+        most = min(room * TOKENS_PER_CHUNK, self._limits.max_num_tokens)
+        return len(sequences) <= room and _left(sequences) <= most
+
     def choose_mixed(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[Chunk]:
         """Choose what one step reads of prompts beside the rows' trees."""
-        left = sum(sequence.prefill_length - sequence.prefilled for sequence in sequences)
-        room = choose_room(len(sequences), left)
+        room = choose_room(len(sequences), _left(sequences), ROOMS if step_tokens else ROOMS_ALONE)
         # However many tokens the trees have, some of a prompt are read, or it would wait for rows to end.
         budget = min(room * TOKENS_PER_CHUNK, max(self._limits.max_num_tokens - step_tokens, BLOCK_SIZE))
         [chunks] = choose_chunks(sequences, budget, padded=False, chunked=True)
@@ -344,6 +350,11 @@ def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
     start = None if read.start is None else (read.start - 1).clamp(min=0)
     model.prefill(replace(read, start=start, upto=(read.upto - 1).clamp(min=1)))
     cache.states.forget(read.upto == 1)
+
+
+def _left(sequences: Sequence[TokenSequence]) -> int:
+    """Return how many tokens of their prompts are not read yet."""
+    return sum(sequence.prefill_length - sequence.prefilled for sequence in sequences)
 
 
 def _take_note(chunks: Sequence[Chunk]) -> list[int]:

@@ -295,6 +295,8 @@ class RunningBatch:
     def step(self, chunks: Sequence[Chunk] = ()) -> tuple[LaunchedStep, StepOutput]:
         """Launch one step of all rows, without drafts if no row takes any. The caller holds the lock of the graphs.
 
+        Without rows, it reads chunks of prompts alone.
+
         Returns the step, and its output, which the next step may overwrite.
         """
         step = self.prepare_step(chunks)
@@ -309,12 +311,14 @@ class RunningBatch:
             write_pieces(self.state.pieces, {s.row: each for s, each in self._given.items() if s.row is not None})
             self._given.clear()
         asked = self._asked or self._look_at_rows()
-        rows, proposer = self._sizes[len(self.rows)], self._choose_proposer(asked)
+        # Without rows, one stands still.
+        rows, proposer = self._sizes[max(len(self.rows), 1)], self._choose_proposer(asked)
 
         # 1. How much of the texts the step sees.
         ahead = self.depth + 1  # tokens by which each step that was launched may advance a row
         # The most committed tokens that a row can have, and those of them as the draft model reads them.
-        longest = longest_draft = max(len(row.tokens) - 1 + ahead * row.launched for row in self.rows)
+        lengths = (len(row.tokens) - 1 + ahead * row.launched for row in self.rows)
+        longest = longest_draft = max(lengths, default=0)
         if self._translates:
             longest_draft = max(row.draft_bound(len(row.tokens) + ahead * row.launched) - 1 for row in self.rows)
         # A CPU's step can see less where its own proposer copies nothing.

@@ -171,8 +171,10 @@ class SamplingTensors:
         for tensor in (*(self._bias_and_stops or ()), *(x for each in own for x in each.settings)):
             tensor[to] = tensor[source]
 
-    def kind(self, sequences: Sequence[TokenSequence]) -> Kind | CallKind:
-        """Return what a captured step depends on, when these sequences are in the first rows."""
+    def kind(self, sequences: Sequence[TokenSequence]) -> Kind | CallKind | None:
+        """Return what a captured step depends on, when these sequences are in the first rows; None without any."""
+        if not sequences:
+            return None
         params = [sequence.params for sequence in sequences]
         greedy, guided = all(each.greedy for each in params), any(each.grammar is not None for each in params)
         if not self._of_call:
@@ -202,6 +204,9 @@ class SamplingTensors:
             keep_scores: Whether a step needs the processed logits too, as rejection sampling does.
         """
         kind = self.kind(sequences)
+        if kind is None:  # all rows stand still
+            columns = {name: self._columns[name][:rows] for name in ("temperature", "prompt", "limit")}
+            return Sampler(seeds=None, processors=(), ids=self.ids, **columns)
         self.load_texts(sequences)
 
         def made(kinds: Iterable[type[RowProcessor]]) -> list[ProcessorOfRows]:
@@ -250,6 +255,8 @@ class SamplingTensors:
 
     def load_texts(self, sequences: Sequence[TokenSequence]) -> None:
         """Let what runs on the host continue the texts of these sequences, and note which of the first rows are cut."""
+        if not sequences:
+            return
         self._grammars.of_rows[:] = [sequence.guide for sequence in sequences]
         params = [sequence.params for sequence in sequences]
         for at, mine in enumerate(self._own_of(params[0])):

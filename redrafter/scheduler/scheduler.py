@@ -217,8 +217,9 @@ class Scheduler:
             ):
                 self.settle()
             older = len(self._launched)
-            if self.batch.rows:
-                self._launch_step()
+            mixed = self._mixed_sequences()
+            if self.batch.rows or mixed:
+                self._launch_step(mixed)
             # The device computes this step meanwhile.
             for _ in range(min(older, len(self._launched))):
                 self._finish(self._launched.popleft())
@@ -259,12 +260,15 @@ class Scheduler:
             self._launch(LaunchedPrefill(first, size, timer))
 
     def _mixed_sequences(self) -> list[TokenSequence]:
-        """Return the sequences whose prompts are read in the forwards of steps."""
-        prefilling = self._running.prefilling
-        if not self.mixed_prefill or len(prefilling) > len(self.batch.rows):
+        """Return the sequences whose prompts are read in the forwards of steps, which are captured."""
+        if not self.mixed_prefill:
             return []
+        prefilling, rows = self._running.prefilling, len(self.batch.rows)
         # A prompt that is scored needs the logits of all its tokens; one with images, a forward of the model's own.
-        return [sequence for sequence in prefilling if not sequence.needs_scores and sequence.images is None]
+        texts = [sequence for sequence in prefilling if not sequence.needs_scores and sequence.images is None]
+        # Where rows are few and prompts long or many, steps would read these bit by bit.
+        few = len(prefilling) <= rows or self.prefiller.fits_step(texts, alone=not rows)
+        return texts if few else []
 
     def _start_decoding(self, rows: PrefilledRows) -> LaunchedStep | None:
         """Let sequences whose prompts are complete take part in the next step, unless no token is to follow.
@@ -285,13 +289,13 @@ class Scheduler:
             del self._running.prefilling[sequence]
         return first
 
-    def _launch_step(self) -> None:
-        """Launch a step of all rows, whose forward may read chunks of prompts too."""
-        mixed = self._mixed_sequences()
-        chunks = self.prefiller.choose_mixed(mixed, self.batch.step_nodes) if mixed else []
-        both = [*self.batch.rows, *(sequence for sequence, _ in chunks)]
+    def _launch_step(self, mixed: Sequence[TokenSequence]) -> None:
+        """Launch a step of all rows, which may be none, whose forward reads chunks of some prompts too."""
+        reading, rows = list(mixed), tuple(self.batch.rows)
         lock = nullcontext() if self._graphs is None else self._graphs.lock
-        with self._ending(lambda: [s for s in dict.fromkeys(both) if not s.ended]), lock:
+        with self._ending(lambda: [s for s in (*rows, *reading) if not s.ended]), lock:
+            chunks = self.prefiller.choose_mixed(mixed, self.batch.step_nodes) if mixed else []
+            reading = [sequence for sequence, _ in chunks]
             step, output = self.batch.step(chunks)
             self._launch(step)
             if not chunks:

@@ -91,6 +91,7 @@ def test_prompts_read_beside_rows_find_no_caches_before_they_are_complete(model,
     finished = noted(monkeypatch, Prefiller, "finish_mixed")
     served = scheduler(paged(with_tree(model, tiny_drafter(), 4, 3), 400), blocks=400)
     until_stepping(served, make_sequence([5, 6, 7], 80, GREEDY))
+    finished.clear()
     served.submit(make_sequence(prompt[0].tolist(), 4, GREEDY))
     run(served, [])
     assert [rows is not None for rows in finished] == [False] * (len(finished) - 1) + [True]

@@ -241,7 +241,9 @@ def test_rows_of_an_untuned_gpu_share_nodes_where_each_has_few():
     assert default_shape(65, 5, 5, share=True) is None
 
 
-def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size():
+def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size(monkeypatch):
+    monkeypatch.setattr("redrafter.drafting.drafter.RecurrentDrafter.prepare", lambda *_: None)  # asks for its memory
+
     class OnGPU(Target):
         device, varlen, keeps_states, config = torch.device("cuda"), Support(), False, None
 

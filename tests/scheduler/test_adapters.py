@@ -34,7 +34,7 @@ def test_steps_without_adapters_are_other_steps(engine):
     served = scheduler(engine)
     sequences = [make_sequence([5, 6, 7], 12, GREEDY) for _ in range(2)]
     run(served, sequences[:1])
-    assert [key.adapters for key in served.batch.captured_steps] == [0]
+    assert {key.adapters for key in served.batch.captured_steps} == {0}
     sequences[1].adapter = engine.target.adapters.hold("one")
     run(served, sequences[1:])
     assert {key.adapters for key in served.batch.captured_steps} == {0, engine.target.adapters.stacks.version}

@@ -127,8 +127,10 @@ def test_a_draft_models_server_scores_by_the_target():
 
 def test_nobody_else_pays_for_it(engine):
     """The head is computed at every token of the prompt that is scored, and at one of the other."""
+    served = scheduler(engine)
+    served.mixed_prefill = False
     with head_inputs(engine) as seen:
-        run(scheduler(engine), [scored_sequence(30), make_sequence([7] * 50, 1, GREEDY)])
+        run(served, [scored_sequence(30), make_sequence([7] * 50, 1, GREEDY)])
     assert sorted(seen) == [1, 30]
 
 

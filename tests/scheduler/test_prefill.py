@@ -5,6 +5,7 @@ import random
 import pytest
 
 from helpers.generation import noted
+from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import make_sequence, run, run_as_alone, same_alone, scheduler, until_stepping
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.params import SamplingParams
@@ -52,18 +53,36 @@ def forwards(monkeypatch) -> list[int]:
 def test_prompts_read_beside_rows_change_no_token(engine, forwards, rows, lengths, limits, params):
     served = scheduler(engine, **limits)
     sequences = begin_beside(served, rows, [prompt(length, 11 * length) for length in lengths], params)
-    assert sum(forwards) == rows  # those of the first rows
+    assert not forwards
     same_alone(engine, sequences)
 
 
 @pytest.mark.parametrize(
-    ("rows", "lengths", "params"),
-    [(1, [8, 9], GREEDY), (2, [8], SamplingParams(temperature=0, prompt_logprobs=1))],
+    ("rows", "lengths", "params", "alone"),
+    [(1, [80] * 4, GREEDY, 4), (2, [8], SamplingParams(temperature=0, prompt_logprobs=1), 3)],
     ids=["more prompts than rows", "a prompt that is scored"],
 )
-def test_some_prompts_are_read_alone(engine, forwards, rows, lengths, params):
+def test_some_prompts_are_read_alone(engine, forwards, rows, lengths, params, alone):
     begin_beside(scheduler(engine), rows, [prompt(length) for length in lengths], params)
-    assert sum(forwards) == 3
+    assert sum(forwards) == alone
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("lengths", "rooms"),
+    [([1], {4}), ([15], {4}), ([64], {4}), ([65], {8}), ([60] * 3, {16}), ([256, 256], {32}), ([1] * 33, {0})],
+    ids=str,
+)
+def test_first_prompts_are_read_by_a_step_without_rows(forwards, lengths, rooms, params):
+    model = tiny_model("llama", max_position_embeddings=1024)
+    served = scheduler(with_tree(model, tiny_drafter(), 2, 3), blocks=400, max_batch_size=40)
+    sequences = [make_sequence(prompt(length, 3 + row), 6, params) for row, length in enumerate(lengths)]
+    served.submit(*sequences)
+    served.round()
+    assert {key.chunks for key in served.batch.captured_steps} == rooms
+    assert bool(forwards) == (rooms == {0})  # alone, and then a step
+    run(served, [])
+    same_alone(served.engine, sequences)
 
 
 def test_a_long_prompt_beside_rows_lets_them_go_on(engine):
@@ -164,6 +183,7 @@ def test_the_pace_follows_the_machine():
 
 def test_no_round_reads_more_than_its_pace(engine, monkeypatch):
     served = scheduler(engine)
+    served.mixed_prefill = False
     chunks = noted(monkeypatch, served.prefiller, "forward", lambda read, chosen, _: max(count for _, count in chosen))
     monkeypatch.setattr(PrefillPace, "measure", lambda self, tokens, seconds: None)
     served.prefiller.pace.tokens = 2 * BLOCK_SIZE

@@ -148,11 +148,13 @@ def failed(sequence: TokenSequence) -> bool:
 
 FORWARD = ["prefill.Prefiller.forward", "running_batch.draw_first_tokens", "running_batch.RunningBatch.add"]
 STEP = "running_batch.RunningBatch.step"
+BESIDE = ["prefill.Prefiller.choose_mixed", "prefill.Prefiller.finish_mixed", "prefill.ChunkBuffers.load"]
 
 
-@pytest.mark.parametrize("where", [*FORWARD, STEP, "running_batch.RunningBatch.update_block_tables"])
+@pytest.mark.parametrize("where", [*FORWARD, STEP, *BESIDE, "running_batch.RunningBatch.update_block_tables"])
 def test_nothing_hangs_and_nothing_is_held_after_an_error_anywhere(where, engine, monkeypatch):
     served, sequences = scheduler(engine), random_sequences(5)
+    served.mixed_prefill = where != FORWARD[0]
     served.submit(*sequences)
     for _ in range(3):
         fail_once(served, where, monkeypatch)

@@ -42,6 +42,7 @@ def test_rows_that_share_nodes_write_what_each_writes_alone(shape):
 def test_no_step_verifies_more_than_its_nodes():
     served, sequences, seen = sharing(4, 4, 17, 16), rows(4), []
     until_stepping(served, *sequences)
+    served.settle()
     while all(len(each.tokens) < 20 for each in sequences):
         before = [len(each.sink.deltas) for each in sequences]
         served.round()

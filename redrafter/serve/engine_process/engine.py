@@ -19,7 +19,7 @@ from redrafter.model.lora import Adapter
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.finished_texts import FinishedTexts
 from redrafter.scheduler.paged_memory import MOST_ROWS
-from redrafter.scheduler.prefill import ROOMS
+from redrafter.scheduler.prefill import ROOMS, ROOMS_ALONE
 from redrafter.scheduler.running_batch import MIN_POSITIONS
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
@@ -182,7 +182,8 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
         beside = min(rows, limits.max_batch_size - 1)
         for length in fillings if scheduler.mixed_prefill and beside else ():
             prefill_beside(beside, min(length, longest - 1), kind)
-    for length in PROMPT_TOKENS:
+    alone = [1 + room * TOKENS_PER_CHUNK for room in (0, *ROOMS_ALONE[:-1])] if scheduler.mixed_prefill else []
+    for length in sorted({*PROMPT_TOKENS, *alone}):
         if length < longest:
             write(1, length, KINDS[0])
             write(min(2, limits.max_batch_size), length, KINDS[0])
