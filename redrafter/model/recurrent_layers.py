@@ -50,6 +50,7 @@ class Mixer:
         first_linears: Names of the linear layers in it that read the vectors of the tokens as they are, in the order of
             their calls.
         last_linear: Name of the linear layer in it whose output it returns; None where that is none.
+        tokens_alone: Whether it returns a vector of each token, as it is given one, and needs nothing else but states.
     """
 
     module: nn.Module
@@ -64,6 +65,7 @@ class Mixer:
     continues: bool = False
     first_linears: tuple[str, ...] = ()
     last_linear: str | None = None
+    tokens_alone: bool = False
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name, without what the model gives it in our forwards alone."""

@@ -27,7 +27,7 @@ from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.states import StateKey, StateShape
 from redrafter.errors import UnsupportedError, first_line
 from redrafter.model.linear_layers import linear_calls
-from redrafter.model.patch import ModelPatch
+from redrafter.model.patch import MODEL_ERRORS, ModelPatch
 from redrafter.model.positions import find_slot_readers
 from redrafter.model.recurrent_layers import Mixer, copied_layer, layer_tensors, layer_without_tensors
 
@@ -310,7 +310,26 @@ def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, 
             "than it reads a whole text with; this architecture cannot be verified exactly"
         )
     at_once, _ = mixer.run(forward, _part(given, half, count, count), later)
-    return replace(mixer, continues=_close(at_once, expected, _AT_ONCE), first_linears=first, last_linear=last)
+    return replace(
+        mixer,
+        continues=_close(at_once, expected, _AT_ONCE),
+        first_linears=first,
+        last_linear=last,
+        tokens_alone=_takes_tokens_alone(mixer, tokens, output),
+    )
+
+
+def _takes_tokens_alone(mixer: Mixer, tokens: Tensor, returned: Any) -> bool:
+    """Tell whether a mixer returns for `tokens` `[1, T, D]` alone what it `returned` with all of its arguments."""
+    if not isinstance(returned, Tensor) or (returned.shape, returned.dtype) != (tokens.shape, tokens.dtype):
+        return False
+    try:
+        found, _ = mixer.run(
+            mixer.module.forward, dict.fromkeys(mixer.arguments) | {mixer.tokens_argument: tokens}, None
+        )
+    except MODEL_ERRORS:
+        return False
+    return torch.equal(found, returned)
 
 
 def _part(given: Mapping[str, Any], first: int, end: int, count: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from redrafter.cache.dense import DenseCache
 from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE
 from redrafter.model.forward_batch import ForwardBatch, Prompts
 from redrafter.model.linear_layers import FusedLinears, linear_calls, same_inputs
+from redrafter.model.mixer_operator import MixerOperators
 from redrafter.model.patch import ModelPatch
 from redrafter.model.positions import answer_by_position
 from redrafter.model.recurrent_layers import PromptStates, TreeStates, mixer_plan, replace_mixers
@@ -74,6 +75,7 @@ class VarlenForward(TreeForward):
         self._prompt: Any = None  # `[T]` int64, only during a call
         self._positions: Any = None  # `[T]` int64, likewise
         self._fused: FusedLinears | None = None
+        self._operators: MixerOperators | None = None  # of a compiled forward with mixers
         self.version, self.outdated = 0, False
         self.row_by_row: Callable[[ModelPatch], None] | None = None
 
@@ -208,6 +210,7 @@ class VarlenForward(TreeForward):
 
             names = config.get_config_copy()  # of the options that this version of torch has
             options = options | {name: value for name, value in _FIXED_ORDER.items() if name in names}
+        self._operators = MixerOperators(self.bound.model, self._mixers) if compiled and self._mixers else None
         self._run = torch.compile(self._plain, fullgraph=True, options=options) if compiled else self._plain
 
     def _plain(
@@ -263,7 +266,9 @@ class VarlenForward(TreeForward):
             with self._recording(threads_apart=threads_apart) as patch:
                 loaded = bound.config._attn_implementation
                 patch.set(bound.config, "_attn_implementation", replacement_for(loaded, attention))
-                if mixing is not None:
+                if mixing is not None and self._operators is not None and not threads_apart:
+                    self._operators.apply(patch, mixing)
+                elif mixing is not None:
                     replace_mixers(patch, self._mixers, mixing)
                 if bound.rope is not None:
                     bound.rope.apply(patch, self._running_prompt)

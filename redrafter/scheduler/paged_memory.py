@@ -192,7 +192,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     forward = partial(target.verify, ForwardBatch(chain(zeros), zeros[:, 0], cache))
     target.varlen_forward.fuse_linears(forward)
     target.note_state()  # fused weights are elsewhere
-    compile = compile and not target.keeps_states
+    compile = compile and all(mixer.tokens_alone for mixer in target.traits.mixers)
     if hooked := target.hooked:
         if target.batch_invariant:
             raise UnsupportedError(f"{target.name} cannot be batch-invariant: {hooked} has a forward hook")
