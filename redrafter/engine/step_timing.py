@@ -18,9 +18,9 @@ from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.tree.token_tree import Tree, chain
 
 TOKENS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 1024, 2048)  # of a step without drafts
-ROWS = (1, 4, 8, 16, 32, 64, 256)  # of steps with drafts
+ROWS = (1, 8, 32, 64, 256)  # of steps with drafts
 COMMITTED = 64  # tokens of each row that are attended to
-REPLAYS = 3  # of which the fastest counts
+REPLAYS = 2  # of which the fastest counts
 # A step that takes longer than this is the last one of its kind that is measured, by type of device.
 LONGEST_SECONDS = {"cuda": 1.0, "cpu": 0.05}
 LOGITS_SHARE = 0.25  # of the free memory, that logits of a step may take
@@ -57,6 +57,8 @@ def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts
         (count * search.beams, max(all_levels - seconds, 0.0) / max(search.depth - 1, 1))
         for (count, seconds), (_, all_levels) in zip(first, whole, strict=False)
     )
+    if target.device.type == "cuda":
+        torch.cuda.empty_cache()  # of the logits of many tokens
     return target.ranks.from_first(StepCosts(steps, trees, searches, levels))
 
 
