@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.kv_cache import KVCache
@@ -23,6 +24,7 @@ from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.sampler import Sampler, finite_draws
 from redrafter.tree.accept import Path, accept
+from redrafter.tree.likelihood import count_outcomes
 from redrafter.tree.token_tree import Tree, chain
 
 
@@ -43,6 +45,8 @@ class StepOutput:
         scores: The logits after the sampler's processors, `[B, N, V]`; the logits themselves where the sampler is
             fused into one kernel, which keeps no processed scores.
         chunk_ends: What the target gave at the end of each chunk of a prompt that the step read; None for no chunks.
+        outcomes: What became of the drafts by their likelihood, `[2 + K, J]` int64, as `count_outcomes` has it; None
+            where they have none.
     """
 
     tokens: Tensor
@@ -55,15 +59,21 @@ class StepOutput:
     logits: Tensor
     scores: Tensor
     chunk_ends: ChunkEnds | None = None
+    outcomes: Tensor | None = None
 
     def pack_for_host(self) -> Tensor:
-        """Return all that the host needs in one tensor, `[B, K+5]` int64.
+        """Return all that the host needs in one tensor, `[B + R, K+5]` int64.
 
-        It holds the tokens, the accepted length, the number of drafts verified, how many tokens are finite draws, and
-        how many accepted drafts were copied from the text.
+        Each of B rows holds the tokens, the accepted length, the number of drafts verified, how many tokens are finite
+        draws, and how many accepted drafts were copied from the text. The last R rows hold `outcomes` from their first
+        number on, and zeros after them.
         """
         counts = self.path.accepted, self.drafted, self.finite, self.copied
-        return torch.cat([self.tokens, torch.stack(counts, dim=1)], dim=1)
+        packed = torch.cat([self.tokens, torch.stack(counts, dim=1)], dim=1)
+        if self.outcomes is None:
+            return packed
+        flat, width = self.outcomes.flatten(), packed.shape[1]
+        return torch.cat([packed, pad(flat, (0, -len(flat) % width)).view(-1, width)])
 
 
 def step(
@@ -140,6 +150,7 @@ def step(
         verified.logits,
         scores,
         verified.chunk_ends,
+        None if tree.score is None else count_outcomes(tree, path),
     )
     return _advance(state, tokens, path, verified.hidden), output
 

@@ -4,7 +4,7 @@ A batch is held at one position in the middle of its texts, so that the same ste
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ from redrafter.model.forward_batch import ForwardBatch
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.captured_step import capture
+from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.tree.token_tree import Tree
@@ -45,8 +46,8 @@ class OneProposer:
         """Return the proposer for a batch of `rows` rows."""
         return self._made.setdefault(rows, at_size(self.proposer, rows))
 
-    def draft_step_cost(self, rows: int) -> None:
-        """Return None: every step drafts."""
+    def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> None:
+        """Return None: every step drafts with the one proposer."""
 
 
 def at_size(proposer: Proposer, rows: int) -> Proposer:

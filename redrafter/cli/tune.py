@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         shapes,
         **measured_on(engine.target, engine.drafter),
         versions={name: version for name, version in versions().items() if version},
+        costs=engine.step_costs(engine.open_graphs()) if engine.target.varlen.ok else None,
         step_costs={row["batch"]: round(row["step_cost"], 3) for row in rows if row["shape"] is not None},
         prompts=Path(options.prompts or "prompts.jsonl").name,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),

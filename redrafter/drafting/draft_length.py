@@ -1,4 +1,4 @@
-"""How far the next step drafts, and whether it drafts at all, by what became of the drafts of the last steps."""
+"""How far a second model drafts in the next step, and pauses of drafting, by what became of earlier drafts."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -49,15 +49,6 @@ class AdaptiveDraftLength:
         return tokens / (1 + length * self._cost(len(chances)))
 
 
-# Time of a step with drafts, in steps without, by type of device: 1.1 to 1.4 on an H200 with a bf16 8B model from 1 to
-# 64 rows, 1.8 for the boxed pair on two cores. It is a constant, and no measurement, so that what a call writes in half
-# precision does not depend on the load of the machine.
-STEP_COSTS = {"cuda": 1.25, "cpu": 1.5}
-
-# Of that on a GPU, what verifies a tree. Drafting there is reading weights, so it adds the bytes that it reads in those
-# of a forward: 0.1 for a small drafter, 0.7 for three steps of an MTP layer and the whole head beside 16 layers.
-VERIFY_COST = 1.1
-
 # Tokens that a step must gain for each row, drafts copied from its text and one, for these to be worth their nodes.
 TEXT_GAIN = 1.1
 
@@ -67,17 +58,47 @@ FEWEST_AFTER_PAUSE = 2  # the same after a pause, in which they have gained too 
 FIRST_PAUSE, LONGEST_PAUSE = 16, 128  # steps without drafts; each pause is twice as long as the one before it
 
 
-def step_cost(device: str, draft_bytes: int, forward_bytes: int) -> float:
-    """Return what a step with drafts is taken to cost, in steps without.
+class Pause:
+    """Steps without drafts, which are tried again after each pause, and come to longer ones while they do not pay."""
 
-    Args:
-        device: Type of the device.
-        draft_bytes: Bytes of the weights that a draft reads.
-        forward_bytes: Bytes of the weights that a forward of the target reads.
-    """
-    if device == "cpu":  # small weights stay in its caches
-        return STEP_COSTS["cpu"]
-    return max(STEP_COSTS["cuda"], VERIFY_COST + draft_bytes / forward_bytes)
+    def __init__(self, fewest: int, fewest_after: int):
+        """Begin with drafts, which are judged by `fewest` rows of steps, and after a pause by `fewest_after`."""
+        self._fewest, self._fewest_after, self._needed, self._rows = fewest, fewest_after, fewest, 0
+        self._length, self._left = FIRST_PAUSE, 0
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the next step does without drafts."""
+        return self._left > 0
+
+    def skip(self) -> bool:
+        """Decide whether the next step does without drafts. To be called once for each step."""
+        lasts, self._left = self.lasts, max(self._left - 1, 0)
+        return lasts
+
+    @property
+    def trying(self) -> bool:
+        """Whether drafts are tried again after a pause, and not judged yet."""
+        return not self.lasts and self._rows < self._needed < self._fewest
+
+    def judge(self, rows: int, *, pays: bool, at_least: int = FIRST_PAUSE) -> bool:
+        """Begin a pause if drafts do not pay, after a step in which so many rows took some; return whether it began.
+
+        The pause is of `at_least` so many steps.
+        """
+        if self.lasts:
+            return False  # the step was launched before the pause
+        self._rows += rows
+        if self._rows < self._needed:
+            return False
+        if pays:
+            if self._rows >= self._fewest:
+                self._needed, self._length = self._fewest, FIRST_PAUSE
+            return False
+        self._left = max(self._length, at_least)
+        self._length = min(2 * self._left, LONGEST_PAUSE)
+        self._needed, self._rows = self._fewest_after, 0
+        return True
 
 
 class DraftGain:
@@ -88,44 +109,23 @@ class DraftGain:
 
     def __init__(self, cost: float):
         """Begin with drafts. cost: time of a step with drafts, in steps without."""
-        self._cost = cost
+        self._cost, self._pause = cost, Pause(FEWEST, FEWEST_AFTER_PAUSE)
         self._steps: deque[tuple[int, int]] = deque()  # rows and tokens of the last steps with drafts
         self._rows = self._tokens = 0  # their sums
-        self._fewest, self._pause, self._paused = FEWEST, FIRST_PAUSE, 0
 
     def should_draft(self) -> bool:
         """Decide whether the next step drafts. To be called once for each step."""
-        if self._paused:
-            self._paused -= 1
-            return False
-        return True
+        return not self._pause.skip()
 
     def observe(self, rows: int, tokens: int) -> None:
         """Take note of a step with drafts: how many rows took some, at least 1, and how many tokens these gained."""
-        if self._paused:
+        if self._pause.lasts:
             return  # it was launched before the pause
         self._steps.append((rows, tokens))
         self._rows, self._tokens = self._rows + rows, self._tokens + tokens
         while self._rows - self._steps[0][0] >= WINDOW:
             old_rows, old_tokens = self._steps.popleft()
             self._rows, self._tokens = self._rows - old_rows, self._tokens - old_tokens
-        if self._rows < self._fewest:
-            return
-        if self._tokens >= self._cost * self._rows:
-            if self._rows >= FEWEST:
-                self._fewest, self._pause = FEWEST, FIRST_PAUSE
-            return
-        self._paused, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
-        self._fewest = FEWEST_AFTER_PAUSE
-        self._steps.clear()
-        self._rows = self._tokens = 0
-
-
-def draft_gains(costs: Mapping[int, float | None]) -> dict[int, DraftGain | None]:
-    """Return what decides which steps of each size draft; sizes of one cost share what they have seen.
-
-    Args:
-        costs: Time of a step with drafts, in steps without, by size; None for a size whose steps all draft.
-    """
-    gains = {cost: DraftGain(cost) for cost in costs.values() if cost is not None}
-    return {size: None if cost is None else gains[cost] for size, cost in costs.items()}
+        if self._pause.judge(rows, pays=self._tokens >= self._cost * self._rows):
+            self._steps.clear()
+            self._rows = self._tokens = 0

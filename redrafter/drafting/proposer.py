@@ -115,6 +115,12 @@ class PlainProposer:
         return chain(state.pending)
 
 
+def step_tokens(proposer: Proposer, rows: int) -> int:
+    """Return how many tokens of trees the forward of a step of `rows` rows computes."""
+    nodes = rows * proposer.nodes
+    return nodes if proposer.shared_nodes is None else min(nodes, max(rows, proposer.shared_nodes))
+
+
 @dataclass(frozen=True)
 class SearchProposer:
     """Drafts by beam search with a drafter, and keeps the best nodes. A subclass says how the drafter scores tokens.
@@ -188,10 +194,7 @@ class SearchProposer:
             expand: Scores the next tokens of every beam, over the drafter's vocabulary.
             should_stop: Ends the search early, as `beam_search` describes; None to search all steps.
         """
-        shared = None
-        if self.shared_nodes is not None:
-            eligible = state.active if sampler.plain is None else state.active & ~sampler.plain
-            shared = max(self.shared_nodes, len(eligible)), eligible
+        eligible = state.active if sampler.plain is None else state.active & ~sampler.plain
         return beam_search(
             state.pending[:, 0],
             expand,
@@ -199,6 +202,7 @@ class SearchProposer:
             depth=self.depth,
             nodes=self.nodes,
             ids=self.drafter.draft_ids,
-            shared=shared,
+            eligible=eligible,
+            shared=None if self.shared_nodes is None else max(self.shared_nodes, len(eligible)),
             should_stop=should_stop,
         )

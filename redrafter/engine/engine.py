@@ -3,7 +3,7 @@
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +17,7 @@ from redrafter.cache.to_device import made_on_host
 from redrafter.checkpoints.adapters import read_adapter
 from redrafter.drafting.draft_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import PlainProposer, Proposer
+from redrafter.drafting.step_choice import StepChoice
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
     check_bound,
@@ -97,8 +98,8 @@ class Engine:
         """Return the proposer for a batch of `rows` rows."""
         return self.proposer
 
-    def draft_step_cost(self, rows: int) -> float | None:
-        """Return the time of a step of `rows` rows with drafts, in steps without; None where drafting never pauses."""
+    def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
+        """Return what chooses the proposer of each step of such numbers of rows; None for `proposer_for` alone."""
         return None
 
     def make_graphs(self, rows: int = MOST_ROWS, max_rows: int | None = None) -> PagedMemory:

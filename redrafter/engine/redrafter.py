@@ -1,6 +1,7 @@
 """ReDrafter: a Hugging Face model with a drafter of its own."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -11,26 +12,36 @@ from transformers import PreTrainedModel
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import bind, check_quantization
-from redrafter.drafting.draft_length import step_cost
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.prompt_lookup import TextBeside
-from redrafter.drafting.proposer import Proposer, SearchProposer
+from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
+from redrafter.drafting.step_choice import QUALITY, StepChoice
+from redrafter.drafting.step_costs import StepCosts, time_at
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
-from redrafter.engine.tuning import Tuning, default_shape, find_tuning, text_nodes
+from redrafter.engine.step_timing import measure_step_costs
+from redrafter.engine.tree_shapes import QUALITIES, SHARING_ROWS, best_shapes
+from redrafter.engine.tuning import Tuning, find_tuning, text_nodes
 from redrafter.files.checkpoint_kind import check_drafter
 from redrafter.formats.sources import load_foreign
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.target import Target
+from redrafter.scheduler.captured_step import bucket
+from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.tree.beam_search import node_count
+
+# Times the forward without drafts, up to which a whole tree is verified before any gain is known, by type of device.
+NEARLY_FREE = {"cuda": 1.25, "cpu": 1.5}
 
 
 class ReDrafter(Engine):
     """A target with its drafter: a recurrent one, an EAGLE-3 head, an MTP layer or a DFlash drafter.
 
     Attributes:
-        pauses: Whether steps draft nothing for a while where drafts gain less than they cost. It changes no token.
+        pauses: Whether steps draft other trees, or nothing for a while, where drafts gain less than they cost. It
+            changes no token.
+        adapts: Whether steps choose their trees by costs and gains, as nobody has asked for one.
 
     Example:
         ```python
@@ -65,6 +76,7 @@ class ReDrafter(Engine):
         check_bound(type(self), drafter, Drafter)
         config = drafter.config
         shape, depth = shape or TreeShape(), config.draft_len_per_beam
+        self.adapts = tuning is None and shape == TreeShape()
         if target.device.type == "cpu" and shape.node_budget is None:
             # Of the few nodes that a CPU verifies, hardly any are deeper than the drafter was trained for, and each
             # level costs: the boxed pair with 12 nodes writes 8 to 16 % fewer tokens/s with 5 x 9 than with 5 x 5.
@@ -78,6 +90,8 @@ class ReDrafter(Engine):
         if (layer := drafter.stored_layer(target, compiled)) is not None:
             target.store_drafter_layer(layer)
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
+        self._measured: StepCosts | None = None
+        self._best: dict[tuple[StepCosts, int, bool, tuple[float, ...]], list[TreeShape]] = {}
         self._proposers: dict[tuple[int, int, int, int | None], SearchProposer] = {}
         self._with_text: dict[tuple[int, int], TextBeside] = {}
         self._compiled = compiled
@@ -149,24 +163,75 @@ class ReDrafter(Engine):
         if merged.draft_len_per_beam == drafter.config.draft_len_per_beam:  # nobody chose another than the drafter's
             merged = replace(merged, draft_len_per_beam=None)
         engine = cls(target, drafter, asked.over(merged), options=options, tuning=shapes)
+        engine.adapts = shapes is None and asked == TreeShape() and merged.node_budget is None
         engine.do_sample = defaults.do_sample
         engine.load_adapters(adapters)
         return engine
 
     def proposer_for(self, rows: int) -> Proposer:
-        """Return the proposer for a batch of `rows` rows.
+        """Return the proposer for a batch of `rows` rows, before anything is known of how drafts are accepted.
 
-        Its shape follows from the tuning, if there is one; else from what a forward over so many nodes costs on the
-        device, unless a node budget was asked for.
+        Its shape follows from the tuning, if there is one; else from what a forward over so many nodes is taken to cost
+        on the device, unless a node budget was asked for.
         """
         shape: TreeShape | None = self.shape
         if self.tuning is not None:
             shape = self.tuning.shape_for(rows)
         elif self.shape.node_budget is None:
-            searched, device = self.proposer, self.target.device.type
-            shape = default_shape(rows, searched.beams, searched.depth, device, share=self.target.varlen.ok)
-            if shape is not None and not shape.shared_nodes and (shape.node_budget or 0) >= self.proposer.nodes:
-                shape = self.shape
+            costs, whole = self._assumed, self.proposer
+            verified, free = time_at(costs.trees, step_tokens(whole, rows)), NEARLY_FREE[self.target.device.type]
+            if verified > free * time_at(costs.steps, rows):
+                best = self._best_shapes(self._assumed, rows, (QUALITY,))
+                shape = best[0] if best else None
+        return self._proposer_of(shape, rows)
+
+    def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
+        """Return what chooses the proposer of each step; None with `pauses` off.
+
+        Costs are those of the tuning; else they are measured once on a paged cache, and assumed on a dense one, which
+        grows with its texts. A shape that was asked for, or tuned, is drafted or not; else steps choose among several.
+        """
+        if not self.pauses:
+            return None
+        costs, qualities = self.step_costs(graphs), QUALITIES[self.target.device.type]
+        kinds, ratios = {}, {}
+        for size in sizes:
+            kinds[size] = [self.proposer_for(size)]
+            if self.adapts:
+                # Where several are best for some drafter, they are at hand for a bad one and a good one.
+                shapes = self._best_shapes(costs, size, qualities)
+                kinds[size] = [self._proposer_of(shape, size) for shape in shapes]
+            elif self.tuning is not None and (ratio := self.tuning.step_cost_for(size)) is not None:
+                ratios[size] = ratio
+        none = {size: [each for each in of if each.depth] for size, of in kinds.items()}
+        return StepChoice(costs, none, self.plain, ratios)
+
+    def step_costs(self, graphs: PagedMemory | None) -> StepCosts:
+        """Return what steps take: from the tuning; else measured once on a paged cache, and assumed on a dense one."""
+        if self.tuning is not None and self.tuning.costs is not None:
+            return self.tuning.costs
+        if graphs is None:
+            return self._assumed
+        with self._lock:
+            if self._measured is None:
+                self._measured = measure_step_costs(graphs, self.proposer)
+            return self._measured
+
+    @cached_property
+    def _assumed(self) -> StepCosts:
+        # Ranks must agree, and their parts of the target may differ in size.
+        read = self.proposer.draft_bytes if self.target.ranks.size == 1 else 0
+        return StepCosts.assumed(self.target.device.type, read / forward_bytes(self.model), self.proposer.depth)
+
+    def _best_shapes(self, costs: StepCosts, rows: int, qualities: tuple[float, ...]) -> list[TreeShape]:
+        share = self.target.varlen.ok and rows >= SHARING_ROWS
+        key = costs, bucket(rows), share, qualities
+        if key not in self._best:
+            self._best[key] = best_shapes(costs, self.proposer, *key[1:])
+        return self._best[key]
+
+    def _proposer_of(self, shape: TreeShape | None, rows: int) -> Proposer:
+        """Return the proposer of a shape for some rows, with what is copied from the text where that costs little."""
         if shape is None:
             return self.plain
         proposer = self._propose(self.target, shape)
@@ -176,23 +241,6 @@ class ReDrafter(Engine):
         if not count:
             return proposer
         return self._with_text.setdefault((id(proposer), count), TextBeside(proposer, count))
-
-    def draft_step_cost(self, rows: int) -> float | None:
-        """Return the time of a step of `rows` rows with drafts, in steps without; None where drafting never pauses.
-
-        It is what the tuning measured, if there is one that did; else what `step_cost` says.
-        """
-        if not self.pauses:
-            return None
-        if self.tuning is not None and (measured := self.tuning.step_cost_for(rows)) is not None:
-            return measured
-        return self._step_cost
-
-    @cached_property
-    def _step_cost(self) -> float:
-        # Ranks must agree, and their parts of the target may differ in size.
-        read = self.proposer.draft_bytes if self.target.ranks.size == 1 else 0
-        return step_cost(self.target.device.type, read, forward_bytes(self.model))
 
     def _propose(self, target: Target, shape: TreeShape) -> SearchProposer:
         """Return the proposer of a shape, the same object each time, as captured steps are kept by it."""

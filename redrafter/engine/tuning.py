@@ -18,8 +18,8 @@ import torch
 
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.merged import TreeShape
-from redrafter.drafting.drafter_config import MEASURED_NODES
 from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.step_costs import StepCosts
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
@@ -28,43 +28,10 @@ from redrafter.model.linear_layers import has_float8_layers
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import bucket
 
-# Of the default where nobody has tuned: tokens of a step that cost little, tokens past which speculation loses, and the
-# smallest tree worth a search. The matrix products of a bf16 8B model on an H200 take, for 1/26/64/128/208/256 tokens,
-# 3.97/4.04/4.24/4.64/6.0/7.3 ms: memory sets the time up to about 128. On two cores the boxed base with a drafter of
-# the published form writes 1.5 times plain decoding's tokens with trees of 6 nodes in 8 rows, 1.2 with 4 nodes in 16,
-# and no more in 32 rows.
-_DEFAULTS = {"cuda": (128, 256, 2), "cpu": (64, 64, 3)}
+# Tokens of all rows, up to which drafts that are copied from texts are added. The matrix products of a bf16 8B model on
+# an H200 take, for 1/26/64/128/208/256 tokens, 3.97/4.04/4.24/4.64/6.0/7.3 ms: memory sets the time up to about 128.
+COPYING_TOKENS = {"cuda": 128, "cpu": 64}
 MOST_COPIED, LEAST_COPIED = 16, 4  # drafts that are copied from a text in one step
-_SHARING_ROWS = 32  # from which on rows share nodes; with fewer, each has nodes enough for what is likely
-
-
-def default_shape(rows: int, beams: int, depth: int, device: str = "cuda", share: bool = False) -> TreeShape | None:
-    """Return the tree for `rows` rows where nothing was measured; None where speculation would lose.
-
-    A small tree is a short one: deep nodes are what the budget drops. Rows that share nodes are searched one level
-    deeper, since some have all of theirs on one path.
-
-    Args:
-        rows: Rows of the batch.
-        beams: Width of the drafter's beam search.
-        depth: Depth of the drafter's beam search.
-        device: Type of the device.
-        share: Whether rows may share nodes, as they can where a forward computes ragged trees.
-    """
-    free, most, least = _DEFAULTS.get(device, _DEFAULTS["cuda"])
-    rows, lattice = bucket(rows), 1 + beams * depth
-    if share and rows >= _SHARING_ROWS:
-        mean = free // rows
-        if mean < least:
-            return None
-        beams, depth = min(beams, mean), min(depth, mean.bit_length())
-        return TreeShape(beams, depth, 1 + beams * depth, mean * rows)
-    nodes = min(lattice, max(free // rows, least))
-    if rows * nodes > most:
-        return None
-    if nodes < min(lattice, MEASURED_NODES):  # with so many, the depth is what was measured best
-        beams, depth = min(beams, nodes - 1), min(depth, nodes.bit_length() - 1)
-    return TreeShape(beams, depth, min(nodes, 1 + beams * depth))
 
 
 def text_nodes(rows: int, nodes: int, device: str = "cuda") -> int:
@@ -75,8 +42,7 @@ def text_nodes(rows: int, nodes: int, device: str = "cuda") -> int:
         nodes: Nodes of each row's tree.
         device: Type of the device.
     """
-    free, *_ = _DEFAULTS.get(device, _DEFAULTS["cuda"])
-    count = min(MOST_COPIED, free // bucket(rows) - nodes)
+    count = min(MOST_COPIED, COPYING_TOKENS[device] // bucket(rows) - nodes)
     return count if count >= LEAST_COPIED else 0
 
 
@@ -93,6 +59,7 @@ class Tuning:
     # By batch size, the time of a step with its shape, in steps of undrafted decoding. Sizes without a shape have none,
     # and older files none at all.
     step_costs: Mapping[int, float] = field(default_factory=dict)
+    costs: StepCosts | None = None  # what steps take, in seconds; older files have none
     prompts: str = ""  # name of the file of prompts
     date: str = ""  # when it was measured
     measured: tuple[Mapping[str, Any], ...] = ()  # what was timed, for the record
@@ -137,8 +104,10 @@ class Tuning:
         """
         shapes = {str(rows): shape and shape.to_dict() for rows, shape in sorted(self.shapes.items())}
         costs = {str(rows): cost for rows, cost in sorted(self.step_costs.items())}
+        curves = {} if self.costs is None else {"costs": self.costs.to_dict()}
         plain = {"versions": dict(self.versions), "measured": [*map(dict, self.measured)]}
-        return vars(self) | {"shapes": shapes, "step_costs": costs} | plain
+        own = {name: value for name, value in vars(self).items() if name != "costs"}
+        return own | {"shapes": shapes, "step_costs": costs} | plain | curves
 
     def write(self, path: str | Path) -> None:
         """Write the JSON document; a reader finds the old one or the new one, never a half."""
@@ -162,7 +131,7 @@ def _from_dict(document: Any) -> Tuning:
     if not isinstance(document, dict) or not isinstance(document.get("shapes"), dict):
         raise TypeError('it must be a JSON object with "shapes" by batch size')
     shapes = {int(rows): None if shape is None else TreeShape(**shape) for rows, shape in document["shapes"].items()}
-    kinds = {"shapes": dict, "versions": dict, "step_costs": dict, "measured": list}
+    kinds = {"shapes": dict, "versions": dict, "step_costs": dict, "costs": dict, "measured": list}
     for name, value in document.items():
         if not isinstance(value, kind := kinds.get(name, str)):
             raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
@@ -174,7 +143,8 @@ def _from_dict(document: Any) -> Tuning:
         raise TypeError(f"it has unknown keys: {', '.join(unknown)}")
     costs = {int(rows): cost for rows, cost in document.get("step_costs", {}).items()}
     measured = tuple(document.get("measured", ()))
-    return Tuning(**(document | {"shapes": shapes, "step_costs": costs, "measured": measured}))
+    curves = StepCosts.from_dict(document["costs"]) if "costs" in document else None
+    return Tuning(**(document | {"shapes": shapes, "step_costs": costs, "costs": curves, "measured": measured}))
 
 
 def find_tuning(tuning: str | Path | None, target: Target, drafter: Drafter) -> Tuning | None:

@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -19,6 +20,7 @@ from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.step import StepOutput, step
+from redrafter.tree.likelihood import LIKELIHOODS
 
 
 def bucket(rows: int) -> int:
@@ -63,11 +65,15 @@ class PendingReport:
             self._done = torch.cuda.Event()
             self._done.record()
 
+        self._read: list[Any] | None = None
+
     def read(self) -> list[Any]:
         """Wait for the numbers, and return them as nested lists."""
-        if self._done is not None:
-            self._done.synchronize()
-        return self._host.tolist()
+        if self._read is None:
+            if self._done is not None:
+                self._done.synchronize()
+            self._read = self._host.tolist()
+        return self._read
 
 
 class CapturedStep:
@@ -83,7 +89,7 @@ class CapturedStep:
         chunks: Buffers of what is read of prompts beside the rows, or None.
         output: What the last replay drew. The next replay overwrites it. Logits and scores are empty unless they were
             asked for: a graph would hold them for good, beside those of every other graph.
-        report: What `StepOutput.pack_for_host` says of it, `[B, K+5]` int64, overwritten likewise.
+        report: What `StepOutput.pack_for_host` says of it, overwritten likewise.
         graph: The captured step; None where it cannot be captured and runs as it is.
     """
 
@@ -188,6 +194,8 @@ class LaunchedStep:
         scores: Processed logits, likewise.
         levels: Levels of drafts.
         grafted: Nodes of each row's tree that were copied from the text.
+        size: Rows that it was made for.
+        proposer: What drafted; None for the draws after prompts.
     """
 
     sequences: Sequence[TokenSequence]
@@ -196,9 +204,17 @@ class LaunchedStep:
     scores: Mapping[int, Tensor]
     levels: int
     grafted: int
+    size: int
+    proposer: Proposer | None = None
 
     @classmethod
-    def of(cls, sequences: Sequence[TokenSequence], output: StepOutput, report: PendingReport) -> "LaunchedStep":
+    def of(
+        cls,
+        sequences: Sequence[TokenSequence],
+        output: StepOutput,
+        report: PendingReport,
+        proposer: Proposer | None = None,
+    ) -> "LaunchedStep":
         """Take what will be needed of a step's output, which the next step may overwrite."""
         logits, scores = dict[int, Tensor](), dict[int, Tensor]()
         for row, sequence in enumerate(sequences):
@@ -206,7 +222,13 @@ class LaunchedStep:
                 logits[row] = output.logits[row].index_select(0, output.path.nodes[row])
             if "scores" in sequence.keeps:
                 scores[row] = output.scores[row].index_select(0, output.path.nodes[row])
-        return cls(sequences, report, logits, scores, output.levels, output.grafted)
+        return cls(sequences, report, logits, scores, output.levels, output.grafted, len(output.tokens), proposer)
+
+    def outcomes(self) -> list[list[int]]:
+        """Wait for the step, and return what became of its drafts by their likelihood, as `count_outcomes` has it."""
+        flat, count = list(chain.from_iterable(self.report.read()[self.size :])), len(LIKELIHOODS)
+        searched = self.levels - self.grafted
+        return [flat[at * count : (at + 1) * count] for at in range(2 + searched)]
 
     def read(self) -> Iterator[tuple[TokenSequence, SequenceDelta]]:
         """Wait for the step, and yield what it drew for each of its sequences."""

@@ -117,6 +117,11 @@ def choose_room(prompts: int, tokens: int, rooms: Sequence[int] = ROOMS_ALONE) -
     return next((room for room in rooms if prompts <= room and tokens <= room * TOKENS_PER_CHUNK), rooms[-1])
 
 
+def room_tokens(chunks: Sequence[Chunk]) -> int:
+    """Return how many tokens the forward of a step computes for chunks of prompts, those of padding included."""
+    return choose_room(len(chunks), sum(count for _, count in chunks)) * TOKENS_PER_CHUNK if chunks else 0
+
+
 def rope_length(target: Target, sequence: TokenSequence) -> int:
     """Return the sequence length that selects RoPE frequencies, at least, of a prompt that may be read in parts."""
     prompt = len(sequence.prompt)

@@ -8,7 +8,7 @@ positions: as many as the sequences have reached, rounded up to a power of two. 
 there costs, within a factor of two, and is captured once for each window.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.to_device import to_device
-from redrafter.drafting.draft_length import TEXT_GAIN, AdaptiveDraftLength, DraftGain, draft_gains
-from redrafter.drafting.proposer import Proposer, State
+from redrafter.drafting.draft_length import TEXT_GAIN, AdaptiveDraftLength, DraftGain
+from redrafter.drafting.proposer import Proposer, State, step_tokens
+from redrafter.drafting.step_choice import StepChoice
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.forward_batch import Prompts
@@ -27,7 +28,7 @@ from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, PendingReport, bucket, new_state
 from redrafter.scheduler.finished_texts import Piece, write_pieces
 from redrafter.scheduler.paged_memory import PagedMemory
-from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows
+from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows, room_tokens
 from redrafter.scheduler.row_caches import PagedRows, RowCaches
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.sequence import TokenSequence
@@ -60,11 +61,8 @@ class Models(Protocol):
     def rejection_sampling(self) -> bool:
         """Whether sampled drafts are kept by rejection sampling."""
 
-    def draft_step_cost(self, rows: int) -> float | None:
-        """Return the time of a step of `rows` rows with drafts, in steps without; None for no pauses.
-
-        Drafting pauses if it gains less.
-        """
+    def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
+        """Return what chooses the proposer of each step of such numbers of rows; None for that of the number alone."""
 
 
 # Positions that the buffers of each row and the window of a step have at least, by type of device.
@@ -111,13 +109,13 @@ class Asked(NamedTuple):
 
     Attributes:
         sampling: What sampling depends on; see `SamplingTensors.kind`.
-        speculate: Whether any takes drafts.
+        speculate: How many take drafts.
         logits: Whether any needs logits or processed scores beside its tokens.
         adapters: Whether any has an adapter.
     """
 
     sampling: Hashable
-    speculate: bool
+    speculate: int
     logits: bool
     adapters: bool
 
@@ -135,8 +133,7 @@ class RunningBatch:
         overshoot: Positions behind the last token of a sequence that a step may write to.
         draft_lengths: Chooses the proposer of each step by how drafts were accepted; None where that is fixed.
         text_gain: Decides which steps also verify drafts that are copied from the text.
-        draft_gains: By number of sequences, decides which steps draft nothing, as drafts gain too little; nothing for
-            numbers with which all of them draft.
+        choice: Chooses the proposer of each step; None where that of a number of rows is fixed.
         captured_steps: The steps so far, the one used last at the end.
     """
 
@@ -158,7 +155,7 @@ class RunningBatch:
         self._given: dict[TokenSequence, Piece] = {}  # pieces that are not in the rows yet
         self.rows: list[TokenSequence] = []
         self.draft_lengths: AdaptiveDraftLength | None = None
-        self.draft_gains: Mapping[int, DraftGain | None] = {}
+        self.choice: StepChoice | None = None
         self.captured_steps: dict[StepKey, CapturedStep] = {}
         self._asked: Asked | None = None  # None after the rows have changed
         self._positions = 0  # of a row's buffers
@@ -169,15 +166,15 @@ class RunningBatch:
         """Set what drafts in later steps, while there are no sequences."""
         assert not self.rows, "rows are drafted for already"
         self._plain, self._rejection_sampling, self.draft_lengths = models.plain, models.rejection_sampling, None
-        counts = range(1, rows + 1)  # of sequences; a captured step for so many may have more rows
-        self._sizes = {n: n if self._graphs is None else min(bucket(n), self._all_rows) for n in counts}
-        proposers = {size: models.proposer_for(size) if speculate else models.plain for size in self.sizes}
-        self._proposers = {count: proposers[size] for count, size in self._sizes.items()}
-        self.depth = max(proposer.depth for proposer in proposers.values())
-        self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in proposers.values())
+        # By number of sequences; a captured step for so many may have more rows.
+        self._sizes = {n: min(bucket(n), self._all_rows) if self._graphs else n for n in range(1, rows + 1)}
+        self.choice = models.step_choice(self.sizes, self._graphs) if speculate else None
+        first = models.proposer_for if self.choice is None else self.choice.first
+        self._proposers = {size: first(size) if speculate else models.plain for size in self.sizes}
+        every = [*self._proposers.values(), *([] if self.choice is None else self.choice.proposers)]
+        self.depth = max(proposer.depth for proposer in every)
+        self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in every)
         self.text_gain = DraftGain(TEXT_GAIN)
-        costs = {size: models.draft_step_cost(size) for size in self.sizes}
-        self.draft_gains = draft_gains({count: costs[size] for count, size in self._sizes.items()})
         self._translates = speculate and models.draft_vocabulary is not None
 
     @property
@@ -188,12 +185,9 @@ class RunningBatch:
     @property
     def step_nodes(self) -> int:
         """Number of tree nodes that a step with drafts verifies now, in all rows together."""
-        rows = len(self.rows)
-        proposer = self._proposers[max(rows, 1)]
-        nodes = rows * proposer.nodes
-        if proposer.shared_nodes is not None:
-            return min(nodes, max(rows, proposer.shared_nodes))
-        return nodes
+        size = self._sizes[max(len(self.rows), 1)]
+        proposer = self._proposers[size] if self.choice is None else self.choice.first(size)
+        return step_tokens(proposer, len(self.rows))
 
     @property
     def state(self) -> State:
@@ -301,7 +295,7 @@ class RunningBatch:
         """
         step = self.prepare_step(chunks)
         report = step.replay()
-        return LaunchedStep.of(tuple(self.rows), step.output, report), step.output
+        return LaunchedStep.of(tuple(self.rows), step.output, report, step.proposer), step.output
 
     def prepare_step(self, chunks: Sequence[Chunk] = ()) -> CapturedStep:
         """Return the next step of all rows, which is captured if it is the first of its kind."""
@@ -312,7 +306,7 @@ class RunningBatch:
             self._given.clear()
         asked = self._asked or self._look_at_rows()
         # Without rows, one stands still.
-        rows, proposer = self._sizes[max(len(self.rows), 1)], self._choose_proposer(asked)
+        rows, proposer = self._sizes[max(len(self.rows), 1)], self._choose_proposer(asked, chunks)
 
         # 1. How much of the texts the step sees.
         ahead = self.depth + 1  # tokens by which each step that was launched may advance a row
@@ -337,8 +331,7 @@ class RunningBatch:
             version = stacks.version
 
         # 3. The step that was captured for all this, or a new one.
-        count = 0 if room is None else room.count
-        key = StepKey(rows, window, asked.sampling, id(proposer), count, asked.logits, version)
+        key = StepKey(rows, window, asked.sampling, id(proposer), room.count if room else 0, asked.logits, version)
         step = self.captured_steps.pop(key, None)
         if step is None:
             step = self._make_step(key, proposer, room)
@@ -353,21 +346,21 @@ class RunningBatch:
         self.sampling.load_texts(self.rows)
         self._asked = Asked(
             self.sampling.kind(self.rows),
-            any(sequence.params.speculate for sequence in self.rows),
+            sum(sequence.params.speculate for sequence in self.rows),
             any(sequence.keeps or sequence.params.logprobs is not None for sequence in self.rows),
             any(sequence.adapter is not None for sequence in self.rows),
         )
         return self._asked
 
-    def _choose_proposer(self, asked: Asked) -> Proposer:
+    def _choose_proposer(self, asked: Asked, chunks: Sequence[Chunk]) -> Proposer:
         """Return the proposer of the next step."""
         if not asked.speculate:
             return self._plain
         if self.draft_lengths is not None:
             return self.draft_lengths.choose([sequence.index for sequence in self.rows])
-        proposer, gain = self._proposers[len(self.rows)], self.draft_gains.get(len(self.rows))
-        if gain is not None and proposer.depth and not gain.should_draft():
-            return self._plain
+        proposer = self._proposers[size := self._sizes[len(self.rows)]]
+        if self.choice is not None:
+            proposer = self.choice.choose(size, len(self.rows), asked.speculate, room_tokens(chunks))
         # On a GPU another kind of step would have to be captured, which costs more than nodes that are copied in vain.
         if proposer.without_text is None or self.target.device.type != "cpu":
             return proposer

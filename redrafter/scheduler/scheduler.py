@@ -336,13 +336,13 @@ class Scheduler:
                 self.prefiller.pace.measure(forward.size, seconds)
             return
         step = forward
-        rows = tokens = copied = 0  # of rows that took drafts
+        rows = copied = 0  # of rows that took drafts
         for sequence, drawn in step.read():
             sequence.launched -= 1
             if sequence.ended:
                 continue
             if drawn.drafted is not None:
-                rows, tokens, copied = rows + 1, tokens + len(drawn.tokens), copied + drawn.copied
+                rows, copied = rows + 1, copied + drawn.copied
                 if self.batch.draft_lengths is not None:
                     self.batch.draft_lengths.observe(sequence.index, max(len(drawn.tokens) - 1, 0), step.levels)
             try:
@@ -361,8 +361,9 @@ class Scheduler:
                 self._running.end(sequence, delta, keep=delta.error is None)
         if rows and step.grafted:
             self.batch.text_gain.observe(rows, rows + copied)
-        if rows and (gain := self.batch.draft_gains.get(len(step.sequences))) is not None:
-            gain.observe(rows, tokens)
+        if rows and step.proposer is not None and self.batch.choice is not None:
+            written = len(step.sequences)
+            self.batch.choice.observe(step.size, written, step.proposer, rows, copied, step.outcomes())
 
 
 def check_paged(models: Models) -> None:

@@ -16,6 +16,7 @@ from einops import rearrange
 from torch import Tensor
 
 from redrafter import kernels
+from redrafter.tree.likelihood import count_likely
 from redrafter.tree.token_tree import Tree, chain, keep_best, share_nodes, tree_of
 
 CPU_NODE_BUDGET = 12  # nodes; on a CPU each costs arithmetic. Best or nearly for the boxed pair, see docs/benchmarks.md
@@ -62,7 +63,8 @@ def beam_search(
     depth: int,
     nodes: int,
     ids: Tensor | None = None,
-    shared: tuple[int, Tensor] | None = None,
+    eligible: Tensor | None = None,
+    shared: int | None = None,
     should_stop: Callable[[Tensor], bool] | None = None,
 ) -> Tree:
     """Search `depth` steps with `beams` beams and return the best `nodes` candidates as a tree.
@@ -74,8 +76,9 @@ def beam_search(
         depth: K, search steps.
         nodes: Nodes to keep, the root included: those of highest cumulative log-probability.
         ids: The target's id of each of the proposer's ids, `[V']` int64; None where they are the same.
-        shared: How many nodes of all rows together to verify, and which rows take drafts, `[B]` bool, as `share_nodes`
-            describes; None to verify all nodes that are kept.
+        eligible: Rows that take drafts, `[B]` bool, whose drafts are counted by their likelihood; None to count none.
+        shared: How many nodes of all eligible rows together to verify, as `share_nodes` describes; None to verify all
+            nodes that are kept.
         should_stop: Called after each search step with the beams' cumulative log-probabilities `[B, W]`; the search
             ends where it returns true. None to search all steps.
     """
@@ -95,7 +98,10 @@ def beam_search(
         if should_stop is not None and should_stop(score):
             break
     lattice_tokens, score = torch.cat(tokens, 1), torch.cat(scores, 1)  # [B, N]
-    count = lattice_tokens.shape[1]
+    count, candidates = lattice_tokens.shape[1], None
+    if eligible is not None:
+        score = score.nan_to_num(nan=-torch.inf).masked_fill(~eligible[:, None], -torch.inf)
+        candidates = count_likely(score[:, 1:]).unflatten(0, (len(tokens) - 1, -1)).sum(dim=1)  # [K, J]
     lattice = lattice_tokens, torch.cat(sources, 1) + first[:count], level[:count].expand(rows, -1)
     if beams == 1:
         tree = chain(lattice_tokens)
@@ -106,9 +112,13 @@ def beam_search(
         score = score.gather(1, slots)
         kept = tree_of(kept_tokens, parents, depths, max_depth=len(tokens) - 1, width=beams)
         tree = replace(kept, slots=slots)
-    if shared is None or shared[0] >= score.numel():
+    if eligible is None:
         return tree
-    return share_nodes(tree, score, *shared)
+    if shared is not None and shared < score.numel():
+        tree = share_nodes(tree, score, shared, eligible)
+    else:
+        tree = replace(tree, score=score)
+    return replace(tree, candidates=candidates)
 
 
 def node_count(budget: int | None, beams: int, depth: int, device: torch.device) -> int:

@@ -46,6 +46,10 @@ class Tree:
         levels_above: Levels, the root's included, whose nodes were computed by earlier forwards; a number on the host.
         grafted: How many of the nodes, the last ones, were copied from the text beside another's drafts; a number on
             the host. They are in no order of depth.
+        score: Log-probability of each node's path by what drafted it, `[B, N]` float32; -inf in rows that take no
+            drafts. None where drafts are not counted by their likelihood.
+        candidates: How many nodes of all these rows were searched, verified or not, at each depth and at each of J
+            likelihoods at least, `[K, J]` int64; None as for `score`.
     """
 
     tokens: Tensor
@@ -62,6 +66,8 @@ class Tree:
     total: int | None = None
     levels_above: int = 0
     grafted: int = 0
+    score: Tensor | None = None
+    candidates: Tensor | None = None
 
     @property
     def new(self) -> int:
@@ -217,15 +223,16 @@ def share_nodes(tree: Tree, score: Tensor, total: int, eligible: Tensor) -> Tree
     """
     rows, nodes = score.shape
     score = score.nan_to_num(nan=-torch.inf).masked_fill(~eligible[:, None], -torch.inf)
-    score[:, 0] = torch.inf
-    best = score.flatten().sort(descending=True, stable=True).indices[:total]  # on a tie, a parent before its child
+    first = torch.arange(nodes, device=score.device) == 0
+    ranked = score.masked_fill(first, torch.inf).flatten()
+    best = ranked.sort(descending=True, stable=True).indices[:total]  # on a tie, a parent before its child
     held = torch.zeros(rows * nodes, dtype=torch.long, device=score.device).index_fill_(0, best, 1).view(rows, nodes)
     counts = held.sum(dim=1)
     if not tree.branches:  # a chain: the nodes that are held are the first ones already
-        return replace(tree, counts=counts, total=total)
+        return replace(tree, counts=counts, total=total, score=score)
     order = held.sort(dim=1, descending=True, stable=True).indices
     moved = tree_of(*_take(tree.tokens, tree.parents, tree.depth, order), max_depth=tree.levels, width=tree.width)
-    return replace(moved, counts=counts, total=total)
+    return replace(moved, counts=counts, total=total, score=score.gather(1, order))
 
 
 def nodes_by_level(tree: Tree) -> Tensor:

@@ -18,7 +18,6 @@ from helpers.scheduling import (
 )
 from redrafter import DraftTarget, boxed_pair
 from redrafter.cli import main
-from redrafter.drafting.draft_length import FIRST_PAUSE, draft_gains
 from redrafter.model.target import Target
 
 
@@ -78,19 +77,3 @@ def test_a_base_writes_plainly_where_that_is_asked(tmp_path, capsys):
     text = capsys.readouterr().out
     assert main(["generate", "--max-new-tokens", "8", "Once upon a time"]) == 0
     assert capsys.readouterr().out == text
-
-
-def test_each_cost_has_pauses_of_its_own_and_rows_without_one_always_draft():
-    gains = draft_gains({2: 1.25, 4: 2.0, 8: 2.0, 9: None})
-    for rows in (2, 4):
-        for _ in range(4):
-            gains[rows].observe(rows, 3 * rows // 2)
-    assert [gains[rows].should_draft() for rows in (4, 8, 2)] == [False, False, True]
-    assert gains[9] is None
-
-
-def test_sizes_of_one_cost_pause_together():
-    gains = draft_gains(dict.fromkeys((1, 2, 3, 8), 1.5))
-    gains[8].observe(8, 9)
-    assert not any(gains[1 + step % 3].should_draft() for step in range(FIRST_PAUSE))
-    assert gains[1].should_draft()

@@ -144,7 +144,7 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     """
     began = time.monotonic()
     limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
-    gains, scheduler.batch.draft_gains = scheduler.batch.draft_gains, {}  # steps shall draft, whatever it gains
+    choice, scheduler.batch.choice = scheduler.batch.choice, None  # steps shall draft, whatever it gains
     longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
     fillings = [1 + room * TOKENS_PER_CHUNK for room in (0, *ROOMS[:-1])]  # tokens that need each room at least
     scheduler.batch.reserve(scheduler.longest)  # larger buffers would need new steps
@@ -188,7 +188,7 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
             write(1, length, KINDS[0])
             write(min(2, limits.max_batch_size), length, KINDS[0])
     _LOG.info("captured %d steps in %.1f s", len(scheduler.batch.captured_steps), time.monotonic() - began)
-    scheduler.limits, scheduler.batch.draft_gains = limits, gains
+    scheduler.limits, scheduler.batch.choice = limits, choice
     scheduler.graphs.forget_prefixes()
     if scheduler.finished is not None:
         scheduler.finished.clear()

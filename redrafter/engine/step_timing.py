@@ -1,0 +1,116 @@
+"""Measures what steps take, once for an engine: steps that nobody reads, in memory that belongs to nobody."""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from redrafter.cache.kv_cache import KVCache
+from redrafter.cache.paged import PagedCache
+from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer, State
+from redrafter.drafting.step_costs import Curve, StepCosts, time_at
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.sampling.sampler import Sampler
+from redrafter.scheduler.captured_step import CapturedStep, Timer, new_state
+from redrafter.scheduler.paged_memory import PagedMemory
+from redrafter.tree.token_tree import Tree, chain
+
+TOKENS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 1024, 2048)  # of a step without drafts
+ROWS = (1, 4, 8, 16, 32, 64, 256)  # of steps with drafts
+COMMITTED = 64  # tokens of each row that are attended to
+REPLAYS = 3  # of which the fastest counts
+# A step that takes longer than this is the last one of its kind that is measured, by type of device.
+LONGEST_SECONDS = {"cuda": 1.0, "cpu": 0.05}
+LOGITS_SHARE = 0.25  # of the free memory, that logits of a step may take
+
+
+def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts:
+    """Time steps of a target without drafts and with those of a search, on a paged cache. Every rank calls it.
+
+    Args:
+        memory: Paged memory of the target.
+        search: The deepest search that steps may make.
+    """
+    target = memory.target
+    most = TOKENS[-1]
+    if target.device.type == "cuda":
+        free = torch.cuda.mem_get_info(target.device)[0]
+        most = target.ranks.minimum(int(LOGITS_SHARE * free / (4 * target.vocab_size)))
+    with memory.lock, torch.inference_mode():
+        timed = _Steps(memory)
+        steps = timed.curve(PlainProposer(), (count for count in TOKENS if count <= max(most, 1)))
+        trees = timed.curve(_Repeated(), (count for count in ROWS if count * _Repeated.nodes <= most))
+        # With one level of drafts and with all of them, of which no more are verified: one more node a row.
+        nodes = 1 + min(search.beams, 2)
+        one = replace(search, beams=nodes - 1, depth=1, nodes=nodes, shared_nodes=None)
+        most = max(steps[-1][0] // nodes, 1)
+        first = timed.curve(one, (count for count in ROWS if count <= most))
+        whole = first
+        if search.depth > 1:
+            longer = replace(search, nodes=nodes, shared_nodes=None)
+            whole = timed.curve(longer, (count for count, _ in first))
+    trees = tuple((count * _Repeated.nodes, seconds) for count, seconds in trees)
+    searches = tuple((count, max(seconds - time_at(trees, nodes * count), 0.0)) for count, seconds in first)
+    levels = tuple(
+        (count * search.beams, max(all_levels - seconds, 0.0) / max(search.depth - 1, 1))
+        for (count, seconds), (_, all_levels) in zip(first, whole, strict=False)
+    )
+    return target.ranks.from_first(StepCosts(steps, trees, searches, levels))
+
+
+class _Repeated:
+    """Drafts the pending token over and over, so that verifying such drafts is all that they cost."""
+
+    nodes, depth, scratch_slots, model, shared_nodes, without_text, sizes = 8, 7, 8, None, None, None, None
+
+    def propose(
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
+    ) -> Tree:
+        """Return a chain of pending tokens."""
+        return chain(state.pending.expand(-1, self.nodes))
+
+
+class _Steps:
+    """Times steps of rows that stand still on the block that belongs to nobody."""
+
+    def __init__(self, memory: PagedMemory):
+        self._memory, self._target = memory, memory.target
+        self._device = memory.target.device
+
+    def curve(self, proposer: Proposer, numbers: Iterable[int]) -> Curve:
+        """Return the seconds of steps of these numbers of rows, as far as these are short."""
+        return tuple(self._until_long(proposer, numbers))
+
+    def _until_long(self, proposer: Proposer, numbers: Iterable[int]) -> Iterator[tuple[int, float]]:
+        for rows in numbers:
+            seconds = self._seconds(proposer, rows)
+            yield rows, seconds
+            if self._target.ranks.from_first(seconds > LONGEST_SECONDS[self._device.type]):
+                return
+
+    def _seconds(self, proposer: Proposer, rows: int) -> float:
+        target, device = self._target, self._device
+        blocks = -(-(COMMITTED + proposer.scratch_slots + proposer.depth + 2) // BLOCK_SIZE)
+        state = replace(new_state(target, rows, blocks * BLOCK_SIZE), adapters=None)
+        state.length.fill_(COMMITTED)
+        with device:
+            table = torch.zeros(rows, blocks, dtype=torch.int32)
+            zeros, ids = torch.zeros(rows, dtype=torch.long), torch.arange(target.vocab_size)
+            sampler = Sampler(None, (), torch.ones(rows), zeros, zeros, ids)
+        cache = PagedCache(self._memory.store, table, zeros)
+        step = CapturedStep(state, proposer, target, cache, sampler, keeps_logits=False)
+        self._memory.capturer.capture(step)
+        times = [self._time(step) for _ in range(1 + REPLAYS)]
+        return min(times[1:])
+
+    def _time(self, step: CapturedStep) -> float:
+        if self._device.type == "cpu":  # its own time, which other programs do not stretch
+            began = time.process_time()
+            step.replay()
+            return time.process_time() - began
+        timer = Timer(self._device)
+        step.replay()
+        timer.stop()
+        return timer.seconds

@@ -1,0 +1,242 @@
+"""What a step drafts by what it costs and by what became of earlier drafts, and that no token depends on it."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.generation import noted, same_undrafted
+from helpers.models import DRAFTER_ALONE, tiny_drafter, tiny_model, uneven_batch
+from helpers.scheduling import random_sequences, run_as_alone, scheduler, without_drafts
+from redrafter import ReDrafter
+from redrafter.drafting import step_choice
+from redrafter.drafting.proposer import PlainProposer, SearchProposer
+from redrafter.drafting.step_choice import FEWEST, HOPELESS_PAUSE, Promise, StepChoice
+from redrafter.drafting.step_costs import StepCosts, time_at
+from redrafter.engine.tree_shapes import best_shapes
+from redrafter.model.target import Target
+from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.step import StepOutput
+from redrafter.tree.accept import Path
+from redrafter.tree.likelihood import LIKELIHOODS, count_likely, count_outcomes
+from redrafter.tree.token_tree import tree_of
+
+FLAT = ((1, 1.0), (4096, 1.001))  # the time of a step that is bound by memory
+RISING = ((1, 1.0), (2, 2.0))  # and by arithmetic
+FREE = ((1, 0.0),)
+GPU = StepCosts.assumed("cuda", 0.1, 5)
+
+
+def priced(steps, searches, levels) -> StepCosts:
+    return StepCosts(steps, steps, searches, levels)
+
+
+def search(beams: int, depth: int, nodes: int, shared: int | None = None) -> SearchProposer:
+    return SearchProposer(None, None, beams, depth, nodes, shared)  # nothing drafts here
+
+
+def outcomes(levels: int, *, likely: int, accepted: int, likelihood: int = 0) -> list[list[int]]:
+    """Return what a step tells whose levels had as many drafts of a likelihood, and those accepted in all."""
+    counts = [0] * likelihood + [1] * (len(LIKELIHOODS) - likelihood)
+    return [[n * count for count in counts] for n in (levels * likely, accepted, *[likely] * levels)]
+
+
+def test_times_are_straight_between_points_and_never_fall():
+    costs = priced(((1, 1.0), (10, 0.9), (20, 2.0)), FREE, FREE)
+    assert [time_at(costs.steps, n) for n in (1, 5, 10, 15, 20, 30)] == pytest.approx([0.9, 0.9, 0.9, 1.45, 2, 3.1])
+    assert StepCosts.from_dict(costs.to_dict()) == costs
+
+
+def test_a_step_costs_its_forward_and_each_level_of_its_search():
+    costs = priced(((1, 1.0), (101, 101.0)), ((1, 10.0),), ((1, 0.0), (100, 100.0)))
+    assert costs.of(PlainProposer(), 4) == 4
+    assert costs.of(PlainProposer(), 4, more=64) == 68
+    assert costs.of(search(2, 3, 5), 4) == 20 + 10 + 2 * time_at(costs.levels, 8)
+    assert costs.of(search(2, 3, 7, shared=9), 4) == 9 + 10 + 2 * time_at(costs.levels, 8)
+
+
+def test_drafts_are_counted_by_likelihood():
+    likelihood = torch.tensor([[0.95, 0.5], [0.2, 0.0]])
+    found = [[sum(p >= bound for p in column) for bound in LIKELIHOODS] for column in ((0.95, 0.2), (0.5, 0.0))]
+    assert count_likely(likelihood.log()).tolist() == found
+
+
+def test_what_became_of_drafts_leaves_out_those_that_no_row_verified():
+    tokens = torch.tensor([[9, 5, 6], [9, 5, 6]])
+    tree = tree_of(tokens, torch.tensor([[0, 0, 1]] * 2), torch.tensor([[0, 1, 2]] * 2), max_depth=2)
+    score = torch.tensor([[0.0, -0.01, -0.02], [0.0, -0.01, -5.0]])
+    candidates = torch.zeros(2, len(LIKELIHOODS), dtype=torch.long)
+    tree = replace(tree, score=score, candidates=candidates, counts=torch.tensor([2, 3]), total=5)
+    path = Path(torch.tensor([[0, 1, 0], [0, 1, 2]]), torch.tensor([1, 2]))
+    verified, accepted, *searched = count_outcomes(tree, path).tolist()
+    assert verified == [2] * len(LIKELIHOODS)  # the first row left out its last node, the second one's is unlikely
+    assert accepted == [2] * len(LIKELIHOODS)
+    assert searched == candidates.tolist()
+
+
+def test_the_host_reads_what_became_of_drafts_after_the_rows():
+    known = torch.arange(24).view(4, 6)
+    rows = torch.zeros(3, dtype=torch.long)
+    output = StepOutput(
+        torch.zeros(3, 4, dtype=torch.long), Path(rows[:, None], rows), 3, 0, rows, rows, rows, rows, rows, None, known
+    )
+    packed = output.pack_for_host()
+    assert packed.shape == (3 + 3, 8)
+    assert packed[3:].flatten()[:24].tolist() == known.flatten().tolist()
+
+
+def test_a_promise_comes_to_what_drafts_have_kept():
+    promise = Promise(0.9)
+    for _ in range(60):
+        promise.observe(4, 1, outcomes(3, likely=4, accepted=6))  # of 12, all likely
+    assert promise.rates[0] == pytest.approx(0.5, abs=0.02)
+    assert promise.accepted(1, 3, 3) == pytest.approx(1.5, abs=0.1)
+    assert promise.accepted(1, 3, 1) == pytest.approx(0.5, abs=0.05)  # of the nodes that there are, the likeliest
+    assert promise.accepted(1, 2, 3) == pytest.approx(1.0, abs=0.1)
+    assert promise.accepted(1, 5, 5) > 2  # as deeper levels go on
+
+
+def test_a_narrow_search_leaves_what_is_known_of_a_wide_one():
+    promise = Promise(0.5)
+    for _ in range(60):
+        promise.observe(4, 5, outcomes(2, likely=12, accepted=2, likelihood=7))
+    wide = promise.accepted(5, 2, 9)
+    promise.observe(4, 1, outcomes(2, likely=4, accepted=1, likelihood=7))
+    assert promise.accepted(5, 2, 9) == pytest.approx(wide, rel=0.1)
+
+
+def choice(costs: StepCosts, *kinds: SearchProposer, size: int = 1, quality: float = 0.5) -> StepChoice:
+    return StepChoice(costs, {size: kinds}, PlainProposer(), {}, quality)
+
+
+def steps(chosen: StepChoice, count: int, accepted: float, size: int = 1) -> list[int]:
+    """Take steps in which so much of each likely draft is accepted, and return the depths of their searches."""
+    depths, dice = [], random.Random(0)
+    for _ in range(count):
+        proposer = chosen.choose(size, size, size, 0)
+        depths.append(proposer.depth)
+        if proposer.depth:
+            right = sum(dice.random() < accepted for _ in range(size * proposer.depth))
+            chosen.observe(size, size, proposer, size, 0, outcomes(proposer.depth, likely=size, accepted=right))
+    return depths
+
+
+def test_a_good_drafter_is_searched_deeper_and_a_bad_one_pauses():
+    levels = priced(FLAT, ((1, 0.1),), ((1, 0.1),))
+    kinds = search(1, 1, 2), search(1, 5, 6)
+    assert steps(choice(levels, *kinds), 100, accepted=1.0)[-60:] == [5] * 60
+    depths = steps(choice(levels, *kinds), 400, accepted=0.0)
+    assert 0 not in depths[:FEWEST]
+    assert depths.count(0) > 0.95 * len(depths)
+    assert set(depths[-300:]) == {0, 1}  # what is tried again is what costs least
+
+
+def test_drafts_that_gain_again_go_on():
+    chosen = choice(priced(FLAT, ((1, 0.3),), FREE), search(1, 2, 3))
+    steps(chosen, 300, accepted=0.0)
+    assert all(steps(chosen, 400, accepted=0.9)[200:])
+
+
+def test_drafts_that_gain_nothing_pause_for_long_at_once():
+    depths = steps(choice(priced(FLAT, ((1, 0.5),), FREE), search(1, 2, 3), size=64), HOPELESS_PAUSE, 0.0, size=64)
+    assert depths == [2] + [0] * (HOPELESS_PAUSE - 1)
+
+
+def test_numbers_of_rows_pause_apart():
+    chosen = StepChoice(
+        priced(FLAT, ((1, 0.5),), FREE), {2: [search(1, 1, 2)], 64: [search(1, 1, 2)]}, PlainProposer(), {}
+    )
+    steps(chosen, 4, accepted=0.0, size=64)
+    assert chosen.choose(64, 64, 64, 0).depth == 0
+    assert chosen.choose(2, 2, 2, 0).depth == 1
+
+
+def test_prompts_that_a_step_reads_count_as_tokens_of_its_forward():
+    dear = priced(((1, 1.0), (128, 1.2), (192, 9.0)), FREE, FREE)
+    assert [choice(dear, search(1, 1, 2), size=64).choose(64, 64, 64, more).depth for more in (0, 64)] == [1, 0]
+    cheap = priced(((64, 1.0), (128, 1.4), (192, 1.5)), FREE, FREE)
+    assert [choice(cheap, search(1, 1, 2), size=64).choose(64, 64, 64, more).depth for more in (0, 64)] == [1, 1]
+
+
+def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():
+    whole = search(5, 5, 26)
+    found = {rows: best_shapes(GPU, whole, rows, rows >= 32, (0.65,)) for rows in (1, 4, 8, 16, 32, 64, 128, 512)}
+    nodes = [
+        max((s.shared_nodes or rows * s.node_budget for s in of), default=rows) / rows for rows, of in found.items()
+    ]
+    assert nodes == sorted(nodes, reverse=True)
+    assert nodes[0] == 26
+    assert nodes[-1] < 2
+
+
+def test_nothing_is_drafted_where_every_token_takes_its_time():
+    assert best_shapes(priced(RISING, ((1, 0.1),), FREE), search(5, 5, 26), 8, True, (0.3, 0.6)) == []
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Let steps look at other kinds each time, and take any that promises as much."""
+    monkeypatch.setattr(ReDrafter, "pauses", True)
+    monkeypatch.setattr(step_choice, "RECHECK", 1)
+    monkeypatch.setattr(step_choice, "MARGIN", 1.0)
+    monkeypatch.setattr(step_choice, "HOPELESS_PAUSE", 3)
+    monkeypatch.setattr(step_choice, "FIRST_PAUSE", 2)
+
+
+def switching(engine: ReDrafter) -> ReDrafter:
+    """Let an engine take another kind of step every few steps, none among them."""
+    honest, turn = StepChoice.choose, itertools.count()
+    costs = priced(((1, 1.0), (100, 3.0)), ((1, 0.05),), ((1, 0.05),))
+    engine.step_costs = lambda graphs: costs
+
+    class Switching(StepChoice):
+        def choose(self, size: int, rows: int, drafting: int, more: int):
+            honest(self, size, rows, drafting, more)
+            return self.proposers[next(turn) // 2 % len(self.proposers)]
+
+    made = engine.step_choice
+
+    def step_choice_of(sizes, graphs):
+        found = made(sizes, graphs)
+        found.__class__ = Switching
+        return found
+
+    engine.step_choice = step_choice_of
+    return engine
+
+
+@pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("copies", [False, True])
+def test_steps_of_any_kind_in_turn_write_what_plain_decoding_does(llama, rows, how, copies, often, monkeypatch):
+    taken = noted(monkeypatch, RunningBatch, "prepare_step", lambda step, *_: step.proposer)
+    drafter = tiny_drafter(draft_beams=3, draft_len_per_beam=4)
+    engine = switching(ReDrafter(Target(llama), drafter, options=None if copies else DRAFTER_ALONE))
+    ids, mask = uneven_batch(rows)
+    same_undrafted(engine, ids, mask, max_new_tokens=40, eos_token_id=None, **how)
+    assert len(set(map(id, taken))) > 2
+
+
+def test_served_rows_write_what_each_writes_alone_whatever_drafts(often, monkeypatch):
+    taken = noted(monkeypatch, RunningBatch, "prepare_step", lambda step, *_: step.proposer)
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    engine = switching(ReDrafter(Target(model), tiny_drafter(draft_beams=3, draft_len_per_beam=4)))
+    run_as_alone(scheduler(engine, max_batch_size=6), without_drafts(random_sequences(14, seed=3)), 1)
+    assert len(set(map(id, taken))) > 2
+
+
+@pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
+def test_steps_follow_from_costs_and_tokens_alone(llama, how, often, monkeypatch):
+    engine = ReDrafter(Target(llama), tiny_drafter(draft_beams=3, draft_len_per_beam=4))
+    ids, mask = uneven_batch(5)
+    runs = []
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            taken = noted(patch, RunningBatch, "prepare_step", lambda step, *_: id(step.proposer))
+            out = engine.generate(ids, mask, max_new_tokens=40, eos_token_id=None, **how)
+            runs.append((out.tolist(), taken))
+    assert runs[0] == runs[1]
+    assert len(set(runs[0][1])) > 1
