@@ -299,8 +299,8 @@ def read_prepared(
     of_images = {"position_ids"}
     _check_images(any(images), target)
     of_images |= {name for row in images if row is not None for name in row.inputs}
-    text = torch.tensor([row is None for row in images], device=seen.device)
-    if positions is not None and not _count_tokens(positions, seen, text):
+    text = torch.tensor([row is None for row in images])
+    if positions is not None and not _count_tokens(positions.to(seen.device), seen, text):
         raise UnsupportedError("position_ids of your own cannot be honoured; leave them out")
     for name in sorted(prepared.keys() - _LOOP - of_images):
         _check_empty(name, prepared[name], target.model)

@@ -162,8 +162,10 @@ def read_request(
     """
     config, sampled = generation_config, generation_config.do_sample
     check_modes(config, target.model.generation_config)
-    seen = check_ids(input_ids, attention_mask, target, options)
-    images = read_prepared(prepared, input_ids, seen, target)
+    # A GPU is asked for ids and mask once, instead of for each number that follows from them.
+    ids, mask = input_ids.cpu(), None if attention_mask is None else attention_mask.cpu()
+    seen = check_ids(ids, mask, target, options)
+    images = read_prepared(prepared, ids, seen, target)
     if config.num_return_sequences is not None and config.num_return_sequences < 1:
         raise ArgumentError(f"num_return_sequences must be 1 or more, got {config.num_return_sequences}")
     rows, width = input_ids.shape
@@ -190,7 +192,7 @@ def read_request(
     # How it is drawn.
     check_processors(target, logits_processor)
     given = with_temperature(logits_processor, mine.temperature, rows, sampled=sampled)
-    functions, slow = read_processors(given, width=width, prompt=length.cpu(), vocabulary=target.vocab_size)
+    functions, slow = read_processors(given, width=width, prompt=length, vocabulary=target.vocab_size)
     drawn: list[dict[str, Any]] = [{"temperature": 0.0}] * rows
     if sampled:
         drawn = [{"seed": each} for each in target.ranks.from_first(row_seeds(mine.seed, rows))]
