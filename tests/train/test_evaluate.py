@@ -220,7 +220,7 @@ def test_a_chain_is_cut_at_its_end_even_where_rounding_scores_a_child_above_its_
     model, drafter = random_pair()
     rows, depth = 50, []
 
-    def step(embedding, state, hidden, read):
+    def step(embedding, state, hidden, read, embedded):
         depth.append(7 if state is None else 8)
         peak = torch.linspace(5, 40, rows)[:, None, None].expand(rows, 1, VOCAB)
         sure = one_hot(torch.tensor(depth[-1]), VOCAB) * (peak + 8.1)

@@ -63,7 +63,7 @@ def fond_drafter(monkeypatch, head: int | None = None) -> RecurrentDrafter:
     drafter = tiny_drafter(draft_vocab_size=head)
     falling = -torch.arange(head or VOCAB, dtype=torch.float)
 
-    def step(embedding, state, hidden, read):
+    def step(embedding, state, hidden, read, embedded):
         logits = falling if state is None else 2 * falling
         return logits.expand(*embedding.shape[:-1], -1), embedding
 
