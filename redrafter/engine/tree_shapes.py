@@ -12,8 +12,8 @@ WIDTHS = (1, 2, 3, 5)  # of searches that are looked at, beside the widest one
 DEPTHS = (1, 2, 3, 4, 5, 7)  # likewise, beside the deepest one
 NODES = (2, 3, 4, 6, 8, 12, 16, 24)  # of each row, beside all that are searched
 SHARED = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0)  # of each row on average, where rows share
-# Qualities of drafters, as `Promise` has them, for each of which the best tree is at hand. On a GPU each kind of step is
-# captured, which takes longer than many steps: with three kinds, first calls lost more than the better trees gained.
+# Qualities of drafters, as `Promise` has them, for each of which the best tree is at hand. On a GPU each kind of step
+# is captured when it is first taken, which takes as long as many steps.
 QUALITIES = {"cpu": (0.35, 0.5, 0.65, 0.8, 0.92), "cuda": (0.65,)}
 # From which on rows share nodes, where a forward computes ragged trees; with fewer, each has nodes enough for what is
 # likely, and drafts that are copied from its text, which rows that share nodes go without.

@@ -131,7 +131,7 @@ def test_a_replay_ends_with_the_text(monkeypatch):
     """
     model, drafter = tiny_model("llama"), tiny_drafter()
     zero = torch.zeros(VOCAB).index_fill(0, torch.tensor(0), 1.0)
-    monkeypatch.setattr(drafter, "step", lambda e, s, h, _: (zero.expand(*e.shape[:-1], VOCAB), e))
+    monkeypatch.setattr(drafter, "step", lambda e, s, h, *_: (zero.expand(*e.shape[:-1], VOCAB), e))
     found = replay_chain(drafter, model, [5] + [0] * 7, [5, 0, 0], [5, 0])
     # The first: three drafts and one more, then the two that are left. The second: the one that is left.
     assert (found.steps, found.emitted, found.accepted_by_depth) == (3, 7, [3, 2, 1])
