@@ -53,7 +53,7 @@ def test_every_part_tells_what_its_choice_has_come_to(path, program):
 
 
 def test_counters_rise_by_what_the_answers_tell(program):
-    """Twenty rows step without drafts on a CPU: such steps are none of speculation's."""
+    """Twenty rows step with drafts or without, as costs have it: steps without are none of speculation's."""
 
     def ask(prompts: list[str], count: int) -> dict:
         body = {"prompt": prompts, "max_tokens": count, "ignore_eos": True, "temperature": 0}
@@ -81,7 +81,7 @@ def test_counters_rise_by_what_the_answers_tell(program):
     assert rise["vllm:generation_tokens_total"] == sum(usage["completion_tokens"] for usage in usages)
     assert rise['vllm:request_success_total{finished_reason="length"}'] == 24
     many = told[0]
-    assert many["num_spec_steps"] + many["num_accepted_draft_tokens"] + 20 < usages[0]["completion_tokens"]
+    assert many["num_spec_steps"] + many["num_accepted_draft_tokens"] + 20 <= usages[0]["completion_tokens"]
     for counts in told:
         assert sum(counts["acceptance_histogram"]) == counts["num_spec_steps"]
         assert len(counts["acceptance_histogram"]) == counts["num_spec_tokens"] + 1
