@@ -55,14 +55,15 @@ def test_every_part_tells_what_its_choice_has_come_to(path, program):
 def test_counters_rise_by_what_the_answers_tell(program):
     """Twenty rows step with drafts or without, as costs have it: steps without are none of speculation's."""
 
-    def ask(prompts: list[str], count: int) -> dict:
-        body = {"prompt": prompts, "max_tokens": count, "ignore_eos": True, "temperature": 0}
+    def ask(prompts: list[str], count: int, speculate: bool = True) -> dict:
+        body = {"prompt": prompts, "max_tokens": count, "ignore_eos": True, "temperature": 0, "speculate": speculate}
         return program.post("/v1/completions", body).json()
 
     program.wait_until_idle()
     before = program.metrics()
     with ThreadPoolExecutor() as pool:
-        answers = list(pool.map(ask, ([PROMPTS[1]] * 20, [PROMPTS[2]], [PROMPTS[3]] * 3), (20, 120, 90)))
+        prompts = [PROMPTS[1]] * 20, [PROMPTS[2]], [PROMPTS[3]] * 3, [PROMPTS[2]]
+        answers = list(pool.map(ask, prompts, (20, 120, 90, 40), (True, True, True, False)))
     after = program.metrics()
     rise = {name: after[name] - before[name] for name in after}
     told = [answer["metrics"]["speculative_decoding"] for answer in answers]
@@ -79,8 +80,9 @@ def test_counters_rise_by_what_the_answers_tell(program):
         assert rise[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}'] == accepted
     usages = [answer["usage"] for answer in answers]
     assert rise["vllm:generation_tokens_total"] == sum(usage["completion_tokens"] for usage in usages)
-    assert rise['vllm:request_success_total{finished_reason="length"}'] == 24
-    many = told[0]
+    assert rise['vllm:request_success_total{finished_reason="length"}'] == 25
+    many, plain = told[0], told[3]
+    assert plain["num_spec_steps"] == plain["num_draft_tokens"] == 0
     assert many["num_spec_steps"] + many["num_accepted_draft_tokens"] + 20 <= usages[0]["completion_tokens"]
     for counts in told:
         assert sum(counts["acceptance_histogram"]) == counts["num_spec_steps"]
