@@ -83,7 +83,8 @@ def test_counters_rise_by_what_the_answers_tell(program):
     assert rise['vllm:request_success_total{finished_reason="length"}'] == 25
     many, plain = told[0], told[3]
     assert plain["num_spec_steps"] == plain["num_draft_tokens"] == 0
-    assert many["num_spec_steps"] + many["num_accepted_draft_tokens"] + 20 <= usages[0]["completion_tokens"]
+    # Each row's first token comes before any step, and its last one may be a draft, with no token of the step's own.
+    assert many["num_spec_steps"] + many["num_accepted_draft_tokens"] <= usages[0]["completion_tokens"]
     for counts in told:
         assert sum(counts["acceptance_histogram"]) == counts["num_spec_steps"]
         assert len(counts["acceptance_histogram"]) == counts["num_spec_tokens"] + 1
