@@ -15,9 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from redrafter.kernels.launch import Tiling, supports_dependent_launch
-from redrafter.kernels.linear import choose_splits, finished_counts
+from redrafter.kernels.linear import (
+    MANY_FEATURES,
+    add_parts,
+    choose_splits,
+    finished_counts,
+    is_last_part,
+    parts_of_tile,
+)
 
-MANY_FEATURES = 8192  # output features from which wider tiles are as many as a large GPU runs at once
 EXACT_AFTER = tl.constexpr(128)  # products that tensor cores add up in fewer bits than float32 has
 UNIT = tl.constexpr(256)  # input features of which parts are made, a multiple of every step
 
@@ -32,11 +38,10 @@ def _float8_product_kernel(
 
     `WHOLE` says that the weight has no tile or step that is less than whole.
 
-    With several splits (`SPLIT`), each program stores its partial sums in `PARTS` and counts itself in `COUNTS`; the
-    last program of a tile to do so adds up the parts in their order and sets the count back to 0. `FOLLOW` says that
-    the kernel may be launched while the previous one runs (programmatic dependent launch) and must wait for it before
-    it reads `X`. The first `UNIT` of the weight need not wait (`AHEAD`): it is read while the inputs are being rounded.
-    It is multiplied last, so that the loop's own reads start as soon as the inputs are there.
+    With several splits (`SPLIT`), the last program of a tile to finish adds up what all of them stored in `PARTS`.
+    `FOLLOW` says that the kernel may be launched while the previous one runs (programmatic dependent launch) and must
+    wait for it before it reads `X`. The first `UNIT` of the weight need not wait (`AHEAD`): it is read while the inputs
+    are being rounded. It is multiplied last, so that the loop's own reads start as soon as the inputs are there.
     """
     split, tile = tl.program_id(2), tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -69,17 +74,10 @@ def _float8_product_kernel(
     if AHEAD:
         acc = tl.dot(first_w, first_x, acc, max_num_imprecise_acc=EXACT_AFTER)
     if SPLIT:
-        size: tl.constexpr = FEATURES * TOKENS
-        within_tile = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-        parts = PARTS + tile.to(tl.int64) * splits * size + within_tile
-        tl.store(parts + split * size, acc)
-        tl.debug_barrier()
-        if tl.atomic_add(COUNTS + tile, 1, sem="acq_rel") != splits - 1:
+        parts = parts_of_tile(PARTS, tile, splits, FEATURES, TOKENS)
+        if not is_last_part(acc, parts, COUNTS + tile, split, splits):
             return
-        tl.store(COUNTS + tile, 0)
-        acc = tl.zeros([FEATURES, TOKENS], tl.float32)
-        for other in range(splits):
-            acc += tl.load(parts + other * size, cache_modifier=".cg")
+        acc = add_parts(parts, splits, FEATURES, TOKENS)
     acc *= tl.load(W_SCALE + f, f < features, 0.0)[:, None]
     acc *= tl.load(X_SCALE + t, t < tokens, 0.0)[None, :]
     if HAS_BIAS:

@@ -40,6 +40,36 @@ def widen(w, OUT, ASSEMBLY: tl.constexpr):
     return wide
 
 
+@triton.jit
+def parts_of_tile(PARTS, tile, splits, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
+    """Return where the first split of a tile of a product stores its sums, `[FEATURES, TOKENS]`; others come behind."""
+    within_tile = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    return PARTS + tile.to(tl.int64) * splits * (FEATURES * TOKENS) + within_tile
+
+
+@triton.jit
+def is_last_part(acc, parts, count, split, splits):
+    """Store the sums of one split, and return whether all others of its tile are stored too.
+
+    The count of the splits that are is 0 before the first and after the last of them.
+    """
+    tl.store(parts + split * (acc.shape[0] * acc.shape[1]), acc)
+    tl.debug_barrier()
+    last = tl.atomic_add(count, 1, sem="acq_rel") == splits - 1
+    if last:
+        tl.store(count, 0)
+    return last
+
+
+@triton.jit
+def add_parts(parts, splits, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
+    """Return the sums of all splits of a tile, added up in their order, whichever was the last to finish."""
+    acc = tl.zeros([FEATURES, TOKENS], tl.float32)
+    for other in range(splits):
+        acc += tl.load(parts + other * (FEATURES * TOKENS), cache_modifier=".cg")
+    return acc
+
+
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _product_kernel(
     X, W, SCALE, BIAS, OUT, PARTS, COUNTS, tokens, features, inner, w_stride, splits,
@@ -54,10 +84,9 @@ def _product_kernel(
     rows of the sums, for fewer than 64: no warp then widens what another one does, and bytes are read from shared
     memory by four.
 
-    With several splits (`SPLIT`), each program stores its partial sums in `PARTS` and counts itself in `COUNTS`; the
-    last program of a tile to do so adds up the parts in their order and sets the count back to 0. `FOLLOW` says that
-    the kernel may be launched before the previous one is done (programmatic dependent launch) and must wait for it
-    before it reads `X`.
+    With several splits (`SPLIT`), the last program of a tile to finish adds up what all of them stored in `PARTS`.
+    `FOLLOW` says that the kernel may be launched before the previous one is done (programmatic dependent launch) and
+    must wait for it before it reads `X`.
     """
     split, tile = tl.program_id(2), tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -88,17 +117,10 @@ def _product_kernel(
     if FEW:
         acc = tl.trans(acc)
     if SPLIT:
-        size: tl.constexpr = FEATURES * TOKENS
-        within_tile = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-        parts = PARTS + tile.to(tl.int64) * splits * size + within_tile
-        tl.store(parts + split * size, acc)
-        tl.debug_barrier()
-        if tl.atomic_add(COUNTS + tile, 1, sem="acq_rel") != splits - 1:
+        parts = parts_of_tile(PARTS, tile, splits, FEATURES, TOKENS)
+        if not is_last_part(acc, parts, COUNTS + tile, split, splits):
             return
-        tl.store(COUNTS + tile, 0)
-        acc = tl.zeros([FEATURES, TOKENS], tl.float32)
-        for other in range(splits):
-            acc += tl.load(parts + other * size, cache_modifier=".cg")
+        acc = add_parts(parts, splits, FEATURES, TOKENS)
     if WIDEN:
         acc *= tl.load(SCALE + f, f < features, 0.0)[:, None]
     if HAS_BIAS:

@@ -76,8 +76,8 @@ def choose_candidates(
     return program
 
 
-def multiply(tokens: int, features: int, *, widened: bool = False) -> Callable[[], object]:
-    x, weight = torch.zeros(tokens, 512, dtype=torch.bfloat16), torch.zeros(features, 512).to(torch.float8_e4m3fn)
+def multiply(tokens: int, features: int, inner: int = 512, *, widened: bool = False) -> Callable[[], object]:
+    x, weight = torch.zeros(tokens, inner, dtype=torch.bfloat16), torch.zeros(features, inner).to(torch.float8_e4m3fn)
     scales = torch.ones(tokens), torch.ones(features)
     if widened:
         return lambda: kernels.widened_product(x, weight, scales[1], None)
@@ -112,6 +112,7 @@ PROGRAMS = {
     ),
     "FP8 product of few tokens": multiply(5, 6144),
     "FP8 product of a tree": multiply(26, 12288),
+    "FP8 product in parts": multiply(26, 4096, 4096),
     "FP8 product of many tokens": multiply(200, 12288),
     "widened product of few tokens": multiply(5, 6144, widened=True),
     "widened product of many tokens": multiply(200, 12288, widened=True),
@@ -141,7 +142,7 @@ def main() -> None:
     JITFunction.run = compile_alone
     torch.version.cuda = "13.0"
     gpu = torch.device("cuda")
-    for name in ("cache_tiles", "linear", "float8_rounding", "shortlist"):
+    for name in ("cache_tiles", "linear", "float8_matmul", "float8_rounding", "shortlist"):
         module = import_module(f"redrafter.kernels.{name}")
         module.supports_dependent_launch = lambda device: True
         module.widening_assembly = lambda narrow, wide, device: widening_assembly(narrow, wide, gpu)
