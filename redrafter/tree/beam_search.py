@@ -17,7 +17,7 @@ from torch import Tensor
 
 from redrafter import kernels
 from redrafter.tree.likelihood import count_likely
-from redrafter.tree.token_tree import Tree, chain, keep_best, share_nodes, tree_of
+from redrafter.tree.token_tree import Tree, chain, eligible_scores, keep_best, share_nodes, tree_of
 
 CPU_NODE_BUDGET = 12  # nodes; on a CPU each costs arithmetic. Best or nearly for the boxed pair, see docs/benchmarks.md
 
@@ -100,7 +100,7 @@ def beam_search(
     lattice_tokens, score = torch.cat(tokens, 1), torch.cat(scores, 1)  # [B, N]
     count, candidates = lattice_tokens.shape[1], None
     if eligible is not None:
-        score = score.nan_to_num(nan=-torch.inf).masked_fill(~eligible[:, None], -torch.inf)
+        score = eligible_scores(score, eligible)
         candidates = count_likely(score[:, 1:]).unflatten(0, (len(tokens) - 1, -1)).sum(dim=1)  # [K, J]
     lattice = lattice_tokens, torch.cat(sources, 1) + first[:count], level[:count].expand(rows, -1)
     if beams == 1:
@@ -115,7 +115,7 @@ def beam_search(
     if eligible is None:
         return tree
     if shared is not None and shared < score.numel():
-        tree = share_nodes(tree, score, shared, eligible)
+        tree = share_nodes(tree, score, shared)
     else:
         tree = replace(tree, score=score)
     return replace(tree, candidates=candidates)

@@ -206,7 +206,12 @@ def _take(tokens: Tensor, parents: Tensor, depth: Tensor, kept: Tensor) -> tuple
     return tokens.gather(1, kept), renumber.gather(1, parents.gather(1, kept)), depth.gather(1, kept)
 
 
-def share_nodes(tree: Tree, score: Tensor, total: int, eligible: Tensor) -> Tree:
+def eligible_scores(score: Tensor, eligible: Tensor) -> Tensor:
+    """Return scores `[B, N]` with -inf for what is no number, and in rows but those that are `eligible`, `[B]` bool."""
+    return score.nan_to_num(nan=-torch.inf).masked_fill(~eligible[:, None], -torch.inf)
+
+
+def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:
     """Let the rows of a tree share `total` nodes: those of highest score in all rows, and the root of each row.
 
     A row whose drafts are likely has more of them verified than one whose drafts are not. What is left out changes no
@@ -214,15 +219,13 @@ def share_nodes(tree: Tree, score: Tensor, total: int, eligible: Tensor) -> Tree
 
     Args:
         tree: The trees of B rows, N nodes each, none of them sampled from a distribution.
-        score: Score of each node, `[B, N]`; never higher than the parent's.
+        score: Score of each node, `[B, N]`, as `eligible_scores` returns them; never higher than the parent's.
         total: Nodes to verify, B at least and B * N at most.
-        eligible: Rows that take drafts, `[B]` bool.
 
     Returns:
         The ragged tree, whose verified nodes come first in each row.
     """
     rows, nodes = score.shape
-    score = score.nan_to_num(nan=-torch.inf).masked_fill(~eligible[:, None], -torch.inf)
     first = torch.arange(nodes, device=score.device) == 0
     ranked = score.masked_fill(first, torch.inf).flatten()
     best = ranked.sort(descending=True, stable=True).indices[:total]  # on a tie, a parent before its child

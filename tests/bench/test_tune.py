@@ -161,9 +161,9 @@ def test_trees_that_rows_share_are_timed_at_large_batches_with_as_many_nodes_a_r
 def test_the_steps_of_rows_that_share_nodes_are_measured(monkeypatch):
     seen, share = set(), beam_search.share_nodes
 
-    def share_nodes(tree, score, total, eligible):
-        seen.add((len(eligible), total))
-        return share(tree, score, total, eligible)
+    def share_nodes(tree, score, total):
+        seen.add((len(score), total))
+        return share(tree, score, total)
 
     monkeypatch.setattr(beam_search, "share_nodes", share_nodes)
     model = tiny_model("llama")

@@ -19,7 +19,7 @@ from redrafter.model.lora import LoraWeights
 from redrafter.model.target import Target
 from redrafter.model.traits import find_mixers
 from redrafter.tree.accept import Path
-from redrafter.tree.token_tree import chain, share_nodes, tree_of
+from redrafter.tree.token_tree import chain, eligible_scores, share_nodes, tree_of
 
 NEW = 20
 IDS, MASK = uneven_batch()
@@ -180,7 +180,7 @@ def test_weights_of_those_layers_are_read_once_a_tree(one_of_few, monkeypatch):
 
 def test_nodes_that_rows_share_have_the_logits_that_they_have_in_whole_trees(one_of_few):
     score = torch.tensor([[0.0, -1, -9, -2, -9.5, -3, -9], [0.0, -8, -1, -9, -2, -9.5, -9.5]])
-    shared, results = share_nodes(TREE, score, 7, torch.tensor([True, True])), []
+    shared, results = share_nodes(TREE, eligible_scores(score, torch.tensor([True, True])), 7), []
     for tree in (TREE, shared):
         table, home = torch.tensor([[1], [2]]).int(), torch.tensor([1, 2])
         cache = PagedCache(KVCachePool(one_of_few.paged_shapes, 3), table, home)
