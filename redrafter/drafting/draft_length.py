@@ -1,4 +1,4 @@
-"""How far a second model drafts in the next step, and pauses of drafting, by what became of earlier drafts."""
+"""The length of a second model's drafts, and pauses of drafting. Both follow from what became of earlier drafts."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +68,7 @@ class Pause:
 
     @property
     def lasts(self) -> bool:
-        """Whether the next step does without drafts."""
+        """Tell whether the next step does without drafts."""
         return self._left > 0
 
     def skip(self) -> bool:
@@ -78,7 +78,7 @@ class Pause:
 
     @property
     def trying(self) -> bool:
-        """Whether drafts are tried again after a pause, and not judged yet."""
+        """Tell whether drafts are tried again after a pause, and not judged yet."""
         return not self.lasts and self._rows < self._needed < self._fewest
 
     def judge(self, rows: int, *, pays: bool, at_least: int = FIRST_PAUSE) -> bool:

@@ -34,7 +34,7 @@ OTHERS = (0.0, 0.0, 0.0, 0.0, 0.1, 0.15, 0.4, 0.7, 1.2, 1.0)
 
 
 class Promise:
-    """How many drafts of a tree are accepted on average, by what became of earlier ones.
+    """Estimates how many drafts of a tree are accepted on average, from what became of earlier ones.
 
     Attributes:
         levels: Drafts of each level of a row's search by their likelihood, `TYPICAL`.

@@ -1,4 +1,4 @@
-"""What a step takes, by the tokens of its forward and by what is drafted before it."""
+"""The time of a step. It follows from the tokens of its forward and from what is drafted before it."""
 
 from bisect import bisect_right
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""How likely drafts are by what drafted them, counted beside what became of them.
+"""Counts of drafts by their likelihood, which is what the drafter itself says of them, and of what became of them.
 
 A drafter's probabilities order its drafts well and measure them badly. So each step counts its drafts by likelihood:
 those that were searched, those that were verified, and those that were accepted. What the host reads is as many small
