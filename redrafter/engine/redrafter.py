@@ -196,12 +196,13 @@ class ReDrafter(Engine):
         costs, qualities = self.step_costs(graphs), QUALITIES[self.target.device.type]
         kinds, ratios = {}, {}
         for size in sizes:
-            kinds[size] = [self.proposer_for(size)]
             if self.adapts:
                 # Where several are best for some drafter, they are at hand for a bad one and a good one.
                 shapes = self._best_shapes(costs, size, qualities)
                 kinds[size] = [self._proposer_of(shape, size) for shape in shapes]
-            elif self.tuning is not None and (ratio := self.tuning.step_cost_for(size)) is not None:
+                continue
+            kinds[size] = [self.proposer_for(size)]
+            if self.tuning is not None and (ratio := self.tuning.step_cost_for(size)) is not None:
                 ratios[size] = ratio
         none = {size: [each for each in of if each.depth] for size, of in kinds.items()}
         return StepChoice(costs, none, self.plain, ratios)

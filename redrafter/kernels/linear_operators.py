@@ -64,6 +64,10 @@ def float8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None)
         scale: What each row of it is multiplied by, `[F]` float32.
         bias: Bias, `[F]`; None for none.
     """
+    return _widened_by_torch(x, weight, scale, bias)
+
+
+def _widened_by_torch(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     wide = (weight.float() * scale[:, None]).to(x.dtype)
     return linear(round_inputs(x).values, wide, None if bias is None else bias.to(x.dtype))
 
@@ -127,7 +131,7 @@ if kernels.TRITON:
     def _(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         if x.dtype not in _HALF or x.shape[-1] > kernels.MAX_ROUNDED_WIDTH:
-            out = linear(round_inputs(flat).values, (weight.float() * scale[:, None]).to(x.dtype), bias)
+            out = _widened_by_torch(flat, weight, scale, bias)
         elif _capability(x.device) < (8, 9):
             out = _widened(kernels.round_values(flat), weight, scale, bias)
         elif _takes_many(x, weight):

@@ -117,9 +117,9 @@ def choose_room(prompts: int, tokens: int, rooms: Sequence[int] = ROOMS_ALONE) -
     return next((room for room in rooms if prompts <= room and tokens <= room * TOKENS_PER_CHUNK), rooms[-1])
 
 
-def room_tokens(chunks: Sequence[Chunk]) -> int:
-    """Return how many tokens the forward of a step computes for chunks of prompts, those of padding included."""
-    return choose_room(len(chunks), sum(count for _, count in chunks)) * TOKENS_PER_CHUNK if chunks else 0
+def room_for(chunks: Sequence[Chunk]) -> int:
+    """Return how many chunks the forward of a step has room for that reads these chunks of prompts; 0 for none."""
+    return choose_room(len(chunks), sum(count for _, count in chunks)) if chunks else 0
 
 
 def rope_length(target: Target, sequence: TokenSequence) -> int:
@@ -138,7 +138,7 @@ class ChunkBuffers:
 
     def load(self, chunks: Sequence[Chunk]) -> PromptChunks:
         """Write chunks of prompts into the smallest buffers that have room for them."""
-        room = choose_room(len(chunks), sum(count for _, count in chunks))
+        room = room_for(chunks)
         buffers = self._by_room[room]
         tokens, starts, lengths, adapters, prompts = list[int](), [0], list[int](), list[int](), list[int]()
         for sequence, count in chunks:

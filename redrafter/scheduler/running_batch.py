@@ -22,13 +22,14 @@ from redrafter.drafting.draft_length import TEXT_GAIN, AdaptiveDraftLength, Draf
 from redrafter.drafting.proposer import Proposer, State, step_tokens
 from redrafter.drafting.step_choice import StepChoice
 from redrafter.drafting.vocabulary_map import VocabularyMap
+from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.forward_batch import Prompts
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, PendingReport, bucket, new_state
 from redrafter.scheduler.finished_texts import Piece, write_pieces
 from redrafter.scheduler.paged_memory import PagedMemory
-from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows, room_tokens
+from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows, room_for
 from redrafter.scheduler.row_caches import PagedRows, RowCaches
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.sequence import TokenSequence
@@ -360,7 +361,8 @@ class RunningBatch:
             return self.draft_lengths.choose([sequence.index for sequence in self.rows])
         proposer = self._proposers[size := self._sizes[len(self.rows)]]
         if self.choice is not None:
-            proposer = self.choice.choose(size, len(self.rows), asked.speculate, room_tokens(chunks))
+            more = room_for(chunks) * TOKENS_PER_CHUNK
+            proposer = self.choice.choose(size, len(self.rows), asked.speculate, more)
         # On a GPU another kind of step would have to be captured, which costs more than nodes that are copied in vain.
         if proposer.without_text is None or self.target.device.type != "cpu":
             return proposer

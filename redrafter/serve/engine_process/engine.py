@@ -146,7 +146,11 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
     choice, scheduler.batch.choice = scheduler.batch.choice, None  # steps shall draft, whatever it gains
     longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
-    fillings = [1 + room * TOKENS_PER_CHUNK for room in (0, *ROOMS[:-1])]  # tokens that need each room at least
+    # Tokens that need each room at least: beside rows, and without any.
+    mixed = scheduler.mixed_prefill
+    beside_rows, alone = (
+        [1 + room * TOKENS_PER_CHUNK for room in (0, *rooms[:-1])] if mixed else [] for rooms in (ROOMS, ROOMS_ALONE)
+    )
     scheduler.batch.reserve(scheduler.longest)  # larger buffers would need new steps
 
     def submit(prompt: list[int], count: int, params: SamplingParams, salt: str | None = None) -> TokenSequence:
@@ -180,9 +184,8 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
         for speculate in (True, False):
             write(min(rows, limits.max_batch_size), 1, [replace(each, speculate=speculate) for each in kind])
         beside = min(rows, limits.max_batch_size - 1)
-        for length in fillings if scheduler.mixed_prefill and beside else ():
+        for length in beside_rows if beside else ():
             prefill_beside(beside, min(length, longest - 1), kind)
-    alone = [1 + room * TOKENS_PER_CHUNK for room in (0, *ROOMS_ALONE[:-1])] if scheduler.mixed_prefill else []
     for length in sorted({*PROMPT_TOKENS, *alone}):
         if length < longest:
             write(1, length, KINDS[0])
