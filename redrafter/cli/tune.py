@@ -16,6 +16,7 @@ from redrafter.bench.standing_batch import SHARING_ROWS
 from redrafter.bench.tuner import DEEPER_LENGTHS, LENGTHS, Tuner, candidates, choose, describe, table
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.engine.redrafter import ReDrafter
+from redrafter.engine.step_timing import measure_step_costs
 from redrafter.engine.tuning import Tuning, measured_on, tuning_path
 from redrafter.errors import ArgumentError
 from redrafter.measure.prompts import encode, read_prompts
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         shapes,
         **measured_on(engine.target, engine.drafter),
         versions={name: version for name, version in versions().items() if version},
-        costs=engine.step_costs(engine.open_graphs()) if engine.target.varlen.ok else None,
+        costs=measure_step_costs(engine.open_graphs(), proposer) if engine.target.varlen.ok else None,
         step_costs={row["batch"]: round(row["step_cost"], 3) for row in rows if row["shape"] is not None},
         prompts=Path(options.prompts or "prompts.jsonl").name,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -188,8 +188,8 @@ class ReDrafter(Engine):
     def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
         """Return what chooses the proposer of each step; None with `pauses` off.
 
-        Costs are those of the tuning; else they are measured once on a paged cache, and assumed on a dense one, which
-        grows with its texts. A shape that was asked for, or tuned, is drafted or not; else steps choose among several.
+        A shape that was asked for, or tuned, is drafted or not; else steps choose among several. See `step_costs` for
+        what they are taken to cost.
         """
         if not self.pauses:
             return None
@@ -208,10 +208,11 @@ class ReDrafter(Engine):
         return StepChoice(costs, none, self.plain, ratios)
 
     def step_costs(self, graphs: PagedMemory | None) -> StepCosts:
-        """Return what steps take: from the tuning; else measured once on a paged cache, and assumed on a dense one."""
+        """Return what steps take: from the tuning; else measured once on a GPU's paged cache, and assumed elsewhere."""
         if self.tuning is not None and self.tuning.costs is not None:
             return self.tuning.costs
-        if graphs is None:
+        # What else a CPU does stretches its steps, and what was measured in such a moment would be kept.
+        if graphs is None or self.target.device.type == "cpu":
             return self._assumed
         with self._lock:
             if self._measured is None:
