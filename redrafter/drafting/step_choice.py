@@ -113,9 +113,10 @@ def _first(counts: Sequence[float], most: float) -> list[float]:
 class StepChoice:
     """Chooses what each step drafts, by what steps cost and by what became of the drafts of earlier ones.
 
-    Steps without drafts tell nothing of drafts. So these are tried again after pauses, each of which is twice as long
-    as the one before it, while they promise fewer tokens for their time. What is decided follows from the costs and
-    from the tokens of earlier steps alone.
+    Steps that search nothing tell nothing of a search's drafts. So these are tried again after pauses, each of which is
+    twice as long as the one before it, while they promise fewer tokens for their time. Steps of a pause copy drafts
+    from the text where that pays, and draft nothing elsewhere. What is decided follows from the costs and from the
+    tokens of earlier steps alone.
 
     Attributes:
         ratios: By number of rows, the time of a step with drafts in steps without, where it is not from the costs.
@@ -128,6 +129,7 @@ class StepChoice:
         plain: Proposer,
         ratios: Mapping[int, float],
         quality: float = QUALITY,
+        copying: Mapping[int, Proposer] | None = None,
     ):
         """Begin with what is best for a drafter of some quality.
 
@@ -137,10 +139,14 @@ class StepChoice:
             plain: The proposer that drafts nothing.
             ratios: As the attribute.
             quality: That of `Promise`, before any step.
+            copying: What copies drafts from the text and searches none, by rows; None for nothing.
         """
         self._costs, self._kinds, self._plain, self.ratios = costs, kinds, plain, ratios
+        self._copying = copying or {}
         self._promise = Promise(quality)
-        self._copied = 0.0  # drafts that were accepted of a row and step, and that only the text had
+        # Drafts that were accepted of a row and step: those that only the text had, and all where only the text is
+        # copied, which are no fewer.
+        self._copied = self._copied_alone = 0.0
         self._pauses: dict[int, Pause] = {}  # of numbers of rows that are alike
         self._steps: dict[int, int] = defaultdict(int)
         self._used = {size: max(of, key=partial(self._value, size, size, size, 0)) for size, of in kinds.items() if of}
@@ -148,7 +154,7 @@ class StepChoice:
     @property
     def proposers(self) -> list[Proposer]:
         """All that may draft, whatever the number of rows."""
-        return [self._plain, *chain.from_iterable(self._kinds.values())]
+        return [self._plain, *self._copying.values(), *chain.from_iterable(self._kinds.values())]
 
     def first(self, size: int) -> Proposer:
         """Return what the next step of so many rows drafts with, if it does not pause."""
@@ -165,7 +171,9 @@ class StepChoice:
         """
         used = self.first(size)
         if used is self._plain or self._pause(size).skip():
-            return self._plain
+            value = partial(self._value, size, rows, drafting, more)
+            copying = self._copying.get(size, self._plain)
+            return copying if value(copying) >= MARGIN * value(self._plain) else self._plain
         if self._pause(size).trying:  # the cheapest kind tells as much of what others promise
             return min(self._kinds[size], key=partial(self._costs.of, rows=size))
         self._steps[size] += 1
@@ -198,17 +206,21 @@ class StepChoice:
             copied: Drafts that were accepted, and that only the text had.
             outcomes: What became of the drafts by their likelihood, as `count_outcomes` has it.
         """
-        search = proposer.without_text or proposer
+        search, share = proposer.without_text or proposer, min(max(drafting / WINDOW, LEAST_SHARE), 1.0)
+        if not search.depth:
+            self._copied_alone += share * (copied / drafting - self._copied_alone)
+            return
         assert isinstance(search, SearchProposer)
         self._promise.observe(drafting, search.beams, outcomes)
         if search is not proposer:
-            share = min(max(drafting / WINDOW, LEAST_SHARE), 1.0)
             self._copied += share * (copied / drafting - self._copied)
+            self._copied_alone = max(self._copied_alone, self._copied)
         if self._kinds[size]:
             value = partial(self._value, size, rows, drafting, 0)
-            best, plain = max(map(value, self._kinds[size])), value(self._plain)
-            at_least = HOPELESS_PAUSE if best < HOPELESS * plain else FIRST_PAUSE
-            if self._pause(size).judge(drafting, pays=best >= MARGIN * plain, at_least=at_least):
+            best = max(map(value, self._kinds[size]))
+            without = max(map(value, (self._plain, self._copying.get(size, self._plain))))
+            at_least = HOPELESS_PAUSE if best < HOPELESS * without else FIRST_PAUSE
+            if self._pause(size).judge(drafting, pays=best >= MARGIN * without, at_least=at_least):
                 self._promise.forget()
 
     def _pause(self, size: int) -> Pause:
@@ -220,6 +232,8 @@ class StepChoice:
         if not proposer.depth:
             return rows / plain
         search = proposer.without_text or proposer
+        if not search.depth:
+            return (rows + drafting * self._copied_alone) / self._costs.of(proposer, size, more)
         assert isinstance(search, SearchProposer)
         drafts = search.nodes - 1.0
         if search.shared_nodes is not None:

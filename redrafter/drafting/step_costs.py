@@ -79,18 +79,24 @@ class StepCosts:
         return {name: [list(point) for point in curve] for name, curve in asdict(self).items()}
 
     def of_tree(self, rows: int, beams: int, depth: int, tokens: int) -> float:
-        """Return the time of a step of `rows` rows whose trees, and parts of prompts, have so many tokens together."""
+        """Return the time of a step of `rows` rows whose trees, and parts of prompts, have so many tokens together.
+
+        Trees without beams are copied, not searched.
+        """
         if not depth:
             return time_at(self.steps, tokens)
         # A tree of few tokens is hardly ever cheaper than none.
         verified = max(time_at(self.trees, tokens), time_at(self.steps, rows))
+        if not beams:
+            return verified
         return verified + time_at(self.searches, rows) + (depth - 1) * time_at(self.levels, rows * beams)
 
     def of(self, proposer: Proposer, rows: int, more: int = 0) -> float:
         """Return the time of a step of `rows` rows that also reads `more` tokens of prompts."""
         search = proposer.without_text or proposer
         beams = search.beams if isinstance(search, SearchProposer) else 0
-        return self.of_tree(rows, beams, search.depth, step_tokens(proposer, rows) + more)
+        depth = search.depth or proposer.depth
+        return self.of_tree(rows, beams, depth, step_tokens(proposer, rows) + more)
 
 
 def time_at(curve: Curve, number: int) -> float:

@@ -204,8 +204,9 @@ class ReDrafter(Engine):
             kinds[size] = [self.proposer_for(size)]
             if self.tuning is not None and (ratio := self.tuning.step_cost_for(size)) is not None:
                 ratios[size] = ratio
-        none = {size: [each for each in of if each.depth] for size, of in kinds.items()}
-        return StepChoice(costs, none, self.plain, ratios)
+        searching = {size: [each for each in of if each.depth] for size, of in kinds.items()}
+        copying = {size: each for size in sizes if (each := self._with_copies(self.plain, size)).depth}
+        return StepChoice(costs, searching, self.plain, ratios, copying=copying)
 
     def step_costs(self, graphs: PagedMemory | None) -> StepCosts:
         """Return what steps take: from the tuning; else measured once on a GPU's paged cache, and assumed elsewhere."""
@@ -234,9 +235,10 @@ class ReDrafter(Engine):
 
     def _proposer_of(self, shape: TreeShape | None, rows: int) -> Proposer:
         """Return the proposer of a shape for some rows, with what is copied from the text where that costs little."""
-        if shape is None:
-            return self.plain
-        proposer = self._propose(self.target, shape)
+        return self.plain if shape is None else self._with_copies(self._propose(self.target, shape), rows)
+
+    def _with_copies(self, proposer: Proposer, rows: int) -> Proposer:
+        """Return a proposer that also copies from the text, or the same one where that is off or costs much."""
         # Recurrent layers are called once for each level, and a chain would add as many levels as it has drafts.
         copies = self.options.draft_from_text and proposer.shared_nodes is None and not self.target.keeps_states
         count = text_nodes(rows, proposer.nodes, self.target.device.type) if copies else 0

@@ -12,6 +12,7 @@ from helpers.models import DRAFTER_ALONE, tiny_drafter, tiny_model, uneven_batch
 from helpers.scheduling import random_sequences, run_as_alone, scheduler, without_drafts
 from redrafter import ReDrafter
 from redrafter.drafting import step_choice
+from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
 from redrafter.drafting.step_choice import FEWEST, HOPELESS_PAUSE, Promise, StepChoice
 from redrafter.drafting.step_costs import StepCosts, time_at
@@ -143,6 +144,26 @@ def test_drafts_that_gain_again_go_on():
 def test_drafts_that_gain_nothing_pause_for_long_at_once():
     depths = steps(choice(priced(FLAT, ((1, 0.5),), FREE), search(1, 2, 3), size=64), HOPELESS_PAUSE, 0.0, size=64)
     assert depths == [2] + [0] * (HOPELESS_PAUSE - 1)
+
+
+@pytest.mark.parametrize(
+    ("searched", "copied", "kind"), [(0.0, 0.9, "copied"), (0.0, 0.02, "none"), (0.95, 0.9, "searched")]
+)
+def test_steps_of_a_pause_copy_from_the_text_where_that_alone_pays(searched, copied, kind):
+    both = TextBeside(search(1, 3, 4), 4)
+    alone = TextBeside(PlainProposer(), 4)
+    costs = priced(((1, 1.0), (5, 1.1), (9, 1.15)), ((1, 0.3),), FREE)
+    chosen = StepChoice(costs, {1: [both]}, PlainProposer(), {}, 0.5, {1: alone})
+    dice, taken = random.Random(0), []
+    for _ in range(400):
+        proposer = chosen.choose(1, 1, 1, 0)
+        taken.append({id(both): "searched", id(alone): "copied"}.get(id(proposer), "none"))
+        if proposer.depth:
+            found = outcomes(3, likely=1, accepted=sum(dice.random() < searched for _ in range(3)))
+            chosen.observe(1, 1, proposer, 1, dice.random() < copied, found if proposer is both else [])
+    assert taken[0] == "searched"
+    assert taken[-200:].count(kind) > 180
+    assert {"searched", kind} >= set(taken[100:])
 
 
 def test_numbers_of_rows_pause_apart():

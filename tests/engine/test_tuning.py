@@ -12,9 +12,11 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import quantize_drafter, quantize_model
+from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.drafting.step_costs import StepCosts
 from redrafter.engine.tuning import (
+    MOST_COPIED,
     Tuning,
     device_name,
     drafter_fingerprint,
@@ -278,7 +280,8 @@ def test_an_untuned_cpu_verifies_fewer_nodes_in_larger_batches(target):
 def test_steps_keep_to_a_shape_that_is_asked_for(llama, home, asked, monkeypatch):
     monkeypatch.setattr(ReDrafter, "pauses", True)
     engine = ReDrafter.from_pretrained(llama, tiny_drafter(), **asked)
-    assert set(engine.step_choice([1], None).proposers) == {engine.plain, engine.proposer_for(1)}
+    copying = TextBeside(engine.plain, MOST_COPIED)
+    assert set(engine.step_choice([1], None).proposers) == {engine.plain, copying, engine.proposer_for(1)}
     assert len(set(ReDrafter.from_pretrained(llama, tiny_drafter()).step_choice([1], None).proposers)) > 3
 
 
