@@ -1,15 +1,12 @@
 """`/v1/responses`: OpenAI's Responses protocol, translated into a chat request and its answer back."""
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from pydantic import ValidationError
 
 from redrafter.serve.protocol.answers import answer_responses
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
@@ -23,11 +20,10 @@ from redrafter.serve.protocol.responses import (
     ResponseAnswer,
     ResponsesRequest,
 )
+from redrafter.serve.routes.translated import Event, Kind, PartWriter, chat_request, format_events
 
 if TYPE_CHECKING:
     from redrafter.serve.server import Server
-
-Event = dict[str, Any]
 
 
 def add_responses(app: FastAPI, server: "Server", respond: Callable[..., Awaitable[Response]]) -> None:
@@ -68,10 +64,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
                 raise ApiError(400, "text.format of type json_schema needs a schema", "text.format.schema")
             schema = {"name": form.name or "schema", "schema": form.schema_, "strict": form.strict}
             chat["response_format"]["json_schema"] = schema
-    try:
-        return ChatRequest.model_validate(chat)
-    except ValidationError as error:
-        raise RequestValidationError(error.errors()) from error
+    return chat_request(chat)
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
@@ -157,20 +150,15 @@ def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
 
 
 def _whole(answer: dict[str, Any]) -> dict[str, Any]:
-    [choice] = answer["choices"]
-    message, items = choice["message"], ItemWriter()
-    calls = [call | {"index": index} for index, call in enumerate(message.get("tool_calls") or ())]
-    status = "incomplete" if choice["finish_reason"] == "length" else "completed"
-    for _ in items.add(message | {"tool_calls": calls}):
+    items = ItemWriter()
+    for _ in (*items.read(answer), *items.close()):
         pass
-    for _ in items.end(status):
-        pass
-    return _ending(status, items) | _usage(answer)
+    return _ending(items) | _usage(answer)
 
 
-def _ending(status: str, items: "ItemWriter") -> dict[str, Any]:
-    details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    return {"status": status, "incomplete_details": details, "output": items.done}
+def _ending(items: "ItemWriter") -> dict[str, Any]:
+    details = {"reason": "max_output_tokens"} if items.status == "incomplete" else None
+    return {"status": items.status, "incomplete_details": details, "output": items.done}
 
 
 def _usage(chat: dict[str, Any]) -> dict[str, Any]:
@@ -194,77 +182,57 @@ def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-class ItemWriter:
-    """Writes the items of one response; `done` are complete. Each method yields the events for what it does."""
+class ItemWriter(PartWriter):
+    """Writes the items of one response."""
 
     def __init__(self) -> None:
-        self.done: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None
-        self._written = ""  # of the open item
-        self._call: int | None = None  # the number of the open call
-
-    def add(self, delta: dict[str, Any]) -> Iterator[Event]:
-        """Append the delta of a chat's message, to the open item or to the next ones."""
-        if thought := delta.get("reasoning_content"):
-            if self._kind != "reasoning":
-                yield from self._begin("rs", "reasoning", summary=[], content=[])
-            self._written += thought
-            yield self._content_event("response.reasoning_text.delta", delta=thought)
-        if text := delta.get("content"):
-            yield from self._open_message()
-            self._written += text
-            yield self._content_event("response.output_text.delta", delta=text, logprobs=[])
-        for call in delta.get("tool_calls") or ():
-            function = call["function"]
-            if self._open is None or self._call != call["index"]:
-                yield from self._begin("fc", "function_call", call_id=call["id"], name=function["name"], arguments="")
-                self._call = call["index"]
-            if arguments := function.get("arguments"):
-                self._written += arguments
-                yield self._item_event("response.function_call_arguments.delta", delta=arguments)
-
-    def end(self, status: str) -> Iterator[Event]:
-        """Complete the last item with a status; it is an empty message where there is none."""
-        if self._open is None and not self.done:
-            yield from self._open_message()
-        yield from self._close(status)
+        super().__init__()
+        self._item: dict[str, Any] = {}  # the open one
 
     @property
-    def _kind(self) -> str | None:
-        return None if self._open is None else str(self._open["type"])
+    def status(self) -> str:
+        """How the response has ended."""
+        return "incomplete" if self.finish == "length" else "completed"
 
-    def _open_message(self) -> Iterator[Event]:
-        if self._kind != "message":
-            yield from self._begin("msg", "message", {"role": "assistant"}, content=[])
+    def _begin(self, kind: Kind, call: dict[str, Any]) -> Iterator[Event]:
+        if kind == "thought":
+            yield self._added("rs", "reasoning", status="in_progress", summary=[], content=[])
+        elif kind == "call":
+            named = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
+            yield self._added("fc", "function_call", status="in_progress", **named)
+        else:
+            yield self._added("msg", "message", role="assistant", status="in_progress", content=[])
             yield self._content_event("response.content_part.added", part=_text_part(""))
 
-    def _begin(self, prefix: str, kind: str, before: dict[str, Any] | None = None, **fields: Any) -> Iterator[Event]:
-        yield from self._close()
-        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, **(before or {}), "status": "in_progress"}
-        self._open = item | fields
-        yield {"type": "response.output_item.added", "output_index": len(self.done), "item": dict(self._open)}
+    def _added(self, prefix: str, kind: str, **fields: Any) -> Event:
+        self._item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind} | fields
+        return {"type": "response.output_item.added", "output_index": len(self.done), "item": dict(self._item)}
 
-    def _close(self, status: str = "completed") -> Iterator[Event]:
-        if self._open is None:
-            return
-        item, written = self._open | {"status": status}, self._written
-        if self._kind == "message":
+    def _tell(self, piece: str) -> Iterator[Event]:
+        if self._kind == "thought":
+            yield self._content_event("response.reasoning_text.delta", delta=piece)
+        elif self._kind == "call":
+            yield self._item_event("response.function_call_arguments.delta", delta=piece)
+        else:
+            yield self._content_event("response.output_text.delta", delta=piece, logprobs=[])
+
+    def _end(self, cut: bool) -> Iterator[Event]:
+        item, written = self._item | {"status": "incomplete" if cut else "completed"}, self._written
+        if self._kind == "thought":
+            item["content"] = [{"type": "reasoning_text", "text": written}]
+            yield self._content_event("response.reasoning_text.done", text=written)
+        elif self._kind == "call":
+            item["arguments"] = written
+            yield self._item_event("response.function_call_arguments.done", arguments=written, name=item["name"])
+        else:
             item["content"] = [_text_part(written)]
             yield self._content_event("response.output_text.done", text=written, logprobs=[])
             yield self._content_event("response.content_part.done", part=_text_part(written))
-        elif self._kind == "reasoning":
-            item["content"] = [{"type": "reasoning_text", "text": written}]
-            yield self._content_event("response.reasoning_text.done", text=written)
-        else:
-            item["arguments"] = written
-            yield self._item_event("response.function_call_arguments.done", arguments=written, name=item["name"])
         yield {"type": "response.output_item.done", "output_index": len(self.done), "item": item}
         self.done.append(item)
-        self._open, self._written, self._call = None, "", None
 
     def _item_event(self, kind: str, **fields: Any) -> Event:
-        assert self._open is not None
-        return {"type": kind, "item_id": self._open["id"], "output_index": len(self.done)} | fields
+        return {"type": kind, "item_id": self._item["id"], "output_index": len(self.done)} | fields
 
     def _content_event(self, kind: str, **fields: Any) -> Event:
         return self._item_event(kind, content_index=0, **fields)
@@ -287,29 +255,16 @@ async def response_events(head: dict[str, Any], chunks: AsyncIterator[dict[str, 
 async def _events(head: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Event]:
     yield {"type": "response.created", "response": head}
     yield {"type": "response.in_progress", "response": head}
-    items, finish, tail = ItemWriter(), None, dict[str, Any]()
+    items = ItemWriter()
     try:
         async for chunk in chunks:
-            if chunk.get("usage"):
-                tail = _usage(chunk)
-            for choice in chunk["choices"]:
-                finish = choice["finish_reason"] or finish
-                for event in items.add(choice["delta"]):
-                    yield event
+            for event in items.read(chunk):
+                yield event
     except ApiError as error:
         cause = {"code": "invalid_prompt" if error.status < 500 else "server_error", "message": str(error)}
         yield {"type": "response.failed", "response": head | {"status": "failed", "error": cause, "output": items.done}}
         return
-    status = "incomplete" if finish == "length" else "completed"
-    for event in items.end(status):
+    for event in items.close():
         yield event
-    yield {"type": f"response.{status}", "response": head | _ending(status, items) | tail}
-
-
-async def format_events(events: AsyncIterator[Event]) -> AsyncIterator[str]:
-    """Yield events as server-sent events of the Responses protocol, and close `events` at the end."""
-    try:
-        async for event in events:
-            yield f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
-    finally:
-        await events.aclose()  # type: ignore[attr-defined]
+    told = _usage(items.told) if items.told else {}
+    yield {"type": f"response.{items.status}", "response": head | _ending(items) | told}

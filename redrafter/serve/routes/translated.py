@@ -1,0 +1,115 @@
+"""What the routes of other protocols share: their requests become chats, and a chat's answer becomes theirs.
+
+A route translates its request into the fields of a `ChatRequest`, and has a `PartWriter` write the answer of the chat
+as parts of its own: thoughts, texts and calls, whole or as the events of a stream.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Literal
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from redrafter.serve.protocol.requests import ChatRequest
+
+Event = dict[str, Any]
+Kind = Literal["thought", "text", "call"]
+
+
+def chat_request(fields: dict[str, Any]) -> ChatRequest:
+    """Return the chat request with some fields, or raise `RequestValidationError`."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from error
+
+
+class PartWriter(ABC):
+    """Writes the answer of a chat as parts that follow each other: thoughts, texts and calls.
+
+    Subclasses say what a part is in their protocol, and yield the events that a stream tells of it.
+
+    Attributes:
+        done: The parts that are complete.
+        finish: Why the chat's text ended, in OpenAI's words; None while it is being written.
+        stop: The stop string that ended it, if one did.
+        told: `usage` and `metrics` of the chat, as it told them last.
+    """
+
+    def __init__(self) -> None:
+        self.done: list[dict[str, Any]] = []
+        self.finish: str | None = None
+        self.stop: str | None = None
+        self.told: dict[str, Any] = {}
+        self._kind: Kind | None = None  # of the open part
+        self._written = ""  # of the open part
+        self._call: int | None = None  # the number of the open call
+
+    @abstractmethod
+    def _begin(self, kind: Kind, call: dict[str, Any]) -> Iterator[Event]:
+        """Begin a part. `call` has the id and the function of a call."""
+
+    @abstractmethod
+    def _tell(self, piece: str) -> Iterator[Event]:
+        """Tell what the open part has gained."""
+
+    @abstractmethod
+    def _end(self, cut: bool) -> Iterator[Event]:
+        """Complete the open part, whose text is `_written`, and append it to `done`. cut: whether it is incomplete."""
+
+    def read(self, answer: dict[str, Any]) -> Iterator[Event]:
+        """Append a chunk of a chat's stream, or all of a chat's whole answer."""
+        self.told |= {name: answer[name] for name in ("usage", "metrics") if answer.get(name) is not None}
+        for choice in answer["choices"]:
+            self.finish = choice["finish_reason"] or self.finish
+            self.stop = choice.get("stop_reason") or self.stop
+            delta = choice.get("delta")
+            if delta is None:
+                message = choice["message"]
+                calls = [call | {"index": index} for index, call in enumerate(message.get("tool_calls") or ())]
+                delta = message | {"tool_calls": calls}
+            yield from self._add(delta)
+
+    def _add(self, delta: dict[str, Any]) -> Iterator[Event]:
+        for kind, piece in (("thought", delta.get("reasoning_content")), ("text", delta.get("content"))):
+            if piece:
+                yield from self._extend(kind, piece)  # type: ignore[arg-type]
+        for call in delta.get("tool_calls") or ():
+            if self._call != call["index"]:
+                yield from self._open("call", call)
+                self._call = call["index"]
+            if arguments := call["function"].get("arguments"):
+                yield from self._extend("call", arguments)
+
+    def _extend(self, kind: Kind, piece: str) -> Iterator[Event]:
+        if kind != self._kind:
+            yield from self._open(kind)
+        self._written += piece
+        yield from self._tell(piece)
+
+    def _open(self, kind: Kind, call: dict[str, Any] | None = None) -> Iterator[Event]:
+        yield from self._close(False)
+        self._kind = kind
+        yield from self._begin(kind, call or {})
+
+    def _close(self, cut: bool) -> Iterator[Event]:
+        if self._kind is not None:
+            yield from self._end(cut)
+            self._kind, self._written, self._call = None, "", None
+
+    def close(self) -> Iterator[Event]:
+        """Complete the last part, of an answer that has ended; it is an empty text where there is none."""
+        if self._kind is None and not self.done:
+            yield from self._open("text")
+        yield from self._close(self.finish == "length")
+
+
+async def format_events(events: AsyncIterator[Event]) -> AsyncIterator[str]:
+    """Yield events as server-sent events that are named for their types, and close `events` at the end."""
+    try:
+        async for event in events:
+            yield f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+    finally:
+        await events.aclose()  # type: ignore[attr-defined]
