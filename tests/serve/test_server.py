@@ -98,6 +98,7 @@ def test_nothing_of_a_stop_string_is_shown(client, pair):
     answer = client.completions.create(**settings)
     assert answer.choices[0].text == whole[: whole.index(stop)]
     assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].stop_reason == stop  # vLLM's field
     streamed = [part.choices[0].text for part in client.completions.create(**settings, stream=True)]
     assert "".join(streamed) == answer.choices[0].text
     tokens = offline(pair, PROMPTS[0], 60, do_sample=False, stop_strings=[stop], tokenizer=pair[1])

@@ -78,6 +78,7 @@ class Choice(ServedSequence):
         self.lines: list[TokenLine] = []  # tokens with their log-probabilities, where these were asked for
         self.logprob = 0.0  # the sum of these, that of a final end token included
         self.finish: str | None = None  # why the text ended
+        self.stop: str | None = None  # the stop string that ended it, if one did
 
     def append(self, deltas: Sequence[SequenceDelta]) -> tuple[str, list[TokenLine]]:
         """Append what was written since the last call, or raise `ApiError` if that has failed.
@@ -117,9 +118,10 @@ class Choice(ServedSequence):
 
     def _release(self) -> str:
         """Add to the text what is certain of the held characters, and return it; in the end, nothing is held back."""
-        stop_indices = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
-        if stop_indices:
-            ready, self._held = self._held[: min(stop_indices)], ""
+        found = [(index, stop) for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        if found:
+            end, self.stop = min(found)
+            ready, self._held = self._held[:end], ""
         else:
             # What is at the end of the held text and may be the beginning of a stop string stays.
             sizes = (size for stop in self._stops for size in range(1, len(stop)) if self._held.endswith(stop[:size]))

@@ -212,7 +212,7 @@ async def collect_answer(
         chosen = [best for group in groups for best in sorted(group, key=mean_logprob, reverse=True)[:kept]]
 
     def entries() -> list[dict[str, Any]]:
-        return [choice.format_choice(index) for index, choice in enumerate(chosen)]
+        return [_with_stop(choice, choice.format_choice(index)) for index, choice in enumerate(chosen)]
 
     # In a thread where prompts are scored: they may have many tokens.
     formatted = await asyncio.to_thread(entries) if any(choice.prompt_scores for choice in chosen) else entries()
@@ -234,9 +234,15 @@ async def stream_answer(
             usage = {"usage": so_far} if options.include_usage else {}
             for entry in choice.format_chunks(indices[choice], text, lines):
                 choice.shown = True
-                yield head | {"choices": [entry]} | usage
+                yield head | {"choices": [_with_stop(choice, entry)]} | usage
     if options.include_usage:
         yield head | {"choices": [], **usage_and_metrics(choices)}
+
+
+def _with_stop(choice: Choice, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the last entry of a text that a stop string has ended with vLLM's `stop_reason`; others as they are."""
+    ended = choice.stop is not None and entry["finish_reason"] is not None
+    return entry | {"stop_reason": choice.stop} if ended else entry
 
 
 async def raise_cuts_as_errors(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:

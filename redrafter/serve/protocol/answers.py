@@ -126,6 +126,7 @@ class CompletionChoice(_Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
 
@@ -189,6 +190,7 @@ class ChatChoice(_Answer):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | None = None
 
 
 class ChatAnswer(_GeneratedAnswer):
