@@ -56,8 +56,9 @@ def build_parser() -> Parser:
     """Build the parser of `redrafter serve`."""
     parser = Parser(
         prog="redrafter serve",
-        description="Serve a model over OpenAI's protocol: /v1/completions, /v1/chat/completions, /v1/responses,\n"
-        "/v1/models, /tokenize, /health, /metrics, /docs. Without MODEL, the pair in the box.",
+        description="Serve a model over OpenAI's protocol (/v1/completions, /v1/chat/completions, /v1/responses) and\n"
+        "Anthropic's (/v1/messages), with /v1/models, /tokenize, /health, /metrics, /docs. Without MODEL, the pair in\n"
+        "the box.",
         epilog="examples:\n"
         "  redrafter serve my-merged --port 8000\n"
         "  redrafter serve my-base --drafter my-drafter --max-batch-size 64 --api-key-file keys.txt\n"

@@ -67,6 +67,19 @@ class ChatTemplate:
             return True
 
     @cached_property
+    def places_system_messages(self) -> bool:
+        """Tell whether the template writes a system message that follows others in its place."""
+        roles = ("system", "user", "assistant", "system", "user")
+        texts = [f"the text number {number} to look for" for number in range(len(roles))]
+        talk = [{"role": role, "content": _content(text, self)} for role, text in zip(roles, texts, strict=True)]
+        try:
+            written = self.render(talk, None)
+        except ApiError:
+            return False
+        places = [written.find(text) for text in texts]  # -1 for one that is left out
+        return places == sorted(places)
+
+    @cached_property
     def variables(self) -> frozenset[str]:
         """Variables that the template reads, without messages, tools and what the tokenizer itself supplies."""
         undeclared: set[str] = set()

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -51,6 +52,7 @@ from redrafter.serve.tools import call_schema
 _LOG = logging.getLogger(__name__)
 MIN_TEMPERATURE = 1e-5  # lower ones would overflow the logits: they mean greedy decoding, as in vLLM
 MAX_SCORES = 1 << 18  # log-probabilities of prompts in one answer, which may be 100 MB in memory
+MAX_CONTEXTS = 8  # times the context length that a prompt may have to be tokenized
 DEFAULT_COMPLETION_TOKENS = 16  # of a completion without max_tokens, as in OpenAI's API
 
 AnyRequest = CompletionRequest | ChatRequest
@@ -99,6 +101,11 @@ class Server:
     def context(self) -> int:
         """Most tokens of a prompt and its answer together."""
         return self.engine.facts.context
+
+    @cached_property
+    def counting_prompts(self) -> Prompts:
+        """A reader of prompts that are only tokenized, which may be longer than the context."""
+        return replace(self.prompts, context=MAX_CONTEXTS * self.context)
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` for the name of neither the model nor an adapter; None is the model."""

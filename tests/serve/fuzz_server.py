@@ -30,6 +30,9 @@ PATIENCE = 60.0  # seconds for an answer
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 SAID = [{"role": "user", "content": "Hello"}]
+TEXT = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
+USE = {"type": "tool_use", "id": "a", "name": "f", "input": {"a": 1}}
+PIXEL = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
         {"prompt": "Hello", "max_tokens": 3, "n": 2, "seed": 1, "stop": ["x"], "logprobs": 2},
@@ -61,6 +64,29 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "text": {"format": {"type": "json_object"}},
         },
     ],
+    "/v1/messages": [
+        {"messages": SAID, "max_tokens": 3, "system": [TEXT], "stop_sequences": ["x"], "stream": True, "top_k": 5},
+        {
+            "messages": [
+                {"role": "user", "content": [TEXT, {"type": "image", "source": PIXEL}]},
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "a", "signature": "b"}, USE]},
+                {"role": "system", "content": "c"},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [TEXT]}, TEXT]},
+            ],
+            "max_tokens": 9,
+            "tools": [{"name": "f", "description": "g", "input_schema": {"type": "object", "properties": {}}}],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+            "thinking": {"type": "enabled", "budget_tokens": 2000},
+            "output_config": {"effort": "low"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        },
+        {
+            "messages": SAID,
+            "max_tokens": 9,
+            "output_config": {"format": {"type": "json_schema", "schema": {"type": "boolean"}}},
+        },
+    ],
+    "/v1/messages/count_tokens": [{"messages": SAID, "system": "a", "tools": [{"name": "f", "input_schema": {}}]}],
     "/tokenize": [{"prompt": "Hello", "return_token_strs": True}, {"messages": SAID, "add_generation_prompt": False}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
 }

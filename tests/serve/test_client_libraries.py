@@ -76,6 +76,18 @@ def test_langchain_writes_types(url, method):
     assert isinstance(langchain(url).with_structured_output(Dog, method=method).invoke("Find Rex"), Dog)
 
 
+def test_langchain_speaks_anthropics_protocol(url):
+    kind = pytest.importorskip("langchain_anthropic").ChatAnthropic
+    settings = {"model": "boxed", "base_url": url.removesuffix("/v1"), "api_key": "none", "max_retries": 0}
+    model = kind(**settings, max_tokens=20, temperature=0)
+    whole = model.invoke("Tell me of the sea")
+    assert 0 < whole.usage_metadata["output_tokens"] <= 20
+    assert "".join(part.content for part in model.stream("Tell me of the sea")) == whole.content
+    called = kind(**settings, max_tokens=800, temperature=0.5).bind_tools([Dog], tool_choice="any").invoke("Find Rex")
+    assert [call["name"] for call in called.tool_calls] == ["Dog"]
+    assert Dog.model_validate(called.tool_calls[0]["args"])
+
+
 def test_litellm_writes_streams_and_calls(url):
     litellm = pytest.importorskip("litellm")
     same = {"model": "openai/boxed", "api_base": url, "api_key": "none", "seed": 3, "max_retries": 0}

@@ -31,6 +31,7 @@ from redrafter.serve.server import Server
 
 JSON = {"content-type": "application/json"}
 COMPLETIONS = "/v1/completions"
+MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 class Service:
@@ -86,8 +87,35 @@ def test_a_key_opens_what_is_closed_without_it(locked, path):
 
 
 def test_the_key_is_asked_for_where_work_is_done(locked):
-    for path in ("/tokenize", "/detokenize", "/v1/responses", "/v1/embeddings", COMPLETIONS):
+    for path in ("/tokenize", "/detokenize", "/v1/responses", "/v1/embeddings", COMPLETIONS, *MESSAGES):
         assert asked(locked, "POST", path, json={"prompt": "a", "tokens": []}).status_code == 401
+
+
+def test_a_key_may_come_as_anthropics_clients_send_it(locked):
+    for headers, status, client in (
+        ({"X-Api-Key": "second"}, 200, "key-2"),
+        ({"X-Api-Key": " second "}, 200, "key-2"),
+        ({"X-Api-Key": "second", "Authorization": "Bearer wrong"}, 200, "key-2"),
+        ({"X-Api-Key": "wrong", "Authorization": "Bearer first"}, 200, "key-1"),
+        ({"X-Api-Key": "Bearer second"}, 401, None),
+        ({"X-Api-Key": ""}, 401, None),
+    ):
+        answer = posted(locked, JSON | headers)
+        assert (answer.status_code, answer.json().get("client")) == (status, client)
+
+
+@pytest.mark.parametrize("path", MESSAGES)
+def test_who_may_not_ask_is_told_in_the_shape_of_the_protocol(locked, path):
+    known = create_app(Service(), AccessPolicy(hosts=("localhost",)), max_body_bytes=10)
+    for app, base, how, status, kind in (
+        (locked, "http://127.0.0.1:8000", {}, 401, "authentication_error"),
+        (known, "http://evil.example", {}, 403, "permission_error"),
+        (known, "http://localhost", {"headers": {"origin": "http://evil.example"}}, 403, "permission_error"),
+        (known, "http://localhost", {}, 413, "request_too_large"),
+    ):
+        answer = asked(app, "POST", path, base, json={"model": "a" * 20}, **how)
+        assert (answer.status_code, answer.json()["type"]) == (status, "error")
+        assert answer.json()["error"]["type"] == kind
 
 
 def test_a_client_is_named_by_its_key_or_else_its_address(locked):

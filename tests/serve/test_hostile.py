@@ -14,9 +14,10 @@ from helpers.processes import cpu_seconds
 from helpers.serving import Program
 from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.protocol.answers import ErrorAnswer
+from redrafter.serve.protocol.messages import MessagesErrorAnswer
 from redrafter.serve.protocol.requests import error_body
 
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETION, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 HALF = "\ud800"  # of a character
 TALK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 PROMPT = {"prompt": "Hello", "max_tokens": 2}
@@ -35,6 +36,10 @@ def said(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}]}
 
 
+def blocks(*content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(content)}]}
+
+
 WRONG = {
     "half a character in a name": (COMPLETION, {HALF: 1}, (400, 422)),
     "half a character in a model's name": (COMPLETION, {"model": HALF}, (400,)),
@@ -45,6 +50,15 @@ WRONG = {
     "no number": (COMPLETION, {"temperature": float("nan")}, (400,)),
     "a number of many digits": (COMPLETION, {"structured_outputs": {"json": {"const": "DIGITS"}}}, (400,)),
     "an id of many digits": (COMPLETION, {"logit_bias": {"9" * 5000: 1}}, (400,)),
+    "half a character in a block": (MESSAGES, blocks({"type": "text", "text": HALF}), (400,)),
+    "half a character in a block's type": (MESSAGES, blocks({"type": HALF}), (400,)),
+    "a type of a megabyte": (MESSAGES, blocks({"type": "x" * 1_000_000}), (400,)),
+    "a type that is a list": (MESSAGES, blocks({"type": [["text"]]}), (400,)),
+    "a result of a result": (
+        MESSAGES,
+        blocks({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "tool_result", "tool_use_id": "a"}]}),
+        (400,),
+    ),
     "a number as text": (COMPLETION, {"max_tokens": "5"}, (422,)),
     "a number as truth": (COMPLETION, {"n": True}, (422,)),
     "truth as text": (COMPLETION, {"stream": "yes"}, (422,)),
@@ -67,6 +81,14 @@ LARGE = {
     "many empty prompts": (COMPLETION, b'{"prompt": [' + b"[]," * M + b"[1]]}"),
     "many prompts": (COMPLETION, b'{"prompt": [' + b'"a",' * M + b'"a"]}'),
     "many wrong messages": (CHAT, b'{"messages": [' + b"1," * M + b"1]}"),
+    "many wrong blocks": (
+        MESSAGES,
+        b'{"max_tokens": 1, "messages": [{"role": "user", "content": [' + b"1," * M + b"1]}]}",
+    ),
+    "many empty blocks": (MESSAGES, b'{"max_tokens": 1, "system": [' + b"{}," * (M // 17) + b"{}]}"),
+    "many edits": (MESSAGES, b'{"context_management": {"edits": [' + b"1," * (M // 5) + b"1]}}"),
+    "many betas": (MESSAGES, b'{"betas": [' + b"1," * (M // 5) + b"1]}"),
+    "a long block": (MESSAGES, b'{"max_tokens": 1, "system": "' + b"a " * (M - 50) + b'", "messages": []}'),
     "many wrong parts": (CHAT, b'{"messages": [{"role": "user", "content": [' + b"1," * M + b"1]}]}"),
     "many fields": (COMPLETION, b"{" + b",".join(b'"x%d":1' % n for n in range(M // 2)) + b"}"),
     "few enough fields": (COMPLETION, b"{" + b",".join(b'"x%d":1' % n for n in range(M // 17)) + b"}"),
@@ -79,14 +101,15 @@ LARGE = {
 
 def refused(answer: httpx.Response, *statuses: int) -> None:
     assert answer.status_code in statuses, answer.text
-    ErrorAnswer.model_validate(answer.json())
+    model = MessagesErrorAnswer if answer.request.url.path == MESSAGES else ErrorAnswer
+    model.model_validate(answer.json())
     assert len(answer.content) < 5000
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_odd_is_refused(name, program):
     path, odd, statuses = WRONG[name]
-    body = (TALK if path == CHAT else PROMPT) | odd
+    body = (PROMPT if path == COMPLETION else TALK) | odd
     refused(post(program, path, json.dumps(body).replace('"DIGITS"', "9" * 5000).encode()), *statuses)
 
 

@@ -118,6 +118,58 @@ def test_a_response_reads_the_images_of_its_input(served):
     assert answer.output_text == served.write("A ", image, "?")
 
 
+def block_of(image: Image.Image) -> dict[str, Any]:
+    """Return an image as a block of Anthropic's protocol."""
+    data = data_url(image).removeprefix("data:image/png;base64,")
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+def test_a_message_reads_images_of_the_user_and_of_results(served):
+    claude = pytest.importorskip("anthropic").Anthropic(base_url=served.program.url, api_key="none", max_retries=0)
+    first, second = picture(2), picture(3)
+    settings = {"model": served.name, "max_tokens": NEW, "extra_body": {"temperature": 0}}
+    talk = [{"role": "user", "content": [text_part("A "), block_of(first), text_part("?")]}]
+    message = claude.messages.create(messages=talk, **settings)
+    assert message.content[0].text == served.write("A ", first, "?")
+    counted = claude.messages.count_tokens(model=served.name, messages=talk).input_tokens
+    assert counted == message.usage.input_tokens + message.usage.cache_read_input_tokens
+    call = {"id": "a", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [text_part("here"), block_of(second)]}
+    talk += [
+        {"role": "assistant", "content": [{"type": "tool_use", **call}]},
+        {"role": "user", "content": [result, text_part("And?")]},
+    ]
+    same = [
+        {"role": "user", "content": [text_part("A "), image_part(first), text_part("?")]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "a", "function": {"name": "look", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "here"},
+        {"role": "user", "content": [image_part(second), text_part("And?")]},
+    ]
+    expected = served.client.chat.completions.create(model=served.name, messages=same, max_tokens=NEW, temperature=0)
+    assert claude.messages.create(messages=talk, **settings).content[0].text == expected.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ({"type": "url", "url": "https://example.com/cat.png"}, "fetches nothing"),
+        ({"type": "base64", "media_type": "image/png", "data": "AAAA"}, "image"),
+        ({"type": "base64", "media_type": "image/png", "data": "\u00e9 no base64"}, "base64"),
+        ({"type": "base64", "media_type": "image/svg+xml", "data": "AAAA"}, "media_type"),
+        ({"type": "base64", "media_type": "image/png"}, "data: Field required"),
+    ],
+)
+def test_a_message_refuses_other_images(served, source, says):
+    message = {"role": "user", "content": [{"type": "image", "source": source}]}
+    answer = served.program.post("/v1/messages", {"messages": [message], "max_tokens": 1})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert says in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("role", "part", "says"),
     [

@@ -90,8 +90,7 @@ def test_a_model_is_told_by_its_name_and_the_version(url, http):
     ("path", "says"),
     [
         ("embeddings", "/v1/chat/completions"),
-        ("messages", "Anthropic"),
-        ("messages/count_tokens", "Anthropic"),
+        ("complete", "Anthropic"),
         ("audio/speech", "audio"),
         ("images/generations", "images"),
         ("moderations", "moderations"),

@@ -21,18 +21,18 @@ class ApiKeys:
     def __len__(self) -> int:
         return len(self._digests)
 
-    def client(self, authorization: bytes) -> str | None:
-        """Return the name of the key in an `Authorization` header, or None if it holds no key of this server.
+    def client(self, authorization: bytes, api_key: bytes = b"") -> str | None:
+        """Return the name of the key in an `Authorization` or `X-Api-Key` header, or None if neither holds one.
 
         A key's name is its number, such as `key-2`: it may be logged, and reveals nothing of the key.
         """
         scheme, _, token = authorization.partition(b" ")
-        if scheme.lower() != b"bearer":
-            return None
-        sent, name = _digest(token.strip()), None
-        for number, digest in enumerate(self._digests, 1):  # all of them, so that the time does not reveal which it was
-            if hmac.compare_digest(sent, digest):
-                name = f"key-{number}"
+        name = None
+        for key in filter(None, (token if scheme.lower() == b"bearer" else b"", api_key)):
+            sent = _digest(key.strip())
+            for number, digest in enumerate(self._digests, 1):  # all, so that the time does not reveal which it was
+                if hmac.compare_digest(sent, digest):
+                    name = f"key-{number}"
         return name
 
 

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.log import log_requests
 from redrafter.serve.network.api_keys import ApiKeys
+from redrafter.serve.protocol.messages import is_messages, messages_error
 from redrafter.serve.protocol.requests import ApiError, error_body
 
 # Answer with no more than a status, for load balancers and the like.
@@ -76,8 +77,11 @@ class AccessPolicy:
         )
 
 
-def error_answer(error: ApiError) -> JSONResponse:
-    """Return the answer with an error, in the shape of OpenAI's."""
+def error_answer(error: ApiError, path: str) -> JSONResponse:
+    """Return the answer with an error, in the shape of the protocol that is spoken at a path."""
+    if is_messages(path):
+        status, body = messages_error(error)
+        return JSONResponse(body, status, error.headers)
     return JSONResponse(error_body(error.status, str(error), error.param, error.code), error.status, error.headers)
 
 
@@ -87,13 +91,13 @@ def add_guards(app: Starlette, policy: AccessPolicy, max_body_bytes: int) -> Non
     app.add_middleware(BodyLimits, max_bytes=max_body_bytes)
     app.add_middleware(access_control, policy=policy)
     if policy.origins:
-        headers = ["Authorization", "Content-Type", "X-Request-Id"]
+        headers = ["Authorization", "Content-Type", "X-Request-Id", "X-Api-Key", "Anthropic-Version", "Anthropic-Beta"]
         app.add_middleware(
             CORSMiddleware,
             allow_origins=policy.origins,
             allow_methods=["GET", "POST"],
             allow_headers=headers,
-            expose_headers=headers[2:],
+            expose_headers=["X-Request-Id"],
         )
     app.add_middleware(head_as_get)
     app.add_middleware(log_requests)
@@ -107,7 +111,7 @@ def access_control(app: ASGIApp, policy: AccessPolicy) -> ASGIApp:
             if scope["type"] == "http":
                 check_access(scope, policy)
         except ApiError as error:
-            return await error_answer(error)(scope, receive, send)
+            return await error_answer(error, scope["path"])(scope, receive, send)
         await app(scope, receive, send)
 
     return answer
@@ -131,7 +135,7 @@ def check_access(scope: Scope, policy: AccessPolicy) -> None:
             raise ApiError(403, what)
     scope["admitted"] = not policy.keys
     if policy.keys:
-        name = policy.keys.client(headers.get(b"authorization", b""))
+        name = policy.keys.client(headers.get(b"authorization", b""), headers.get(b"x-api-key", b""))
         if name is not None:
             scope["facts"]["client"], scope["admitted"] = name, True
         elif path not in KEYLESS_PATHS and not (policy.open_metrics and path == "/metrics"):
@@ -196,7 +200,7 @@ class BodyLimits:
         try:
             request.check_length(int(length) if length.isdigit() else 0)
         except ApiError as error:
-            return await error_answer(error)(scope, receive, send)
+            return await error_answer(error, scope["path"])(scope, receive, send)
 
         async def answer(message: Message) -> None:
             request.release()  # not before: what waits for its turn, as images do, still holds the body

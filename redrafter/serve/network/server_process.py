@@ -145,7 +145,7 @@ class ServerProcess:
         if scope["path"] == "/v1/health/live":
             return await Response()(scope, receive, send)
         refusal = ApiError(503, "the model is still being loaded", code="loading")
-        answer = self._loading_pages.get(scope["path"]) or error_answer(refusal)
+        answer = self._loading_pages.get(scope["path"]) or error_answer(refusal, scope["path"])
         answer.headers["Retry-After"] = "5"
         await answer(scope, receive, send)
 

@@ -86,9 +86,9 @@ Ids = Annotated[list[Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]], 
 
 Count = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopList = Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Stops = Annotated[
-    Annotated[_Stop, Tag(TEXT_TAG)]
-    | Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_STOPS), Tag(LIST_TAG)],
+    Annotated[_Stop, Tag(TEXT_TAG)] | Annotated[StopList, Tag(LIST_TAG)],
     one_of(tag_text_or_list, "a text or a list of texts"),
 ]
 Prompts = Annotated[

@@ -41,10 +41,13 @@ MAX_SALT_CHARACTERS = 512
 MAX_MESSAGE_CHARACTERS, MAX_PARAM_CHARACTERS = 1000, 100  # in the body of an error
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]  # as long as Anthropic's; OpenAI's end at 64
+
+
 class Function(Strict):
     """Definition of a function that the model may call."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None
@@ -247,7 +250,7 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 
 
 class SharedFields(Strict):
-    """Fields that all requests for texts share: those of OpenAI, then those of vLLM."""
+    """Fields that all requests for texts share: those of OpenAI, then those of vLLM and of this server."""
 
     model: str | None = None
     seed: Annotated[int, Field(strict=True, ge=0, lt=1 << 62)] | None = None
@@ -259,6 +262,7 @@ class SharedFields(Strict):
     top_k: Annotated[int, Field(strict=True, ge=-1, le=MAX_INTEGER)] | None = None
     min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
     ignore_eos: StrictBool = False
+    speculate: StrictBool = True
 
 
 class _Request(SharedFields):
@@ -277,7 +281,6 @@ class _Request(SharedFields):
     stop_token_ids: Ids | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     structured_outputs: StructuredOutputs | None = None
-    speculate: StrictBool = True
     prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
 
     @model_validator(mode="after")

@@ -23,21 +23,22 @@ from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redrafter.serve.network.guards import HEALTH_PATHS, AccessPolicy, JsonRequest, add_guards, error_answer
-from redrafter.serve.protocol.requests import ApiError, error_body
+from redrafter.serve.protocol.messages import BILLING_MARK, MESSAGES_PATH, is_messages
+from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.replicas.exchange import AnswerPart, AnswerStart, HttpCall
 
 SESSION_HEADER = b"x-session-id"  # as Ray Serve has it
 KEY_CHARACTERS = 256  # of a prompt's beginning: some four blocks of keys and values
 KEY_TOKENS = 64
 SHARE_ABOVE_MEAN = 1.25  # of the mean number of requests per replica, that each may have
-PROMPT_FIELDS = ("prompt", "messages", "instructions", "input")  # of completions, chats and responses
+PROMPT_FIELDS = ("prompt", "system", "messages", "instructions", "input")  # of completions, messages, chats, responses
 SYSTEM_ROLES = ("system", "developer")
 _DONE = b"[DONE]"
 # Fields that tell more of a stream's tokens than their text, which may come in other pieces the second time.
 _TOLD_BY_TOKEN = ("logprobs", "tools", "prompt_logprobs")
 _CHANNELS = ("text", "content", "reasoning_content")
 _LOG = logging.getLogger(__name__)
-WRITING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+WRITING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES_PATH)
 MAX_RETRIES = 2  # of a request whose replica is lost: more, and a request that ends engines would end all of them
 HEALTH_SECONDS = 5.0  # in which some replica must answer
 SEED_BITS = 61
@@ -83,10 +84,12 @@ def _beginning(prompt: Any) -> str:
     if not messages:
         return " ".join(str(token) for token in prompt[:KEY_TOKENS] if isinstance(token, int))
     system = (message for message in messages if message.get("role") in SYSTEM_ROLES)
-    content = next(system, messages[0]).get("content")
+    first = next(system, messages[0])
+    content = first.get("content", messages)  # of a message, or the list is a system prompt's blocks
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = (part.get("text") for part in parts if isinstance(part, dict))
-    return " ".join(text for text in texts if isinstance(text, str))[:KEY_CHARACTERS]
+    told = (text for text in texts if isinstance(text, str) and not text.startswith(BILLING_MARK))
+    return " ".join(told)[:KEY_CHARACTERS]
 
 
 class DivergedError(Exception):
@@ -216,7 +219,7 @@ def create_router(
                 return await Response(await metrics(), media_type=METRICS_TYPE)(scope, receive, send)
             body, document = await _read(scope)
         except ApiError as error:
-            return await error_answer(error)(scope, receive, send)
+            return await error_answer(error, scope["path"])(scope, receive, send)
         key = routing_key(dict(scope["headers"]).get(SESSION_HEADER), document)
         call = HttpCall.of(scope, body, key, scope["facts"]["id"])
         answering = _Answer(call, can_resume(scope["path"], document), send).relay(ask, lost)
@@ -314,10 +317,10 @@ class _Answer:
             await self._send({"type": "http.response.start", "status": start.status, "headers": start.headers})
 
     async def _fail(self, message: str) -> None:
-        body = json.dumps(error_body(503, message)).encode()
-        if self._begun:
-            await self._send({"type": "http.response.body", "body": b"data: " + body + b"\n\n"})
-            return
-        headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
-        await self._send_start(AnswerStart(503, [*headers, (b"content-length", b"%d" % len(body))]))
+        path = self._call.scope["path"]
+        answer = error_answer(ApiError(503, message, headers={"Retry-After": "1"}), path)
+        body = bytes(answer.body)
+        if self._begun:  # streams of Anthropic's protocol name their events
+            body = (b"event: error\n" if is_messages(path) else b"") + b"data: " + body + b"\n\n"
+        await self._send_start(AnswerStart(answer.status_code, answer.raw_headers))
         await self._send({"type": "http.response.body", "body": body})

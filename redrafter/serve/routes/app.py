@@ -1,11 +1,9 @@
-"""The ASGI application: OpenAI's routes, health, metrics, a page to try them on, and what is refused by name."""
+"""The ASGI application: routes of OpenAI and Anthropic, health, metrics, a page to try, and what is refused by name."""
 
 import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -21,7 +19,6 @@ from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.network.guards import AccessPolicy, JsonRoute, add_guards, error_answer
-from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.answers import (
     ChatAnswer,
     CompletionAnswer,
@@ -41,6 +38,7 @@ from redrafter.serve.protocol.requests import (
     Tool,
     error_body,
 )
+from redrafter.serve.routes.messages import add_messages
 from redrafter.serve.routes.page import page
 from redrafter.serve.routes.responses import add_responses
 from redrafter.version import __version__
@@ -49,12 +47,13 @@ if TYPE_CHECKING:
     from redrafter.serve.server import Server
 
 _LOG = logging.getLogger(__name__)
-_TEXT = "this server writes text alone: use /v1/chat/completions, /v1/responses or /v1/completions"
+_TEXT = "this server writes text alone: use /v1/chat/completions, /v1/responses, /v1/messages or /v1/completions"
+_AT_ONCE = "send the requests at once, as many as you like; they share their steps"
 _STORED = "nothing is stored here: send all that belongs to a request with it"
 _REFUSED = {
     "/v1/embeddings": "embeddings are not served: " + _TEXT,
-    "/v1/messages": "Anthropic's protocol is not served: send the messages to /v1/chat/completions, in OpenAI's shape",
-    "/v1/complete": "Anthropic's protocol is not served: send the prompt to /v1/completions",
+    "/v1/messages/batches": "batches are not served: " + _AT_ONCE,
+    "/v1/complete": "Anthropic's older protocol is not served: send the messages to /v1/messages",
     "/v1/audio": "audio is not served: " + _TEXT,
     "/v1/images": "images are not served: " + _TEXT,
     "/v1/videos": "videos are not served: " + _TEXT,
@@ -66,7 +65,7 @@ _REFUSED = {
     "/v1/conversations": "conversations are not served: " + _STORED,
     "/v1/assistants": "assistants are not served: use /v1/responses; " + _STORED,
     "/v1/threads": "threads are not served: use /v1/responses; " + _STORED,
-    "/v1/batches": "batches are not served: send the requests at once, as many as you like; they share their steps",
+    "/v1/batches": "batches are not served: " + _AT_ONCE,
     "/v1/fine_tuning": "training is not served: redrafter train trains a drafter, on the command line",
     "/v1/rerank": "rerank is not served: " + _TEXT,
     "/v1/score": "scores of pairs are not served; for log-probabilities, /v1/completions with prompt_logprobs",
@@ -132,6 +131,7 @@ def create_app(
 
     add_token_routes(app, server)
     add_responses(app, server, _respond)
+    add_messages(app, server, _respond)
     add_adapter_routes(app, server, allow_lora_updating)
     for path, reason in _REFUSED.items():  # with all below them; clients do not retry after 404 in OpenAI's shape
         for route in (path, f"{path}/{{rest:path}}"):
@@ -187,19 +187,24 @@ def _event(part: dict[str, Any]) -> str:
 
 def _handle_errors(app: FastAPI) -> None:
     def respond(
-        status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
+        request: Request,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        **headers: str,
     ) -> Response:
-        return error_answer(ApiError(status, message, param, code, headers))
+        return error_answer(ApiError(status, message, param, code, headers), request.scope["path"])
 
     @app.exception_handler(ApiError)
-    async def api(_: Request, error: ApiError) -> Response:
-        return error_answer(error)
+    async def api(request: Request, error: ApiError) -> Response:
+        return error_answer(error, request.scope["path"])
 
     @app.exception_handler(UnsupportedError)
-    async def unsupported(_: Request, error: UnsupportedError) -> Response:
+    async def unsupported(request: Request, error: UnsupportedError) -> Response:
         """Log what the operator could change, and answer that this server cannot do it."""
         _LOG.error("a request needs what is not there: %s", error)
-        return respond(501, "this server cannot do what the request asks for", None, "not_implemented")
+        return respond(request, 501, "this server cannot do what the request asks for", None, "not_implemented")
 
     for kind, status, headers in (
         (ArgumentError, 400, {}),
@@ -209,34 +214,34 @@ def _handle_errors(app: FastAPI) -> None:
 
         @app.exception_handler(kind)
         async def told(
-            _: Request, error: Exception, status: int = status, headers: dict[str, str] = headers
+            request: Request, error: Exception, status: int = status, headers: dict[str, str] = headers
         ) -> Response:
-            return respond(status, str(error), **headers)
+            return respond(request, status, str(error), **headers)
 
     @app.exception_handler(ReDrafterError)
-    async def failed(_: Request, error: ReDrafterError) -> Response:
+    async def failed(request: Request, error: ReDrafterError) -> Response:
         _LOG.error("a request failed: %s", error)
-        return respond(500, str(error))
+        return respond(request, 500, str(error))
 
     @app.exception_handler(HTTPException)
-    async def http(_: Request, error: HTTPException) -> Response:
-        return respond(error.status_code, str(error.detail), **(error.headers or {}))
+    async def http(request: Request, error: HTTPException) -> Response:
+        return respond(request, error.status_code, str(error.detail), **(error.headers or {}))
 
     @app.exception_handler(RecursionError)
-    async def deep(_: Request, error: RecursionError) -> Response:
-        return respond(400, "the body is nested too deeply")
+    async def deep(request: Request, error: RecursionError) -> Response:
+        return respond(request, 400, "the body is nested too deeply")
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         kind, param, message = first["type"], field_path(first), first["msg"].removeprefix("Value error, ")
         if kind == "json_invalid":
-            return respond(400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}")
+            return respond(request, 400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}")
         if kind == "extra_forbidden":
-            return respond(400, f"{param} is not supported", param, "unsupported_parameter")
+            return respond(request, 400, f"{param} is not supported", param, "unsupported_parameter")
         if kind == "unsupported":
-            return respond(400, f"{param} is not supported: {message}", param, "unsupported_parameter")
-        return respond(422, f"{param}: {message}" if param else message, param)
+            return respond(request, 400, f"{param} is not supported: {message}", param, "unsupported_parameter")
+        return respond(request, 422, f"{param}: {message}" if param else message, param)
 
 
 def _refusal(reason: str) -> Callable[[], Awaitable[None]]:
@@ -246,7 +251,6 @@ def _refusal(reason: str) -> Callable[[], Awaitable[None]]:
     return refuse
 
 
-MAX_CONTEXTS = 8  # times the context length that a prompt may have to be tokenized
 _ADAPTERS_CLOSED = "adapters are not changed while this server runs: start it with --allow-runtime-lora-updating"
 
 
@@ -305,22 +309,17 @@ def add_token_routes(app: FastAPI, server: "Server") -> None:
     """Add the routes for tokens, for one model, and for the version."""
     options: dict[str, Any] = {"responses": error_responses(400, 401, 404, 408, 413, 422)}
 
-    @cache
-    def prompts() -> Prompts:
-        """Return a reader of prompts that are only tokenized, which may be longer than the context."""
-        return replace(server.prompts, context=MAX_CONTEXTS * server.context)
-
     def encode(body: TokenizeRequest, decoder: SandboxedProcess | None) -> list[int]:
         """Return the tokens that a completion or a chat would read."""
         if body.messages is not None:
             generation = body.add_generation_prompt
             chat = ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=generation)
-            return prompts().encode_chat(chat, decoder)[0]
+            return server.counting_prompts.encode_chat(chat, decoder)[0]
         assert body.prompt is not None
         if body.add_special_tokens is None:
-            [ids] = prompts().encode_prompts(body.prompt)
+            [ids] = server.counting_prompts.encode_prompts(body.prompt)
             return ids
-        return prompts().encode_text(body.prompt, add_special_tokens=body.add_special_tokens)
+        return server.counting_prompts.encode_text(body.prompt, add_special_tokens=body.add_special_tokens)
 
     @app.get("/version", response_model=Version)
     async def version() -> dict[str, str]:
@@ -344,8 +343,8 @@ def add_token_routes(app: FastAPI, server: "Server") -> None:
         vocabulary = server.engine.facts.vocab_size
         if (bad := next((token for token in body.tokens if token >= vocabulary), None)) is not None:
             raise ApiError(400, f"token id {bad} is out of range: there are {vocabulary} ids", "tokens")
-        if len(body.tokens) > MAX_CONTEXTS * server.context:
-            raise ApiError(400, f"{len(body.tokens)} tokens; at most {MAX_CONTEXTS * server.context}", "tokens")
+        if len(body.tokens) > (most := server.counting_prompts.context):
+            raise ApiError(400, f"{len(body.tokens)} tokens; at most {most}", "tokens")
         return {"prompt": await asyncio.to_thread(decode_tokens, server.tokenizer, body.tokens)}
 
 

@@ -16,6 +16,9 @@ from helpers.fake_ray import FakeRay
 from redrafter.serve.replicas.exchange import HttpCall
 
 SYSTEM = {"role": "system", "content": "You are the keeper of a lighthouse." * 10}
+BILL = "x-anthropic-billing-header: cch="
+BILLING = {"type": "text", "text": BILL + "a"}
+BLOCKS = [{"type": "text", "text": "Be brief."}]
 IDLE = {"a": 0, "b": 0, "c": 0}
 
 
@@ -36,6 +39,13 @@ def chat(*messages: dict, **more: object) -> dict:
         (True, {"prompt": [5] * 70 + [1]}, {"prompt": [5] * 70 + [2]}),
         (True, {"prompt": "She said"}, {"prompt": ["She said", "He said"]}),
         (True, {"instructions": "Be brief.", "input": "one"}, {"instructions": "Be brief.", "input": "other"}),
+        (True, chat(HELLO, system="Be brief."), chat(HELLO | {"content": "Who?"}, system="Be brief.")),
+        (
+            True,
+            chat(HELLO, system=BLOCKS),
+            chat(HELLO | {"content": "Who?"}, system=[BILLING | {"text": BILL + "b"}, *BLOCKS]),
+        ),
+        (False, chat(HELLO, system=BLOCKS), chat(HELLO, system=[{"type": "text", "text": "Be long."}])),
         (False, {"prompt": "She said"}, {"prompt": "He said"}),
         (False, {"prompt": [1, 2]}, {"prompt": [1, 3]}),
         (False, chat(HELLO), chat(HELLO, model="adapter")),

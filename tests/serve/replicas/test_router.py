@@ -73,7 +73,7 @@ def test_a_request_reaches_a_replica_and_its_answer_the_client():
     assert (b"x-request-id", b"mine") in call.scope["headers"]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_a_request_that_writes_without_a_seed_gets_one(path):
     replicas, client = router([AnswerPart(JSON, b"{}")])
     client.post(path, json={"prompt": "Once", "seed": None})
@@ -105,6 +105,20 @@ def test_a_request_whose_replica_is_lost_is_answered_by_another_one():
     replicas, client = router([AnswerPart(JSON, b'{"half"'), LOST], [AnswerPart(JSON, b'{"whole": 1}')])
     assert client.post("/v1/completions", json={"prompt": "Once"}).json() == {"whole": 1}
     assert replicas.calls[0] == replicas.calls[1]
+
+
+def test_a_message_whose_replica_is_lost_ends_as_the_protocol_has_it():
+    begun = b'event: message_start\ndata: {"type": "message_start"}\n\n'
+    _, client = router([AnswerPart(EVENTS, begun), LOST], *[[LOST]] * (MAX_RETRIES + 1))
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, "stream": True}
+    first, last = client.post("/v1/messages", json=body).text.strip().split("\n\n")
+    assert first.encode() + b"\n\n" == begun
+    name, data = last.split("\n")
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: "))["error"]["type"] == "overloaded_error"
+    answer = client.post("/v1/messages", json=body)
+    assert (answer.status_code, answer.headers["retry-after"]) == (529, "1")
+    assert answer.json()["type"] == "error"
 
 
 def test_a_stream_whose_replica_is_lost_goes_on_from_another_one():
@@ -263,6 +277,7 @@ def test_another_text_is_told_from_the_same_one(again):
         ("chat/completions", {}, True),
         ("chat/completions", {"logprobs": None, "stream_options": {"include_usage": True}, "tools": None}, True),
         ("responses", {}, False),
+        ("messages", {}, False),
         ("completions", {"logprobs": 0}, False),
         ("chat/completions", {"logprobs": True}, False),
         ("chat/completions", {"tools": [{}]}, False),

@@ -1,0 +1,369 @@
+"""Anthropic's Messages requests, answers and errors. Fields that are not supported are refused by name.
+
+https://platform.claude.com/docs/en/api/messages
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, StrictBool, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from redrafter.serve.protocol.fields import (
+    IMAGE_TAG,
+    LIST_TAG,
+    MAX_PARTS,
+    OBJECT_TAG,
+    TEXT_TAG,
+    Count,
+    StopList,
+    Strict,
+    one_of,
+    refuse_with,
+    tag_text_or_list,
+    tag_text_or_object,
+)
+from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError, SharedFields, ToolName, error_body
+
+MESSAGES_PATH = "/v1/messages"
+# Claude Code's system prompt begins with a block of this kind: a hash for Anthropic's billing, another one in every
+# request. It would keep all that follows from being found in the cache.
+BILLING_MARK = "x-anthropic-billing-header"
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    529: "overloaded_error",
+}
+_STATUSES = {422: 400, 503: 529}  # those that Anthropic's API has in place of some
+_REFUSED_BLOCKS = {
+    "document": "send its text as a block of type text",
+    "search_result": "send its text as a block of type text",
+    "redacted_thinking": "only Anthropic can read it: leave it out",
+    "tool_reference": "all tools are told from the beginning: leave out defer_loading and the search for tools",
+}
+
+
+def is_messages(path: str) -> bool:
+    """Return whether Anthropic's protocol is spoken at a path."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+def messages_error(error: ApiError) -> tuple[int, dict[str, Any]]:
+    """Return the status and the body of an error in Anthropic's shape."""
+    status = _STATUSES.get(error.status, error.status)
+    # Agents look for these words before they make a conversation shorter.
+    begin = "prompt is too long: " if error.code == "context_length_exceeded" else ""
+    message = error_body(status, begin + str(error))["error"]["message"]
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return status, {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _tag_block(block: Any) -> str | None:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return IMAGE_TAG if kind == "image" else f"<{kind}>" if isinstance(kind, str) else None
+
+
+def _only(*types: str, advice: str, by_type: Mapping[str, str] = MappingProxyType({})) -> BeforeValidator:
+    """Return a validator that refuses objects of other types by name; `by_type` has advice of its own for some."""
+
+    def check(value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in types:
+            told = {"kind": kind[:64], "advice": by_type.get(kind, advice)}
+            raise PydanticCustomError("unsupported", "{kind} cannot be read here: {advice}", told)
+        return value
+
+    return BeforeValidator(check)
+
+
+class _Block(Strict):
+    """Base of blocks. `cache_control` asks for nothing here: any prefix stays in the cache while there is room."""
+
+    cache_control: dict[str, Any] | None = None
+
+
+class TextBlock(_Block):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+    citations: list[Any] | None = None
+
+
+class ImageSource(Strict):
+    """The bytes of an image, in base64."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class ImageBlock(_Block):
+    """An image."""
+
+    type: Literal["image"]
+    source: Annotated[
+        ImageSource, _only("base64", advice="this server fetches nothing: send the image itself, of type base64")
+    ]
+
+
+class ThinkingBlock(_Block):
+    """Thoughts of the assistant, as they were written. The signature is taken, and not checked."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseBlock(_Block):
+    """A call that the model has made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+
+
+_ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag(IMAGE_TAG)],
+    one_of(_tag_block, "a block of text or an image"),
+    _only("text", "image", advice="a result is text and images", by_type=_REFUSED_BLOCKS),
+]
+
+
+class ToolResultBlock(_Block):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: (
+        Annotated[
+            Annotated[str, Tag(TEXT_TAG)]
+            | Annotated[list[_ResultBlock], Field(fail_fast=True, max_length=MAX_PARTS), Tag(LIST_TAG)],
+            one_of(tag_text_or_list, "a text or a list of blocks"),
+        ]
+        | None
+    ) = None
+    is_error: StrictBool = False
+
+
+_TYPES = ("text", "image", "thinking", "tool_use", "tool_result")
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag(IMAGE_TAG)]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    one_of(_tag_block, f"a block of type {', '.join(_TYPES)}"),
+    _only(*_TYPES, advice=f"blocks of type {', '.join(_TYPES)} are", by_type=_REFUSED_BLOCKS),
+]
+_ROLES = {  # whose messages may have which blocks
+    "system": (TextBlock,),
+    "user": (TextBlock, ImageBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
+}
+
+
+class Message(Strict):
+    """A message. One of the role `system` is told where it is, if the chat template can, else within its neighbour."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        Annotated[str, Tag(TEXT_TAG)]
+        | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS), Tag(LIST_TAG)],
+        one_of(tag_text_or_list, "a text or a list of blocks"),
+    ]
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> "Message":
+        for block in self.blocks:
+            if not isinstance(block, _ROLES[self.role]):
+                raise ValueError(f"a block of type {block.type} does not belong in a message of the {self.role}")
+        return self
+
+    @property
+    def blocks(self) -> list[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]:
+        """The content as blocks."""
+        return text_blocks(self.content) if isinstance(self.content, str) else self.content  # type: ignore[return-value]
+
+
+def text_blocks(content: str | list[TextBlock] | None) -> list[TextBlock]:
+    """Return a text as a list of one block, and blocks as they are."""
+    return [TextBlock(type="text", text=content)] if isinstance(content, str) else content or []
+
+
+class MessagesTool(_Block):
+    """A tool that the model may call. Its input is always streamed as it is written, also of a `strict` one."""
+
+    name: ToolName
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: StrictBool | None = None
+    eager_input_streaming: StrictBool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    input_examples: Annotated[None, refuse_with("write them into the description")] = None
+
+
+class MessagesToolChoice(Strict):
+    """Whether the model may call tools (`auto`), must call one (`any`, `tool` with its name), or must not (`none`)."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: StrictBool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> "MessagesToolChoice":
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name is given with type tool, and only then")
+        return self
+
+
+class Thinking(Strict):
+    """Whether the model may think before it answers (`enabled`, `adaptive`) or must not (`disabled`).
+
+    `budget_tokens` goes to the chat template, if it reads a `thinking_budget`; nothing else holds the model to it but
+    `max_tokens`. With `display` `omitted`, thoughts are told as an empty block.
+    """
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Count | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Strict):
+    """A JSON schema that the answer follows."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """Options of the answer. The effort goes to the chat template, if it reads a `reasoning_effort`."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class ThinkingTurns(Strict):
+    """The last turns with thoughts, so many of them."""
+
+    type: Literal["thinking_turns", "all"]
+    value: Count | None = None
+
+
+class Edit(Strict):
+    """What to leave out of a conversation: the thoughts of earlier turns."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: (
+        Annotated[
+            Annotated[Literal["all"], Tag(TEXT_TAG)] | Annotated[ThinkingTurns, Tag(OBJECT_TAG)],
+            one_of(tag_text_or_object, "'all' or an object with a type and a value"),
+        ]
+        | None
+    ) = None
+
+    @property
+    def turns(self) -> int | None:
+        """How many of the last turns with thoughts keep them; None for all."""
+        if self.keep is None:
+            return 1
+        return None if self.keep == "all" or self.keep.type == "all" else self.keep.value or 1
+
+
+class ContextManagement(Strict):
+    """How to shorten a conversation before it is read."""
+
+    edits: list[Annotated[Edit, _only("clear_thinking_20251015", advice="send a shorter conversation")]] | None = None
+
+
+_TextBlocks = list[Annotated[TextBlock, _only("text", advice="a system prompt is text")]]
+System = Annotated[
+    Annotated[str, Tag(TEXT_TAG)] | Annotated[_TextBlocks, Field(fail_fast=True, max_length=MAX_PARTS), Tag(LIST_TAG)],
+    one_of(tag_text_or_list, "a text or a list of blocks"),
+]
+_OwnTool = Annotated[
+    MessagesTool, _only("custom", advice="it is Anthropic's own tool: describe one with a name and an input_schema")
+]
+
+
+class CountTokensRequest(Strict):
+    """Body of `POST /v1/messages/count_tokens`: what makes up a prompt. `betas` and `cache_control` ask for nothing."""
+
+    model: str | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
+    system: System | None = None
+    tools: Annotated[list[_OwnTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # of earlier clients, which have no output_config
+    context_management: ContextManagement | None = None
+    cache_control: dict[str, Any] | None = None
+    betas: list[str] | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    speed: Literal["standard"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Metadata(Strict):
+    """Who asks; it changes nothing here."""
+
+    user_id: str | None = None
+
+
+class Diagnostics(Strict):
+    """An earlier answer to compare the cache's use with. The answer says that this is not available."""
+
+    previous_message_id: str | None = None
+
+
+class MessagesRequest(CountTokensRequest, SharedFields):
+    """Body of `POST /v1/messages`: fields of Anthropic, then some that `/v1/chat/completions` takes too."""
+
+    max_tokens: Count
+    stop_sequences: StopList | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    diagnostics: Diagnostics | None = None
+
+
+class MessageAnswer(BaseModel):
+    """Answer of `/v1/messages`, described in its main fields."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
+class CountTokensAnswer(BaseModel):
+    """Answer of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+class MessagesError(BaseModel):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorAnswer(BaseModel):
+    """Body of an error in Anthropic's shape."""
+
+    type: Literal["error"]
+    error: MessagesError

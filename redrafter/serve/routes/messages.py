@@ -1,0 +1,347 @@
+"""`/v1/messages`: Anthropic's protocol, translated into a chat request and its answer back."""
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from redrafter.sandbox.process import SandboxedProcess
+from redrafter.serve.answers.call_forms import call_form
+from redrafter.serve.prompts import ChatTemplate
+from redrafter.serve.protocol.answers import answer_responses
+from redrafter.serve.protocol.messages import (
+    BILLING_MARK,
+    MESSAGES_PATH,
+    CountTokensAnswer,
+    CountTokensRequest,
+    ImageBlock,
+    Message,
+    MessageAnswer,
+    MessagesErrorAnswer,
+    MessagesRequest,
+    OutputConfig,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    messages_error,
+    text_blocks,
+)
+from redrafter.serve.protocol.requests import ApiError, ChatRequest
+from redrafter.serve.routes.translated import Event, Kind, PartWriter, chat_request, format_events
+
+if TYPE_CHECKING:
+    from redrafter.serve.server import Server
+
+# Variables by which chat templates turn thoughts on and off: those of Qwen3 and GLM-4.5, of DeepSeek-V3.1 and Granite.
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "cancelled": "end_turn"}
+
+
+def add_messages(app: FastAPI, server: "Server", respond: Callable[..., Awaitable[Response]]) -> None:
+    """Add the routes. respond: makes a response of a dictionary or a stream, and stops if the client leaves."""
+    errors: dict[int | str, dict[str, Any]] = {"default": {"model": MessagesErrorAnswer, "description": "an error"}}
+    answers: dict[int | str, dict[str, Any]] = {200: answer_responses(MessageAnswer)[200]}
+
+    @app.post(MESSAGES_PATH, responses=answers | errors)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        async def work() -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
+            server.check_model(body.model)
+            head = _head(body, body.model or server.model)
+            chat = as_chat(body, server.prompts.template, server.options.tool_call_parser)
+            answer = await server.chat(chat, request.scope["facts"])
+            return _whole(head, answer, body) if isinstance(answer, dict) else message_events(head, answer, body)
+
+        return await respond(work(), request, format_events)
+
+    @app.post(f"{MESSAGES_PATH}/count_tokens", response_model=CountTokensAnswer, responses=errors)
+    async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
+        server.check_model(body.model)
+        chat = as_chat(body, server.prompts.template, server.options.tool_call_parser)
+
+        def encode(chat: ChatRequest, decoder: SandboxedProcess | None) -> list[int]:
+            return server.counting_prompts.encode_chat(chat, decoder)[0]
+
+        return {"input_tokens": len(await server.encode(encode, chat, chat.messages, request.scope["facts"]))}
+
+
+def as_chat(request: CountTokensRequest, template: ChatTemplate, parser: str = "auto") -> ChatRequest:
+    """Translate a request to a chat request, or raise `ApiError` or `RequestValidationError`.
+
+    `parser` is how the server reads calls, which tells whether the model writes thoughts without marks of a template.
+    """
+    messages = _messages(request, template)
+    variables = _thinking_variables(request, template, parser) | (request.chat_template_kwargs or {})
+    chat: dict[str, Any] = {"model": request.model, "messages": messages, "chat_template_kwargs": variables}
+    if messages and messages[-1]["role"] == "assistant":  # the answer goes on with it
+        if "tool_calls" in messages[-1] or not any(part["text"] for part in messages[-1]["content"] or ()):
+            raise ApiError(
+                400, "the last message is the assistant's, and holds no text alone to go on with", "messages"
+            )
+        chat["continue_final_message"] = True
+    if request.tools:
+        functions = [
+            {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
+            for tool in request.tools
+        ]
+        chat["tools"] = [{"type": "function", "function": function} for function in functions]
+    if (choice := request.tool_choice) is not None:
+        named = {"type": "function", "function": {"name": choice.name}}
+        chat["tool_choice"] = {"auto": None, "any": "required", "none": "none", "tool": named}[choice.type]
+        chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    output = request.output_config or OutputConfig()
+    if output.effort is not None and "reasoning_effort" in template.variables:
+        chat["reasoning_effort"] = output.effort
+    if (form := output.format or request.output_format) is not None:
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+    if isinstance(request, MessagesRequest):
+        for name in ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "speculate", "stream", "user"):
+            chat[name] = getattr(request, name)
+        chat |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
+        if request.stream:  # the first event tells the tokens of the prompt
+            chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    return chat_request(chat)
+
+
+def _thinking_variables(request: CountTokensRequest, template: ChatTemplate, parser: str) -> dict[str, Any]:
+    """Return the template's variables for `thinking`. A model that has no thoughts keeps to any but needs none."""
+    asked = request.thinking
+    if asked is None:
+        return {}
+    switch = next((name for name in _THINKING_SWITCHES if name in template.variables), None)
+    variables: dict[str, Any] = {} if switch is None else {switch: asked.type != "disabled"}
+    if asked.type == "disabled":
+        if switch is None and (template.has_think_tags or call_form(parser, template.text).has_channels):
+            what = "this model's chat template cannot turn thoughts off: leave thinking out"
+            raise ApiError(400, what, "thinking", "unsupported_parameter")
+    elif asked.budget_tokens is not None and "thinking_budget" in template.variables:
+        variables["thinking_budget"] = asked.budget_tokens
+    return variables
+
+
+def _messages(request: CountTokensRequest, template: ChatTemplate) -> list[dict[str, Any]]:
+    """Return the chat messages of a request, their contents as lists of parts.
+
+    The results of calls are messages of their own, before the others of their turn; turns of the user that follow each
+    other become one message.
+    """
+    turns, messages = list(request.messages), list[dict[str, Any]]()
+    system = [*text_blocks(request.system)]
+    while turns and turns[0].role == "system":
+        system += turns.pop(0).blocks  # type: ignore[arg-type]
+    if system := [block for block in system if not block.text.startswith(BILLING_MARK)]:
+        messages.append({"role": "system", "content": _parts(system)})
+    for number in range(1, len(turns) - 1):
+        called = any(isinstance(block, ToolUseBlock) for block in turns[number - 1].blocks)
+        if turns[number].role == "system" and called:  # nothing comes between calls and their results
+            turns[number : number + 2] = reversed(turns[number : number + 2])
+    forgotten = _forgotten(request, turns)
+    for number, turn in enumerate(turns):
+        if turn.role == "assistant":
+            messages.append(_assistant(turn, number not in forgotten))
+            continue
+        own = [block for block in turn.blocks if not isinstance(block, ToolResultBlock)]
+        last = messages[-1] if messages else {"role": None}
+        if turn.role == "system" and template.places_system_messages:
+            messages.append({"role": "system", "content": _parts(own)})
+        elif turn.role == "system" and last["role"] in ("user", "tool"):
+            # Within the neighbour: another user's turn after results would have many templates drop thoughts.
+            _extend(last, _parts(own))
+        else:
+            seen = []
+            for result in turn.blocks:
+                if isinstance(result, ToolResultBlock):
+                    blocks = text_blocks(result.content)  # type: ignore[arg-type]
+                    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+                    if result.is_error and not text.startswith("Error"):
+                        text = f"Error: {text}"  # chats have no other place for it
+                    messages.append({"role": "tool", "tool_call_id": result.tool_use_id, "content": _text_parts(text)})
+                    seen += [block for block in blocks if isinstance(block, ImageBlock)]  # read in user turns alone
+            parts = _parts([*seen, *own])
+            if parts or not messages or messages[-1]["role"] != "tool":
+                if messages and messages[-1]["role"] == "user":
+                    _extend(messages[-1], parts)
+                else:
+                    messages.append({"role": "user", "content": parts})
+    return messages
+
+
+def _forgotten(request: CountTokensRequest, turns: list[Message]) -> set[int]:
+    """Return the numbers of the turns whose thoughts `context_management` leaves out."""
+    thought = [
+        number for number, turn in enumerate(turns) if any(isinstance(block, ThinkingBlock) for block in turn.blocks)
+    ]
+    edits = (request.context_management and request.context_management.edits) or []
+    kept = min((edit.turns for edit in edits if edit.turns is not None), default=len(thought))
+    return set(thought[: max(len(thought) - kept, 0)])
+
+
+def _assistant(turn: Message, keep_thoughts: bool) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    thoughts = [block.thinking for block in turn.blocks if isinstance(block, ThinkingBlock)]
+    if any(thoughts) and keep_thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if texts := [block for block in turn.blocks if isinstance(block, TextBlock)]:
+        message["content"] = _parts(texts)
+    if calls := [block for block in turn.blocks if isinstance(block, ToolUseBlock)]:
+        message["tool_calls"] = [
+            {"id": call.id, "function": {"name": call.name, "arguments": json.dumps(call.input, ensure_ascii=False)}}
+            for call in calls
+        ]
+    return message
+
+
+def _parts(blocks: Any) -> list[dict[str, Any]]:
+    """Return blocks of texts and images as a chat has them."""
+    parts = []
+    for block in blocks:
+        if isinstance(block, ImageBlock):
+            url = f"data:{block.source.media_type};base64,{block.source.data}"
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        else:
+            parts += _text_parts(block.text)
+    return parts
+
+
+def _text_parts(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text}]
+
+
+def _extend(message: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+    between = _text_parts("\n\n") if message["content"] and parts else []
+    message["content"] += [*between, *parts]
+
+
+def _head(body: MessagesRequest, model: str) -> dict[str, Any]:
+    """Return the fields of an answer before anything of it is written."""
+    head: dict[str, Any] = {
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+    }
+    if body.diagnostics is not None and body.diagnostics.previous_message_id is not None:
+        head["diagnostics"] = {"cache_miss_reason": {"type": "unavailable"}}
+    return head | {"stop_reason": None, "stop_sequence": None}
+
+
+def _whole(head: dict[str, Any], answer: dict[str, Any], body: MessagesRequest) -> dict[str, Any]:
+    blocks = BlockWriter(head["id"], body)
+    for _ in (*blocks.read(answer), *blocks.close()):
+        pass
+    return head | {"content": blocks.done} | blocks.ending | {"usage": blocks.usage, "metrics": answer["metrics"]}
+
+
+class BlockWriter(PartWriter):
+    """Writes the blocks of one message.
+
+    Args:
+        signature: Signature of its thoughts, which nobody checks; clients drop thoughts without one.
+        body: What was asked for.
+    """
+
+    def __init__(self, signature: str, body: MessagesRequest):
+        super().__init__()
+        self._signature, self._max_tokens = signature, body.max_tokens
+        self._omits_thoughts = body.thinking is not None and body.thinking.display == "omitted"
+        self._block: dict[str, Any] = {}  # the open one
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """What was counted so far. Tokens that were found in the cache are none of `input_tokens`."""
+        usage = self.told["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        counted = {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+        thoughts = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
+        return counted if thoughts is None else counted | {"output_tokens_details": {"thinking_tokens": thoughts}}
+
+    @property
+    def ending(self) -> dict[str, Any]:
+        """Why the message ended."""
+        reason = _STOP_REASONS[self.finish or "stop"]
+        if reason == "end_turn" and self.stop is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": self.stop}
+        if reason == "max_tokens" and self.told["usage"]["completion_tokens"] < self._max_tokens:
+            reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": None}
+
+    def _begin(self, kind: Kind, call: dict[str, Any]) -> Iterator[Event]:
+        if kind == "thought":
+            self._block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif kind == "text":
+            self._block = {"type": "text", "text": ""}
+        else:
+            self._block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+        yield self._event("content_block_start", content_block=self._block)
+
+    def _tell(self, piece: str) -> Iterator[Event]:
+        if self._kind == "call":
+            yield self._delta("input_json_delta", partial_json=piece)
+        elif self._kind == "text":
+            yield self._delta("text_delta", text=piece)
+        elif not self._omits_thoughts:
+            yield self._delta("thinking_delta", thinking=piece)
+
+    def _end(self, cut: bool) -> Iterator[Event]:
+        block, written = dict(self._block), self._written
+        if self._kind == "call":
+            block["input"] = _parse_input(written)
+        elif self._kind == "text":
+            block["text"] = written
+        else:
+            block |= {"thinking": "" if self._omits_thoughts else written, "signature": self._signature}
+            yield self._delta("signature_delta", signature=self._signature)
+        yield self._event("content_block_stop")
+        self.done.append(block)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "index": len(self.done)} | fields
+
+    def _delta(self, kind: str, **fields: Any) -> Event:
+        return self._event("content_block_delta", delta={"type": kind} | fields)
+
+
+def _parse_input(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object: as `unparsed` where they are none, as of a call that was cut off."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"unparsed": arguments}
+
+
+async def message_events(
+    head: dict[str, Any], chunks: AsyncIterator[dict[str, Any]], body: MessagesRequest
+) -> AsyncIterator[Event]:
+    """Yield the events of one message from the chunks of a chat's stream, which are closed at the end.
+
+    `head` are the fields of the message before anything of it is written.
+    """
+    blocks, begun = BlockWriter(head["id"], body), False
+    try:
+        async for chunk in chunks:
+            events = list(blocks.read(chunk))
+            if not begun:
+                begun = True
+                yield {"type": "message_start", "message": head | {"usage": blocks.usage}}
+                yield {"type": "ping"}
+            for event in events:
+                yield event
+        for event in blocks.close():
+            yield event
+        told = {"usage": blocks.usage, "metrics": blocks.told.get("metrics")}
+        yield {"type": "message_delta", "delta": blocks.ending} | told
+        yield {"type": "message_stop"}
+    except ApiError as error:
+        yield messages_error(error)[1]
+    finally:
+        await chunks.aclose()  # type: ignore[attr-defined]
