@@ -34,7 +34,7 @@ from redrafter.engine.modes import kv_dtype_of, make_batch_invariant, use_kv_cac
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import AdapterNames, OwnArguments, Request, Seed, read_request, row_adapters
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
-from redrafter.model.supported import check_autocast, check_eval
+from redrafter.model.supported import check_autocast
 from redrafter.model.target import Target
 from redrafter.scheduler.paged_memory import MOST_ROWS, PagedMemory
 from redrafter.scheduler.running_batch import Models
@@ -362,10 +362,9 @@ class Engine:
         # 1. Check the model, which its owner may have changed since.
         names = row_adapters(mine.adapter, mine.prompts or len(input_ids), len(input_ids))
         check_autocast(self.target.device)
-        models = [self.target, *([self.draft_model] if mine.speculate and self.draft_model else [])]
-        for model in models:
-            model.follow_changes()
-        check_eval(*(model.model for model in models))
+        self.target.follow_changes()
+        if mine.speculate and self.draft_model is not None:
+            self.draft_model.follow_changes()
 
         # 2. Check the ids, turn the call into tensors, and decode.
         with made_on_host(), self.target.adapters.holding(names) as held:

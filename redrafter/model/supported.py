@@ -216,16 +216,14 @@ def config_width(config: Any) -> int:
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 
 
-def check_eval(*models: nn.Module) -> None:
-    """Check that models are in eval mode; in training mode, dropout would change the text.
+def check_eval(model: nn.Module) -> None:
+    """Check that a model is in eval mode; in training mode, dropout would change the text.
 
     Raises:
-        ArgumentError: A part of a model is in training mode; the message names the first one.
+        ArgumentError: A part of it is in training mode; the message names the first one.
     """
-    for model in models:
-        if not any(module.training for module in model.modules()):
-            continue
-        part = next(name for name, module in model.named_modules() if module.training)
+    part = next((name for name, module in model.named_modules() if module.training), None)
+    if part is not None:
         where = f" (its {part})" if part else ""
         raise ArgumentError(
             f"{type(model).__name__} is in training mode{where}, where dropout draws at random; call model.eval() first"

@@ -23,7 +23,7 @@ from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, ForwardOut
 from redrafter.model.images import ImageReader, image_arguments, token_type_arguments
 from redrafter.model.linear_layers import is_quantized, warn_of_shared_scales
 from redrafter.model.lora import AdapterSlots
-from redrafter.model.patch import MODEL_ERRORS, ModelPatch, ModelState, hooked_module
+from redrafter.model.patch import MODEL_ERRORS, ModelPatch, ModelState, ModelWatch, hooked_module
 from redrafter.model.positions import find_dynamic_rope, find_switching_rope
 from redrafter.model.prompt_reader import PromptReader, ShowLogits
 from redrafter.model.self_test import CacheSupport
@@ -31,6 +31,7 @@ from redrafter.model.supported import (
     Support,
     base_of,
     check_autocast,
+    check_eval,
     check_on_device,
     check_states_found,
     check_supported,
@@ -154,12 +155,20 @@ class Target(BoundModel):
         """Take note of what the model's owner has changed since the last call: weights, hooks, forwards, adapters.
 
         Raises:
-            ArgumentError: The model is another one now, of another dtype, device or vocabulary.
+            ArgumentError: The model is another one now, of another dtype, device or vocabulary, or a part of it is in
+                training mode.
         """
         with self.lock:  # no forward has set anything on the model now
-            before, now = self._state, ModelState.of(self.model)
-            if now == before:
-                return
+            if not self._watch.is_unchanged():
+                self._follow()
+            training = self._watch.training
+        if training:
+            check_eval(self.model)
+
+    def _follow(self) -> None:
+        """Take note of what has changed, if it is more than a watch tells."""
+        before, now = self._state, ModelState.of(self.model)
+        if now != before:
             for told, fact in self._facts().items():
                 if fact != self._bound_as[told]:
                     raise ArgumentError(
@@ -169,11 +178,11 @@ class Target(BoundModel):
             self.version += 1
             if (now.memory, now.code) != (before.memory, before.code):
                 self.varlen_forward.forget_fused()
-            self.note_state()
+        self.note_state()
 
     def note_state(self) -> None:
         """Take the model's weights and code as they are now, so that `follow_changes` finds later changes alone."""
-        self._state = ModelState.of(self.model)
+        self._state, self._watch = ModelState.of(self.model), ModelWatch(self.model)
         self.compiled_parts = self._state.compiled
 
     @property

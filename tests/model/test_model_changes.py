@@ -1,5 +1,7 @@
 """Models whose owner changes them after they are bound: what is written is what `model.generate` writes then."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from helpers.models import on_each_cache, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.recurrent import generated_alone, recurrent_model
 from redrafter import ArgumentError, PromptLookup, UnsupportedError
+from redrafter.model.patch import ModelState, ModelWatch
 
 IDS, MASK = uneven_batch(rows=3, longest=40)  # longer than a block of the paged cache
 GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
@@ -154,6 +157,109 @@ def test_an_unchanged_model_keeps_what_was_kept():
     assert engine.batches.idle == [batch]
     assert batch.captured_steps == steps
     assert engine.target.version == engine.target.varlen_forward.version == 0
+
+
+def register_hook(model):
+    return query(model).register_forward_hook(scaled).remove
+
+
+def register_hook_on_all(model):
+    return nn.modules.module.register_module_forward_pre_hook(lambda module, args: None).remove
+
+
+def patch_class(model):
+    kind, forward = type(query(model)), type(query(model)).forward
+    kind.forward = lambda self, x: -forward(self, x)
+    return lambda: setattr(kind, "forward", forward)
+
+
+def change_class(model):
+    query(model).__class__ = type("Steered", (nn.Linear,), {"forward": lambda self, x: -x})
+
+
+def replace_child(model):
+    model.model.layers[1].self_attn.q_proj = nn.Linear(32, 32, bias=False)
+
+
+def swap_children(model):
+    attention = model.model.layers[1].self_attn
+    attention.q_proj, attention.o_proj = attention.o_proj, attention.q_proj
+
+
+def move_child(model):
+    """Give the last child of a module to the next one as its first: the same modules in the same order."""
+    first, second = model.model.layers[0], model.model.layers[1]
+    name, child = first._modules.popitem()
+    second._modules = {f"moved_{name}": child, **second._modules}
+
+
+def remove_child(model):
+    del model.model.layers[1].self_attn.q_proj
+
+
+def add_child(model):
+    query(model).adapter = nn.Linear(2, 2)
+
+
+def replace_table(model):
+    query(model).__dict__["_parameters"] = {"weight": nn.Parameter(-query(model).weight.detach())}
+
+
+def write_buffer(model):
+    query(model).scale.add_(1)
+
+
+def replace_buffer(model):
+    query(model).scale = torch.ones(1)
+
+
+def compile_layer(model):
+    query(model).compile(backend="eager")
+
+
+CHANGES = [
+    *(replace_parameter, replace_data, replace_all, replace_forward, write_in_place, register_hook, patch_class),
+    *(register_hook_on_all, change_class, replace_child, swap_children, move_child, remove_child, add_child),
+    *(replace_table, write_buffer, replace_buffer, compile_layer),
+]
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "made in inference mode"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda x: x.__name__)
+def test_a_look_tells_of_every_change(change, inference):
+    if inference and change in (write_in_place, write_buffer):
+        pytest.skip("weights that were made in inference mode do not count what is written to them")
+    with torch.inference_mode(inference):
+        model = deepcopy(tiny_model("llama"))
+        query(model).register_buffer("scale", torch.zeros(1))
+        watch, state = ModelWatch(model), ModelState.of(model)
+    assert watch.is_unchanged()
+    assert ModelState.of(model) == state
+    undo = change(model)
+    assert not watch.is_unchanged()
+    if undo is not None:
+        undo()
+        assert watch.is_unchanged()
+
+
+def test_a_look_passes_over_what_changes_in_forwards():
+    model = deepcopy(tiny_model("llama"))
+    watch = ModelWatch(model)
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 2
+    model(IDS)
+    assert watch.is_unchanged()
+    assert not watch.training
+
+
+def test_a_look_sees_one_module_in_training_mode():
+    model = deepcopy(tiny_model("llama"))
+    watch = ModelWatch(model)
+    query(model).train()
+    assert watch.is_unchanged()
+    assert watch.training
+    query(model).eval()
+    assert watch.is_unchanged()
+    assert not watch.training
 
 
 ANOTHER = {
