@@ -164,7 +164,7 @@ def make_request(work: Workload, texts: Prompts, new: int, eos: frozenset[int] =
     rows, lengths = len(texts), [len(text) for text in texts]
     padded = [[0] * (max(lengths) - len(text)) + list(text) for text in texts]
     return Request(
-        input_ids=torch.tensor(padded, device=work.device),
+        input_ids=torch.tensor(padded, device="cpu"),
         lengths=lengths,
         limits=[length + new for length in lengths],
         params=[
@@ -173,6 +173,7 @@ def make_request(work: Workload, texts: Prompts, new: int, eos: frozenset[int] =
         ],
         adapters=[None] * rows,
         images=[None] * rows,
+        device=work.device,
     )
 
 

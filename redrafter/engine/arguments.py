@@ -8,6 +8,7 @@ given what was encoded of them; anything more is refused by name.
 
 import copy
 import difflib
+import functools
 import inspect
 import math
 from collections.abc import Mapping
@@ -99,7 +100,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         ArgumentError: Naming one that is unknown.
         UnsupportedError: Naming one that asks for what `generate` does not do.
     """
-    kept, known = {}, _known() | {"inputs"}
+    kept, known = {}, _known()
     for name, value in arguments.items():
         if name not in _NEUTRAL:
             kept[name] = value
@@ -114,8 +115,9 @@ def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _known() -> set[str]:
-    return set(GenerationConfig().to_dict()) | _CALL_ARGUMENTS | {*_OWN, "logit_bias"}
+@functools.cache
+def _known() -> frozenset[str]:
+    return _CALL_ARGUMENTS.union(GenerationConfig().to_dict(), _OWN, ("inputs", "logit_bias"))
 
 
 def check_modes(config: GenerationConfig, own: GenerationConfig) -> None:
@@ -203,6 +205,25 @@ def with_stop_strings(
     return kept | {"stopping_criteria": criteria}, config
 
 
+def without_cache(
+    arguments: Mapping[str, Any], config: GenerationConfig | None, own: GenerationConfig
+) -> tuple[dict[str, Any], GenerationConfig | None]:
+    """Return a call's arguments and generation config so that transformers makes no cache, which nobody would read.
+
+    To make one takes almost as long as all else that it prepares. The call's `config` is not changed. Where that, or
+    the model's `own`, chooses a kind of cache, it is made, since transformers warns of a choice without effect.
+    """
+    chosen = [arguments.get("cache_config")]
+    chosen += [x for each in (config, own) if each is not None for x in (each.cache_config, each.cache_implementation)]
+    if any(x is not None for x in chosen):
+        return dict(arguments), config
+    if config is None or "use_cache" in arguments:
+        return {**arguments, "use_cache": False}, config
+    config = copy.copy(config)
+    config.use_cache = False
+    return dict(arguments), config
+
+
 def check_shapes(input_ids: Any, mask: Any) -> Tensor:
     """Return the ids; `ArgumentError` unless they are integers `[B, P]`, at least one, and the mask has their shape."""
     if input_ids is None:
@@ -229,16 +250,19 @@ def check_ids(input_ids: Tensor, mask: Tensor | None, target: Target, options: E
         ArgumentError: An id is not in the target's vocabulary, a row is not left-padded or has no token, or the longest
             one leaves no room to write.
     """
-    low, high = int(input_ids.min()), int(input_ids.max())
+    low, high = (int(x) for x in input_ids.aminmax())
     if low < 0 or high >= target.vocab_size:
         bad = low if low < 0 else high
         raise ArgumentError(f"token id {bad} is out of range: the target's vocabulary has {target.vocab_size} ids")
-    seen = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
-    if not bool(seen.any(dim=1).all()):
-        raise ArgumentError(f"row {int((~seen.any(dim=1)).nonzero()[0])} of attention_mask has no token: empty prompt")
-    if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
-        raise ArgumentError("attention_mask is not left-padded; set tokenizer.padding_side = 'left'")
-    longest, context = int(seen.sum(dim=1).max()), target.context
+    seen, longest = torch.ones_like(input_ids, dtype=torch.bool), input_ids.shape[1]
+    if mask is not None and not bool((mask := mask.bool()).all()):
+        seen, longest = mask, int(mask.sum(dim=1).max())
+        if not bool(seen.any(dim=1).all()):
+            row = int((~seen.any(dim=1)).nonzero()[0])
+            raise ArgumentError(f"row {row} of attention_mask has no token: empty prompt")
+        if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
+            raise ArgumentError("attention_mask is not left-padded; set tokenizer.padding_side = 'left'")
+    context = target.context
     if context is not None and longest >= context:
         raise ArgumentError(
             f"the prompt has {longest} tokens and the target's context is {context}: no room is left to write; "
@@ -269,6 +293,8 @@ def separate_inputs(arguments: Mapping[str, Any], target: Target) -> tuple[dict[
     model = target.model
     # Types of tokens say nothing of a text, but something of the images in it.
     known = _known() | (_NEUTRAL.keys() - {"token_type_ids"})
+    if arguments.keys() <= known:
+        return dict(arguments), {}
     inputs = (inspect.signature(model.forward).parameters.keys() | target.image_arguments) - known
     given = {name: value for name, value in arguments.items() if name in inputs and not _is_empty(value)}
     images = {name: value for name, value in given.items() if name in target.image_arguments}
@@ -327,6 +353,8 @@ def _count_tokens(positions: Tensor, seen: Tensor, rows_of_text: Tensor) -> bool
     if positions.dim() not in (2, 3) or positions.shape[-1] != width or positions.shape[-2] not in (1, rows):
         return False
     counted = seen.cumsum(dim=1) - 1  # [B, P]
+    if torch.equal(positions, counted):  # as they are where no row is padded
+        return True
     return bool(((positions == counted) | ~(seen & rows_of_text[:, None])).all())
 
 

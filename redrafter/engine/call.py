@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -154,14 +154,15 @@ class Call:
         """
         self._warn_slow()
         deadline, ranks = self.request.deadline, scheduler.engine.target.ranks
-        with self.queued(scheduler), tqdm(total=len(self.rows), unit="text", disable=not progress) as bar:
+        shown = tqdm(total=len(self.rows), unit="text") if progress else nullcontext()
+        with self.queued(scheduler), shown as bar:
             while not scheduler.idle:
                 scheduler.read()
                 if deadline < float("inf") and ranks.from_first(time.time() >= deadline):
                     scheduler.settle()
                     break
                 scheduler.step()
-                if progress:
+                if bar is not None:
                     bar.update(self.ended - bar.n)
                 if self.error is not None:
                     raise self.error
@@ -172,7 +173,7 @@ class Call:
         rows, request = self.rows, self.request
         width = max(len(row.text) for row in rows)
         new = torch.tensor([row.text + [request.pad_token] * (width - len(row.text)) for row in rows], dtype=torch.long)
-        sequences = torch.cat([request.input_ids, new.to(request.input_ids.device)], dim=1)
+        sequences = torch.cat([request.input_ids, new], dim=1).to(request.device)
         if not request.as_dict:
             return sequences
         seeds = None if request.params[0].greedy else [params.seed for params in request.params]

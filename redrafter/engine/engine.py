@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -27,6 +28,7 @@ from redrafter.engine.arguments import (
     separate_inputs,
     split_own,
     with_stop_strings,
+    without_cache,
 )
 from redrafter.engine.call import Call, ColumnStream, GenerateOutput, StepStreamer, takes_columns
 from redrafter.engine.idle_batches import IdleBatches
@@ -42,6 +44,9 @@ from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import Limits
 
 Streamer = BaseStreamer | StepStreamer
+
+# transformers warns of ids on the host before that release, for a model that is elsewhere.
+PREPARES_ON_HOST = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
 
 
 class Engine:
@@ -296,9 +301,14 @@ class Engine:
         kwargs, generation_config = with_stop_strings(kwargs, generation_config, self.model.generation_config)
         if self.do_sample is not None and generation_config is None:
             kwargs.setdefault("do_sample", self.do_sample)
+        if not images:  # which are read with what transformers prepares
+            kwargs, generation_config = without_cache(kwargs, generation_config, self.model.generation_config)
 
         # 4. Let transformers prepare the call (configs, processors, criteria, rows), and decode what it prepared.
-        mine = OwnArguments(streamer, seed, adapter, speculate, progress, len(input_ids), params=own)
+        target, device = self.target, self.target.device
+        if PREPARES_ON_HOST and not target.image_arguments:
+            device = torch.device("cpu")  # or each number that follows from ids and mask would be a launch, some a wait
+        mine = OwnArguments(streamer, seed, adapter, speculate, progress, len(input_ids), None, target.device, own)
         prepared = False
 
         def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:
@@ -308,8 +318,8 @@ class Engine:
 
         try:
             return self.model.generate(
-                input_ids.to(self.target.device),
-                attention_mask=None if attention_mask is None else attention_mask.to(self.target.device),
+                input_ids.to(device),
+                attention_mask=None if attention_mask is None else attention_mask.to(device),
                 generation_config=generation_config,
                 streamer=theirs,
                 custom_generate=decode_prepared,

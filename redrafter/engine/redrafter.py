@@ -93,6 +93,7 @@ class ReDrafter(Engine):
         self._measured: StepCosts | None = None
         self._best: dict[tuple[StepCosts, int, bool, tuple[float, ...]], list[TreeShape]] = {}
         self._proposers: dict[tuple[int, int, int, int | None], SearchProposer] = {}
+        self._proposed: dict[TreeShape, SearchProposer] = {}  # the same by the shape that was asked for
         self._with_text: dict[tuple[int, int], TextBeside] = {}
         self._compiled = compiled
         drafter.prepare(target)
@@ -248,11 +249,14 @@ class ReDrafter(Engine):
 
     def _propose(self, target: Target, shape: TreeShape) -> SearchProposer:
         """Return the proposer of a shape, the same object each time, as captured steps are kept by it."""
-        shape = shape.over(self._default)
+        if (known := self._proposed.get(shape)) is not None:
+            return known
+        asked, shape = shape, shape.over(self._default)
         beams, depth = shape.num_beams, shape.draft_len_per_beam
         assert beams is not None
         assert depth is not None
         check_beams(self.drafter.config, beams)
         nodes = node_count(shape.node_budget, beams, depth, target.device)
         new = self.drafter.proposer(target, beams, depth, nodes, shape.shared_nodes, self._compiled)
-        return self._proposers.setdefault((beams, depth, nodes, shape.shared_nodes), new)
+        found = self._proposed[asked] = self._proposers.setdefault((beams, depth, nodes, shape.shared_nodes), new)
+        return found

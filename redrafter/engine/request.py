@@ -119,6 +119,7 @@ class OwnArguments(NamedTuple):
     progress: bool = False
     prompts: int | None = None  # each of which has as many output rows; None for as many as rows
     temperature: Any = None  # one value per output row, in place of the config's; None for the config's
+    device: torch.device | None = None  # where ids are returned; None for where they are given
     params: Mapping[str, Any] = MappingProxyType({})  # of rows: numbers, and `grammar`, one or a list of one or None
 
 
@@ -126,12 +127,13 @@ class OwnArguments(NamedTuple):
 class Request:
     """Everything that decoding one call needs, of its rows in their order."""
 
-    input_ids: Tensor  # left-padded prompts, `[B, P]`
+    input_ids: Tensor  # left-padded prompts on the host, `[B, P]`
     lengths: list[int]  # of the prompts, without padding
     limits: list[int]  # the most tokens that each row may come to, prompt included
     params: list[SamplingParams]  # how the tokens of each row are drawn
     adapters: Sequence[Adapter | None]  # LoRA adapter of each row, None for the model alone
     images: Sequence[ImagePrompt | None]  # of each row's prompt; None for a row without any
+    device: torch.device  # where ids are returned
     cut_short: Sequence[bool] = ()  # whether a row's limit is the end of the target's context, and more was asked for
     pad_token: int = 0  # fills rows after their end
     criteria: Sequence[StoppingCriteria] = ()  # asked token by token on the host
@@ -168,7 +170,7 @@ def read_request(
     images = read_prepared(prepared, ids, seen, target)
     if config.num_return_sequences is not None and config.num_return_sequences < 1:
         raise ArgumentError(f"num_return_sequences must be 1 or more, got {config.num_return_sequences}")
-    rows, width = input_ids.shape
+    rows, width = ids.shape
     length = seen.sum(dim=1)
 
     # What ends a text.
@@ -184,10 +186,10 @@ def read_request(
         else:
             criteria.append(criterion)
     max_length = min(lengths, default=config.max_length)
-    limit = asked = min(max_length, MAX_TEXT_TOKENS) - (width - length)
-    for most in (target.context, options.max_seq_len):
-        if most is not None:
-            limit = limit.clamp(max=most)
+    counts = length.tolist()
+    asked = [min(max_length, MAX_TEXT_TOKENS) - (width - count) for count in counts]
+    most = min((x for x in (target.context, options.max_seq_len) if x is not None), default=MAX_TEXT_TOKENS)
+    limits = [min(tokens, most) for tokens in asked]
 
     # How it is drawn.
     check_processors(target, logits_processor)
@@ -205,16 +207,17 @@ def read_request(
     recorded = {"scores": config.output_scores, "logits": config.output_logits}
     as_dict = bool(config.return_dict_in_generate)
     return Request(
-        input_ids=input_ids,
-        lengths=length.tolist(),
-        limits=limit.tolist(),
+        input_ids=ids,
+        lengths=counts,
+        limits=limits,
         params=[
             SamplingParams(**row | draw | dict(mine.params) | {"grammar": grammar}, stop_token_ids=eos)
             for row, draw, grammar in by_row
         ],
         adapters=adapters or [None] * rows,
         images=images,
-        cut_short=[target.context == most < more for most, more in zip(limit.tolist(), asked.tolist(), strict=True)],
+        device=input_ids.device if mine.device is None else mine.device,
+        cut_short=[target.context == most < more for most, more in zip(limits, asked, strict=True)],
         pad_token=_pad_token(config, eos),
         criteria=criteria,
         deadline=deadline,

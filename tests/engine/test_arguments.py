@@ -189,6 +189,19 @@ def test_a_cache_that_a_config_asks_for_is_refused_before_transformers_makes_it(
         engine.generate(**PROMPT, generation_config=config)
 
 
+def test_transformers_makes_no_cache_for_a_call(engine, monkeypatch):
+    expected = engine.model.generate(**PROMPT, **GREEDY)
+
+    def refuse(*_, **__):
+        raise AssertionError("a cache that nobody reads")
+
+    monkeypatch.setattr("transformers.generation.utils.DynamicCache", refuse)
+    config = GenerationConfig(**GREEDY)
+    for arguments in (GREEDY, {"generation_config": config}, {"use_cache": True, **GREEDY}):
+        assert torch.equal(engine.generate(**PROMPT, **arguments), expected)
+    assert config.use_cache is None
+
+
 # Every field of a GenerationConfig is honoured, refused by name, or without effect. Here are calls that a field
 # changes: greedy, or so narrow that sampling has no choice, so that `model.generate` writes the same.
 UNPADDED = torch.arange(24).view(3, 8) + 5

@@ -84,6 +84,10 @@ def replace_parameter(model):
     query(model).weight = nn.Parameter(-query(model).weight.detach())
 
 
+def wrap_weight_anew(model):
+    query(model).weight = nn.Parameter(query(model).weight.data, requires_grad=False)
+
+
 def replace_data(model):
     query(model).weight.data = -query(model).weight.data
 
@@ -174,7 +178,7 @@ def patch_class(model):
 
 
 def change_class(model):
-    query(model).__class__ = type("Steered", (nn.Linear,), {"forward": lambda self, x: -x})
+    query(model).__class__ = type(model.model.layers[1].mlp)  # whose forward is called elsewhere too
 
 
 def replace_child(model):
@@ -188,7 +192,7 @@ def swap_children(model):
 
 def move_child(model):
     """Give the last child of a module to the next one as its first: the same modules in the same order."""
-    first, second = model.model.layers[0], model.model.layers[1]
+    first, second = model.model.layers[1].self_attn, model.model.layers[1].mlp
     name, child = first._modules.popitem()
     second._modules = {f"moved_{name}": child, **second._modules}
 
@@ -220,7 +224,7 @@ def compile_layer(model):
 CHANGES = [
     *(replace_parameter, replace_data, replace_all, replace_forward, write_in_place, register_hook, patch_class),
     *(register_hook_on_all, change_class, replace_child, swap_children, move_child, remove_child, add_child),
-    *(replace_table, write_buffer, replace_buffer, compile_layer),
+    *(wrap_weight_anew, replace_table, write_buffer, replace_buffer, compile_layer),
 ]
 
 
