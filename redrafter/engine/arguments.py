@@ -120,6 +120,12 @@ def _known() -> frozenset[str]:
     return _CALL_ARGUMENTS.union(GenerationConfig().to_dict(), _OWN, ("inputs", "logit_bias"))
 
 
+@functools.cache
+def _never_inputs() -> frozenset[str]:
+    # Types of tokens say nothing of a text, but something of the images in it.
+    return _known() | (_NEUTRAL.keys() - {"token_type_ids"})
+
+
 def check_modes(config: GenerationConfig, own: GenerationConfig) -> None:
     """Refuse what a config asks for and cannot be honoured.
 
@@ -290,9 +296,7 @@ def separate_inputs(arguments: Mapping[str, Any], target: Target) -> tuple[dict[
     Raises:
         UnsupportedError: Naming an input that holds something else than images, or images that cannot be taken.
     """
-    model = target.model
-    # Types of tokens say nothing of a text, but something of the images in it.
-    known = _known() | (_NEUTRAL.keys() - {"token_type_ids"})
+    model, known = target.model, _never_inputs()
     if arguments.keys() <= known:
         return dict(arguments), {}
     inputs = (inspect.signature(model.forward).parameters.keys() | target.image_arguments) - known

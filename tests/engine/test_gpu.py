@@ -50,6 +50,25 @@ def test_no_bit_changes_where_batches_are_invariant(invariant, setting):
     assert torch.equal(drafted[1], plain[1])
 
 
+@pytest.mark.parametrize("setting", [*SETTINGS.values(), {"do_sample": True, "eta_cutoff": 0.01, "seed": 3}], ids=str)
+def test_ids_from_the_host_or_the_gpu_give_the_same_ids_on_the_gpu(setting):
+    """A release of transformers may prepare calls on the host; then its processors are made there too."""
+    engine, (ids, mask) = on_gpu("llama", compile=False), uneven_batch()
+    how = {
+        "max_new_tokens": 8,
+        "min_new_tokens": 3,
+        "suppress_tokens": [5, 7],
+        "bad_words_ids": [[9], [11, 12]],
+    } | setting
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = [engine.generate(x, y, **how) for x, y in ((ids, mask), (ids.cuda(), mask.cuda()))]
+    assert ours[0].is_cuda
+    assert torch.equal(ours[0], ours[1])
+    if not setting["do_sample"]:
+        assert torch.equal(ours[0], engine.model.generate(ids.cuda(), attention_mask=mask.cuda(), **how))
+
+
 @COMPILE
 @pytest.mark.parametrize("name", NAMES)
 def test_first_steps_are_plain_decodings(name, compile):
