@@ -123,5 +123,15 @@ def test_a_token_attends_with_the_same_bits_in_any_form(setting, form, n, dtype)
     assert_same_bits(ATTENTION.come_as(form, states, n, **SETTINGS[setting]), expected)
 
 
+@pytest.mark.parametrize("n", [460, *([4094, 5000] if CUDA else [])])  # four splits and more
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_splits_that_one_program_folds_give_the_same_bits(setting, n, monkeypatch):
+    states = ATTENTION.random_text(n + 5, HALF[0])
+    expected = ATTENTION.alone(n, HALF[0], setting)
+    monkeypatch.setattr(import_module("redrafter.kernels.ordered_attention"), "TARGET_PROGRAMS", 1)
+    for form in ("tree", "last node"):
+        assert_same_bits(ATTENTION.come_as(form, states, n, **SETTINGS[setting]), expected)
+
+
 def test_splits_begin_where_tiles_do():
     assert NEAR % NEAR_SPLIT == NEAR_SPLIT % TILE == FAR_SPLIT % TILE == 0
