@@ -71,7 +71,7 @@ def _is_near(position, other, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _blocks_of_tile(TABLE, start, end, BLOCK_S: tl.constexpr, PAGE: tl.constexpr):
+def blocks_of_tile(TABLE, start, end, BLOCK_S: tl.constexpr, PAGE: tl.constexpr):
     """Return the block of each token of a tile, 0 for those from `end` on.
 
     The table is read block by block. Read as a tile, it would be copied asynchronously as keys and values are; copies
@@ -183,16 +183,16 @@ def _attend_kernel(
     TABLE += row * blocks
 
     # The blocks of a tile are read while the one before is attended to.
-    block = _blocks_of_tile(TABLE, low, high, BLOCK_S, PAGE)
+    block = blocks_of_tile(TABLE, low, high, BLOCK_S, PAGE)
     for start in range(low, whole, BLOCK_S):
-        next_block = _blocks_of_tile(TABLE, start + BLOCK_S, high, BLOCK_S, PAGE)
+        next_block = blocks_of_tile(TABLE, start + BLOCK_S, high, BLOCK_S, PAGE)
         top, total, acc = _attend_committed(
             q, block, start, high, n, depth, unit, top, total, acc, keys, values, cache_k, cache_v, scale,
             DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, LARGEST, WIDEN, WIDE, False,
         )  # fmt: skip
         block = next_block
     for start in range(whole, high, BLOCK_S):
-        next_block = _blocks_of_tile(TABLE, start + BLOCK_S, high, BLOCK_S, PAGE)
+        next_block = blocks_of_tile(TABLE, start + BLOCK_S, high, BLOCK_S, PAGE)
         top, total, acc = _attend_committed(
             q, block, start, high, n, depth, unit, top, total, acc, keys, values, cache_k, cache_v, scale,
             DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, LARGEST, WIDEN, WIDE, True,

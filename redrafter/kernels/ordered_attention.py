@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from redrafter.kernels import attention_inputs
+from redrafter.kernels.attention import blocks_of_tile
 from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE, TOKENS_PER_CHUNK, AttentionInputs
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_tiles import attending_sizes, cached_at, from_cache, store_new, storing_sizes
@@ -143,20 +144,21 @@ def _store_chain_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["nodes", "cached", "blocks", "parts", "tiles", "programs"])
+@triton.jit(do_not_specialize=["nodes", "cached", "blocks", "parts", "tiles"])
 def _attend_committed_kernel(
     Q, K, V, KEYS, VALUES, LENGTH, START, DEPTH, TABLE, PART, TOPS,
     q_token, q_head, k_token, k_head, v_token, v_head, cache_k, cache_v,
-    scale, nodes, cached, blocks, parts, tiles, programs,
+    scale, nodes, cached, blocks, parts, tiles,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    FOLDED: tl.constexpr, LARGEST: tl.constexpr, WIDEN: tl.constexpr, FOLLOW: tl.constexpr,
+    FOLDED: tl.constexpr, LARGEST: tl.constexpr, WIDEN: tl.constexpr, WIDE: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
-    """Store the new keys and values of a tile of queries, and attend with it to splits of its row's committed tokens.
+    """Store the new keys and values of a tile of queries, and attend with it to a split of its row's committed tokens.
 
-    What each split found goes to `PART` and `TOPS`; with `FOLDED`, one program takes all splits of its queries, and two
+    What the split found goes to `PART` and `TOPS`; with `FOLDED`, one program takes all splits of its queries, and two
     parts are left: all splits but the last folded, and the last. Only whole tiles are attended to; the one that holds
-    the row's first new position, and what is behind it, is left to `_attend_nodes_kernel`.
+    the row's first new position, and what is behind it, is left to `_attend_nodes_kernel`. `WIDE` says that a layer's
+    cache has too many numbers to count them in 32 bits.
     """
     row = tl.program_id(0).to(tl.int64)
     head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
@@ -166,6 +168,15 @@ def _attend_committed_kernel(
         tl.extra.cuda.gdc_wait()
     if tile * BLOCK_M >= count * GROUP:
         return
+    TABLE += row * blocks
+    whole, low = n // TILE * TILE, _first_tile(n, WINDOW)
+    high = whole
+    if not FOLDED:
+        split = _split_of(low) + tl.program_id(2)
+        low = tl.maximum(_split_start(split), low)
+        high = tl.minimum(_split_end(_split_start(split)), whole)
+        if (tl.program_id(2) > 0) & (low >= high):
+            return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node, q_of = m // GROUP, head * GROUP + m % GROUP
     live = node < count
@@ -175,39 +186,40 @@ def _attend_committed_kernel(
     position = n + tl.load(DEPTH + row * (cached + nodes) + cached + node, live, 0).to(tl.int32)
     if tl.program_id(2) == 0:
         store_new(
-            K, V, KEYS, VALUES, TABLE + row * blocks, token, n + cached + node, live & (m % GROUP == 0),
+            K, V, KEYS, VALUES, TABLE, token, n + cached + node, live & (m % GROUP == 0),
             k_token, k_head, v_token, v_head, cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, LARGEST,
         )  # fmt: skip
-    whole = n // TILE * TILE
-    first = _first_tile(n, WINDOW)
     folded_top, folded_total, folded_acc = _empty_softmax(BLOCK_M, BLOCK_DV)
     top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
+    keys, values = KEYS + head * DK, VALUES + head * DV
+
+    # One loop over the tiles of all splits, so that tiles are read ahead across splits, which may be of two tiles. The
+    # blocks of a tile are read while the one before is attended to.
+    block = blocks_of_tile(TABLE, low, high, TILE, PAGE)
+    for start in range(low, high, TILE):
+        next_block = blocks_of_tile(TABLE, start + TILE, high, TILE, PAGE)
+        s = start + j
+        slot = block * PAGE + s % PAGE
+        if WIDE:
+            slot = slot.to(tl.int64)
+        k = tl.load(keys + (slot * cache_k)[None, :] + dk[:, None], dk[:, None] < DK, 0.0)
+        v = tl.load(values + (slot * cache_v)[:, None] + dv, dv < DV, 0.0)
+        k, v = from_cache(k, q, LARGEST, WIDEN), from_cache(v, q, LARGEST, WIDEN)
+        visible = live[:, None] & (s >= 0)[None, :]
+        if WINDOW > 0:
+            visible = visible & (position[:, None] - s[None, :] < WINDOW)
+        if FOLDED:  # noqa: SIM102 -- decided when the kernel is compiled
+            if (start > low) & (start == _split_start(_split_of(start))):
+                folded_top, folded_total, folded_acc = _fold(folded_top, folded_total, folded_acc, top, total, acc)
+                top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
+        top, total, acc = _update_softmax(q, k, v, visible, top, total, acc, scale, SOFTCAP)
+        block = next_block
     out = (token * (HEADS * GROUP) + q_of) * parts
-    end = tl.where(whole > first, _split_of(whole - 1) + 1, 0)
-    begin = _split_of(first) + tl.program_id(2)
-    for step in range(0, tl.cdiv(tl.maximum(end - begin, 0), programs)):
-        split = begin + step * programs
-        if FOLDED:
-            folded_top, folded_total, folded_acc = _fold(folded_top, folded_total, folded_acc, top, total, acc)
-        start = _split_start(split)
-        high = tl.minimum(_split_end(start), whole)
-        top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
-        for low in range(tl.maximum(start, first), high, TILE):
-            s = low + j
-            k_at = cached_at(KEYS, TABLE + row * blocks, s, s >= 0, blocks, cache_k, head, DK, PAGE)
-            v_at = cached_at(VALUES, TABLE + row * blocks, s, s >= 0, blocks, cache_v, head, DV, PAGE)
-            k = tl.load(k_at[None, :] + dk[:, None], dk[:, None] < DK, 0.0)
-            v = tl.load(v_at[:, None] + dv, dv < DV, 0.0)
-            k, v = from_cache(k, q, LARGEST, WIDEN), from_cache(v, q, LARGEST, WIDEN)
-            visible = live[:, None] & (s >= 0)[None, :]
-            if WINDOW > 0:
-                visible = visible & (position[:, None] - s[None, :] < WINDOW)
-            top, total, acc = _update_softmax(q, k, v, visible, top, total, acc, scale, SOFTCAP)
-        if not FOLDED:
-            _store_part(PART, TOPS, out + split, top, total, acc, live, dv, DV)
     if FOLDED:
         _store_part(PART, TOPS, out, folded_top, folded_total, folded_acc, live, dv, DV)
         _store_part(PART, TOPS, out + 1, top, total, acc, live, dv, DV)
+    elif low < high:
+        _store_part(PART, TOPS, out + _split_of(low), top, total, acc, live, dv, DV)
 
 
 @triton.jit(do_not_specialize=["nodes", "cached", "blocks", "parts", "tokens"])
@@ -259,7 +271,7 @@ def _attend_nodes_kernel(
     if (whole > first) & (tail == whole):
         split = _split_of(whole - 1)
         top, total, acc = _load_part(PART, TOPS, part + (1 if FOLDED else split), live, dv, DV)
-    for step in range(0, tl.cdiv(position + 1 - tail, TILE)):
+    for step in tl.range(0, tl.cdiv(position + 1 - tail, TILE), num_stages=1):  # one tile or two
         low = tail + step * TILE
         if _split_of(low) != split:
             if FOLDED:
@@ -288,9 +300,17 @@ def _attend_nodes_kernel(
             old_top, old_total, old_acc = _load_part(PART, TOPS, part, live, dv, DV)
         else:
             old_top, old_total, old_acc = _load_part(PART, TOPS, part + begin, live, dv, DV)
-            for step in tl.range(1, split - begin, num_stages=3):
-                next_top, next_total, next_acc = _load_part(PART, TOPS, part + begin + step, live, dv, DV)
-                old_top, old_total, old_acc = _fold(old_top, old_total, old_acc, next_top, next_total, next_acc)
+            # Four at once, whose loads do not wait for each other. One past the last has no weight and adds nothing.
+            for step in tl.range(1, split - begin, 4, num_stages=1):
+                at, left = part + begin + step, split - begin - step
+                top_1, total_1, acc_1 = _load_part(PART, TOPS, at, live, dv, DV)
+                top_2, total_2, acc_2 = _load_part(PART, TOPS, at + 1, live & (left > 1), dv, DV)
+                top_3, total_3, acc_3 = _load_part(PART, TOPS, at + 2, live & (left > 2), dv, DV)
+                top_4, total_4, acc_4 = _load_part(PART, TOPS, at + 3, live & (left > 3), dv, DV)
+                old_top, old_total, old_acc = _fold(old_top, old_total, old_acc, top_1, total_1, acc_1)
+                old_top, old_total, old_acc = _fold(old_top, old_total, old_acc, top_2, total_2, acc_2)
+                old_top, old_total, old_acc = _fold(old_top, old_total, old_acc, top_3, total_3, acc_3)
+                old_top, old_total, old_acc = _fold(old_top, old_total, old_acc, top_4, total_4, acc_4)
         top, total, acc = _fold(old_top, old_total, old_acc, top, total, acc)
     acc = _finish(top, total, acc, SINKS, q_of, live, HAS_SINKS)
     out = OUT + (token * (HEADS * GROUP) + q_of)[:, None] * DV + dv
@@ -348,7 +368,7 @@ def _attend_chain_kernel(
 
 def _block_m(queries: int, wide: bool) -> int:
     """Return the queries of a program, for so many that share keys."""
-    return 16 if queries <= 16 or wide else MAX_QUERIES
+    return 16 if wide else min(max(triton.next_power_of_2(queries), 16), MAX_QUERIES)
 
 
 def _parts(positions: int) -> int:
@@ -372,22 +392,22 @@ def ordered_attention(inputs: AttentionInputs) -> Tensor:
 
     block_m = _block_m(nodes * group, wide)
     tiles, parts = triton.cdiv(nodes * group, block_m), _parts(blocks * BLOCK_SIZE)
-    programs = max(TARGET_PROGRAMS // (rows * heads * tiles), 1)
-    folded = programs == 1 or out.numel() * parts * 4 > MAX_PART_BYTES
-    programs, parts = (1, 2) if folded else (min(programs, parts), parts)
+    folded = 2 * rows * heads * tiles > TARGET_PROGRAMS or out.numel() * parts * 4 > MAX_PART_BYTES
+    programs, parts = (1, 2) if folded else (parts, parts)
     part = query.new_empty(out.numel() * parts, dtype=torch.float32)
     tops = query.new_empty(out.numel() // dv * parts * 2, dtype=torch.float32)
     _attend_committed_kernel[(rows, heads * tiles, programs)](
         query, *new, keys, values, of.length, of.starts, of.depth, of.table, part, tops,
-        *of_query, *of_new, *of_cache, inputs.scale, nodes, all_nodes - nodes, blocks, parts, tiles, programs,
-        FOLDED=folded, BLOCK_M=block_m, **how,
+        *of_query, *of_new, *of_cache, inputs.scale, nodes, all_nodes - nodes, blocks, parts, tiles,
+        FOLDED=folded, BLOCK_M=block_m, WIDE=max(keys.numel(), values.numel()) >= 1 << 31,
+        **how | dict(num_stages=3 if block_m == 32 or (block_m == 16 and not folded and not wide) else 2),
     )  # fmt: skip
     block_m = _block_m(group, wide)
     _attend_nodes_kernel[(rows + 1, nodes, heads * triton.cdiv(group, block_m))](
         query, keys, values, of.length, of.starts, of.depth, of.ancestors, of.table, sinks, out, part, tops,
         *of_query, *of_cache, inputs.scale, 0 if chunks else query.shape[0], nodes, all_nodes - nodes, blocks, parts,
         BLOCK_N=max(triton.next_power_of_2(all_nodes), 16), HAS_SINKS=sinks is not None, FOLDED=folded,
-        BLOCK_M=block_m, **how,
+        BLOCK_M=block_m, **how | dict(num_warps=2 if folded and not wide else 4, num_stages=1),
     )  # fmt: skip
     if chunks:
         # Without trees the chunks may have more tokens than there is room for. The padding is one more chunk.

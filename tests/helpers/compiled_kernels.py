@@ -99,6 +99,7 @@ PROGRAMS = {
     "attention of heads of 512": attend([40], 26, width=512, chunks=[(10, 30)], room=4),
     "attention of one node and a head of 512": attend([40], 1, width=512),
     "attention in order": attend_in_order([40], 26),
+    "attention in order of many rows": attend_in_order([40] * 80, 6),
     "attention in order over an FP8 cache": attend_in_order([40], 26, kv_dtype=FP8),
     "search with 5 beams": search(5, 128_256),
     "search with 32 beams": search(32, 128_256),
