@@ -246,6 +246,19 @@ def test_a_look_tells_of_every_change(change, inference):
         assert watch.is_unchanged()
 
 
+def test_a_look_tells_of_other_adapters_of_peft():
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["q_proj"], r=2)
+    model = peft.get_peft_model(deepcopy(tiny_model("llama")), lora).eval()
+    model.add_adapter("other", lora)
+    watch = ModelWatch(model)
+    with model.disable_adapter():
+        assert not watch.is_unchanged()
+    assert watch.is_unchanged()
+    model.set_adapter("other")
+    assert not watch.is_unchanged()
+
+
 def test_a_look_passes_over_what_changes_in_forwards():
     model = deepcopy(tiny_model("llama"))
     watch = ModelWatch(model)
