@@ -3,9 +3,10 @@
 A default is written once, here; `redrafter.app.flags` makes the flags and their help from the fields.
 """
 
+import argparse
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from redrafter.app.flags import biases, dtype_word, flag, format_value, integers
@@ -104,6 +105,38 @@ class PromptOptions:
     def cut(self) -> dict[str, Any]:
         """Arguments of `redrafter.measure.prompts.encode`."""
         return {"share": self.prompt_share, "most": self.prompt_tokens}
+
+
+@dataclass(frozen=True)
+class SuiteOptions:
+    """A suite of questions to measure on, for `evaluate` and `bench`, and where its tables go."""
+
+    suite: str | None = option(
+        None,
+        "measure on a standard suite of questions: a directory with SPEED-Bench, Spec-Bench or MT-Bench as their "
+        "makers' scripts prepare them. All turns are asked through the chat template, each after the model's own "
+        "answers; tables by category",
+        metavar="DIR",
+        path=True,
+    )
+    chat_template: str | None = option(
+        None, "with --suite: chat template in Jinja (default: the model's own)", metavar="FILE", path=True
+    )
+    csv: str | None = option(None, "with --suite: also write the tables as CSV", metavar="FILE", path=True)
+    markdown: str | None = option(None, "with --suite: also write the tables as Markdown", metavar="FILE", path=True)
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if getattr(self, item.name) == "":
+                raise ArgumentError(f"{flag(item.name)} needs a name, got an empty one")
+            if self.suite is None and getattr(self, item.name) is not None:
+                raise ArgumentError(f"{flag(item.name)} is for --suite: give that too")
+
+    def refuse_others(self, args: argparse.Namespace, names: Iterable[str]) -> None:
+        """Raise `ArgumentError` where a suite is measured and an option was typed that has no meaning with it."""
+        for name in sorted(names):
+            if self.suite is not None and hasattr(args, name):
+                raise ArgumentError(f"{flag(name)} has no meaning with --suite: leave it out")
 
 
 @dataclass(frozen=True)

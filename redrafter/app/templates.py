@@ -39,3 +39,13 @@ def find_template(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
         if file is not None:
             tokenizer.chat_template = read_template(file)
             return
+
+
+def require_template(tokenizer: PreTrainedTokenizerBase, model: str, file: str | None) -> None:
+    """Set the tokenizer's chat template from a file, if one is given; raise `ArgumentError` where it then has none."""
+    if file is not None:
+        tokenizer.chat_template = read_template(file)
+    if not tokenizer.chat_template:
+        raise ArgumentError(
+            f"{model} has no chat template, through which a suite's turns are asked: give one with --chat-template FILE"
+        )

@@ -25,7 +25,14 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class RequestFailedError(Exception):
-    """A request got no answer, or one that cannot be used. The message says why."""
+    """A request got no answer, or one that cannot be used. The message says why.
+
+    `code` is that of a server's error in OpenAI's form, such as `context_length_exceeded`; None where it has none.
+    """
+
+    def __init__(self, message: str, code: str | None = None):
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,8 @@ class Connection:
             pieces: list[bytes] = []
             kept = await _read_body(reader, headers, take if status == 200 else pieces.append)
             if status != 200:
-                raise RequestFailedError(f"HTTP {status}: {_error_message(b''.join(pieces))}")
+                message, code = _read_error(b"".join(pieces))
+                raise RequestFailedError(f"HTTP {status}: {message}", code)
         except asyncio.IncompleteReadError as error:
             raise RequestFailedError("the server closed the connection before its answer had ended") from error
         except (ValueError, asyncio.LimitOverrunError) as error:
@@ -144,11 +152,13 @@ async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str], take
     return headers.get("connection", "").lower() != "close"
 
 
-def _error_message(body: bytes) -> str:
-    text = body.decode(errors="replace")
+def _read_error(body: bytes) -> tuple[str, str | None]:
+    """Return the message of a server's error and its code, if it has one."""
+    text, code = body.decode(errors="replace"), None
     with suppress(ValueError, LookupError, TypeError):  # an error of another server, or of a proxy before it
-        text = str(json.loads(text)["error"]["message"])
-    return " ".join(text.split())[:MAX_MESSAGE] or "no message"
+        error = json.loads(text)["error"]
+        text, code = str(error["message"]), error.get("code")
+    return " ".join(text.split())[:MAX_MESSAGE] or "no message", code if isinstance(code, str) else None
 
 
 class EventLines:

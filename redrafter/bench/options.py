@@ -96,7 +96,9 @@ class TuneOptions(WorkOptions):
 class BenchOptions(WorkOptions):
     """What `redrafter bench` measures, and what it compares with."""
 
-    num_prompts: int = option(8, "least number of rows to measure each batch size on")
+    num_prompts: int = option(
+        8, "least number of rows to measure each batch size on; with --suite, questions of each category, if not all"
+    )
     batch_sizes: Sequence[int] = option((1,), "rows decoded at once", type=integers, metavar="N,...")
     repeats: int = option(3, "runs of each measurement; the median counts")
     waves: int | None = option(

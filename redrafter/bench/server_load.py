@@ -1,4 +1,4 @@
-"""Servers of OpenAI's protocol under load: so many streams of `/v1/completions` at once, each timed chunk by chunk.
+"""Servers of OpenAI's protocol under load: so many streams at once, each timed chunk by chunk.
 
 What comes out is throughput, percentiles of what users wait for, and whether the servers' texts are equal.
 """
@@ -6,14 +6,16 @@ What comes out is throughput, percentiles of what users wait for, and whether th
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from redrafter.bench.http_stream import Address, Connection, EventLines, RequestFailedError
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.measure.report import Report
+from redrafter.scheduler.sequence import Stats
 
 MAX_REQUEST_SECONDS = 3600.0  # a request that takes longer has failed
 BUSY_CLIENT = 0.8  # share of processor time from which on the client limits what is measured
@@ -27,30 +29,41 @@ TIMES = ("first_token", "chunk_gap", "request")
 class Completion:
     """One request and what came of it; times are those of `time.perf_counter`, in seconds."""
 
-    index: int  # number of the request
+    index: int  # number of the request, or of the conversation
     sent: float
+    turn: int = 0  # of a conversation, from 0
     ended: float = 0.0  # when its answer had ended, or failed
     chunk_times: list[float] = field(default_factory=list)  # when each chunk of the stream came
     text_times: list[float] = field(default_factory=list)  # when each chunk came that holds text
     text: str = ""
     prompt_tokens: int = 0  # by the server's count, as the next
     completion_tokens: int = 0
+    stats: Stats | None = None  # how speculation went, where the server says
     error: str | None = None  # why the request failed; None where it did not
+    too_long: bool = False  # whether it failed because the prompt does not fit into the model's context
 
     def note(self, data: bytes, now: float) -> None:
-        """Note an event of the stream; raise `RequestFailedError` where it is no chunk of a completion."""
+        """Note an event of the stream; raise `RequestFailedError` where it is no chunk of a completion or of a chat."""
         try:
             event = json.loads(data)
             if error := event.get("error"):
                 raise RequestFailedError(f"in the stream: {error.get('message') if isinstance(error, dict) else error}")
             if event.get("choices"):
                 self.chunk_times.append(now)
-                if text := event["choices"][0].get("text"):
+                choice = event["choices"][0]
+                if text := choice.get("text") or choice.get("delta", {}).get("content"):
                     self.text += text  # only a str can be added
                     self.text_times.append(now)
             if usage := event.get("usage"):
                 self.prompt_tokens = int(usage["prompt_tokens"])
                 self.completion_tokens = int(usage["completion_tokens"])
+            if told := (event.get("metrics") or {}).get("speculative_decoding"):
+                # Entry j counts the steps that accepted exactly j drafts; what became output is counted from there up.
+                histogram = told["acceptance_histogram"]
+                reached = [sum(histogram[depth:]) for depth in range(1, len(histogram))]
+                steps, drafted = told["num_spec_steps"], told["num_draft_tokens"]
+                accepted = told["num_accepted_draft_tokens"]
+                self.stats = Stats(steps, drafted, accepted, emitted=steps + accepted, accepted_by_depth=reached)
         except (ValueError, AttributeError, LookupError, TypeError) as error:
             shown = data[:80].decode(errors="replace")
             raise RequestFailedError(f"an event of the stream is no chunk of a completion: {shown}") from error
@@ -71,17 +84,27 @@ class Server:
     key: str | None = field(default=None, repr=False)  # API key
 
 
+class Requests(Protocol):
+    """The requests of a load."""
+
+    route: str  # that they are sent to
+
+    def exchange(self, index: int, model: str) -> Generator[bytes, Completion, None]:
+        """Yield the JSON body of request `index`, and of each that follows its answer, which is sent back in here."""
+
+
 @dataclass(frozen=True)
 class Load:
     """The requests that a server is sent; request i continues prompt i, modulo their number."""
 
+    route = "/v1/completions"
     prompts: Sequence[str]
     max_new_tokens: int  # of each completion; no end token ends one early
     temperature: float  # 0 for greedy decoding
     seed: int  # of request 0; request i has this plus i
 
-    def body(self, index: int, model: str) -> bytes:
-        """Return the JSON body of request `index`."""
+    def exchange(self, index: int, model: str) -> Generator[bytes, Completion, None]:
+        """Yield the JSON body of request `index`, which nothing follows."""
         body = {
             "model": model,
             "prompt": self.prompts[index % len(self.prompts)],
@@ -92,7 +115,7 @@ class Load:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        return json.dumps(body).encode()
+        yield json.dumps(body).encode()
 
     def text_key(self, index: int) -> int:
         """Return a number that two requests share if and only if they ask for the same text."""
@@ -146,8 +169,12 @@ async def _get_json(address: Address, path: str, key: str | None) -> Any:
     return json.loads(b"".join(pieces))
 
 
-async def run_load(server: Server, load: Load, concurrency: int, num_requests: int) -> LoadRun:
+async def run_load(
+    server: Server, load: Requests, concurrency: int, num_requests: int, *, warm_up: bool = True
+) -> LoadRun:
     """Keep `concurrency` requests in flight until `num_requests` have ended, after one of each slot that is not timed.
+
+    A request is one with all that follow it. Without `warm_up` all are timed.
 
     Raises:
         LoadError: Every request before the timed ones failed.
@@ -160,15 +187,21 @@ async def run_load(server: Server, load: Load, concurrency: int, num_requests: i
 
         async def fill_slot(connection: Connection) -> None:
             for index in indices:
-                completions.append(await _complete(connection, index, load.body(index, server.model)))
+                exchange = load.exchange(index, server.model)
+                with suppress(StopIteration):
+                    body = next(exchange)
+                    while True:
+                        completion = await _complete(connection, load.route, index, body)
+                        completions.append(completion)
+                        body = exchange.send(completion)
 
         await asyncio.gather(*map(fill_slot, connections))
         return completions
 
     try:
-        warm_up = await drive(concurrency)
-        if all(completion.error for completion in warm_up):
-            raise LoadError(f"no request was answered; the first: {warm_up[0].error}")
+        first = await drive(concurrency) if warm_up else []
+        if first and all(completion.error and not completion.too_long for completion in first):
+            raise LoadError(f"no request was answered; the first: {first[0].error}")
         began, cpu_began = time.perf_counter(), time.process_time()
         completions = await drive(num_requests)
         ended = time.perf_counter()
@@ -178,7 +211,7 @@ async def run_load(server: Server, load: Load, concurrency: int, num_requests: i
             connection.close()
 
 
-async def _complete(connection: Connection, index: int, body: bytes) -> Completion:
+async def _complete(connection: Connection, route: str, index: int, body: bytes) -> Completion:
     """Send one request, and time its stream; a failure is noted, not raised."""
     completion, lines, done = Completion(index, time.perf_counter()), EventLines(), False
 
@@ -192,7 +225,7 @@ async def _complete(connection: Connection, index: int, body: bytes) -> Completi
                 completion.note(data, now)
 
     try:
-        await asyncio.wait_for(connection.request("POST", "/v1/completions", body, take), MAX_REQUEST_SECONDS)
+        await asyncio.wait_for(connection.request("POST", route, body, take), MAX_REQUEST_SECONDS)
         if not done:
             raise RequestFailedError("the stream ended without [DONE]")
         if not completion.completion_tokens or not completion.chunk_times:
@@ -200,6 +233,10 @@ async def _complete(connection: Connection, index: int, body: bytes) -> Completi
         completion.sent = connection.sent_at  # many may begin at once, and each waits for its turn in this process
     except RequestFailedError as error:
         completion.error = str(error)
+        # OpenAI's code for it, which not all servers send; the others say it in words.
+        completion.too_long = error.code == "context_length_exceeded" or (
+            completion.error.startswith("HTTP 400") and "context" in completion.error
+        )
     except asyncio.TimeoutError:
         completion.error = f"not answered within {MAX_REQUEST_SECONDS:g} s"
     completion.ended = time.perf_counter()
@@ -275,7 +312,7 @@ def summarize(run: LoadRun, max_new_tokens: int) -> dict[str, Any]:
     }
 
 
-def run_server_suite(report: Report, servers: Sequence[Server], load: Load, num_requests: Mapping[int, int]) -> None:
+def run_server_loads(report: Report, servers: Sequence[Server], load: Load, num_requests: Mapping[int, int]) -> None:
     """Measure all servers at each concurrency, and add what they do to the report; texts should be those of the first.
 
     How many requests are sent stands in `num_requests` by how many of them are in flight.

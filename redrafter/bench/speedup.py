@@ -85,6 +85,19 @@ def compare_texts(work: Workload, plain: Prompts, speculative: Prompts) -> dict[
     }
 
 
+def describe_equality(equality: dict[str, Any]) -> Iterator[str]:
+    """Yield a line on the first text that differs, if any does, of what `compare_texts` returned."""
+    first, largest = equality["first"], equality["largest_margin"]
+    if first is None:
+        return
+    kind = "a near-tie" if first["near_tie"] else "OTHER TOKENS, which rounding does not explain,"
+    lead = ""
+    if first["margin"] is not None:
+        which = "these two" if first["top_two"] else "not these two"
+        lead = f"; the best logit leads by {first['margin']:.3g} ({which}; most of any: {largest:.3g})"
+    yield f"  {kind} at new token {first['token']} of prompt {first['prompt']}{lead}"
+
+
 def peak_memory(work: Workload) -> dict[str, int] | None:
     """Return the peak GPU memory since torch's statistics were last reset, in bytes; None on a CPU.
 

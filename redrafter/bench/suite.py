@@ -1,154 +1,118 @@
-"""The sections of `redrafter bench`, one after the other; an exception in one ends that section only."""
+"""A suite of questions, answered plainly and with drafts in turn: by category, how much faster, and by which drafts."""
 
-from pathlib import Path
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from redrafter.bench.options import BenchOptions
-from redrafter.bench.plot import draw
-from redrafter.bench.speedup import measure_rivals, measure_speedup, measure_steady_state
-from redrafter.bench.standing_batch import measure_head, measure_parts, random_drafter
-from redrafter.measure.floors import Bandwidth, copy_bandwidth
+from redrafter.bench.speedup import compare_texts, describe_equality
+from redrafter.data.suites import Dialogues, Question, Suite
+from redrafter.engine.call import GenerateStats
 from redrafter.measure.report import Report
-from redrafter.measure.run import Workload
-
-SPEEDUP_COLUMNS = [("batch", 6), ("plain tok/s", 12), ("spec tok/s", 11), ("ratio", 6), ("nodes", 6), ("tok/step", 9)]
-SPEEDUP_COLUMNS += [(f"{name} {way}", 12) for name in ("ttft ms", "tpot ms") for way in ("plain", "spec")]
-SPEEDUP_COLUMNS += [("equal", 12)]
-WAVES_COLUMNS = [("rows", 6), ("prompts", 8), ("plain tok/s", 12), ("steady", 8), ("spec tok/s", 11), ("steady", 8)]
-WAVES_COLUMNS += [("ratio", 6), ("tok/step", 9)]
-PARTS_COLUMNS = [("batch", 6), ("context", 9), ("way", 12), ("step ms", 8), ("draft", 8), ("floor", 8), ("x", 6)]
-PARTS_COLUMNS += [("verify", 8), ("floor", 8), ("x", 6), ("rest", 8), ("host gap", 9)]
-HEADS_COLUMNS = [("batch", 6), ("ids", 9), ("draft ms", 9), ("floor", 8), ("x", 6)]
-RIVALS_COLUMNS = [("rival", 10), ("tok/s", 9), ("ours over it", 13), ("same texts", 11), ("first call s", 13)]
+from redrafter.measure.run import Prompts, Repeats, Run, Workload, run_in_turn
+from redrafter.measure.suite_table import SuiteTable, TableFiles, describe_acceptance, mean_of
 
 
-def run_suite(report: Report, work: Workload, options: BenchOptions) -> None:
-    """Measure what the options ask for, section by section, and add it to the report."""
-    bandwidth: Bandwidth | None = None
-    with report.section("copy bandwidth"):
-        bandwidth = copy_bandwidth(work.device)
-        report.document["bandwidth"] = vars(bandwidth)
-        speed, size = bandwidth.bytes_per_second / 1e9, bandwidth.buffer_bytes / 2**20
-        report.line(f"copy bandwidth, measured: {speed:.1f} GB/s read and written (a buffer of {size:.0f} MiB)")
-    speedups = _speedups(report, work, options)
-    if options.waves is not None:
-        _steady_states(report, work, options, options.waves)
-    if bandwidth is not None:
-        _parts(report, work, options, bandwidth, speedups)
-        table = report.table("drafting with a random head of so many ids, in ms", HEADS_COLUMNS)
-        for ids in options.draft_vocab_sizes:
-            with report.section(f"a draft vocabulary of {ids}"):
-                drafter = random_drafter(work.engine.drafter, ids)
-                drafter.prepare(work.engine.target)
-                for rows in options.batch_sizes:
-                    if head := measure_head(work, bandwidth, rows, drafter):
-                        report.add("heads", head)
-                        table(rows, ids, *_over(head["draft_ms"], head["floor_ms"]))
-    if options.against:
-        table = report.table("Hugging Face's generate at batch 1, on the first prompts", RIVALS_COLUMNS)
-        with report.section("rivals"):
-            for rival in measure_rivals(work, options.against, options.assistant_model):
-                report.add("rivals", rival)
-                same = None if rival["same_texts"] is None else f"{rival['same_texts']} of {rival['prompts']}"
-                table(rival["name"], rival["tokens_per_second"], rival["speedup"], same, rival["first_request_s"])
-                report.line(f"  {rival['what']}" + (f"; failed: {rival['error']}" if rival["error"] else ""))
-                report.progress(f"rival {rival['name']} done")
-    if options.plots is not None:
-        with report.section("plots"):
-            report.document["plots"] = [str(path) for path in draw(report.document, Path(options.plots))]
-            report.line("\nplots: " + ", ".join(report.document["plots"]))
+@dataclass
+class Answers:
+    """What the turns of some questions were answered with, plainly and with drafts, and how fast."""
+
+    plain: Repeats = field(default_factory=Repeats)
+    drafted: Repeats = field(default_factory=Repeats)
+    skipped: int = 0  # turns that were not asked
+    equality: list[dict[str, Any]] = field(default_factory=list)  # entries that `compare_texts` returned
+
+    def add(self, more: "Answers") -> None:
+        """Add the answers of further turns, repeated as often."""
+        self.plain.add(more.plain)
+        self.drafted.add(more.drafted)
+        self.skipped += more.skipped
+        self.equality += more.equality
+
+    def row(self) -> dict[str, Any]:
+        """Return the row of a table. Speeds are medians over repeats, all else is of the first one."""
+        runs = self.drafted.repeats[0] if self.drafted.repeats else []
+        turns = [row for run in runs for row in run.stats.rows]
+        row = {"skipped": self.skipped, "tokens": sum(run.count for run in runs)}
+        row |= describe_acceptance(GenerateStats.of(turns, None), turns)
+        if not turns:
+            return row
+        return row | {
+            "plain_tokens_per_second": statistics.median(self.plain.tokens_per_second),
+            "tokens_per_second": statistics.median(self.drafted.tokens_per_second),
+            "speedup": self.drafted.speedup(self.plain),
+            "differing_texts": sum(entry["divergent"] for entry in self.equality),
+        }
 
 
-def _speedups(report: Report, work: Workload, options: BenchOptions) -> dict[int, dict[str, Any]]:
-    table = report.table(f"plain and speculative decoding in turn, median of {options.repeats}", SPEEDUP_COLUMNS)
-    speedups: dict[int, dict[str, Any]] = {}
-    for rows in options.batch_sizes:
-        with report.section(f"batch {rows}"):
-            result = speedups[rows] = measure_speedup(work, rows, options.repeats)
-            report.add("batches", result)
-            plain, fast, equality = result["plain"], result["speculative"], result["equality"]
-            table(
-                rows,
-                plain["tokens_per_second"],
-                fast["tokens_per_second"],
-                result["speedup"],
-                "off" if result["shape"] is None else result["shape"]["nodes"],
-                result["tokens_per_step"],
-                *(way[ms] for ms in ("ttft_ms", "tpot_ms") for way in (plain, fast)),
-                "yes" if equality["equal"] else f"no, {equality['divergent']}/{equality['rows']}",
-            )
-    for rows, result in speedups.items():
-        depths = " ".join(f"{share:.2f}" for share in result["accepted_by_depth"]) or "speculation is off"
-        plain_s, fast_s = (result[way]["first_request_s"] for way in ("plain", "speculative"))
-        report.line(
-            f"batch {rows}: share of steps that accept 1, 2, ... drafts: {depths}; first request {plain_s:.2f} s "
-            f"plain, {fast_s:.2f} s speculative"
-        )
-        first, largest = result["equality"]["first"], result["equality"]["largest_margin"]
-        if first is not None:
-            kind = "a near-tie" if first["near_tie"] else "OTHER TOKENS, which rounding does not explain,"
-            lead = ""
-            if first["margin"] is not None:
-                which = "these two" if first["top_two"] else "not these two"
-                lead = f"; the best logit leads by {first['margin']:.3g} ({which}; most of any: {largest:.3g})"
-            report.line(f"  {kind} at new token {first['token']} of prompt {first['prompt']}{lead}")
-        if result["memory"] is not None:
-            gib = {name: size / 2**30 for name, size in result["memory"].items()}
-            report.line(
-                "  peak memory: {weights:.2f} GiB weights, {pools:.2f} GiB pools of keys and values, {beyond:.3f} GiB "
-                "beyond them ({reserved:.3f} GiB reserved)".format(**gib)
-            )
-    return speedups
+def answer_questions(
+    work: Workload, questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase, rows: int, repeats: int
+) -> Answers:
+    """Let a workload's engine answer all turns of some questions, `rows` questions at once, in both ways in turn.
+
+    Both ways get the same prompts, with the answers of plain decoding in them. Each turn is decoded `repeats` times,
+    and the i-th of all turns has the workload's seed plus i.
+    """
+
+    def way(speculate: bool) -> Callable[[Prompts, int], Run]:
+        return lambda batch, first: turn.run(batch, speculate, seed=first)
+
+    answers, asked = Answers(), 0
+    dialogues = Dialogues(questions, tokenizer, work.most_prompt_tokens)
+    while prompts := dialogues.next_prompts():
+        turn = replace(work, prompts=prompts, seed=work.seed + asked)
+        asked += len(prompts)
+        batches = [prompts[first : first + rows] for first in range(0, len(prompts), rows)]
+        plain, drafted = run_in_turn([way(False), way(True)], batches, repeats, alternate=True)
+        answers.add(Answers(plain, drafted, 0, [compare_texts(turn, plain.texts(), drafted.texts())]))
+        dialogues.answer(plain.texts())
+    answers.skipped = dialogues.skipped
+    return answers
 
 
-def _steady_states(report: Report, work: Workload, options: BenchOptions, waves: int) -> None:
-    table = report.table(f"one call with {waves} times as many prompts as rows", WAVES_COLUMNS)
-    for rows in options.batch_sizes:
-        with report.section(f"{waves} waves of {rows}"):
-            result = measure_steady_state(work, rows, waves)
-            report.add("steady_states", result)
-            plain, fast = result["plain"], result["speculative"]
-            speeds = (way[f"{name}tokens_per_second"] for way in (plain, fast) for name in ("", "steady_"))
-            ratio = fast["tokens_per_second"] / plain["tokens_per_second"]
-            table(rows, result["prompts"], *speeds, ratio, fast["tokens_per_step"])
-    report.line("steady: from when all rows have begun until the last text begins")
-
-
-def _parts(
-    report: Report, work: Workload, options: BenchOptions, bandwidth: Bandwidth, speedups: dict[int, dict[str, Any]]
+def run_suite(
+    report: Report,
+    work: Workload,
+    suite: Suite,
+    tokenizer: PreTrainedTokenizerBase,
+    options: BenchOptions,
+    facts: Sequence[str],
+    files: TableFiles,
 ) -> None:
-    table = report.table("one step in ms, and its floors: bytes over copy bandwidth", PARTS_COLUMNS)
-    measured: list[dict[str, Any]] = []
-    for asked in (None, *options.context):
-        for rows in options.batch_sizes:
-            speculative = work.proposer(rows, True) is not work.proposer(rows, False)
-            for way in ("plain", "speculative") if speculative else ("plain",):
-                with report.section(f"parts of a {way} step, batch {rows}, context {asked or 'of the prompts'}"):
-                    parts = measure_parts(work, bandwidth, rows, asked, speculate=way == "speculative")
-                    parts["host_gap_ms"] = None
-                    if asked is None and rows in speedups:
-                        parts["host_gap_ms"] = speedups[rows][way]["step_wall_ms"] - parts["step_ms"]
-                    report.add("parts", parts)
-                    draft, verify = (
-                        _over(parts[f"{part}_ms"], parts[f"{part}_floor_ms"]) for part in ("draft", "verify")
-                    )
-                    context = f"{parts['context']}{'*' if parts['beyond'] else ''}"
-                    table(rows, context, way, parts["step_ms"], *draft, *verify, parts["rest_ms"], parts["host_gap_ms"])
-                    measured.append(parts)
-    if any(parts["beyond"] for parts in measured):
-        report.line("* beyond the model's context: only times mean anything")
-    if options.context:
-        report.line(
-            "contexts are the prompts' texts one after the other, over and over, each row from another token on"
-        )
-    if checks := [parts["checks"] for parts in measured if parts["checks"] is not None]:
-        waits = sorted({check["waited"] for check in checks if check["waited"] is not None})
-        allocations, steps = (sum(check[name] for check in checks) for name in ("allocations", "steps"))
-        report.line(
-            f"a step's launch waits for the GPU: {'; '.join(waits) or 'never'}; "
-            f"new pieces of GPU memory in {steps} steps: {allocations}"
-        )
+    """Answer a suite at each batch size, and add a table of its categories to the report and to the files.
 
-
-def _over(ms: float | None, floor: float | None) -> tuple[float | None, float | None, float | None]:
-    return ms, floor, None if ms is None or not floor else ms / floor
+    `facts` are lines on how it is measured, for Markdown.
+    """
+    tables: list[SuiteTable] = []
+    for rows in options.batch_sizes:
+        by_category: dict[str, Answers] = {}
+        asked = 0
+        # Nothing is captured or compiled for the first time in a run that is timed.
+        report.progress(f"batch {rows}: warming up")
+        for speculate in (False, True):
+            work.run([work.prompts[row % len(work.prompts)] for row in range(rows)], speculate)
+        for category, questions in suite.categories.items():
+            with report.section(f"batch {rows}, {category}: {len(questions)} questions"):
+                this = replace(work, seed=work.seed + asked)
+                by_category[category] = answers = answer_questions(this, questions, tokenizer, rows, options.repeats)
+                asked += sum(entry["rows"] for entry in answers.equality)
+                report.add("suite", {"batch_size": rows, "category": category} | answers.row())
+                report.add("equality", {"batch_size": rows, "category": category, "turns": answers.equality})
+        whole = Answers()
+        for answers in by_category.values():
+            whole.add(answers)
+        entries = {category: answers.row() for category, answers in by_category.items()}
+        if len(entries) > 1:
+            entries["mean of categories"] = mean_of(list(entries.values()))
+        entries["all turns"] = whole.row()
+        conditions = {"batch_size": rows, "temperature": work.temperature}
+        tables.append(SuiteTable(f"batch size {rows}, temperature {work.temperature:g}", conditions, entries))
+        report.line(*tables[-1].lines())
+        for category, answers in by_category.items():
+            report.line(
+                *(f"  {category}: {line.strip()}" for each in answers.equality for line in describe_equality(each))
+            )
+        files.write(tables, facts)

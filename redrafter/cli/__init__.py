@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from redrafter.app.flags import add_options, temperatures
-from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions, SuiteOptions
 from redrafter.app.parser import Parser, add_json
 from redrafter.app.program import run_command, run_rank
 from redrafter.bench.options import NOT_IN_COMPARE, BenchOptions, CompareOptions, ServerOptions, TuneOptions
@@ -153,16 +153,19 @@ def build_parser() -> Parser:
         "Measure plain decoding and speculation in turn on the same prompts: tokens per second by batch\n"
         "size, the time of each part of a step beside the time to move its bytes, whether the tokens are\n"
         "equal, and, with --against, Hugging Face's own generate. With --url, measure servers under load\n"
-        "instead. Tables on stdout, one JSON document as its last line, progress on stderr.",
+        "instead; with --suite, answer a standard suite of questions. Tables on stdout, one JSON document\n"
+        "as its last line, progress on stderr.",
         (
             "redrafter bench --max-new-tokens 64",
             "redrafter bench --model my-base --drafter my-drafter --dtype bfloat16 \\\n"
             "      --batch-sizes 1,8,64 --against eager,static,assisted --plots plots --json bench.json",
             "redrafter bench --url http://127.0.0.1:8000 --concurrency 1,8,32 --prompts prompts.jsonl",
+            "redrafter bench --suite data/speed/qualitative --batch-sizes 1,8 --csv speed.csv --markdown speed.md",
         ),
         loading,
         (BenchOptions, "measuring", ()),
         (ServerOptions, "measuring servers", ()),
+        (SuiteOptions, "measuring on a standard suite", ()),
     )
     for name, (_, summary) in SCRIPTS.items():
         commands.add_parser(name, help=summary, add_help=False)

@@ -12,15 +12,20 @@ from typing import Any
 
 from redrafter.app.flags import flag, read_options
 from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair, check_options
-from redrafter.app.options import LoadOptions, PromptOptions
+from redrafter.app.options import LoadOptions, PromptOptions, SuiteOptions
+from redrafter.app.templates import require_template
 from redrafter.bench.http_stream import Address
 from redrafter.bench.options import BenchOptions, ServerOptions
 from redrafter.bench.padded_model import SHAPES, describe, pad_drafter, pad_model, unmasked
-from redrafter.bench.server_load import Load, find_server, run_server_suite
+from redrafter.bench.sections import run_sections
+from redrafter.bench.server_load import Load, find_server, run_server_loads
+from redrafter.bench.server_suite import ChatLoad, run_server_suite
 from redrafter.bench.suite import run_suite
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import quantize_drafter, quantize_model
+from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.data.rows import Row
+from redrafter.data.suites import Dialogues, Suite, read_suite
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.engine.tuning import find_tuning
@@ -29,6 +34,7 @@ from redrafter.files.checkpoint_kind import check_path
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report, check_picture, describe_versions, facts, head, output_file, versions
 from redrafter.measure.run import Workload
+from redrafter.measure.suite_table import LEGEND, TableFiles
 from redrafter.model.target import Target
 from redrafter.parallel.launched import launched_processes, process_rank
 from redrafter.serve.network.api_keys import KEY_VARIABLE
@@ -37,6 +43,11 @@ from redrafter.serve.network.api_keys import KEY_VARIABLE
 SERVER_OPTIONS = frozenset({"json", "max_new_tokens", "model", "num_prompts", "prompts", "seed", "temperature"})
 INSTEAD = {"batch_sizes": "give --concurrency", "repeats": "give --num-requests"}
 INSTEAD |= {item.name: "prompts are sent as text, so shorten them in the file" for item in fields(PromptOptions)}
+# Options of other prompts than those of a suite, and of what else `bench` measures than speed.
+NOT_OF_SUITES = frozenset(
+    {"prompts", "prompt_share", "prompt_tokens", "waves", "context", "against", "assistant_model"}
+)
+NOT_OF_SUITES |= {"draft_vocab_sizes", "plots", "num_requests"}
 MIN_REQUESTS_PER_SLOT = 4
 KEY_VARIABLES = (KEY_VARIABLE, "OPENAI_API_KEY")
 SHIPPED_PROMPTS = "those that ship"
@@ -56,6 +67,8 @@ def _bench_pair(args: argparse.Namespace) -> int:
         if hasattr(args, item.name):
             raise ArgumentError(f"{flag(item.name)} is for --url: give that too")
     options, load = read_options(BenchOptions, args), read_options(LoadOptions, args)
+    asked = read_options(SuiteOptions, args)
+    asked.refuse_others(args, NOT_OF_SUITES)
     if launched_processes() > 1:
         for name in ("pad_to", "against"):
             if getattr(options, name):
@@ -63,17 +76,29 @@ def _bench_pair(args: argparse.Namespace) -> int:
                     f"{flag(name)} measures a model in one process: leave it out, or start it without torchrun"
                 )
         if process_rank() > 0:  # rank 0 alone writes files
-            options = replace(options, json=None, plots=None)
+            options, asked = replace(options, json=None, plots=None), replace(asked, csv=None, markdown=None)
     if options.pad_to is not None and options.pad_to not in SHAPES:
         raise ArgumentError(f"--pad-to knows {', '.join(SHAPES)}, got {options.pad_to!r}")
     check_picture(options.plots, "--plots", folder=True)
     if options.assistant_model:
         check_path(options.assistant_model)
-    path, rows = output_file(options.json, "--json"), read_prompts(options.prompts)
+    path, files = output_file(options.json, "--json"), TableFiles(asked.csv, asked.markdown)
+    suite = _read_suite(args, asked, options.seed)
+    rows = read_prompts(options.prompts) if suite is None else []
     pair = Pair.load(load) if options.pad_to is None else _padded(load, options)
     engine = pair.engine
     assert isinstance(engine, ReDrafter)
     work = Workload.of(engine, pair.tokenizer, encode(rows, pair.tokenizer, **options.cut), options)
+    if suite is not None:
+        require_template(pair.tokenizer, pair.name, asked.chat_template)
+        questions = [question for some in suite.categories.values() for question in some]
+        first = Dialogues(questions, pair.tokenizer, work.most_prompt_tokens).next_prompts()
+        if not first:
+            raise ArgumentError(
+                f"--suite {asked.suite}: no question leaves room for --max-new-tokens {options.max_new_tokens} in the "
+                f"{work.most_prompt_tokens + options.max_new_tokens} tokens of a text: lower it"
+            )
+        work = replace(work, prompts=first, ends=end_tokens(engine.model, pair.tokenizer))
     work.check()
     least, most = engine.shape.num_beams or 1, engine.target.vocab_size
     for ids in options.draft_vocab_sizes:
@@ -83,12 +108,24 @@ def _bench_pair(args: argparse.Namespace) -> int:
     engine.options = replace(engine.options, max_batch_size=at_once)
     note = None if options.pad_to is None else describe(options.pad_to, Path(pair.name).name)
     names = {"model": pair.name, "drafter": pair.drafting_model, "padded": note}
-    names["prompts"] = options.prompts or SHIPPED_PROMPTS
+    names["prompts"] = asked.suite or options.prompts or SHIPPED_PROMPTS
     known = facts(work, names, asdict(load) | asdict(options))
     report = Report(known, path=path, note=note)
     report.line(*head(known))
-    run_suite(report, work, options)
+    if suite is None:
+        run_sections(report, work, options)
+    else:
+        report.line(str(suite), LEGEND)
+        run_suite(report, work, suite, pair.tokenizer, options, [*head(known), str(suite)], files)
     return report.finish()
+
+
+def _read_suite(args: argparse.Namespace, asked: SuiteOptions, seed: int) -> Suite | None:
+    """Return the suite that is to be measured, with the questions that are to be asked; None where none is."""
+    if asked.suite is None:
+        return None
+    # The default of --num-prompts is for other prompts: of a suite all questions are asked.
+    return read_suite(asked.suite).choose(getattr(args, "num_prompts", None), seed)
 
 
 def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
@@ -118,19 +155,19 @@ def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
 
 
 def _bench_servers(args: argparse.Namespace) -> int:
+    suite_options = read_options(SuiteOptions, args)
+    suite_options.refuse_others(args, NOT_OF_SUITES)
     for item in (item for options in (BenchOptions, LoadOptions) for item in fields(options)):
         if hasattr(args, item.name) and item.name not in SERVER_OPTIONS:
             name = flag(("no_" if item.default is True else "") + item.name)
             hint = f", and {INSTEAD[item.name]}" if item.name in INSTEAD else ""
             raise ArgumentError(f"{name} has no meaning with --url: leave it out{hint}")
     options, asked = read_options(BenchOptions, args), read_options(ServerOptions, args)
-    path = output_file(options.json, "--json")
-    prompts = [_text(row) for row in read_prompts(options.prompts)]
-    load = Load(prompts, options.max_new_tokens, options.temperature, options.seed)
-    num_requests = {
-        concurrency: asked.num_requests or max(options.num_prompts, MIN_REQUESTS_PER_SLOT * concurrency)
-        for concurrency in asked.concurrency
-    }
+    if suite_options.chat_template is not None:
+        raise ArgumentError("--chat-template has no meaning with --url: a server has its own, so leave it out")
+    path, files = output_file(options.json, "--json"), TableFiles(suite_options.csv, suite_options.markdown)
+    suite = _read_suite(args, suite_options, options.seed)
+    prompts = [_text(row) for row in read_prompts(options.prompts)] if suite is None else []
     key = next(filter(None, (asked.api_key, *map(os.environ.get, KEY_VARIABLES))), None)
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise ArgumentError("an API key must be of printable ASCII characters, without spaces")
@@ -145,7 +182,7 @@ def _bench_servers(args: argparse.Namespace) -> int:
             {"url": server.address.url, "model": server.model, "kind": server.kind, "version": server.version}
             for server in servers
         ],
-        "prompts": options.prompts or SHIPPED_PROMPTS,
+        "prompts": suite_options.suite or options.prompts or SHIPPED_PROMPTS,
         "client": f"{platform.machine()} CPU, {os.cpu_count()} cores, one process",
         "versions": {name: version for name, version in versions().items() if name in ("redrafter", "python")},
         "options": {name: value for name, value in typed.items() if name in SERVER_OPTIONS or hasattr(asked, name)},
@@ -155,18 +192,34 @@ def _bench_servers(args: argparse.Namespace) -> int:
     for number, server in enumerate(servers, start=1):
         known = "".join(f", {fact}" for fact in (server.kind, server.version) if fact)
         report.line(f"server {number}: {server.address.url}, model {server.model}{known}")
+    report.line(f"client: {document['client']}; {describe_versions(document)}")
+    writing = f"temperature {options.temperature:g}, seed {options.seed} and up"
+    if suite is not None:
+        lines = [document["command"], str(suite), f"{options.max_new_tokens} new tokens at most; {writing}"]
+        report.line(*lines[1:], LEGEND)
+        chats = ChatLoad((), options.max_new_tokens, options.temperature, options.seed)
+        run_server_suite(report, servers, suite, chats, asked.concurrency, lines, files)
+        return report.finish()
+    load = Load(prompts, options.max_new_tokens, options.temperature, options.seed)
+    num_requests = {
+        concurrency: asked.num_requests or max(options.num_prompts, MIN_REQUESTS_PER_SLOT * concurrency)
+        for concurrency in asked.concurrency
+    }
     report.line(
-        f"client: {document['client']}; {describe_versions(document)}",
-        f"{len(load.prompts)} prompts from {document['prompts']}; {load.max_new_tokens} new tokens, "
-        f"end of text ignored; temperature {load.temperature:g}, seed {load.seed} and up",
-        "prompts come again: a server that keeps keys and values of earlier prompts need not read them anew",
+        f"{len(prompts)} prompts from {document['prompts']}; {load.max_new_tokens} new tokens, end of text ignored; "
+        f"{writing}",
+        "prompts come again: a server that keeps keys and values of earlier prompts need not read them anew, and one "
+        "that drafts from earlier answers copies from those to the same prompts",
     )
-    run_server_suite(report, servers, load, num_requests)
+    run_server_loads(report, servers, load, num_requests)
     return report.finish()
 
 
 def _text(row: Row) -> str:
     text = row.prompt if row.prompt is not None else row.text
     if not text:
-        raise ArgumentError(f"{row.where} has no plain text to send to /v1/completions: with --url, rows need a prompt")
+        raise ArgumentError(
+            f"{row.where} has no plain text to send to /v1/completions: with --url, rows need a prompt; chats are "
+            "asked with --suite"
+        )
     return text

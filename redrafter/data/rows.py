@@ -75,10 +75,14 @@ def read_rows(sources: Iterable[str | Path]) -> Iterator[Row]:
 
     Raises `CheckpointError` where a source cannot be read or a row is malformed. The message names file and line.
     """
+    for where, entry in read_entries(sources):
+        yield parse_row(entry, where)
+
+
+def read_entries(sources: Iterable[str | Path]) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of data sources before they are checked, each after its place for error messages."""
     for source in map(str, sources):
-        entries = _read_dataset(source) if _is_dataset(source) else _read_entries(Path(source))
-        for where, entry in entries:
-            yield _parse_row(entry, where)
+        yield from _read_dataset(source) if _is_dataset(source) else _read_file(Path(source))
 
 
 def open_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -90,7 +94,7 @@ def open_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
 
 
-def _read_entries(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the JSON values of a data file, each after its place for error messages.
 
     A file holds one JSON value in each line. A `.json` file may instead hold one list, whose elements are yielded.
@@ -152,7 +156,8 @@ def _read_dataset(source: str) -> Iterator[tuple[str, Any]]:
         yield f"{source}:row {row}", entry
 
 
-def _parse_row(value: Any, where: str) -> Row:
+def parse_row(value: Any, where: str) -> Row:
+    """Check a row; raise `CheckpointError` where it is malformed. `where` is its place for the message."""
     entry = {"prompt": value} if isinstance(value, str) else value
     entry = {key: value for key, value in entry.items() if value is not None} if isinstance(entry, dict) else {}
     kinds = [kind for kind in KIND_KEYS if kind in entry] or ["prompt"]

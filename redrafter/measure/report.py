@@ -76,6 +76,7 @@ def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dic
         "seed": work.seed,
         "temperature": work.temperature,
         "max_new_tokens": work.max_new_tokens,
+        "end_of_text": "ends an answer" if work.ends else "ignored",
         "prompt_tokens": {"prompts": len(lengths), "shortest": min(lengths), "longest": max(lengths)},
         "processes": target.ranks.size,
         "captured_steps": target.varlen.ok,
@@ -110,7 +111,7 @@ def head(document: dict[str, Any]) -> Iterator[str]:
     yield from describe_pair(document)
     yield (
         f"{prompts['prompts']} prompts of {prompts['shortest']} to {prompts['longest']} tokens from "
-        f"{document['prompts']}; {document['max_new_tokens']} new tokens, end of text ignored; "
+        f"{document['prompts']}; {document['max_new_tokens']} new tokens, end of text {document['end_of_text']}; "
         f"temperature {document['temperature']:g}, seed {document['seed']}"
     )
     yield (
@@ -204,16 +205,17 @@ def format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, inden
     The first line has the names of the columns. All columns but the first are aligned right.
     """
     lines = [columns, *rows]
-    widths = [max(MIN_WIDTH, *(len(_cell(cell)) for cell in column)) for column in zip(*lines, strict=True)]
+    widths = [max(MIN_WIDTH, *(len(cell_text(cell)) for cell in column)) for column in zip(*lines, strict=True)]
     yield from (indent + _line(cells, widths, gap="  ") for cells in lines)
 
 
 def _line(cells: Sequence[Any], widths: Sequence[int], gap: str = " ") -> str:
-    first, *rest = zip(map(_cell, cells), widths, strict=True)
+    first, *rest = zip(map(cell_text, cells), widths, strict=True)
     return gap.join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip()
 
 
-def _cell(value: Any) -> str:
+def cell_text(value: Any) -> str:
+    """Return a value as tables show it."""
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -1,6 +1,7 @@
 """The runner of measurements: stopwatch, timed calls of `generate`, the workload that they continue, their repeats."""
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -146,6 +147,12 @@ class Repeats:
         """Return the new token ids of each prompt in a repeat."""
         return [row for run in self.repeats[repeat] for row in run.tokens]
 
+    def add(self, more: "Repeats") -> None:
+        """Add the runs of further batches, which were repeated as often."""
+        if more.repeats:
+            own = self.repeats or [[]] * len(more.repeats)
+            self.repeats = [a + b for a, b in zip(own, more.repeats, strict=True)]
+
     def speedup(self, plain: "Repeats") -> float:
         """Return the ratio of tokens per second to those of `plain`, the median of the repeats' own ratios."""
         return statistics.median(a / b for a, b in zip(self.tokens_per_second, plain.tokens_per_second, strict=True))
@@ -245,7 +252,10 @@ class _Arrivals:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts, and how an engine continues them. Once checked, every row writes `max_new_tokens` tokens."""
+    """Prompts, and how an engine continues them.
+
+    Once checked, every row writes `max_new_tokens` tokens, or fewer where one of `ends` ends it.
+    """
 
     engine: ReDrafter
     prompts: Prompts
@@ -254,6 +264,7 @@ class Workload:
     max_new_tokens: int
     temperature: float  # 0 for greedy decoding
     seed: int  # of the first row's draws
+    ends: Sequence[int] = ()  # token ids that end a text
 
     @classmethod
     def of(cls, engine: ReDrafter, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, options: Any) -> "Workload":
@@ -277,6 +288,13 @@ class Workload:
                 )
 
     @property
+    def most_prompt_tokens(self) -> int:
+        """The most tokens of a prompt that leaves room for the new ones."""
+        options = self.engine.options
+        rooms = (most - self.max_new_tokens for most in (self.engine.target.context, options.max_seq_len) if most)
+        return min((*rooms, *filter(None, [options.max_input_len])), default=sys.maxsize)
+
+    @property
     def device(self) -> torch.device:
         """The target's device."""
         return self.engine.target.device
@@ -293,7 +311,8 @@ class Workload:
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for `generate`, under Hugging Face's names."""
         sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0}  # transformers would cut to 50
-        return {"max_new_tokens": self.max_new_tokens} | (sampling if self.temperature else {"do_sample": False})
+        ends = {"eos_token_id": list(self.ends)} if self.ends else {}
+        return {"max_new_tokens": self.max_new_tokens} | ends | (sampling if self.temperature else {"do_sample": False})
 
     def run(self, batch: Prompts, speculate: bool, *, seed: int = 0) -> Run:
         """Decode a batch once, timed, without keys and values of earlier runs; `seed` is added to the workload's."""
@@ -301,7 +320,8 @@ class Workload:
         arrivals = _Arrivals(watch := Stopwatch(self.device))
         arguments = self.arguments() | {"seed": self.seed + seed, "speculate": speculate}
         run = timed_run(self.engine, batch, self.pad_token, watch, streamer=arrivals, **arguments)
-        assert all(len(row) == self.max_new_tokens for row in run.tokens), "a row ended early"
+        full = (len(row) == self.max_new_tokens or row[-1] in self.ends for row in run.tokens)
+        assert all(full), "a row ended early"
         return replace(run, arrivals=arrivals.noted)
 
 

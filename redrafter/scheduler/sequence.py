@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -56,6 +57,20 @@ class Stats:
     def tokens_per_step(self) -> float:
         """Tokens that came out of a step, on average; 0 before the first."""
         return self.emitted / self.steps if self.steps else 0.0
+
+    @property
+    def accepted_length(self) -> float | None:
+        """Mean tokens of a step that had drafts: one, and the drafts accepted; None where no step had any."""
+        return 1 + self.accepted / self.draft_steps if self.draft_steps else None
+
+    @property
+    def acceptance(self) -> list[float | None]:
+        """Acceptance by depth: entry d is the share of the steps with d accepted drafts or more that accepted one more.
+
+        Steps without drafts do not count; None where no step accepted d.
+        """
+        reached = [self.draft_steps, *self.accepted_by_depth]
+        return [after / before if before else None for before, after in pairwise(reached)]
 
     def count(self, drafted: int | None, accepted: int, emitted: int, copied: int = 0, copies: int = 0) -> None:
         """Add a step: drafts verified, None where nothing was drafted, and what became output after a stop cut it."""

@@ -14,9 +14,9 @@ from redrafter import ArgumentError, ReDrafterError, UnsupportedError
 from redrafter.app import loading
 from redrafter.bench.options import BenchOptions
 from redrafter.bench.padded_model import SHAPES, PadShape
+from redrafter.bench.sections import run_sections
 from redrafter.bench.speedup import compare_texts, measure_rivals, measure_steady_state, steady_rate
 from redrafter.bench.standing_batch import long_texts, measure_parts, open_standing_batch, random_drafter
-from redrafter.bench.suite import run_suite
 from redrafter.cli import bench as bench_module
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.measure import report as report_module
@@ -365,7 +365,7 @@ def test_where_speculation_is_off_the_table_says_so(monkeypatch, capsys):
     work = workload()
     monkeypatch.setattr(work.engine, "proposer_for", lambda rows: work.engine.plain)
     report = Report({})
-    run_suite(report, work, BenchOptions(batch_sizes=(2,), repeats=1, draft_vocab_sizes=(20,)))
+    run_sections(report, work, BenchOptions(batch_sizes=(2,), repeats=1, draft_vocab_sizes=(20,)))
     assert report.finish() == 0
     out = capsys.readouterr().out
     document = json.loads(out.splitlines()[-1])

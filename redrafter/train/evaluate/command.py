@@ -5,7 +5,8 @@
 The base continues the prompts once at each temperature, by plain decoding; the steps that speculative decoding would
 take along those texts are then counted for every shape. Without --prompts, the prompts that ship with the package.
 With --explain, why steps ended is counted too, and what to type about it is said. With --prompt-lengths, the same
-prompts are cut to several lengths, and each is measured by itself.
+prompts are cut to several lengths, and each is measured by itself. With --suite, a standard suite of questions, all
+their turns with the base's own answers.
 """
 
 import json
@@ -21,28 +22,42 @@ from typing import Any
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, read_options, short_name
 from redrafter.app.loading import Pair
-from redrafter.app.options import LoadOptions
+from redrafter.app.options import LoadOptions, SuiteOptions
 from redrafter.app.program import run_command
+from redrafter.app.templates import require_template
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_beams
 from redrafter.checkpoints.tokenizers import end_tokens
+from redrafter.data.suites import Suite, read_suite
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import write_atomically
-from redrafter.measure.report import check_picture, output_file
+from redrafter.measure.report import check_picture, describe_pair, output_file
+from redrafter.measure.suite_table import TableFiles
 from redrafter.train.evaluate.explain import OtherTexts, explain
 from redrafter.train.evaluate.options import EvaluateOptions, Search
 from redrafter.train.evaluate.replay import replay
-from redrafter.train.evaluate.report import TextsResult, advise, format_explanation, format_report, make_report, plot
-from redrafter.train.evaluate.texts import PromptChoice, PromptSource, write_texts
+from redrafter.train.evaluate.report import (
+    TextsResult,
+    advise,
+    format_explanation,
+    format_report,
+    make_report,
+    plot,
+    suite_conditions,
+    suite_tables,
+)
+from redrafter.train.evaluate.texts import PromptChoice, PromptSource, Texts, answer_suite, write_texts
 
 UNUSED_LOAD_OPTIONS = ("num_beams", "draft_len_per_beam", "node_budget", "tuning", "max_input_len", "max_seq_len")
 MAX_NODES = 4096  # of a search, where each node is compared with all others
+# Options that choose or cut other prompts than those of a suite, or explain them.
+NOT_OF_SUITES = ("prompts", "prompt_share", "prompt_tokens", "prompt_lengths", "explain", "data")
 
 
-def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
-    """Measure a loaded pair.
+def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -> dict[str, Any]:
+    """Measure a loaded pair, on the questions of a suite where one is given.
 
     The pair's engine must be a `ReDrafter`. Returns the report, as `make_report` makes it.
 
@@ -67,28 +82,45 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
             )
     target = engine.target
     max_tokens = _max_prompt_tokens(options, target.fixed_rope_context)
+
+    def write(prompts: list[list[int]], temperature: float, seed: int, what: str) -> Texts:
+        return write_texts(
+            target,
+            prompts,
+            options.new_tokens,
+            temperature,
+            seed,
+            end_ids=end_tokens(target.model, pair.tokenizer),
+            batch_size=options.batch_size,
+            options=engine.options,
+            report=partial(_report_texts, what, len(prompts)),
+        )
+
+    results = []
+    if suite is not None:
+        for temperature in options.temperatures:
+
+            def answer(prompts: list[list[int]], seed: int, temperature: float = temperature) -> Texts:
+                what = f"temperature {temperature:g}, after {seed - options.seed} turns"
+                return write(prompts, temperature, seed, what)
+
+            answered = answer_suite(suite, pair.tokenizer, max_tokens, options.seed, answer)
+            stats = replay(engine.drafter, target, answered.texts, trees)
+            results.append(TextsResult(answered.texts, trees, stats, answered.turns, skipped=answered.skipped))
+        counts = {category: len(questions) for category, questions in suite.categories.items()}
+        return make_report(pair, options, PromptChoice(counts, {}), results, str(suite))
     source = PromptSource(options.prompts, pair.tokenizer, options.num_prompts, options.seed, **options.cut)
     if options.prompt_lengths:
         prompts = source.of_lengths(options.prompt_lengths)
     else:
         prompts = PromptChoice.whole(source.by_category(max_tokens))
     others = OtherTexts.read(pair, options, max_tokens) if options.explain else None
-    results = []
     for temperature, length in product(options.written_temperatures, prompts.by_length):
         chosen = prompts.by_length[length]
         what = f"temperature {temperature:g}" + ("" if length is None else f", prompts of {length} tokens")
-        texts = write_texts(
-            target,
-            chosen,
-            options.new_tokens,
-            temperature,
-            options.seed,
-            end_ids=end_tokens(target.model, pair.tokenizer),
-            batch_size=options.batch_size,
-            options=engine.options,
-            report=partial(_report_texts, what, len(chosen)),
-        )
-        results.append(TextsResult(texts, trees, replay(engine.drafter, target, texts, trees), length))
+        texts = write(chosen, temperature, options.seed, what)
+        stats = replay(engine.drafter, target, texts, trees)
+        results.append(TextsResult(texts, trees, stats, prompts.categories, length))
     document = make_report(pair, options, prompts, results)
     if others is not None:
         written = [result.texts for result in results]
@@ -109,24 +141,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         "  redrafter evaluate --model my-base --drafter my-drafter --prompts questions.jsonl --num-prompts 20\n"
         "  redrafter evaluate --model my-base --drafter my-drafter --explain --data trained-on.jsonl\n"
         "  redrafter evaluate --prompts long.jsonl --prompt-lengths 256,1024 --new-tokens 64 --temperatures 0\n"
-        "  redrafter evaluate --shapes 5x5,10x5,1x4 --node-budgets 26,13 --plot acceptance.png --json out.json",
-        options=(EvaluateOptions, LoadOptions),
+        "  redrafter evaluate --shapes 5x5,10x5,1x4 --node-budgets 26,13 --plot acceptance.png --json out.json\n"
+        "  redrafter evaluate --model my-base --drafter my-drafter --suite data/speed/qualitative --markdown out.md",
+        options=(EvaluateOptions, SuiteOptions, LoadOptions),
     )
     add_options(parser, EvaluateOptions, "measuring")
+    add_options(parser, SuiteOptions, "measuring on a standard suite")
     add_options(parser, LoadOptions, "loading", without=UNUSED_LOAD_OPTIONS)
     args = parser.parse_args(argv)
 
     def run() -> int:
-        options = read_options(EvaluateOptions, args)
+        options, asked = read_options(EvaluateOptions, args), read_options(SuiteOptions, args)
         check_picture(options.plot)
-        json_file = output_file(options.json, "--json")
+        json_file, files = output_file(options.json, "--json"), TableFiles(asked.csv, asked.markdown)
+        asked.refuse_others(args, NOT_OF_SUITES)
+        suite = None if asked.suite is None else read_suite(asked.suite).choose(options.num_prompts, options.seed)
         pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
         if options.adapter is not None:
             merge_adapter(pair.engine.model, options.adapter)
-        document = evaluate(pair, options) | {"command": shlex.join(["redrafter", "evaluate", *argv])}
+        if suite is not None:
+            require_template(pair.tokenizer, pair.name, asked.chat_template)
+        document = evaluate(pair, options, suite) | {"command": shlex.join(["redrafter", "evaluate", *argv])}
         print(*format_report(document), sep="\n")
         if options.explain:
             print(*format_explanation(document["explanation"]), sep="\n")
+        if suite is not None:
+            files.write(suite_tables(document), [*describe_pair(document), *suite_conditions(document)])
         if json_file is not None:
             write_atomically(json_file, json.dumps(document, indent=1) + "\n")
         if options.plot is not None:

@@ -41,7 +41,9 @@ class EvaluateOptions(PromptOptions):
     """Options of an evaluation: prompts, shapes of the tree and temperatures."""
 
     prompts: tuple[str, ...] = option((), PROMPTS_HELP, path=True)
-    num_prompts: int | None = option(None, "prompts of each category, chosen by the seed (default: all)")
+    num_prompts: int | None = option(
+        None, "prompts, or questions of --suite, of each category, chosen by the seed (default: all)"
+    )
     prompt_lengths: tuple[int, ...] = option(
         (),
         "measure after prompts of each of these numbers of tokens: the same prompts, cut at their beginning. Shorter "

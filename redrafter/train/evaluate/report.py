@@ -8,6 +8,7 @@ from typing import Any
 from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
 from redrafter.measure.report import conditions, describe_pair, drawing, format_table
+from redrafter.measure.suite_table import AVERAGED, LEGEND, SuiteTable, describe_acceptance, mean_of
 from redrafter.train.evaluate.options import EvaluateOptions
 from redrafter.train.evaluate.replay import ReplayStats, Shape
 from redrafter.train.evaluate.texts import PromptChoice, Texts, repeated_share
@@ -36,15 +37,22 @@ class TextsResult:
     texts: Texts  # texts that the base wrote
     shapes: list[Shape]  # shapes of the tree
     stats: list[list[ReplayStats]]  # statistics for each shape, for each text
-    prompt_length: int | None  # tokens that the prompts were cut to; None for whole prompts
+    categories: dict[str, int]  # number of texts of each category, in the order of the texts
+    prompt_length: int | None = None  # tokens that the prompts were cut to; None for whole prompts
+    skipped: dict[str, int] | None = None  # turns of a suite's category whose prompts were too long; None: no suite
 
 
 def make_report(
-    pair: Pair, options: EvaluateOptions, prompts: PromptChoice, results: Sequence[TextsResult]
+    pair: Pair,
+    options: EvaluateOptions,
+    prompts: PromptChoice,
+    results: Sequence[TextsResult],
+    suite: str | None = None,
 ) -> dict[str, Any]:
     """Make the JSON document.
 
     `prompts` are in the order of the texts; `results` were measured at each temperature, after prompts of each length.
+    `suite` is the sentence on a suite, of which `prompts` has the number of questions alone; None for other prompts.
     """
     return conditions(pair.engine.target) | {
         "model": short_name(pair.name),
@@ -55,6 +63,7 @@ def make_report(
         "sampling": "temperature alone: no top-k, no top-p, no penalty",
         "new_tokens": options.new_tokens,
         "batch_size": options.batch_size,
+        "suite": suite,
         "prompts": {
             "files": [short_name(file) for file in options.prompts],
             "categories": prompts.categories,
@@ -64,23 +73,18 @@ def make_report(
             "lengths_left_out": list(prompts.left_out),
             "longest": prompts.longest,
         },
-        "temperatures": [_describe_result(result, prompts.categories) for result in results],
+        "temperatures": [_describe_result(result) for result in results],
     }
 
 
-def _describe_result(result: TextsResult, categories: dict[str, int]) -> dict[str, Any]:
+def _describe_result(result: TextsResult) -> dict[str, Any]:
     spans, first = dict[str, slice](), 0
-    for category, count in categories.items():
+    for category, count in result.categories.items():
         spans[category] = slice(first, first + count)
         first += count
     trees = []
     for shape, stats in zip(result.shapes, result.stats, strict=True):
         by_category = {name: _describe_stats(shape, stats[span]) for name, span in spans.items()}
-        entries = list(by_category.values())
-        mean: dict[str, Any] = {
-            name: _mean([entry[name] for entry in entries]) for name in ("drafts_per_step", "tokens_per_step")
-        }
-        rates = zip(*(entry["acceptance"] for entry in entries), strict=True)
         trees.append(
             {
                 "tree": str(shape),
@@ -88,13 +92,16 @@ def _describe_result(result: TextsResult, categories: dict[str, int]) -> dict[st
                 "depth": shape.depth,
                 "nodes": shape.nodes,
                 "categories": by_category,
-                "mean_of_categories": mean | {"acceptance": [_mean(list(by_depth)) for by_depth in rates]},
+                "mean_of_categories": mean_of(
+                    list(by_category.values()), ("drafts_per_step", "tokens_per_step", *AVERAGED)
+                ),
                 "all_steps": _describe_stats(shape, stats),
             }
         )
     return {
         "temperature": result.texts.temperature,
         "prompt_length": result.prompt_length,
+        "skipped": result.skipped,
         "texts": {name: _describe_texts(result.texts, span) for name, span in spans.items()},
         "all_texts": _describe_texts(result.texts, slice(None)),
         "trees": trees,
@@ -107,7 +114,7 @@ def _describe_texts(texts: Texts, span: slice) -> dict[str, Any]:
         "texts": len(continuations),
         "tokens": sum(map(len, continuations)),
         f"repeated_{REPEATED_TOKENS}_grams": repeated_share(continuations, REPEATED_TOKENS),
-        "ended": sum(ended) / len(ended),
+        "ended": sum(ended) / len(ended) if ended else None,
     }
 
 
@@ -120,13 +127,26 @@ def _describe_stats(shape: Shape, stats: list[ReplayStats]) -> dict[str, Any]:
         "tokens_per_step": total.tokens_per_step if total.steps else None,
         "accepted_by_depth": total.accepted_by_depth,
         "tried_by_depth": total.tried,
-        "acceptance": total.acceptance,
+        **describe_acceptance(total, stats),
     }
 
 
-def _mean(values: list[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return sum(present) / len(present) if present else None
+def suite_tables(document: dict[str, Any]) -> list[SuiteTable]:
+    """Return the tables of a suite, by temperature and tree, from the document that `make_report` made."""
+    tables = []
+    for result in document["temperatures"]:
+        for tree in result["trees"]:
+            rows = {
+                name: row | {"skipped": result["skipped"][name], "tokens": result["texts"][name]["tokens"]}
+                for name, row in tree["categories"].items()
+            }
+            if len(rows) > 1:
+                rows["mean of categories"] = tree["mean_of_categories"]
+            counts = {"skipped": sum(result["skipped"].values()), "tokens": result["all_texts"]["tokens"]}
+            rows["all turns"] = tree["all_steps"] | counts
+            conditions = {"temperature": result["temperature"], "tree": tree["tree"]}
+            tables.append(SuiteTable(f"temperature {result['temperature']:g}, tree {tree['tree']}", conditions, rows))
+    return tables
 
 
 def format_report(document: dict[str, Any]) -> Iterator[str]:
@@ -134,6 +154,11 @@ def format_report(document: dict[str, Any]) -> Iterator[str]:
     prompts, measured = document["prompts"], document["temperatures"]
     counts, files = prompts["categories"], ", ".join(prompts["files"]) or "the package"
     yield from describe_pair(document)
+    if document["suite"] is not None:
+        yield from (*suite_conditions(document), LEGEND)
+        for table in suite_tables(document):
+            yield from table.lines()
+        return
     yield (
         f"{sum(counts.values())} prompts in {len(counts)} categories from {files}; at most {document['new_tokens']} "
         f"new tokens; seed {document['seed']}; {document['sampling']}"
@@ -159,6 +184,18 @@ def format_report(document: dict[str, Any]) -> Iterator[str]:
             several = len(tree["categories"]) > 1
             rows = {**tree["categories"], "mean of categories": tree["mean_of_categories"]} if several else {}
             yield from _format_tree(tree, {**rows, "all steps": tree["all_steps"]})
+
+
+def suite_conditions(document: dict[str, Any]) -> Iterator[str]:
+    """Yield lines that state which suite was measured and how, and what was left out."""
+    yield document["suite"]
+    yield f"at most {document['new_tokens']} new tokens; seed {document['seed']}; {document['sampling']}"
+    for result in document["temperatures"]:
+        if skipped := sum(result["skipped"].values()):
+            yield (
+                f"temperature {result['temperature']:g}: {skipped} turns skipped, since their prompts and the new "
+                "tokens do not fit into the model's context"
+            )
 
 
 def _format_texts(rows: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.data.documents import encode_documents
 from redrafter.data.prompts import encode_prompt, sample_prompts
 from redrafter.data.rows import Row, read_rows
+from redrafter.data.suites import Dialogues, Suite
 from redrafter.data.windows import Windows
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.engine import Engine
@@ -86,6 +87,53 @@ def write_texts(
         report(first + len(indices))
     all_seeds = list(range(seed, seed + len(prompts))) if temperature > 0 else None
     return Texts(tokens, list(map(len, prompts)), [text[-1] in ends for text in tokens], temperature, all_seeds)
+
+
+@dataclass(frozen=True)
+class SuiteTexts:
+    """What a base answered to the questions of a suite, turn by turn; each turn's text has all before it as prompt."""
+
+    texts: Texts  # of all turns, category by category
+    turns: dict[str, int]  # that were answered, by category
+    skipped: dict[str, int]  # turns that were not asked, because their prompts are too long
+
+
+def answer_suite(
+    suite: Suite,
+    tokenizer: PreTrainedTokenizerBase,
+    most: int,
+    seed: int,
+    write: Callable[[list[list[int]], int], Texts],
+) -> SuiteTexts:
+    """Let a base answer the questions of a suite, by category, all of their turns.
+
+    Prompts have at most `most` tokens. `write` continues some prompts, the i-th under the seed that it is given plus i;
+    the turns of all categories count up from `seed`. Raises `ArgumentError` where no prompt is short enough.
+    """
+    parts: list[Texts] = []
+    turns, skipped = dict[str, int](), dict[str, int]()
+    for category, questions in suite.categories.items():
+        dialogues, before = Dialogues(questions, tokenizer, most), sum(turns.values())
+        turns[category] = 0
+        while prompts := dialogues.next_prompts():
+            parts.append(write(prompts, seed + before + turns[category]))
+            turns[category] += len(prompts)
+            dialogues.answer(parts[-1].continuations)
+        skipped[category] = dialogues.skipped
+    if not parts:
+        raise ArgumentError(f"--suite: no turn has a prompt of at most {most} tokens, which the model's context leaves")
+    seeds = [one for part in parts for one in part.seeds or ()]
+    return SuiteTexts(
+        Texts(
+            [text for part in parts for text in part.tokens],
+            [length for part in parts for length in part.prompt_lengths],
+            [ended for part in parts for ended in part.ended],
+            parts[0].temperature,
+            seeds or None,
+        ),
+        turns,
+        skipped,
+    )
 
 
 def repeated_share(texts: Sequence[list[int]], size: int) -> float | None:

@@ -1,0 +1,175 @@
+"""A suite of questions, asked of servers as chats: each turn follows the server's own answers to the turns before it.
+
+A server of this library is asked twice, plainly and with drafts. Another one is compared with the first server that is
+given, which may be the same engine without drafts.
+"""
+
+import asyncio
+import json
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import uuid4
+
+from redrafter.bench.server_load import Completion, Server, run_load
+from redrafter.data.suites import Question, Suite
+from redrafter.engine.call import GenerateStats
+from redrafter.measure.report import Report
+from redrafter.measure.suite_table import SuiteTable, TableFiles, describe_acceptance, mean_of
+
+OWN_KIND = "redrafter"  # who owns the models of this library's servers, which take `speculate`
+
+
+@dataclass(frozen=True)
+class ChatLoad:
+    """Questions that a server is asked as chats; request i is question i, modulo their number, with all its turns."""
+
+    route = "/v1/chat/completions"
+    questions: Sequence[Question]
+    max_new_tokens: int  # of each answer, which an end token may end earlier
+    temperature: float  # 0 for greedy decoding
+    seed: int  # of question 0; question i has this plus i
+    speculate: bool | None = None  # what a server of this library is told; None for others, which have no such field
+
+    def exchange(self, index: int, model: str) -> Generator[bytes, Completion, None]:
+        """Yield the JSON body of each turn of question `index`; the turns end with one that fails."""
+        messages: list[dict[str, str]] = []
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": messages,
+            "max_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed + index,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.speculate is not None:
+            # No conversation may be drafted from the answers to others, the same questions asked plainly among them.
+            body |= {"speculate": self.speculate, "cache_salt": uuid4().hex}
+        for number, turn in enumerate(self.questions[index % len(self.questions)].turns):
+            messages += turn
+            completion = yield json.dumps(body).encode()
+            completion.turn = number
+            if completion.error is not None:
+                return
+            messages.append({"role": "assistant", "content": completion.text})
+
+
+@dataclass
+class Chats:
+    """What came of some questions that a server was asked."""
+
+    turns: int = 0  # that they have, whether asked or not
+    seconds: float = 0.0
+    completions: list[Completion] = field(default_factory=list)
+
+    def add(self, more: "Chats") -> None:
+        """Add what came of other questions, asked at another time."""
+        self.turns, self.seconds = self.turns + more.turns, self.seconds + more.seconds
+        self.completions = self.completions + more.completions
+
+    @property
+    def answered(self) -> list[Completion]:
+        """The turns that were answered."""
+        return [one for one in self.completions if one.error is None]
+
+    @property
+    def errors(self) -> list[str]:
+        """Why turns failed, apart from those whose prompts are too long."""
+        return [one.error for one in self.completions if one.error is not None and not one.too_long]
+
+    def row(self, plain: "Chats | None") -> dict[str, Any]:
+        """Return the row of a table; `plain` is what the same questions gave without drafts, if they were asked so."""
+        stats = [one.stats for one in self.answered if one.stats is not None]
+        tokens = sum(one.completion_tokens for one in self.answered)
+        row = describe_acceptance(GenerateStats.of(stats, None), stats) | {
+            "turns": len(self.answered),
+            # Too long, or after one that was or that failed.
+            "skipped": self.turns - len(self.answered) - len(self.errors),
+            "failed": len(self.errors),
+            "tokens": tokens,
+            "tokens_per_second": tokens / self.seconds if tokens else None,
+        }
+        if plain is None or not plain.answered or not tokens:
+            return row
+        row["plain_tokens_per_second"] = speed = sum(one.completion_tokens for one in plain.answered) / plain.seconds
+        row["speedup"] = row["tokens_per_second"] / speed
+        expected = {(one.index, one.turn): one.text for one in plain.answered}
+        same = (one.text == expected.get((one.index, one.turn), one.text) for one in self.answered)
+        row["differing_texts"] = sum(not equal for equal in same)
+        return row
+
+
+def ask(server: Server, load: ChatLoad, concurrency: int, *, warm_up: bool) -> Chats:
+    """Ask a server all questions of a load, `concurrency` at once.
+
+    Raises:
+        LoadError: Every question that it was asked to warm up failed.
+    """
+    count = len(load.questions)
+    run = asyncio.run(run_load(server, load, min(concurrency, count), count, warm_up=warm_up))
+    turns = sum(len(question.turns) for question in load.questions)
+    return Chats(turns, run.ended - run.began, run.completions)
+
+
+def run_server_suite(
+    report: Report,
+    servers: Sequence[Server],
+    suite: Suite,
+    load: ChatLoad,
+    concurrencies: Sequence[int],
+    facts: Sequence[str],
+    files: TableFiles,
+) -> None:
+    """Ask each server a suite, category by category, with so many questions in flight, and add tables to the report.
+
+    `load` says how, with the questions of a suite in place of its own. `facts` are lines on that, for Markdown.
+    """
+    tables: list[SuiteTable] = []
+    for concurrency in concurrencies:
+        reference: dict[str, Chats] = {}  # of the first server, by category; plain where it can be asked so
+        for number, server in enumerate(servers, start=1):
+            name = f"server {number} ({server.address.url}), {concurrency} at once"
+            by_category: dict[str, tuple[Chats, Chats | None]] = {}
+            for category, questions in suite.categories.items():
+                with report.section(f"{name}, {category}"):
+                    ways = [
+                        ask(
+                            server,
+                            replace(load, questions=questions, speculate=way),
+                            concurrency,
+                            warm_up=not by_category,
+                        )
+                        for way in ((False, True) if server.kind == OWN_KIND else (None,))
+                    ]
+                    plain = ways[0] if len(ways) > 1 else reference.get(category)
+                    by_category[category] = chats, _ = ways[-1], plain
+                    if number == 1:
+                        reference[category] = ways[0]
+                    condition = {"server": number, "concurrency": concurrency, "category": category}
+                    report.add("suite", condition | chats.row(plain))
+                    if errors := [error for way in ways for error in way.errors]:
+                        message = f"{len(errors)} requests failed; the first: {errors[0]}"
+                        report.line(f"{name}, {category}: {message}")
+                        report.add("errors", {"section": f"{name}, {category}", "error": message})
+            if by_category:
+                tables.append(_table(name, load, by_category, server=number, concurrency=concurrency))
+                report.line(*tables[-1].lines())
+                files.write(tables, facts)
+
+
+def _table(
+    name: str, load: ChatLoad, by_category: Mapping[str, tuple[Chats, Chats | None]], **conditions: Any
+) -> SuiteTable:
+    """Return the table of a server, with the rows of all categories together; `conditions` are for CSV."""
+    rows = {category: chats.row(plain) for category, (chats, plain) in by_category.items()}
+    if len(rows) > 1:
+        rows = rows | {"mean of categories": mean_of(list(rows.values()))}
+    whole, compared = Chats(), Chats()
+    for chats, plain in by_category.values():
+        whole.add(chats)
+        compared.add(plain or Chats())
+    differing = {"differing_texts": sum(row.get("differing_texts", 0) for row in rows.values())}
+    rows["all turns"] = whole.row(compared) | (differing if compared.answered else {})
+    conditions["temperature"] = load.temperature
+    return SuiteTable(f"{name}, temperature {load.temperature:g}", conditions, rows)
