@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -186,6 +186,7 @@ class ModelState:
 
 _TABLES = itemgetter("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks", "training")
 _VERSION: Callable[[Tensor], int] = attrgetter("_version")
+_VALUES = methodcaller("values")  # of any mapping: tensors that are kept elsewhere are in one that is no dictionary
 
 
 class ModelWatch:
@@ -215,7 +216,7 @@ class ModelWatch:
         kinds: list[Any] = list(map(type, self._modules))
         children, parameters, buffers, before, after, training = zip(*map(_TABLES, states), strict=True)
         self.training = any(training)
-        tensors = [x for x in chain.from_iterable(map(dict.values, filter(None, parameters))) if x is not None]
+        tensors = [x for x in chain.from_iterable(map(_VALUES, filter(None, parameters))) if x is not None]
         if any(buffers):
             tensors += [x for state in states if state["_buffers"] for x in _saved_buffers(state)]
         try:
@@ -228,7 +229,7 @@ class ModelWatch:
         return (
             kinds,
             [kind.forward for kind in kinds_once],
-            list(map(id, chain.from_iterable(map(dict.values, filter(None, children))))),
+            list(map(id, chain.from_iterable(map(_VALUES, filter(None, children))))),
             list(map(len, children)),
             list(map(id, tensors)),
             addresses,
