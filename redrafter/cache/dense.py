@@ -1,7 +1,9 @@
 """A KV cache with one buffer per row, which any stock model writes to and reads from as a Hugging Face `Cache`."""
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,10 @@ from redrafter.attention.prompt_attention import Piece, PromptPlan
 from redrafter.cache.kv_cache import KVCache, LayerShape, allocate, states_of
 from redrafter.cache.states import RowStates, StatesOfRows
 
+# What models call the cache that they are given and return: the first since transformers 5.24, which warns of the
+# others; before that the second, or the third without attention.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+CACHE_NAME = "past_key_values"  # where a forward does not say what it takes
 WINDOW_STEP_SLOTS = 64  # the window grows in steps of this size, so that shapes seldom change
 
 
@@ -222,3 +228,15 @@ class DenseCache(KVCache, Cache):
         slots = torch.cat([piece.row * self.capacity + torch.arange(piece.first, piece.end) for piece in pieces])
         self.written = {device: slots.to(device) for device in self._devices}
         return PromptPlan(pieces, kinds, slots)
+
+
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """Return the name of the argument by which a forward is given a cache, or None where it takes none."""
+    names = inspect.signature(forward).parameters
+    return next((name for name in CACHE_NAMES if name in names), None)
+
+
+def cache_in(found: Any) -> Any:
+    """Return the cache in a model's output, or among the inputs that were prepared for it; None without one."""
+    get = found.get if isinstance(found, Mapping) else partial(getattr, found)
+    return next((cache for name in CACHE_NAMES if (cache := get(name, None)) is not None), None)

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
 
 from redrafter.app.parser import Parser, add_json
 from redrafter.app.program import run_command
+from redrafter.cache.dense import cache_in
 from redrafter.cache.states import StateShape
 from redrafter.checkpoints.merged import Defaults, boxed_pair
 from redrafter.checkpoints.mtp import find_layer
@@ -149,7 +150,7 @@ def _describe_target(config: Any) -> str:
             name, text = type(model).__name__, model.config.get_text_config(decoder=True)
             check_supported(model, name)
             output = model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=True)
-        cache = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
+        cache = cache_in(output)
         # Of recurrent states only that they are there is looked at: whether they can be rolled back, loading finds out.
         states = [
             StateShape(layer, state, tuple(x.shape[1:]), x.dtype, x.device)

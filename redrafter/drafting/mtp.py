@@ -18,6 +18,7 @@ from torch.nn.functional import linear, pad
 
 from redrafter.attention.mask import additive_mask
 from redrafter.attention.tree_attention import explicit_attention, register_attention
+from redrafter.cache.dense import CACHE_NAME, cache_argument
 from redrafter.cache.kv_cache import KVCache, LayerShape
 from redrafter.drafting.decoder_parts import of_beams
 from redrafter.drafting.drafter_config import MTPConfig
@@ -229,7 +230,8 @@ class MTPDrafter(DrafterModel):
         positions = position.expand(3, -1, -1) if hasattr(self.rotary, "mrope_section") else position
         rope = {} if self.rotary is None else {"position_embeddings": self.rotary(x, positions)}
         for block in self.blocks:
-            output = block(x, attention_mask=mask, position_ids=position, past_key_values=entries, **rope)
+            given = {cache_argument(block.forward) or CACHE_NAME: entries}
+            output = block(x, attention_mask=mask, position_ids=position, **given, **rope)
             x = output[0] if isinstance(output, tuple) else output
         return x
 

@@ -20,6 +20,7 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
+from redrafter.cache.dense import CACHE_NAMES, cache_in
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.grammar.grammar import Grammar
@@ -65,7 +66,7 @@ _NOT_OURS: dict[str, tuple[Any, ...]] = {
 # nothing, and what to do instead where another value was given.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "inputs_embeds": ((None,), "pass input_ids and attention_mask"),
-    "past_key_values": ((None,), "pass the whole text as input_ids"),
+    **dict.fromkeys(CACHE_NAMES, ((None,), "pass the whole text as input_ids")),
     "position_ids": ((None,), "leave it out: positions follow from attention_mask"),
     "cache_position": ((None,), "leave it out: positions follow from attention_mask"),
     "token_type_ids": ((None,), "leave it out"),
@@ -80,7 +81,7 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 # Inputs of the loop in transformers, which this library's loop does not need.
-_LOOP = frozenset({"past_key_values", "cache_params", "use_cache", "cache_position", "logits_to_keep"})
+_LOOP = frozenset({*CACHE_NAMES, "use_cache", "cache_position", "logits_to_keep"})
 
 
 def check_bound(engine: type, given: object, kind: Any) -> None:
@@ -322,7 +323,7 @@ def read_prepared(
         ArgumentError: The images do not fit the prompts.
         UnsupportedError: An input says more than the ids, their mask and images.
     """
-    past, positions = prepared.get("past_key_values"), prepared.get("position_ids")
+    past, positions = cache_in(prepared), prepared.get("position_ids")
     if past is not None and past.get_seq_length() > 0:
         raise UnsupportedError("past_key_values cannot be continued from; pass the whole text as input_ids")
     images = split_rows(prepared, input_ids, seen, target.model)

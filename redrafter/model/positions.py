@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from redrafter.attention.mask import AttentionKind, TreeSlots, additive_mask
-from redrafter.cache.dense import DenseCache
+from redrafter.cache.dense import CACHE_NAME, DenseCache, cache_argument, cache_in
 from redrafter.model.patch import MODEL_ERRORS, ModelPatch, Running
 from redrafter.tree.token_tree import Tree
 
@@ -230,8 +230,9 @@ def find_switching_rope(model: Any, config: Any, cache: DenseCache) -> "RopeByLe
         return None
     cache.committed = switch_at
     ids = torch.zeros(1, switch_at + 1, dtype=torch.long, device=model.device)
-    prepared = model.prepare_inputs_for_generation(ids, past_key_values=cache, attention_mask=None)
-    return SwitchingRope(model, switch_at, rereads=prepared.get("past_key_values") is None)
+    prepare = model.prepare_inputs_for_generation
+    prepared = prepare(ids, attention_mask=None, **{cache_argument(prepare) or CACHE_NAME: cache})
+    return SwitchingRope(model, switch_at, rereads=cache_in(prepared) is None)
 
 
 class SwitchingRope(RopeByLength):

@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from redrafter import kernels
-from redrafter.cache.dense import DenseCache
+from redrafter.cache.dense import CACHE_NAME, DenseCache, cache_argument
 from redrafter.cache.kv_cache import KVCache, LayerShape, states_of
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
@@ -35,7 +35,6 @@ from redrafter.model.patch import MODEL_ERRORS, ModelPatch
 from redrafter.model.positions import masks_slots
 from redrafter.model.prompt_reader import PromptReader
 from redrafter.model.supported import Support, stored_shapes
-from redrafter.model.traits import cache_argument
 from redrafter.model.tree_forward import BoundModel
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import chain, tree_of
@@ -212,7 +211,8 @@ class SelfTest:
             if index_keys:
                 past.update_indexer(index_keys[0], index)
         positions = torch.arange(length, length + 4, device=target.device)[None].expand(2, 4)
-        out = target.model(input_ids=_paths(nodes), position_ids=positions, past_key_values=past, use_cache=True)
+        given = {cache_argument(target.model.forward) or CACHE_NAME: past, "use_cache": True}
+        out = target.model(input_ids=_paths(nodes), position_ids=positions, **given)
         lengths = torch.tensor([length], device=target.device)
         return Trial(nodes, lengths, None, states, _at_nodes(out.logits.to(target.device))[None])
 
@@ -269,7 +269,7 @@ class SelfTest:
 
 def _decoded(model: Any, prompts: Tensor, paths: Tensor) -> tuple[Tensor, Any]:
     """Return the logits along paths `[B, T]` that are read token by token after prompts, and the last output."""
-    argument = cache_argument(model)
+    argument = cache_argument(model.forward)
     assert argument is not None, "a model with states takes a cache"
     out, logits = model(input_ids=prompts, use_cache=True, **_positions(model, prompts)), []
     for offset, token in enumerate(paths.unbind(1)):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from redrafter.cache.dense import cache_in
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.states import StateShape
 from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError, first_line
@@ -169,7 +170,7 @@ def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateSha
     Raises:
         UnsupportedError: The model keeps something else than keys and values and these states.
     """
-    past: Any = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
+    past = cache_in(output)
     if past is None and getattr(config, "is_decoder", None) is False:
         raise UnsupportedError(f"{name} is no decoder: its tokens see those behind them; load it with is_decoder=True")
     if not hasattr(past, "layers"):

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, cache_utils
 
 from redrafter.attention.mask import AttentionKind, LayerKinds
+from redrafter.cache.dense import cache_argument
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.states import StateKey, StateShape
 from redrafter.errors import UnsupportedError, first_line
@@ -236,15 +237,9 @@ def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict
     return dict(sorted(by_name.items()))
 
 
-def cache_argument(model: nn.Module) -> str | None:
-    """Return the name of the argument by which a model is given a cache, or None where it takes none."""
-    names = inspect.signature(model.forward).parameters
-    return next((name for name in ("past_key_values", "cache_params") if name in names), None)
-
-
 def find_mixers(model: Any, config: Any, ids: Tensor, name: str) -> list[Mixer]:
     """Return the modules of a model that keep recurrent states; arguments and errors are those of `learn_traits`."""
-    argument = cache_argument(model)
+    argument = cache_argument(model.forward)
     cache = DynamicCache(config=config)
     if argument is None or not any(isinstance(layer, _RECURRENT) for layer in cache.layers):
         return []

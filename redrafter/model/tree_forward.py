@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from redrafter.attention.mask import TreeSlots, additive_mask
 from redrafter.attention.tree_plan import ChunkEnds
+from redrafter.cache.dense import CACHE_NAME, cache_argument
 from redrafter.errors import UnsupportedError
 from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, join_hidden
 from redrafter.model.lora import AdapterSlots
@@ -23,7 +24,7 @@ from redrafter.model.patch import CompiledPart, ModelPatch
 from redrafter.model.positions import RopeByLength, answer_by_position, has_alibi
 from redrafter.model.recurrent_layers import mixer_plan, replace_mixers
 from redrafter.model.supported import Support
-from redrafter.model.traits import ModelTraits, cache_argument
+from redrafter.model.traits import ModelTraits
 from redrafter.parallel.ranks import Ranks
 
 # One lock a model, for all forwards of all targets on it: what one sets on the model, another must not take down.
@@ -98,7 +99,7 @@ class TreeForward(ABC):
         """Make the forward of a model whose traits are known."""
         self.bound, traits = bound, bound.traits
         self._kinds, self._slot_readers, self._mixers = traits.kinds, traits.slot_readers, traits.mixers
-        self._cache_argument = cache_argument(bound.model) or "past_key_values"
+        self._cache_argument = cache_argument(bound.model.forward) or CACHE_NAME
         self._thread: int | None = None  # the one that runs the forward; None where other threads' are recorded too
         self._index: Tensor | None = None  # `[B, R]` int64; this and the next two hold something only during a call
         self._head_inputs: tuple[Tensor, ...] = ()
@@ -227,7 +228,8 @@ class PaddedForward(TreeForward):
             if bound.rope is not None:
                 bound.rope.apply(patch, lambda: torch.tensor([[prompt]], device=ids.device))
             self._index = torch.tensor([[ids.shape[1] - 1]], device=ids.device)
-            out = bound.model(input_ids=ids, past_key_values=past, use_cache=True, **inputs)
+            given: dict[str, Any] = {self._cache_argument: past}
+            out = bound.model(input_ids=ids, use_cache=True, **given, **inputs)
             hidden = self._recorded_hidden().to(bound.device)
         return out.logits[:, -1].to(bound.device), hidden
 

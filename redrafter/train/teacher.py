@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from redrafter.attention.mask import additive_mask
 from redrafter.attention.prompt_attention import Piece
+from redrafter.cache.dense import CACHE_NAME, cache_argument
 from redrafter.model.forward_batch import decoder_layers, join_hidden
 from redrafter.model.patch import ModelPatch
 from redrafter.model.recurrent_layers import PromptStates, replace_mixers
@@ -79,7 +80,8 @@ class Teacher:
         """
         arguments = {} if segment is None else self._packed(segment)
         # Recurrent layers would keep their states in a cache.
-        arguments |= {"use_cache": False} if self._mixers else {"past_key_values": _NoCache(), "use_cache": True}
+        name = cache_argument(self.model.forward) or CACHE_NAME
+        arguments |= {"use_cache": False} if self._mixers else {name: _NoCache(), "use_cache": True}
         captured: dict[str, list[Tensor]] = {"last": [], "embedding": [], "layers": []}
         self._captured = captured
         try:

@@ -1,6 +1,7 @@
 """Models with recurrent states: trees write what plain decoding writes, since states are rolled back."""
 
 from dataclasses import replace
+from functools import wraps
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from helpers.models import VOCAB, Scripted, row_texts, tiny_drafter, uneven_batc
 from helpers.recurrent import RECURRENT, generated_alone, recurrent_model
 from helpers.steps import grown_and_whole, read_prompts, verify
 from redrafter import DraftTarget, Engine, ReDrafter, UnsupportedError
+from redrafter.cache.dense import cache_argument
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.states import StatesOfRows
 from redrafter.checkpoints.merged import TreeShape
@@ -219,11 +221,11 @@ def test_a_forward_leaves_nothing_on_the_model(one_of_few):
 def test_a_layer_that_goes_on_wrongly_is_refused_by_name(monkeypatch):
     model = recurrent_model("lfm2")
     mixer = model.model.layers[2].conv
-    forward = mixer.forward
+    forward, name = mixer.forward, cache_argument(mixer.forward)
 
-    def forgetful(hidden_states, past_key_values=None, **kwargs):
-        alone = past_key_values is None or hidden_states.shape[1] == 1
-        return forward(hidden_states, past_key_values=None if alone else past_key_values, **kwargs)
+    @wraps(forward)
+    def forgetful(hidden_states, **arguments):
+        return forward(hidden_states, **arguments | ({name: None} if hidden_states.shape[1] == 1 else {}))
 
     monkeypatch.setattr(mixer, "forward", forgetful)
     with pytest.raises(UnsupportedError, match=r"layer 2 of Lfm2ForCausalLM \(Lfm2ShortConv\) goes on from its state"):
