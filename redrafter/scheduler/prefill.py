@@ -86,12 +86,14 @@ def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool
 
     Half of a forward is for the prompts that have the fewest tokens left, so that a short one never waits for the
     chunks of a long one. The rest is for those that were admitted first, so that a long one advances in any case.
+    Prompts of lower priority numbers come first in both halves.
 
     With `padded`, each sequence costs as many tokens as the longest one beside it. Without `chunked`, prompts are read
     whole, the one that was admitted first however long it is: in a second forward where it is longer than `budget`.
     """
     plan = _ForwardPlan(padded)
-    for sequence in sorted(prefilling, key=lambda sequence: sequence.prefill_length - sequence.prefilled):
+    prefilling = sorted(prefilling, key=lambda sequence: sequence.priority)  # else in the order of their admission
+    for sequence in sorted(prefilling, key=lambda s: (s.priority, s.prefill_length - s.prefilled)):
         plan.add(sequence, max(budget // 2, 1), whole=not chunked)
     for sequence in prefilling:
         plan.add(sequence, budget, whole=not chunked)

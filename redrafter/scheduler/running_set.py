@@ -3,9 +3,11 @@
 A sequence with a slot has blocks of the cache. While its prompt is being read it has no row of the batch, and then it
 has one.
 
-Where every slot is taken, a client without any is given the slot of another client's newest sequence, which continues
-later with the same tokens. Where blocks run out, the newest sequence waits until there are enough again. Schedulers in
-other threads may hold blocks of the same cache: who has no sequence left to run then waits in turn, holding none.
+Where slots or blocks are taken, a waiting sequence is given those of a sequence with a higher priority number. Where
+every slot is taken by sequences of its own number, a client without any is given the slot of another client's newest
+one. Where rows need more blocks than there are, the newest sequence of the highest number waits until there are enough
+again. Who gave way continues later with the same tokens. Schedulers in other threads may hold blocks of the same cache:
+who has no sequence left to run then waits in turn, holding none.
 """
 
 import threading
@@ -150,26 +152,24 @@ class RunningSet:
             with self._lock:
                 sequence = self._queue.first()
                 # Whether its client has no slot at all.
-                slotless = sequence is not None and not self._queue.running(sequence.client)
+                slotless = sequence is not None and not self._queue.running(sequence)
             if sequence is None:
                 return
-            may_preempt = slotless and not limits.guaranteed_no_evict
-            if self.running >= limits.max_batch_size and not (may_preempt and self._free_a_slot(settle)):
+            if self.running >= limits.max_batch_size and not self._free_a_slot(sequence, limits, settle, slotless):
                 return
             with self._lock:
                 if sequence not in self._queue:
                     continue  # it was cancelled meanwhile
                 self._queue.start(sequence)
                 self.prefilling[sequence] = None
-            if not self._allocate(sequence, limits, settle, may_preempt=may_preempt):
+            if not self._allocate(sequence, limits, settle, slotless):
                 self._put_back(sequence)
                 return
 
-    def _allocate(self, sequence: TokenSequence, limits: Limits, settle: Settle, *, may_preempt: bool) -> bool:
+    def _allocate(self, sequence: TokenSequence, limits: Limits, settle: Settle, slotless: bool) -> bool:
         """Give blocks to a sequence that was given a slot, and return whether there were enough.
 
-        If it could never get enough, it ends with an error. Another client's sequence may be preempted for it where its
-        own client has no other slot.
+        If it could never get enough, it ends with an error. Others may be preempted for it, as for a slot.
         """
         earlier_round, sequence.admitted_round = sequence.admitted_round, self._rounds
         if self._blocks is None:
@@ -183,41 +183,61 @@ class RunningSet:
                 if not self._blocks.could_hold(sequence, slots):
                     self.end(sequence, SequenceDelta((), finish="error", error=error))
                     return True
-                if not (may_preempt and self._free_a_slot(settle, slots)):
+                if not self._free_a_slot(sequence, limits, settle, slotless, slots):
                     sequence.admitted_round = earlier_round
                     return False
         if earlier_round is None:  # reading a preempted sequence again is not charged to its client
             self.charge(sequence, sequence.prefill_length - sequence.prefilled)
         return True
 
-    def _free_a_slot(self, settle: Settle, positions: int = 0) -> bool:
-        """Preempt a sequence for a client without any slot, and return whether there was one to preempt.
+    def _free_a_slot(
+        self, sequence: TokenSequence, limits: Limits, settle: Settle, slotless: bool, positions: int = 0
+    ) -> bool:
+        """Preempt a sequence for one that waits, and return whether there was one to preempt.
 
-        It is the newest sequence of the client that has most slots, never a client's only one, and none that has had
-        its slot for less than `MIN_ROUNDS_IN_PLACE` rounds: so each advances by some tokens whenever it has a slot. If
-        all such sequences together hold fewer positions than the client's sequence needs, none is preempted.
+        One of a higher priority number gives way, however briefly it has had its slot. One of the same number does only
+        for a client without any slot of that number: never another client's only one, and none that has had its slot
+        for less than `MIN_ROUNDS_IN_PLACE` rounds, so that each advances by some tokens whenever it has one. If all
+        these together hold fewer positions than the sequence needs, none is preempted.
+
+        Args:
+            sequence: The sequence that waits.
+            limits: Limits, which may promise that none is preempted.
+            settle: See `Settle`.
+            slotless: Whether its client had no slot of its priority before.
+            positions: Positions that it needs.
         """
-        if self._blocks is None:
+        if self._blocks is None or limits.guaranteed_no_evict:
             return False
         candidates = [
-            (sequence, sequence.block_table)
-            for sequence in self.sequences
-            if sequence.block_table is not None
-            and self._rounds - (sequence.admitted_round or 0) >= MIN_ROUNDS_IN_PLACE
-            and self._queue.running(sequence.client) > 1
+            (other, other.block_table)
+            for other in self.sequences
+            if other.block_table is not None
+            and (
+                other.priority > sequence.priority
+                or (
+                    slotless
+                    and other.priority == sequence.priority
+                    and self._rounds - (other.admitted_round or 0) >= MIN_ROUNDS_IN_PLACE
+                    and self._queue.running(other) > 1
+                )
+            )
         ]
         blocks = self._blocks.free + sum(len(table.blocks) for _, table in candidates)
         if not candidates or blocks * BLOCK_SIZE < positions:
             return False
-        chosen = self._newest([sequence for sequence, _ in candidates])
+        chosen = self._next_to_preempt([other for other, _ in candidates])
         settle()
         if not chosen.ended:
             self._preempt(chosen)
         return True
 
-    def _newest(self, sequences: Sequence[TokenSequence]) -> TokenSequence:
-        """Return the newest sequence of the client with most slots, never the oldest of all unless it is alone."""
-        return max(sequences, key=lambda sequence: (self._queue.running(sequence.client), sequence.arrival))
+    def _next_to_preempt(self, sequences: Sequence[TokenSequence]) -> TokenSequence:
+        """Return the sequence of the highest number; among equals the newest one of the client with most slots.
+
+        It is never the oldest of the lowest number unless that is alone, so one at least always advances.
+        """
+        return max(sequences, key=lambda each: (each.priority, self._queue.running(each), each.arrival))
 
     def _preempt(self, sequence: TokenSequence) -> None:
         self.preempted += 1
@@ -230,7 +250,7 @@ class RunningSet:
             self._queue.put_back(sequence)
 
     def grow(self, settle: Settle) -> list[TokenSequence]:
-        """Give each row blocks for its next step, and preempt the newest sequences where there are too few.
+        """Give each row blocks for its next step, and preempt the least urgent sequences where there are too few.
 
         Returns the sequences that were given blocks; some of them may have been preempted since.
         """
@@ -248,7 +268,7 @@ class RunningSet:
                     if settle():
                         continue  # a sequence may have ended
                     if self._blocks.could_hold(sequence, slots):
-                        self._preempt(self._newest(self.sequences))
+                        self._preempt(self._next_to_preempt(self.sequences))
                     else:
                         self.end(sequence, SequenceDelta((), finish="error", error=error))
         return grown

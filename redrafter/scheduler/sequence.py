@@ -147,6 +147,7 @@ class TokenSequence:
         sink: Called with every delta, in the thread of the engine.
         find_stop: Called with the tokens of a step; returns the index of the one that the text ends with, or None.
         client: Who asked for the sequence. Clients share the server fairly.
+        priority: Sequences of lower numbers are served before those of higher ones, and take their slots and blocks.
         cache_salt: Only sequences with the same salt share blocks of the cache.
         adapter: LoRA adapter that it is read and written with; None for the model alone.
         index: Its number among the sequences of one call, if it is of one.
@@ -182,6 +183,7 @@ class TokenSequence:
     sink: Callable[["TokenSequence", SequenceDelta], object]
     find_stop: Callable[[Sequence[int]], int | None] | None = None
     client: str = ""
+    priority: int = 0
     cache_salt: str | None = None
     adapter: Adapter | None = None
     index: int = 0

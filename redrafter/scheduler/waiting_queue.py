@@ -1,7 +1,9 @@
-"""The waiting queue: which waiting sequence is admitted next, so that no client starves another.
+"""The waiting queue: which waiting sequence is admitted next, by priority, and so that no client starves another.
 
-Each client has a queue of its own, in the order in which its sequences arrived, and an account of the tokens that the
-server has worked for it: prompt tokens that were read, and new tokens that were drawn. A free place goes
+Sequences with a lower priority number come before all with a higher one, which may wait for as long as there are any.
+Within a priority, each client has a queue of its own, in the order in which its sequences arrived, and an account of
+the tokens that the server has worked for it: prompt tokens that were read, and new tokens that were drawn. A free place
+goes
 
 1. to a client that holds no place, if one waits, so that every client advances however many sequences others submit;
 2. else to the client with the smallest account, so that clients that ask for more than there is get equally many
@@ -22,8 +24,8 @@ How many may wait and run at all is said by `Limits`.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -139,8 +141,8 @@ class _AccountHeap:
         return client.used, self._entries_made, client
 
 
-class WaitingQueue:
-    """Waiting sequences, fairly by client and in order of arrival within a client.
+class FairQueue:
+    """Waiting sequences of one priority, fairly by client and in order of arrival within a client.
 
     No call takes longer because more sequences wait; its time grows with the logarithm of the number of waiting
     clients. Not safe to call from several threads at once.
@@ -167,9 +169,14 @@ class WaitingQueue:
         return len(self._clients)
 
     @property
-    def waiting_clients(self) -> int:
-        """Number of clients with a sequence that waits."""
-        return self._waiting_clients
+    def names(self) -> Iterable[str]:
+        """Names of these clients."""
+        return self._clients
+
+    @property
+    def sequences(self) -> list[TokenSequence]:
+        """All waiting sequences, client by client."""
+        return [sequence for client in self._clients.values() for sequence in client.waiting]
 
     @property
     def remembered_clients(self) -> int:
@@ -181,35 +188,10 @@ class WaitingQueue:
         """Numbers of heap entries, outdated ones included, for clients without and with a place."""
         return len(self._without_place), len(self._with_place)
 
-    def waiting(self, name: str) -> int:
-        """Count the waiting sequences of a client."""
-        client = self._clients.get(name)
-        return 0 if client is None else len(client.waiting)
-
     def running(self, name: str) -> int:
         """Count the places that a client holds."""
         client = self._clients.get(name)
         return 0 if client is None else client.running
-
-    def refuse_if_full(self, limits: Limits, running: int, client: str, count: int) -> None:
-        """Raise `QueueFullError` if so many more sequences of a client may not wait.
-
-        Only sequences count that cannot begin at once for want of a place. A client alone may use all of
-        `max_queue_size`. When that is used up, other clients may wait beside it, up to as many sequences again: each up
-        to its share, which is `max_queue_size` divided by the number of clients that wait. What comes while nobody
-        waits is always accepted, so that a request of more than `max_queue_size` sequences is served too.
-        """
-        most = limits.max_queue_size
-        if not most or not self:
-            return
-        waiting = len(self) + count - max(limits.max_batch_size - running, 0)
-        of_client = self.waiting(client)
-        share = most // (self.waiting_clients + (not of_client))
-        if waiting > most and (waiting > 2 * most or of_client + count > share):
-            raise QueueFullError(
-                f"{len(self)} texts are waiting, {of_client} of them yours, and {count} more would be too many: "
-                f"max_queue_size is {most}; try again later"
-            )
 
     def add(self, sequence: TokenSequence) -> None:
         """Add a new sequence behind the others of its client."""
@@ -233,13 +215,6 @@ class WaitingQueue:
         client = self._clients[sequence.client]
         self._take_out(client, sequence)
         self._forget_if_gone(client)
-
-    def clear(self) -> list[TokenSequence]:
-        """Remove all waiting sequences, and return them."""
-        sequences = [sequence for client in self._clients.values() for sequence in client.waiting]
-        for sequence in sequences:
-            self.remove(sequence)
-        return sequences
 
     def first(self) -> TokenSequence | None:
         """Return the sequence that is to be admitted next, without removing it, or None if none waits."""
@@ -292,3 +267,137 @@ class WaitingQueue:
             self._remembered[client.name] = client.used
             if len(self._remembered) > MAX_REMEMBERED_CLIENTS:
                 self._remembered.popitem(last=False)
+
+
+class WaitingQueue:
+    """Waiting sequences by priority, those of the lowest number first: a `FairQueue` for each priority.
+
+    Its calls take as long as those of a `FairQueue`, and grow with the logarithm of the number of priorities. Not safe
+    to call from several threads at once.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[int, FairQueue] = {0: FairQueue()}  # by priority; idle ones too, which keep their accounts
+        self._heap: list[int] = []  # of priorities, the first one first: all that have waiting sequences, and others
+        self._listed: set[int] = set()  # those in the heap
+        self._spare = SPARE_HEAP_ENTRIES  # number of queues from which on idle ones are dropped
+        self._waiting = Counter[str]()  # numbers of waiting sequences, by client
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, sequence: TokenSequence) -> bool:
+        queue = self._queues.get(sequence.priority)
+        return queue is not None and sequence in queue
+
+    @property
+    def clients(self) -> int:
+        """Number of clients with a sequence that waits or holds a place."""
+        return len({name for queue in self._queues.values() for name in queue.names})
+
+    @property
+    def priorities(self) -> int:
+        """Number of priorities that are remembered, those without any sequence included."""
+        return len(self._queues)
+
+    @property
+    def waiting_clients(self) -> int:
+        """Number of clients with a sequence that waits."""
+        return len(self._waiting)
+
+    def waiting(self, name: str) -> int:
+        """Count the waiting sequences of a client, of any priority."""
+        return self._waiting[name]
+
+    def running(self, sequence: TokenSequence) -> int:
+        """Count the places that a sequence's client holds with sequences of the same priority."""
+        return self._queues[sequence.priority].running(sequence.client)
+
+    def refuse_if_full(self, limits: Limits, running: int, client: str, count: int) -> None:
+        """Raise `QueueFullError` if so many more sequences of a client may not wait.
+
+        Only sequences count that cannot begin at once for want of a place. A client alone may use all of
+        `max_queue_size`. When that is used up, other clients may wait beside it, up to as many sequences again: each up
+        to its share, which is `max_queue_size` divided by the number of clients that wait. What comes while nobody
+        waits is always accepted, so that a request of more than `max_queue_size` sequences is served too. Priorities
+        make no difference, since the bound is one of memory.
+        """
+        most = limits.max_queue_size
+        if not most or not self:
+            return
+        waiting = len(self) + count - max(limits.max_batch_size - running, 0)
+        of_client = self.waiting(client)
+        share = most // (self.waiting_clients + (not of_client))
+        if waiting > most and (waiting > 2 * most or of_client + count > share):
+            raise QueueFullError(
+                f"{len(self)} texts are waiting, {of_client} of them yours, and {count} more would be too many: "
+                f"max_queue_size is {most}; try again later"
+            )
+
+    def add(self, sequence: TokenSequence) -> None:
+        """Add a new sequence after the others of its client and priority."""
+        if sequence.priority not in self._queues:
+            if len(self._queues) >= self._spare:
+                self._drop_idle()
+            self._queues[sequence.priority] = FairQueue()
+        self._queues[sequence.priority].add(sequence)
+        self._count_in(sequence)
+
+    def put_back(self, sequence: TokenSequence) -> None:
+        """Add a sequence that had a place before the others of its client and priority."""
+        self._queues[sequence.priority].put_back(sequence)
+        self._count_in(sequence)
+
+    def remove(self, sequence: TokenSequence) -> None:
+        """Remove a sequence that shall not be admitted."""
+        self._queues[sequence.priority].remove(sequence)
+        self._count_out(sequence)
+
+    def clear(self) -> list[TokenSequence]:
+        """Remove all waiting sequences, and return them."""
+        sequences = [sequence for queue in self._queues.values() for sequence in queue.sequences]
+        for sequence in sequences:
+            self.remove(sequence)
+        return sequences
+
+    def first(self) -> TokenSequence | None:
+        """Return the sequence that is to be admitted next, without removing it, or None if none waits."""
+        while self._heap:
+            if (sequence := self._queues[self._heap[0]].first()) is not None:
+                return sequence
+            self._listed.remove(heapq.heappop(self._heap))
+        return None
+
+    def start(self, sequence: TokenSequence) -> None:
+        """Remove a sequence in order to give it a place."""
+        self._queues[sequence.priority].start(sequence)
+        self._count_out(sequence)
+
+    def charge(self, sequence: TokenSequence, tokens: int) -> None:
+        """Add tokens that were read or drawn for a sequence with a place to its client's account of its priority."""
+        self._queues[sequence.priority].charge(sequence, tokens)
+
+    def end(self, sequence: TokenSequence) -> None:
+        """Take back the place of a sequence that has ended."""
+        self._queues[sequence.priority].end(sequence)
+
+    def _count_in(self, sequence: TokenSequence) -> None:
+        self._count += 1
+        self._waiting[sequence.client] += 1
+        if sequence.priority not in self._listed:
+            self._listed.add(sequence.priority)
+            heapq.heappush(self._heap, sequence.priority)
+
+    def _count_out(self, sequence: TokenSequence) -> None:
+        self._count -= 1
+        self._waiting[sequence.client] -= 1
+        if not self._waiting[sequence.client]:
+            del self._waiting[sequence.client]
+
+    def _drop_idle(self) -> None:
+        """Drop queues without any sequence, with the accounts in them, except that of priority 0, which most use."""
+        self._queues = {number: queue for number, queue in self._queues.items() if queue.clients or number == 0}
+        self._listed = {number for number, queue in self._queues.items() if queue}
+        self._heap = sorted(self._listed)
+        self._spare = 2 * len(self._queues) + SPARE_HEAP_ENTRIES

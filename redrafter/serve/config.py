@@ -100,6 +100,12 @@ class ServeOptions:
     max_batch_size: int = option(Limits.max_batch_size, "texts that are written at once")
     max_num_tokens: int = option(Limits.max_num_tokens, "tokens of one forward: drafts, and pieces of prompts")
     max_queue_size: int = option(Limits.max_queue_size, "requests that may wait; 0: any number")
+    scheduling_policy: str = option(
+        "fcfs",
+        'priority: requests with a lower "priority" (default 0) are served first, and others put back for them; fcfs: '
+        "no request may have one",
+        choices=("fcfs", "priority"),
+    )
     guaranteed_no_evict: bool = option(False, "take a request on only where its longest text has room in the cache")
     chunked_context: bool = option(True, "read long prompts in pieces, between which other texts continue")
     kv_cache_reuse: bool = option(True, "reuse cached beginnings of prompts")

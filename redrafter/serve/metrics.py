@@ -104,7 +104,7 @@ class Metrics:
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         invariant = "1 where a text does not depend on what is computed beside it, bit for bit"
         weights = "1 where the weights of linear layers were quantised to FP8 when the model was loaded"
-        preempted = "Rows put back, for want of blocks or for a client without any"
+        preempted = "Rows put back, for want of blocks, for a client without any, or for one of higher priority"
         by_format = {"cache_dtype": facts.kv_cache_dtype}
         for kind, name, help, value, labels in (
             (gauge, "redrafter:batch_invariant", invariant, facts.batch_invariant, {}),

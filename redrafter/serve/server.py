@@ -223,11 +223,15 @@ class Server:
                 what = f"{scores} log-probabilities of prompts in one answer; at most {MAX_SCORES}"
                 how = "ask for fewer at each place, or for fewer or shorter prompts in a request"
                 raise ApiError(400, f"{what}: {how}", "prompt_logprobs")
+        if request.priority and self.options.scheduling_policy != "priority":
+            why = "Priority scheduling is not enabled"  # vLLM's words, by which clients know that they may leave it out
+            how = "leave it out, or start the server with --scheduling-policy priority"
+            raise ApiError(400, f"Got priority {request.priority} but {why}: {how}", "priority")
         client, name = str(facts.get("client", "")), request.model or self.model
         owner = client if len(self.keys) > 1 else ""
         salt = json.dumps([owner, request.cache_salt]) if owner or request.cache_salt else None
         # The engine refuses an adapter that was unloaded a moment ago.
-        asked = replace(asked, client=client, cache_salt=salt, adapter=choices[0].adapter)
+        asked = replace(asked, client=client, priority=request.priority, cache_salt=salt, adapter=choices[0].adapter)
         deltas = self.engine.deltas(asked, choices)
         if asked.images is not None and not isinstance(self.images, str):
             deltas = self.images.count(deltas, asked.images, client)

@@ -95,6 +95,7 @@ def run_schedule(engine: Engine, texts: list[Text], seed: str) -> Scheduler:
     made, kind = random.Random(seed), seed.split(", ")[1]
     served, count = random_scheduler(engine, kind, made), made.randrange(6, 16)
     first = made.randrange(len(texts) - count)
+    priorities = random.Random(seed)
     left = made.choice((made.choices(texts, k=count), texts[first : first + count][::-1]))  # taken from its end
     # How often one comes between two rounds.
     often = {"mixed prefill": 0.2, "few blocks": 0.4}.get(kind) or made.choice((0.1, 0.8))
@@ -102,8 +103,11 @@ def run_schedule(engine: Engine, texts: list[Text], seed: str) -> Scheduler:
     for _ in range(5000):
         while left and made.random() < often:
             text = left.pop()
-            client = f"client {made.randrange(3)}"
-            sent.append((text, TokenSequence(list(text.prompt), text.count, text.params, Sink(), client=client)))
+            client, priority = f"client {made.randrange(3)}", priorities.choice((0, 0, 3, -1))
+            sequence = TokenSequence(
+                list(text.prompt), text.count, text.params, Sink(), client=client, priority=priority
+            )
+            sent.append((text, sequence))
             served.submit(sent[-1][1])
         if sent and made.random() < 0.03:
             served.cancel(made.choice(sent)[1])

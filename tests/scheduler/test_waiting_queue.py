@@ -6,11 +6,11 @@ import pytest
 
 from helpers.scheduling import KINDS, Sink
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.scheduler.waiting_queue import MAX_REMEMBERED_CLIENTS, SPARE_HEAP_ENTRIES, WaitingQueue
+from redrafter.scheduler.waiting_queue import MAX_REMEMBERED_CLIENTS, SPARE_HEAP_ENTRIES, FairQueue, WaitingQueue
 
 
-def make_sequence(client: str) -> TokenSequence:
-    return TokenSequence([5, 6, 7], 4, KINDS["greedy"], Sink(), client=client)
+def make_sequence(client: str, priority: int = 0) -> TokenSequence:
+    return TokenSequence([5, 6, 7], 4, KINDS["greedy"], Sink(), client=client, priority=priority)
 
 
 class Slow:
@@ -51,52 +51,98 @@ class Slow:
         self.placed.remove(sequence)
         self.waiting.insert(0, sequence)
 
+
+class SlowByPriority(dict[int, Slow]):
+    """One for each priority."""
+
+    def __missing__(self, priority: int) -> Slow:
+        self[priority] = Slow()
+        return self[priority]
+
+    @property
+    def waiting(self) -> list[TokenSequence]:
+        return [each for slow in self.values() for each in slow.waiting]
+
+    @property
+    def placed(self) -> list[TokenSequence]:
+        return [each for slow in self.values() for each in slow.placed]
+
     def check(self, queue: WaitingQueue) -> None:
-        first = queue.first()
-        assert (first in self.firsts()) if self.waiting else first is None
-        assert len(queue) == len(self.waiting)
-        assert queue.waiting_clients == len({each.client for each in self.waiting})
-        for client in self.used:
-            assert queue.waiting(client) == sum(each.client == client for each in self.waiting)
-            assert queue.running(client) == self.places(client)
+        first, waiting, placed = queue.first(), self.waiting, self.placed
+        if waiting:
+            assert first in self[min(each.priority for each in waiting)].firsts()
+        else:
+            assert first is None
+        assert len(queue) == len(waiting)
+        assert queue.waiting_clients == len({each.client for each in waiting})
+        assert queue.clients == len({each.client for each in (*waiting, *placed)})
+        for client in {client for slow in self.values() for client in slow.used}:
+            assert queue.waiting(client) == sum(each.client == client for each in waiting)
+        for each in (*waiting, *placed):
+            assert queue.running(each) == self[each.priority].places(each.client)
 
 
+@pytest.mark.parametrize("priorities", [(0,), (0, 7, -2)], ids=str)
 @pytest.mark.parametrize("clients", [1, 3, 40])
-def test_the_queue_agrees_with_a_slow_obvious_one(clients):
-    made, queue, slow = random.Random(clients), WaitingQueue(), Slow()
+def test_the_queue_agrees_with_a_slow_obvious_one(clients, priorities):
+    made, queue, slow = random.Random(clients), WaitingQueue(), SlowByPriority()
     for _ in range(1200):
         action = made.random()
         if action < 0.35 and len(slow.waiting) < 60:
-            new = make_sequence(f"{made.randrange(clients)}")
+            new = make_sequence(f"{made.randrange(clients)}", made.choice(priorities))
             queue.add(new)
-            slow.add(new)
+            slow[new.priority].add(new)
         elif action < 0.6 and slow.waiting:
             first = queue.first()
             queue.start(first)
-            slow.start(first)
+            slow[first.priority].start(first)
         elif action < 0.7 and slow.waiting:
             gone = made.choice(slow.waiting)
             queue.remove(gone)
-            slow.waiting.remove(gone)
+            slow[gone.priority].waiting.remove(gone)
         elif slow.placed:
             placed = made.choice(slow.placed)
             tokens = made.randrange(30)
             queue.charge(placed, tokens)
-            slow.charge(placed, tokens)
+            slow[placed.priority].charge(placed, tokens)
             if action < 0.75:
                 queue.put_back(placed)
-                slow.put_back(placed)
+                slow[placed.priority].put_back(placed)
             elif action < 0.9:
                 queue.end(placed)
-                slow.placed.remove(placed)
+                slow[placed.priority].placed.remove(placed)
         slow.check(queue)
     assert sorted(map(id, queue.clear())) == sorted(map(id, slow.waiting))
     assert len(queue) == queue.waiting_clients == 0
     assert queue.first() is None
 
 
+def test_any_number_of_priorities_leaves_nothing_behind():
+    """A client may send a priority of its own with each request, such as the time of day."""
+    queue, made, kept = WaitingQueue(), random.Random(0), []
+    stays = make_sequence("stays", -1)
+    queue.add(stays)
+    for number in range(5000):
+        each = make_sequence("a", made.randrange(1 << 30))
+        queue.add(each)
+        kept.append(each)
+        if number % 4 == 0:
+            queue.remove(kept.pop(made.randrange(len(kept))))
+        if len(kept) > 40:
+            assert queue.first() is stays
+            queue.remove(stays)
+            first = queue.first()
+            assert first.priority == min(each.priority for each in kept)
+            kept.remove(first)
+            queue.start(first)
+            queue.end(first)
+            queue.add(stays)
+    assert queue.priorities <= 2 * 42 + SPARE_HEAP_ENTRIES
+    assert {each.priority for each in queue.clear()} == {each.priority for each in (stays, *kept)}
+
+
 def test_a_million_clients_leave_nothing_behind():
-    queue = WaitingQueue()
+    queue = FairQueue()
     stays = make_sequence("stays")
     queue.add(stays)
     for number in range(30_000):
@@ -114,7 +160,7 @@ def test_a_million_clients_leave_nothing_behind():
 
 
 def test_who_comes_back_has_no_claim_to_the_past_and_no_clean_slate():
-    queue = WaitingQueue()
+    queue = FairQueue()
     greedy, modest = make_sequence("greedy"), make_sequence("modest")
     for each in (greedy, modest):
         queue.add(each)
@@ -136,7 +182,7 @@ def test_who_comes_back_has_no_claim_to_the_past_and_no_clean_slate():
 
 
 def test_no_number_of_new_clients_keeps_an_older_one_waiting():
-    queue, places = WaitingQueue(), []
+    queue, places = FairQueue(), []
     for client in ("old", "other"):
         places.append(make_sequence(client))
         queue.add(places[-1])

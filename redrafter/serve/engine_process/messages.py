@@ -18,6 +18,7 @@ class Submit:
     params: SamplingParams  # how tokens are drawn, without a grammar; text i is drawn with the seed + i
     grammar: GrammarSource | None = None  # that the texts must follow
     client: str = ""  # who asks, as far as fairness goes
+    priority: int = 0  # those of lower numbers are served first
     cache_salt: str | None = None  # prefixes are reused only from requests with the same salt
     adapter: str | None = None  # name of the LoRA adapter of all texts; None for the model alone
     # What the model takes of the images in each of the prompts, which are equal. It may be hundreds of megabytes.

@@ -73,6 +73,7 @@ class Worker:
                     replace(request.params, seed=request.params.seed + index, grammar=grammar),
                     partial(self._write, number),
                     client=request.client,
+                    priority=request.priority,
                     cache_salt=request.cache_salt,
                     adapter=adapter,
                     images=images,

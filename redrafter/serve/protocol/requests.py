@@ -263,6 +263,7 @@ class SharedFields(Strict):
     min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
     ignore_eos: StrictBool = False
     speculate: StrictBool = True
+    priority: Annotated[int, Field(strict=True, ge=-MAX_INTEGER, le=MAX_INTEGER)] = 0
 
 
 class _Request(SharedFields):

@@ -45,7 +45,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     shared = ("model", "parallel_tool_calls", "service_tier", "temperature", "top_p", "user", "seed", "top_k", "min_p")
     chat: dict[str, Any] = {name: getattr(request, name) for name in shared}
     chat |= {"messages": _messages(request), "max_completion_tokens": request.max_output_tokens}
-    chat |= {"ignore_eos": request.ignore_eos, "speculate": request.speculate, "stream": request.stream}
+    chat |= {name: getattr(request, name) for name in ("ignore_eos", "speculate", "priority", "stream")}
     if request.reasoning is not None:
         chat["reasoning_effort"] = request.reasoning.effort
     if request.stream:
