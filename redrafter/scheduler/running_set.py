@@ -11,6 +11,7 @@ who has no sequence left to run then waits in turn, holding none.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -186,6 +187,8 @@ class RunningSet:
                 if not self._free_a_slot(sequence, limits, settle, slotless, slots):
                     sequence.admitted_round = earlier_round
                     return False
+        if sequence.queued is None:
+            sequence.queued = time.perf_counter() - sequence.arrived_at
         if earlier_round is None:  # reading a preempted sequence again is not charged to its client
             self.charge(sequence, sequence.prefill_length - sequence.prefilled)
         return True

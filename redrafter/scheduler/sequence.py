@@ -173,6 +173,7 @@ class TokenSequence:
         ended: Whether its last delta was reported.
         stats: Counts of its steps; the draw of its first token is none.
         arrived_at, first_token_at: When it was made and when its first token was reported, by `time.perf_counter`.
+        queued: Seconds for which it waited for its first place; None while it does.
         prompt_scores: Scores of the prompt's tokens but the first, as far as it is read, if they were asked for.
         guide: What its grammar allows next; None without a grammar.
     """
@@ -209,6 +210,7 @@ class TokenSequence:
     stats: Stats = field(default_factory=Stats)
     arrived_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
+    queued: float | None = None
     prompt_scores: list[PromptScore] = field(default_factory=list)
 
     def __post_init__(self) -> None:

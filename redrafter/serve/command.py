@@ -100,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
         if missing:
             raise ArgumentError(f"{', '.join(missing)} is missing: {how_to_install('serve')}")
+        if options.otlp_traces_endpoint is not None:
+            import redrafter.serve.traces  # noqa: F401  (raises, before a model is loaded, what its imports lack)
         if process_rank() > 0 and not replicas.ray:
             from redrafter.serve.engine_process.worker import follow
 

@@ -1,6 +1,7 @@
 """Options of `redrafter serve`, and the configuration files that set them, also those of TensorRT-LLM's server."""
 
 import json
+import re
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
@@ -145,6 +146,12 @@ class ServeOptions:
         "let clients load and unload adapters from directories of this machine: POST /v1/load_lora_adapter and "
         "/v1/unload_lora_adapter",
     )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "OpenTelemetry collector that gets a span of each request over HTTP, such as http://localhost:4318: "
+        f"{how_to_install('serve,otel')}",
+        metavar="URL",
+    )
     log_format: str = option("text", "what lines on stderr are, of requests and all else", choices=("text", "json"))
     log_level: str = option("info", "the least that is logged", choices=("debug", "info", "warning", "error"))
 
@@ -167,6 +174,9 @@ class ServeOptions:
             value = getattr(self, name)
             if value == "" or (isinstance(value, tuple) and "" in value):
                 raise ArgumentError(f"{flag(name)} needs a value, got an empty one")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not re.match(r"https?://[^/\s]", endpoint):
+            raise ArgumentError(f"--otlp-traces-endpoint must be a URL such as http://localhost:4318, got {endpoint!r}")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ArgumentError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
         parse_lora_modules(self.lora_modules)

@@ -17,7 +17,7 @@ _FIRST_TOKEN_BUCKETS = (
 _PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1)
 _LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 _Value = TypeVar("_Value", Finish, int)
-_REASONS: dict[Finish, str] = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
+REASONS: dict[Finish, str] = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 
 
 class Metrics:
@@ -30,7 +30,7 @@ class Metrics:
         self._queried = self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache")
         self._reused = self._counter("prefix_cache_hits", "Prompt tokens that were found in the cache")
         self._written = self._counter("generation_tokens", "Tokens written")
-        self._ended = self._counters("request_success", "Texts that ended, by why", "finished_reason", _REASONS)
+        self._ended = self._counters("request_success", "Texts that ended, by why", "finished_reason", REASONS)
         self._drafts = self._counter("spec_decode_num_drafts", "Steps of texts for which there were drafts")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts verified")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted")
@@ -60,6 +60,9 @@ class Metrics:
         self._first = self._histogram(
             "time_to_first_token_seconds", "From coming to the first token", _FIRST_TOKEN_BUCKETS
         )
+        self._queued = self._histogram(
+            "request_queue_time_seconds", "From coming to the engine to the first place", _LATENCY_BUCKETS
+        )
         self._per_token = self._histogram(
             "request_time_per_output_token_seconds", "Each text's mean, after its first", _PER_TOKEN_BUCKETS
         )
@@ -76,6 +79,8 @@ class Metrics:
             self._queried.inc(len(sequence.prompt) * self._engine.facts.reuse)
             self._reused.inc(sequence.reused)
             self._first.observe(now - sequence.arrived_at)
+            if sequence.queued is not None:
+                self._queued.observe(sequence.queued)
         if delta.drafted is not None:
             self._drafts.inc()
             self._draft_tokens.inc(delta.drafted)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -49,6 +49,9 @@ from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionR
 from redrafter.serve.routes.app import create_app
 from redrafter.serve.tools import call_schema
 
+if TYPE_CHECKING:
+    from redrafter.serve.traces import Traces
+
 _LOG = logging.getLogger(__name__)
 MIN_TEMPERATURE = 1e-5  # lower ones would overflow the logits: they mean greedy decoding, as in vLLM
 MAX_SCORES = 1 << 18  # log-probabilities of prompts in one answer, which may be 100 MB in memory
@@ -71,6 +74,7 @@ class Server:
     options: ServeOptions = field(default_factory=ServeOptions)
     keys: ApiKeys = field(default_factory=ApiKeys)  # clients with keys of their own share no prefixes in the cache
     images: ImageReader | str = Prompts.images  # what reads the images of chats, or why none are read
+    traces: "Traces | None" = None  # where spans of requests go
 
     def __post_init__(self) -> None:
         facts, options = self.engine.facts, self.options
@@ -86,6 +90,8 @@ class Server:
         )
         policy = AccessPolicy.of(self.keys, options)
         self.app = create_app(self, policy, options.max_body_size, options.allow_runtime_lora_updating)
+        if self.traces is not None:
+            self.app.add_middleware(self.traces.continue_traces)
 
     def model_entry(self, name: str) -> dict[str, Any]:
         """Return the entry of this model, or of an adapter, in a list of models."""
@@ -235,6 +241,8 @@ class Server:
         deltas = self.engine.deltas(asked, choices)
         if asked.images is not None and not isinstance(self.images, str):
             deltas = self.images.count(deltas, asked.images, client)
+        if self.traces is not None:
+            deltas = self.traces.follow(deltas, request, asked, choices, name, str(facts.get("id", "")))
         if not request.stream:
             async with aclosing(deltas):  # or else the engine would go on after an error
                 body = await collect_answer(deltas, choices, name, best)
@@ -300,6 +308,12 @@ class Server:
         if isinstance(self.images, ImageReader):
             self.images.close()
 
+    def close(self) -> None:
+        """End the engine, whether or not texts are written, and send the spans that are left."""
+        self.engine.stop()
+        if self.traces is not None:
+            self.traces.close()
+
     def summary(self, url: str) -> list[str]:
         """Return log lines that say what is served, with a command to try it. url: where it is served."""
         what, *more = self.engine.facts.description
@@ -336,7 +350,12 @@ def load_server(process: EngineProcess, options: ServeOptions, load: LoadOptions
         except ReDrafterError as error:
             _LOG.warning("images are refused: %s", error)
             images = "this server is not set up for images"
-    return Server(EngineClient(process.channel, facts, process), tokenizer, options, keys, images)
+    traces = None
+    if options.otlp_traces_endpoint is not None:
+        from redrafter.serve.traces import Traces
+
+        traces = Traces(options.otlp_traces_endpoint)
+    return Server(EngineClient(process.channel, facts, process), tokenizer, options, keys, images, traces)
 
 
 def _grammar_source(request: AnyRequest) -> GrammarSource | None:

@@ -34,8 +34,8 @@ def load():
     if sys.stdin.readline().strip() == "fail":
         raise CheckpointError("this model is no good")
     load, nothing = SimpleNamespace(running=1), lambda *_: None
-    engine = SimpleNamespace(start=nothing, stop=nothing, drain=nothing, idle=IDLE, load=load)
-    return SimpleNamespace(app=app, engine=engine, drain=nothing)
+    engine = SimpleNamespace(start=nothing, idle=IDLE, load=load)
+    return SimpleNamespace(app=app, engine=engine, drain=nothing, close=nothing)
 
 IDLE, DRAIN, FILES = True, 1.0, {}
 CHANGES

@@ -101,4 +101,4 @@ def serving(load: LoadOptions, draft: DraftOptions | None = None, **options: Any
         with listening(server.app) as url:
             yield ServerHere(server, url)
     finally:
-        server.engine.stop()
+        server.close()

@@ -59,6 +59,7 @@ class ServedSequence:
     find_stop: Callable[[Sequence[int]], int | None] | None = None
     adapter: str | None = None  # name of its LoRA adapter; None for the model alone
     reused: int = 0  # leading tokens of the prompt that were in the cache already
+    queued: float | None = None  # seconds for which the engine let it wait for a place, once it has begun
     prompt_scores: Sequence[PromptScore] = ()  # of its tokens but the first, once it is read, if they were asked for
     written: int = 0  # number of tokens that were written
     ended: bool = False  # whether the last delta has come
@@ -286,10 +287,11 @@ class EngineClient:
                 _wake([stream])
         else:
             self.load = message.load
-            for number, (reused, scores) in message.prompts.items():
+            for number, (reused, queued, scores) in message.prompts.items():
                 if number in self._texts:
                     _, sequence = self._texts[number]
-                    sequence.reused, sequence.prompt_scores = reused, scores or sequence.prompt_scores
+                    sequence.reused, sequence.queued = reused, queued
+                    sequence.prompt_scores = scores or sequence.prompt_scores
             written = {self._append(number, delta) for number, delta in message.deltas if number in self._texts}
             _wake(stream for stream in written if not stream.woken)
 

@@ -74,7 +74,7 @@ class Written:
     """All that half a round wrote."""
 
     deltas: Sequence[tuple[int, SequenceDelta]]  # what texts have gained, with their numbers
-    # How many leading tokens of prompts were in the cache already, and scores of their tokens but the first (empty
-    # unless asked for), by the number of their text, once that is known.
-    prompts: Mapping[int, tuple[int, Sequence[PromptScore]]]
+    # How many leading tokens of prompts were in the cache already, the seconds for which they waited for a place, and
+    # scores of their tokens but the first (empty unless asked for), by the number of their text, once that is known.
+    prompts: Mapping[int, tuple[int, float | None, Sequence[PromptScore]]]
     load: EngineLoad  # now

@@ -39,7 +39,7 @@ class Worker:
         self._work = threading.Event()
         self._sequences: dict[int, TokenSequence] = {}  # those that have not ended, by number
         self._deltas: list[tuple[int, SequenceDelta]] = []  # not sent yet
-        self._prompts: dict[int, tuple[int, list[PromptScore]]] = {}  # likewise
+        self._prompts: dict[int, tuple[int, float | None, list[PromptScore]]] = {}  # likewise
         self._reused: dict[int, int] = {}  # reused tokens of prompts, as they were sent
         self._load = EngineLoad()  # as it was sent
         self._stopping = False
@@ -112,7 +112,8 @@ class Worker:
 
     def _write(self, number: int, sequence: TokenSequence, delta: SequenceDelta) -> None:
         if self._reused.get(number) != sequence.reused:  # it may rise where a text continues after it was put back
-            self._prompts[number] = sequence.reused, [] if number in self._reused else sequence.prompt_scores
+            scores = [] if number in self._reused else sequence.prompt_scores
+            self._prompts[number] = sequence.reused, sequence.queued, scores
             self._reused[number] = sequence.reused
         if delta.error is not None and not isinstance(delta.error, ReDrafterError):
             delta = replace(delta, error=RuntimeError(str(delta.error)))  # another library's may not be picklable

@@ -104,7 +104,7 @@ class ServerProcess:
             asyncio.run(self._serve(load, ready))
         finally:
             if self._loaded is not None:
-                self._loaded.engine.stop()
+                self._loaded.close()
         if self._engine_end is not None:
             raise EngineEndedError(self._engine_end)
 

@@ -251,7 +251,7 @@ class EngineReplica:
     def __del__(self) -> None:
         """End the engine: Ray Serve calls this once the last request is answered."""
         if hasattr(self, "_server"):
-            self._server.engine.stop()
+            self._server.close()
 
 
 def _end_with_engine(reason: str) -> None:

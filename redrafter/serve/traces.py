@@ -1,0 +1,162 @@
+"""Traces of requests for OpenTelemetry, with the names of vLLM and of the conventions for generative AI.
+
+Each request that reaches the engine is one span, which tells no text. The SDK sends spans from a thread of its own, and
+drops them where a collector takes none: no request waits for one. This module is imported for `--otlp-traces-endpoint`
+alone.
+
+https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
+"""
+
+import threading
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from redrafter.errors import MissingDependencyError, how_to_install
+from redrafter.scheduler.sequence import SequenceDelta
+from redrafter.serve.answers.choice import usage_and_metrics
+from redrafter.serve.answers.formats import AnyChoice
+from redrafter.serve.engine_process.messages import Submit
+from redrafter.serve.metrics import REASONS
+from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
+from redrafter.version import __version__
+
+try:
+    from opentelemetry import context
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.trace import SpanKind, StatusCode
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ImportError as error:
+    what = f"--otlp-traces-endpoint needs OpenTelemetry's SDK and its exporter: {how_to_install('serve,otel')}"
+    raise MissingDependencyError(what) from error
+
+SPAN_NAME = "llm_request"  # as vLLM has it
+TRACES_PATH = "/v1/traces"  # of a collector
+CLOSE_SECONDS = 2.0  # for which a server that ends waits for its collector
+PARENT_HEADERS = (b"traceparent", b"tracestate")
+
+Deltas = AsyncGenerator[tuple[AnyChoice, list[SequenceDelta]], None]  # choices, and what each has gained
+
+
+class Traces:
+    """Makes a span of each request, as a child of the span that its client names, and sends it to a collector.
+
+    What the SDK reads from the environment holds: names of the service, sampling, headers, certificates, batches.
+    """
+
+    def __init__(self, endpoint: str):
+        """Begin to send. endpoint: URL of a collector that takes OTLP over HTTP; its path is /v1/traces by default."""
+        if urlsplit(endpoint).path in ("", "/"):
+            endpoint = endpoint.rstrip("/") + TRACES_PATH
+        resource = Resource.create()
+        if str(resource.attributes["service.name"]).startswith("unknown_service"):
+            resource = resource.merge(Resource({"service.name": "redrafter"}))
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        self._tracer = self._provider.get_tracer("redrafter", __version__)
+        self._parents = TraceContextTextMapPropagator()
+
+    def close(self) -> None:
+        """Send the spans that are left, and no more. They are given up where the collector takes too long."""
+        # The SDK has no limit of its own that is shorter than 30 s.
+        ending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(CLOSE_SECONDS)
+
+    def continue_traces(self, app: ASGIApp) -> ASGIApp:
+        """Return an application whose spans are children of the span in a request's `traceparent` header, if any."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            sent = {
+                name.decode(): value.decode("latin-1")
+                for name, value in scope.get("headers", ())
+                if name in PARENT_HEADERS
+            }
+            if sent:
+                context.attach(self._parents.extract(sent))  # for the task of this request alone
+            await app(scope, receive, send)
+
+        return answer
+
+    async def follow(
+        self,
+        deltas: Deltas[AnyChoice],
+        request: CompletionRequest | ChatRequest,
+        asked: Submit,
+        choices: Sequence[AnyChoice],
+        model: str,
+        request_id: str,
+    ) -> Deltas[AnyChoice]:
+        """Yield what the engine writes for a request, and end the request's span when it ends, fails or is given up."""
+        params = asked.params
+        about: dict[str, Any] = {
+            "gen_ai.operation.name": "chat" if isinstance(request, ChatRequest) else "text_completion",
+            "gen_ai.provider.name": "redrafter",
+            "gen_ai.request.id": request_id,
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+            "gen_ai.request.max_tokens": asked.max_new_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.top_k": params.top_k,
+            "gen_ai.request.seed": params.seed,
+            "gen_ai.request.n": len(choices),
+            "gen_ai.request.choice.count": len(choices),
+        }
+        before = time.perf_counter() - choices[0].arrived_at  # seconds for which it has been here
+        began = time.time_ns() - round(1e9 * before)
+        span = self._tracer.start_span(SPAN_NAME, kind=SpanKind.SERVER, start_time=began, attributes=about)
+        finishes = dict.fromkeys(choices, REASONS["cancelled"])
+        failed: BaseException | None = None
+        try:
+            async with aclosing(deltas):
+                async for choice, gained in deltas:
+                    if (finish := gained[-1].finish) is not None:
+                        finishes[choice], failed = REASONS[finish], failed or gained[-1].error
+                    yield choice, gained
+        except Exception as error:
+            failed = error
+            raise
+        finally:
+            if span.is_recording():
+                span.set_attribute("gen_ai.response.finish_reasons", list(finishes.values()))
+                span.set_attributes(_measured(choices))
+                if failed is not None:
+                    span.set_attribute("error.type", type(failed).__name__)
+                    span.set_status(StatusCode.ERROR, str(failed))
+            span.end()
+
+
+def _measured(choices: Sequence[AnyChoice]) -> dict[str, Any]:
+    """Return what the texts of a request have cost: tokens, drafts, and seconds, of which the first text's count."""
+    told, now = usage_and_metrics(choices), time.perf_counter()
+    usage, drafts = told["usage"], told["metrics"]["speculative_decoding"]
+    found: dict[str, Any] = {
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": usage["completion_tokens"],
+        "gen_ai.usage.prompt_tokens": usage["prompt_tokens"],  # this and the next one are vLLM's
+        "gen_ai.usage.completion_tokens": usage["completion_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        "redrafter.spec_decode.num_drafts": drafts["num_spec_steps"],
+        "redrafter.spec_decode.num_draft_tokens": drafts["num_draft_tokens"],
+        "redrafter.spec_decode.num_accepted_tokens": drafts["num_accepted_draft_tokens"],
+        "gen_ai.latency.e2e": now - choices[0].arrived_at,
+    }
+    queued = min((choice.queued for choice in choices if choice.queued is not None), default=None)
+    first = min((choice.first_token_at for choice in choices if choice.first_token_at is not None), default=None)
+    if queued is not None:
+        found["gen_ai.latency.time_in_queue"] = queued
+        found["gen_ai.latency.time_in_model_inference"] = now - choices[0].arrived_at - queued
+    if first is not None:
+        found["gen_ai.latency.time_to_first_token"] = first - choices[0].arrived_at
+        found["gen_ai.latency.time_in_model_decode"] = now - first
+        if queued is not None:
+            found["gen_ai.latency.time_in_model_prefill"] = first - choices[0].arrived_at - queued
+    return found
