@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
+from uuid import uuid4
 
 from redrafter.bench.http_stream import Address, Connection, EventLines, RequestFailedError
 from redrafter.errors import ArgumentError, ReDrafterError
@@ -31,7 +32,6 @@ class Completion:
 
     index: int  # number of the request, or of the conversation
     sent: float
-    turn: int = 0  # of a conversation, from 0
     ended: float = 0.0  # when its answer had ended, or failed
     chunk_times: list[float] = field(default_factory=list)  # when each chunk of the stream came
     text_times: list[float] = field(default_factory=list)  # when each chunk came that holds text
@@ -40,6 +40,7 @@ class Completion:
     completion_tokens: int = 0
     stats: Stats | None = None  # how speculation went, where the server says
     error: str | None = None  # why the request failed; None where it did not
+    turn: int = 0  # of a conversation, from 0
     too_long: bool = False  # whether it failed because the prompt does not fit into the model's context
 
     def note(self, data: bytes, now: float) -> None:
@@ -95,7 +96,11 @@ class Requests(Protocol):
 
 @dataclass(frozen=True)
 class Load:
-    """The requests that a server is sent; request i continues prompt i, modulo their number."""
+    """The requests that a server is sent; request i continues prompt i, modulo their number.
+
+    Each has a `cache_salt` of its own: where prompts come again, a server would reuse their keys and values, and this
+    library's would copy drafts from its earlier answers to them.
+    """
 
     route = "/v1/completions"
     prompts: Sequence[str]
@@ -112,6 +117,7 @@ class Load:
             "temperature": self.temperature,
             "seed": self.seed + index,
             "ignore_eos": True,
+            "cache_salt": uuid4().hex,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

@@ -208,8 +208,7 @@ def _bench_servers(args: argparse.Namespace) -> int:
     report.line(
         f"{len(prompts)} prompts from {document['prompts']}; {load.max_new_tokens} new tokens, end of text ignored; "
         f"{writing}",
-        "prompts come again: a server that keeps keys and values of earlier prompts need not read them anew, and one "
-        "that drafts from earlier answers copies from those to the same prompts",
+        "prompts come again, each time with another cache_salt: a server that knows it reuses nothing of earlier ones",
     )
     run_server_loads(report, servers, load, num_requests)
     return report.finish()

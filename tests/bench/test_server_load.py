@@ -24,6 +24,8 @@ def test_requests_ask_for_what_was_typed():
     with StubServer(lambda body: completion(["a", "b", "c"])) as server:
         run(server.url, concurrency=1, requests=5)
     warm_up, *bodies = server.bodies
+    salts = {body.pop("cache_salt") for body in server.bodies}
+    assert len(salts) == 1 + 5  # nothing of the warm-up, or of the same prompt before, is used again
     assert warm_up == bodies[0]
     assert [body["prompt"] for body in bodies] == ["zero", "one", "two", "zero", "one"]
     assert [body["seed"] for body in bodies] == [100, 101, 102, 103, 104]
