@@ -83,7 +83,11 @@ class CompiledGrammar:
 
 
 def _to_llguidance(source: GrammarSource) -> str:
-    kind, text = source
+    if source.around:
+        text = _to_llguidance(source._replace(around=""))
+        parts = [{"lark_grammar": text}] if source.kind in ("lark", "ebnf") else json.loads(text)["grammars"]
+        return json.dumps({"grammars": [{"lark_grammar": source.around}, parts[0] | {"name": "answer"}, *parts[1:]]})
+    kind, text, _ = source
     try:
         if kind == "json_schema":
             return llguidance.LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE})
@@ -315,10 +319,10 @@ def _follow(connection: socket.socket, vocabulary: Any) -> None:
     """
     held = memory()[1]
     limit_memory(limits.MAX_PROCESS_BYTES)
-    kind, _, text = receive_frame(connection).decode().partition("\n")
+    source = GrammarSource(*json.loads(receive_frame(connection)))
     try:
         with bounded_work(limits.COMPILE_CPU_SECONDS, connection):
-            grammar = CompiledGrammar(GrammarSource(kind, text), vocabulary, COMPILE_NICENESS)  # type: ignore[arg-type]
+            grammar = CompiledGrammar(source, vocabulary, COMPILE_NICENESS)
     except ArgumentError as error:
         return send_frame(connection, b"-", str(error).encode(errors="replace"))
     send_frame(connection, b"+%d" % (memory()[1] - held))

@@ -59,7 +59,7 @@ class GrammarProcess(SandboxedProcess):
         """
         try:
             self.connection.settimeout(COMPILE_WAIT_SECONDS)
-            send_frame(self.connection, f"{source.kind}\n{source.text}".encode())
+            send_frame(self.connection, json.dumps(source).encode())
             reply = receive_frame(self.connection)
         except TimeoutError as error:
             self.end()

@@ -17,10 +17,12 @@ class GrammarSource(NamedTuple):
     Attributes:
         kind: The notation; "llguidance" is llguidance's own.
         text: The grammar in that notation.
+        around: A grammar in Lark around it, whose rules have it as `@answer`; empty for none.
     """
 
     kind: Literal["json_schema", "regex", "lark", "ebnf", "llguidance"]
     text: str
+    around: str = ""
 
     @classmethod
     def of(cls, spec: object) -> "GrammarSource":

@@ -12,6 +12,7 @@ from redrafter.app.flags import flag, names
 from redrafter.errors import ArgumentError, how_to_install
 from redrafter.options import option
 from redrafter.scheduler.waiting_queue import Limits
+from redrafter.serve.answers import thoughts
 from redrafter.serve.answers.call_forms import PARSERS
 from redrafter.serve.network.api_keys import KEY_VARIABLE
 
@@ -125,9 +126,15 @@ class ServeOptions:
     )
     reasoning_format: str = option(
         "auto",
-        "auto: what a model writes between <think> and </think> is its answer's reasoning_content, where the chat "
-        "template has these marks; none: it is part of the answer's text",
+        "auto: what a model writes between the marks of its thoughts is its answer's reasoning_content; none: it is "
+        "part of the answer's text",
         choices=("auto", "none"),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "marks that the model writes around its thoughts, by vLLM's name of their parser (default: those that the chat "
+        "template or the tokenizer has)",
+        choices=("auto", *thoughts.PARSERS),
     )
     tool_call_parser: str = option(
         "auto",

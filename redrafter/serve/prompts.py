@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,13 +14,13 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from redrafter.errors import first_line
 from redrafter.sandbox.process import SandboxedProcess
+from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks, thought_marks
 from redrafter.serve.control_tokens import ControlTokens, choose_marker
 from redrafter.serve.images import ImageReader
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, Message, TextPart, ToolCall
 from redrafter.serve.tools import describe_tools, template_tools
 
 CHUNK_CHARACTERS = 16  # for each token of the context: a longer text is counted in chunks of so many characters
-THINK_TAGS = ("<think>", "</think>")  # what reasoning models write around their thoughts
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
@@ -43,9 +44,13 @@ class ChatTemplate:
         return {number: token.content for number, token in added.items() if token.special}
 
     @cached_property
-    def has_think_tags(self) -> bool:
-        """Tell whether the template has think tags that show up in decoded text, as special tokens do not."""
-        return THINK_TAGS[1] in self.text and not {*self.special.values()}.intersection(THINK_TAGS)
+    def unspelled(self) -> dict[str, int]:
+        """Ids of added tokens that the texts of a grammar cannot spell, as llguidance sees them."""
+        added = {
+            token.content: number for number, token in self._tokenizer.added_tokens_decoder.items() if token.content
+        }
+        special = {*self.special.values()}
+        return {text: number for text, number in added.items() if text in special or re.fullmatch("<.*>", text)}
 
     @cached_property
     def reads_parts(self) -> bool:
@@ -113,6 +118,7 @@ class Prompts:
     vocabulary: int  # number of the target's ids
     context: int  # most tokens of a prompt and its answer
     special_tokens_in_content: bool = False  # whether a control token that a message spells counts as one
+    reasoning_parser: str = "auto"  # vLLM's name of the parser of its thoughts
     images: ImageReader | str = "this model takes no images"  # what reads them, or why none are read
 
     @property
@@ -127,6 +133,12 @@ class Prompts:
     @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer)
+
+    @cached_property
+    def thoughts(self) -> ThoughtMarks | None:
+        """Marks that the model writes around its thoughts; None for a model without thoughts."""
+        added = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
+        return thought_marks(self.reasoning_parser, self.template.text, added)
 
     @cached_property
     def _control(self) -> ControlTokens:
@@ -146,15 +158,15 @@ class Prompts:
 
     def encode_chat(
         self, request: ChatRequest, decoder: SandboxedProcess | None = None
-    ) -> tuple[list[int], bool, dict[str, Any] | None]:
+    ) -> tuple[list[int], Thinking, dict[str, Any] | None]:
         """Render a chat request with the chat template, and encode it.
 
         Its images are decoded in the process `decoder`, or in a new one. Raises `ApiError` also where there is no
         template, or it refuses the request.
 
         Returns:
-            Token ids, whether they end within thoughts, so that the answer goes on with them, and what the model takes
-            of images beside them; None for a prompt of text.
+            Token ids, whether they end within a thought, which the answer then continues, and what the model takes of
+            images beside them; None for a prompt of text.
         """
         urls = [url for message in request.messages for url in message.images]
         reader = None
@@ -182,9 +194,11 @@ class Prompts:
         if reader is not None:
             text, inputs = reader.place(text, urls, decoder)
         text, ids = self._control.encode(text, marker)
-        begin, end = THINK_TAGS
-        tail = request.messages[-1].text if request.continue_final_message else text.rstrip()[-len(begin) :]
-        thinking = tail.rfind(begin) > tail.rfind(end)
+        thinking: Thinking = "over"
+        if (marks := self.thoughts) is not None and request.continue_final_message:
+            thinking = "open" if marks.after(request.messages[-1].text) == "open" else "over"
+        elif marks is not None:
+            thinking = marks.after(text.rstrip()[-max(len(marks.begin), len(marks.end)) :])
         ids = self._checked(ids, "messages")
         if reader is not None and inputs is not None:
             inputs |= reader.token_types(ids)

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -34,7 +34,9 @@ from redrafter.serve.answers.formats import (
     raise_cuts_as_errors,
     stream_answer,
 )
+from redrafter.serve.answers.lark import LarkWriter
 from redrafter.serve.answers.reader import ChatReader
+from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import EngineClient, Stopped
 from redrafter.serve.engine_process.messages import Submit
@@ -47,7 +49,7 @@ from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.fields import MAX_PROMPTS, StreamOptions
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, Message
 from redrafter.serve.routes.app import create_app
-from redrafter.serve.tools import call_schema
+from redrafter.serve.tools import forced_tools
 
 if TYPE_CHECKING:
     from redrafter.serve.traces import Traces
@@ -86,7 +88,13 @@ class Server:
         self.metrics = Metrics(self.engine, self.model)
         self.engine.on_delta = self.metrics.observe
         self.prompts = Prompts(
-            self.tokenizer, self.model, facts.vocab_size, facts.context, options.special_tokens_in_content, self.images
+            self.tokenizer,
+            self.model,
+            facts.vocab_size,
+            facts.context,
+            options.special_tokens_in_content,
+            options.reasoning_parser,
+            self.images,
         )
         policy = AccessPolicy.of(self.keys, options)
         self.app = create_app(self, policy, options.max_body_size, options.allow_runtime_lora_updating)
@@ -112,6 +120,12 @@ class Server:
     def counting_prompts(self) -> Prompts:
         """A reader of prompts that are only tokenized, which may be longer than the context."""
         return replace(self.prompts, context=MAX_CONTEXTS * self.context)
+
+    @property
+    def thinks(self) -> bool:
+        """Tell whether the model writes thoughts."""
+        form = call_form(self.options.tool_call_parser, self.prompts.template.text)
+        return (form.own_thoughts or self.prompts.thoughts) is not None
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` for the name of neither the model nor an adapter; None is the model."""
@@ -168,26 +182,23 @@ class Server:
         if images is not None and request.prompt_logprobs is not None:
             raise ApiError(400, "the tokens of a prompt with images are not scored: leave it out", "prompt_logprobs")
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        grammar = _grammar_source(request)
-        params = self._sampling_params(request, logprobs, request.prompt_logprobs, grammar)
-        # A grammar describes the whole text: no thoughts can be split off, and forced calls are JSON objects.
-        # So are those of a model whose template ignores tools: a system message asks for them.
         template = self.prompts.template
-        shown = template.text if template.reads_tools else ""
-        form = call_form(self.options.tool_call_parser, shown) if grammar is None else ChatReader
-        thinks = (
-            self.options.reasoning_format == "auto"
-            and grammar is None
-            and (template.has_think_tags or form.has_channels)
-        )
+        # A model whose template ignores tools is asked for JSON objects by a system message.
+        form = call_form(self.options.tool_call_parser, template.text if template.reads_tools else "")
+        marks = (form.own_thoughts or self.prompts.thoughts) if self.options.reasoning_format == "auto" else None
+        tools = forced_tools(request)
+        # A schema may be large, and each client's.
+        grammar = await asyncio.to_thread(_chat_grammar, request, form, template.unspelled, marks, thinking)
+        params = self._sampling_params(request, logprobs, request.prompt_logprobs, grammar)
         choices = [
             ChatChoice(
                 ids,
                 *self._served(request, params),
                 form=form,
                 special=template.special,
-                split_thoughts=thinks,
-                thinking=thinks and thinking,
+                thoughts=marks,
+                thinking=thinking,
+                reads_calls=bool(tools) or grammar is None,
             )
             for _ in range(request.n or 1)
         ]
@@ -365,10 +376,26 @@ def _grammar_source(request: AnyRequest) -> GrammarSource | None:
         spec = {"json_schema" if kind == "json_" else kind: value}
     elif isinstance(request, ChatRequest):
         form = request.response_format
-        if (schema := call_schema(request)) is not None:
-            spec = {"json_schema": schema}
-        elif form is not None and form.json_schema is not None:
+        if form is not None and form.json_schema is not None:
             spec = {"json_schema": form.json_schema.schema_}
         elif form is not None and form.type != "text":
             spec = {"json_object": True} if form.lark_grammar is None else {"lark": form.lark_grammar}
     return None if spec is None else GrammarSource.of(spec)
+
+
+def _chat_grammar(
+    request: ChatRequest,
+    form: type[ChatReader],
+    special: Mapping[str, int],
+    marks: ThoughtMarks | None,
+    thinking: Thinking,
+) -> GrammarSource | None:
+    """Return the grammar of a chat's whole text: of a thought, and of the call or the content that follows it."""
+    lark = LarkWriter(special, form.parsers[0])
+    if tools := forced_tools(request):
+        calls = " | ".join(lark.rule(form.write_call(lark, tool)) for tool in tools)
+        return lark.source(form.after_thought(lark, marks, thinking, f"({calls})"))
+    if (grammar := _grammar_source(request)) is None:
+        return None
+    around = form.after_thought(lark, marks, thinking, form.write_answer(lark, "@answer"))
+    return grammar if around == "@answer" else grammar._replace(around=lark.text(around))

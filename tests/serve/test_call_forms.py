@@ -19,6 +19,9 @@ from redrafter.cli import main
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.arguments import as_json, parameter_types
 from redrafter.serve.answers.call_forms import FORMS, PARSERS, call_form
+from redrafter.serve.answers.reader import ChatReader
+from redrafter.serve.answers.thoughts import PARSERS as THOUGHTS
+from redrafter.serve.answers.thoughts import ThoughtMarks
 from redrafter.serve.server import Server
 
 PROPERTIES = {
@@ -155,6 +158,12 @@ WRITTEN: dict[str, dict[str, tuple[str, str, list[tuple[str, str]], bool]]] = {
         "to be": ("to be", "", [], False),
     },
 }
+
+
+def marks_of(parser: str) -> ThoughtMarks:
+    return THOUGHTS["openai_gptoss" if parser == "openai" else "qwen3"]
+
+
 CASES = [(parser, text) for parser, texts in WRITTEN.items() for text in texts]
 
 
@@ -163,7 +172,7 @@ def test_what_is_found_does_not_depend_on_the_pieces(parser, text):
     *expected, cut = WRITTEN[parser][text]
     rng = random.Random(5)
     for trial in range(40):
-        reader = PARSERS[parser](TOOLS, split_thoughts=True)
+        reader = PARSERS[parser](TOOLS, thoughts=marks_of(parser))
         assert read(reader, split(text, trial, rng)) == tuple(expected)
         assert reader.cut == cut
 
@@ -176,7 +185,7 @@ def test_random_marks_are_read_alike_however_they_come_and_one_call_where_no_mor
     parts = [*form.marks, *' \nfg{}"[,(=)\\', "f", "<function=f>", "<parameter=s>", "</parameter>", "[f(i=", *texts]
     for _ in range(400):
         text = "".join(rng.choices([part for part in parts if part], k=rng.randrange(1, 9)))
-        options = {"parallel_calls": rng.random() < 0.7, "split_thoughts": rng.random() < 0.7}
+        options = {"parallel_calls": rng.random() < 0.7, "thoughts": marks_of(parser) if rng.random() < 0.7 else None}
         size = rng.randrange(1, 6)
         pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
         whole = read(form(TOOLS, **options), [text])
@@ -190,7 +199,7 @@ def test_random_marks_are_read_alike_however_they_come_and_one_call_where_no_mor
 def test_a_long_text_is_read_in_linear_time(form):
     """A reader that read any text twice would take minutes."""
     for again in {*form.marks, " ", "[f(i="} - {""}:
-        reader, text = form(TOOLS, split_thoughts=True), again * (60_000 // len(again))
+        reader, text = form(TOOLS, thoughts=THOUGHTS["qwen3"]), again * (60_000 // len(again))
         for begin in range(0, len(text), 4):
             reader.push(text[begin : begin + 4])
         reader.push("", last=True)
@@ -210,7 +219,7 @@ def test_what_is_certain_comes_at_once():
     assert reader.push("meter>") == arguments('"')
     assert reader.push("<parameter=i>12") == []
     assert reader.push("</parameter>") == arguments(', "i": 12')
-    harmony = PARSERS["openai"]({}, split_thoughts=True)
+    harmony = PARSERS["openai"]({}, thoughts=marks_of("openai"))
     assert harmony.push("<|channel|>analysis<|message|>hm") == [({"reasoning_content": "hm"}, [])]
     call = PARSERS["openai"](TOOLS).push('<|channel|>commentary to=functions.f<|message|>{"i')
     assert call[1:] == arguments('{"i')
@@ -273,6 +282,7 @@ def test_a_schema_of_any_shape_gives_types_or_none():
 )
 def test_the_template_or_a_flag_chooses_the_form(template, parser):
     assert call_form("auto", template) is PARSERS[parser]
+    assert call_form("auto", "") is ChatReader
     assert all(call_form(name, template) is form for name, form in PARSERS.items())
 
 

@@ -192,9 +192,9 @@ def test_thoughts_are_told_apart(client, server, monkeypatch):
         thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in parts]
         assert "".join(thoughts) == message.reasoning_content
         assert sum(map(bool, thoughts)) > 4
+        thinking.options = ServeOptions(reasoning_format="none")
         forced = thinker.chat.completions.create(**settings, response_format={"type": "json_object"})
         assert forced.choices[0].message.content.startswith("{")  # a grammar is of the whole text
-        thinking.options = ServeOptions(reasoning_format="none")
         assert (
             thinker.chat.completions.create(**settings).choices[0].message.content.strip() == message.reasoning_content
         )

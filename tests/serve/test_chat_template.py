@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("fastapi")
 
 from redrafter.app.templates import find_template, read_template
 from redrafter.errors import ArgumentError
+from redrafter.serve.answers.thoughts import PARSERS
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 
@@ -89,22 +91,45 @@ def test_a_template_reads_thoughts_and_calls_of_earlier_turns():
 def test_it_is_seen_whether_thoughts_are_open():
     begun = lambda text: {"messages": [{"role": "assistant", "content": text}], "continue_final_message": True}  # noqa: E731
     for more, thinking in (
-        ({}, False),
-        ({"reasoning_effort": "high"}, True),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
-        (begun("<think> hm"), True),
-        (begun("<think></think> a"), False),
+        ({}, "possible"),
+        ({"reasoning_effort": "high"}, "open"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "over"),
+        (begun("<think> hm"), "open"),
+        (begun("<think></think> a"), "over"),
+        (begun("a"), "over"),
     ):
         request = ChatRequest.model_validate({"messages": [HELLO]} | more)
         assert prompts(THINKER).encode_chat(request)[1] == thinking, more
 
 
-def test_thoughts_are_told_apart_where_the_template_marks_them():
-    assert not prompts(LLAMA_LIKE).template.has_think_tags
-    assert prompts(THINKER).template.has_think_tags
-    hidden = prompts(THINKER)
-    hidden.tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
-    assert not hidden.template.has_think_tags  # a special token is not seen in a text
+@pytest.mark.parametrize(
+    ("shown", "parser"),
+    [
+        ("{{ '<think>' }}{{ content.split('</think>')[-1] }}", "qwen3"),
+        ("{{ '[THINK]' + thinking + '[/THINK]' }}", "mistral"),
+        ("{{ '<seed:think>' + thinking + '</seed:think>' }}", "seed_oss"),
+        ("{{ '<|channel>thought\\n' + thinking + '<channel|>' }}", "gemma4"),
+        (
+            "Write your thoughts after 'Here is my thought process:' and the answer after 'Here is my response:'",
+            "granite",
+        ),
+        ("{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}", "openai_gptoss"),
+        ("{{ '<|user|>' + m.content + '<|end|>' }}", None),
+    ],
+)
+def test_marks_of_thoughts_are_those_that_the_template_shows(shown, parser):
+    assert prompts(LLAMA_LIKE + "{# " + shown + " #}").thoughts == (None if parser is None else PARSERS[parser])
+
+
+def test_marks_of_thoughts_may_be_those_of_the_tokenizer_or_of_a_flag():
+    read = prompts(LLAMA_LIKE)
+    assert read.thoughts is None
+    read = prompts(LLAMA_LIKE)
+    read.tokenizer.add_special_tokens({"additional_special_tokens": ["◁think▷", "◁/think▷"]})
+    assert read.thoughts == PARSERS["kimi"]
+    read = replace(prompts(THINKER), reasoning_parser="mistral")
+    assert read.thoughts == PARSERS["mistral"]
+    assert prompts(THINKER).thoughts == PARSERS["qwen3"]
 
 
 def test_it_is_seen_whether_a_template_describes_tools():

@@ -26,9 +26,11 @@ from helpers.processes import soon
 from helpers.serving import Address, Program
 from redrafter.app.options import LoadOptions
 from redrafter.cache.paged import KVCachePool
+from redrafter.serve.answers.lark import LarkWriter
+from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.protocol.answers import ChatAnswer, CompletionAnswer
 from redrafter.serve.protocol.requests import ChatRequest
-from redrafter.serve.tools import call_schema, describe_tools
+from redrafter.serve.tools import describe_tools, forced_tools
 
 STORY = (
     "The old man looked at the sea and said that no ship would come today because the wind had turned in the night; "
@@ -52,7 +54,9 @@ TOOLS = [
     for name in ("find_person", "find_dog")
 ]
 TALK = [{"role": "user", "content": "Hello"}]
-CALL = call_schema(ChatRequest.model_validate({"messages": TALK, "tools": TOOLS, "tool_choice": "required"}))
+FORCED = forced_tools(ChatRequest.model_validate({"messages": TALK, "tools": TOOLS, "tool_choice": "required"}))
+WRITER = LarkWriter({})
+CALL = WRITER.source(f"({' | '.join(WRITER.rule(ChatReader.write_call(WRITER, tool)) for tool in FORCED)})").text
 
 
 @dataclass
@@ -129,7 +133,7 @@ def _guide(ask: Ask, made: random.Random) -> None:
         ask.own["grammar"] = {"json_schema": SCHEMA}
     else:
         ask.body |= {"tools": TOOLS, "tool_choice": "required"}
-        ask.own["grammar"] = {"json_schema": CALL}
+        ask.own["grammar"] = {"lark": CALL}
 
 
 async def heard(client: "openai.AsyncOpenAI", ask: Ask) -> list[Told]:

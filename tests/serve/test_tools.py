@@ -18,10 +18,13 @@ from redrafter.grammar.child import CompiledGrammar
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.formats import ChatChoice
+from redrafter.serve.answers.lark import LarkWriter
 from redrafter.serve.answers.reader import ChatReader
+from redrafter.serve.answers.thoughts import PARSERS as THOUGHTS
 from redrafter.serve.protocol.requests import ChatRequest
-from redrafter.serve.tools import call_schema
+from redrafter.serve.tools import forced_tools
 
+THINK = THOUGHTS["qwen3"]
 TALK = [{"role": "user", "content": "Hello"}]
 F, G = '{"name": "f", "arguments": {"a": [1, {"b": "}\\"<tool_call>"}]}}', '{"name": "g", "parameters": {}}'
 FIRST = ("f", '{"a": [1, {"b": "}\\"<tool_call>"}]}')
@@ -62,7 +65,7 @@ WRITTEN: dict[str, tuple[str, str, list[tuple[str, str]], bool]] = {
 
 
 def make_reader(**options: Any) -> ChatReader:
-    return ChatReader(**({"tools": dict.fromkeys("fg"), "split_thoughts": True} | options))
+    return ChatReader(**({"tools": dict.fromkeys("fg"), "thoughts": THINK} | options))
 
 
 @pytest.mark.parametrize("text", WRITTEN)
@@ -78,10 +81,11 @@ def test_what_is_found_does_not_depend_on_the_pieces(text):
 def test_random_pieces_of_marks_are_read_alike_however_they_come():
     rng = random.Random(6)
     parts = [F, G, *' \na{}"[,\\', "<tool_call>", "</tool_call>", "<think>", "</think>", '{"name":', '"f"']
-    odds = {"parallel_calls": 0.7, "thinking": 0.3, "split_thoughts": 0.7}
+    states = ["open", "over", "possible"]
     for _ in range(1500):
         text = "".join(rng.choices(parts, k=rng.randrange(1, 9)))
-        options = {name: rng.random() < share for name, share in odds.items()}
+        options = {"parallel_calls": rng.random() < 0.7, "thinking": rng.choice(states)}
+        options["thoughts"] = THINK if rng.random() < 0.7 else None
         size = rng.randrange(1, 6)
         pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
         whole = read(make_reader(**options), [text])
@@ -93,7 +97,7 @@ def test_what_is_certain_comes_at_once():
     def arguments(text: str) -> list:
         return [({"tool_calls": [{"index": 0, "function": {"arguments": text}}]}, [])]
 
-    reader = make_reader(split_thoughts=False)
+    reader = make_reader(thoughts=None)
     assert reader.push("I look") == [({"content": "I look"}, [(0, 6)])]
     assert reader.push(' <tool_call>{"name": "f", "argu') == []
     (begun, _), *first = reader.push('ments": {"a')
@@ -102,8 +106,8 @@ def test_what_is_certain_comes_at_once():
     assert reader.push('": 1') == arguments('": 1')
     assert reader.push("}}</tool_call>", last=True) == arguments("}")
     no_tool = '{"name": "Anna",'
-    assert make_reader(split_thoughts=False).push(no_tool + " ") == [({"content": no_tool}, [(0, 16)])]
-    assert make_reader(thinking=True).push("hm") == [({"reasoning_content": "hm"}, [])]
+    assert make_reader(thoughts=None).push(no_tool + " ") == [({"content": no_tool}, [(0, 16)])]
+    assert make_reader(thinking="open").push("hm") == [({"reasoning_content": "hm"}, [])]
 
 
 @pytest.mark.parametrize(
@@ -146,14 +150,14 @@ NESTED = {
 }
 
 
-def schema_for(*parameters: Any, choice: Any = "required") -> dict[str, Any]:
+def grammar_for(*parameters: Any, choice: Any = "required") -> GrammarSource:
     tools = [
         {"type": "function", "function": {"name": f"tool-{n}", "parameters": schema_of_one}}
         for n, schema_of_one in enumerate(parameters)
     ]
-    schema = call_schema(ChatRequest.model_validate({"messages": TALK, "tools": tools, "tool_choice": choice}))
-    assert schema is not None
-    return schema
+    request = ChatRequest.model_validate({"messages": TALK, "tools": tools, "tool_choice": choice})
+    lark = LarkWriter({})
+    return lark.source(" | ".join(lark.rule(ChatReader.write_call(lark, tool)) for tool in forced_tools(request)))
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +166,8 @@ def allows() -> Any:
 
     vocabulary = from_tokenizer(tokenizer)
 
-    def allows(schema: dict[str, Any], text: str) -> bool:
-        matcher = CompiledGrammar(GrammarSource.json_schema(schema), vocabulary).start()
+    def allows(grammar: GrammarSource, text: str) -> bool:
+        matcher = CompiledGrammar(grammar, vocabulary).start()
         ids = tokenizer(text, add_special_tokens=False).input_ids
         return bool(matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting())
 
@@ -171,7 +175,7 @@ def allows() -> Any:
 
 
 def test_references_of_a_tools_schema_lead_to_what_they_led_to(allows):
-    schema = schema_for(ITEM, NESTED)
+    schema = grammar_for(ITEM, NESTED)
     call = {"name": "tool-1", "arguments": {"item": {"price": 3}}}
     deep = {"item": {"price": 3}, "$ref": "#/$defs/Item", "note": "#/$defs/Item", "more": [{"item": {"price": 4}}]}
     assert allows(schema, json.dumps(call))
@@ -181,7 +185,7 @@ def test_references_of_a_tools_schema_lead_to_what_they_led_to(allows):
     assert not allows(schema, json.dumps(call | {"arguments": deep | {"more": [{}]}}))
     assert not allows(schema, json.dumps(call | {"arguments": deep | {"$ref": "#/$defs/1/$defs/Item"}}))
     assert not allows(schema, json.dumps(call | {"name": "tool-0"}))
-    named = schema_for(ITEM, NESTED, choice={"type": "function", "function": {"name": "tool-1"}})
+    named = grammar_for(ITEM, NESTED, choice={"type": "function", "function": {"name": "tool-1"}})
     assert allows(named, json.dumps(call))
     assert not allows(named, json.dumps({"name": "tool-0", "arguments": {"price": 1}}))
 
@@ -190,7 +194,7 @@ def test_references_of_a_tools_schema_lead_to_what_they_led_to(allows):
     "text", ['{"name": "tool-0", "arguments": {"price": 1}}', '{"name":"tool-0","arguments":{"price":1}}']
 )
 def test_a_call_that_must_be_written_holds_no_idle_spaces(allows, text):
-    schema = schema_for(ITEM, None)
+    schema = grammar_for(ITEM, None)
     assert allows(schema, text)
     for index in (0, 1, text.index(":") + 1, len(text) - 1):
         assert not allows(schema, f"{text[:index]}\n{text[index:]}")
@@ -198,7 +202,7 @@ def test_a_call_that_must_be_written_holds_no_idle_spaces(allows, text):
 
 
 def test_a_tool_without_a_schema_takes_any_arguments(allows):
-    assert allows(schema_for(ITEM, None), '{"name": "tool-1", "arguments": {"any": [1, 2]}}')
+    assert allows(grammar_for(ITEM, None), '{"name": "tool-1", "arguments": {"any": [1, 2]}}')
 
 
 def write_answer(tokenizer: Any, ids: list[int], sizes: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -206,7 +210,7 @@ def write_answer(tokenizer: Any, ids: list[int], sizes: list[int]) -> tuple[dict
     tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
     body = {"messages": TALK, "tools": tools, "stream": True, "stream_options": {"include_drafts": True}}
     request = ChatRequest.model_validate(body)
-    choice, unstreamed = (ChatChoice([5], request, tokenizer, split_thoughts=True) for _ in range(2))
+    choice, unstreamed = (ChatChoice([5], request, tokenizer, thoughts=THINK) for _ in range(2))
     streamed: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish": None}
     while choice.finish is None:
         size, *sizes = sizes or [len(ids)]

@@ -2,9 +2,10 @@
 
 import json
 from typing import Any
+from urllib.parse import unquote
 
 # Types of JSON, as Python reads them; a boolean is an integer there too.
-_TYPES: dict[str, Any] = {
+JSON_TYPES: dict[str, Any] = {
     "boolean": bool,
     "integer": int,
     "number": float,
@@ -18,7 +19,18 @@ _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 
 def parameter_types(parameters: Any, name: str) -> set[str]:
     """Return the JSON types that a tool's schema gives to a parameter; none where it says nothing of it."""
-    types, seen, todo = set[str](), set[int](), [_look_up(_look_up(parameters, "properties"), name)]
+    schema = parameters
+    for _ in range(32):
+        if not isinstance(schema, dict) or "properties" in schema or not is_inner(schema.get("$ref")):
+            break
+        schema = follow(parameters, schema["$ref"])
+    found = _look_up(_look_up(schema, "properties"), name)
+    return schema_types(_look_up(schema, "additionalProperties") if found is None else found, parameters)
+
+
+def schema_types(schema: Any, root: Any) -> set[str]:
+    """Return the JSON types that a schema declares, which may refer to other parts of `root`."""
+    types, seen, todo = set[str](), set[int](), [schema]
     while todo:
         schema = todo.pop()
         if not isinstance(schema, dict) or id(schema) in seen:  # a schema may lead to itself
@@ -26,21 +38,34 @@ def parameter_types(parameters: Any, name: str) -> set[str]:
         seen.add(id(schema))
         declared = schema.get("type")
         listed: list[Any] = declared if isinstance(declared, list) else [declared]
-        types.update(entry for entry in listed if isinstance(entry, str) and entry in _TYPES)
+        types.update(entry for entry in listed if isinstance(entry, str) and entry in JSON_TYPES)
         values: list[Any] = [schema["const"]] if "const" in schema else []
         if isinstance(enum := schema.get("enum"), list):
             values += enum
         if declared is None:
-            types.update(next(kind for kind in _TYPES if isinstance(value, _TYPES[kind])) for value in values)
+            types.update(next(kind for kind in JSON_TYPES if isinstance(value, JSON_TYPES[kind])) for value in values)
         for keyword in ("anyOf", "oneOf", "allOf"):
             todo += schema[keyword] if isinstance(schema.get(keyword), list) else []
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#/"):
-            target = parameters
-            for part in reference[2:].split("/"):
-                target = _look_up(target, part)
-            todo.append(target)
+        if is_inner(schema.get("$ref")):
+            todo.append(follow(root, schema["$ref"]))
     return types
+
+
+def is_inner(reference: Any) -> bool:
+    """Tell whether the value of `$ref` leads to a part of the schema that it is in."""
+    return isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
+
+
+def follow(root: Any, reference: str) -> Any:
+    """Return the part of a schema that an inner reference leads to; None where there is none."""
+    value = root
+    for part in reference.split("/")[1:]:
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(value, list) and key.isdecimal() and len(key) < 9 and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            value = _look_up(value, key)
+    return value
 
 
 def as_json(written: str, types: set[str] | None) -> str | None:
@@ -55,7 +80,7 @@ def as_json(written: str, types: set[str] | None) -> str | None:
         return None
     if types is None:
         return written
-    kind = next(kind for kind in _TYPES if isinstance(value, _TYPES[kind]))
+    kind = next(kind for kind in JSON_TYPES if isinstance(value, JSON_TYPES[kind]))
     if kind == "number" and "number" not in types and "integer" in types and value.is_integer():
         return f"{int(value)}"
     return written if kind in types or (kind == "integer" and "number" in types) else None

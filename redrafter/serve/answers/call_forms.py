@@ -1,4 +1,4 @@
-"""Forms of tool calls other than JSON objects, as today's models are trained to write them.
+"""Forms of tool calls, as today's models are trained to write them: how each is read, and the grammar of one.
 
 Each is a reader of its own, which `call_form` chooses by the chat template, or by the name of vLLM's parser for it.
 An argument or a call is told as soon as it is certain, and the result does not depend on the pieces of the text.
@@ -11,9 +11,14 @@ import uuid
 from typing import Any, ClassVar
 
 from redrafter.serve.answers.arguments import as_json, parameter_types
+from redrafter.serve.answers.lark import Argument, CalledTool, LarkWriter
 from redrafter.serve.answers.reader import SPACE, ChatReader, Steps
+from redrafter.serve.answers.thoughts import PARSERS as THOUGHTS
+from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
 
 _NAME_END = re.compile(r"[^\w.-]")
+_PLAIN_NAME = re.compile(r"[\w.-]+")
+_XML_NAME = re.compile(r"[^\s<>]([^\n<>]*[^\s<>])?")
 _PYTHON = re.compile(r"""["'(){}\[\],]""")
 _PYTHON_STRINGS = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -21,6 +26,20 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 def _nothing() -> None:
     pass
+
+
+class HermesCalls(ChatReader):
+    """JSON objects that models write between `<tool_call>` and `</tool_call>` alone."""
+
+    parsers = ("hermes",)
+    template_mark = "<tool_call>"
+    arguments_key = "arguments"
+
+    @classmethod
+    def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
+        """Return the grammar of an object between the two marks."""
+        begin, end = cls.wrapper
+        return f"{lark.mark(begin + chr(10))} {super().write_call(lark, tool)} {lark.mark(chr(10) + end)}"
 
 
 class _NamedArguments(ChatReader):
@@ -55,6 +74,15 @@ class MistralCalls(ChatReader):
             yield from self._find(_NAME_END)
         yield from self._skip_literal("[ARGS]")
         return (yield from self._read_arguments(name))
+
+    @classmethod
+    def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
+        """Return the grammar of a call in a list, or also of one after `[ARGS]` where the tokenizer has that token."""
+        mark, arguments = lark.mark("[TOOL_CALLS]"), lark.json(tool.parameters)
+        call = rf"""{mark} /\[\{{"name": ?"{tool.name}", ?"arguments": ?/ {arguments} {json.dumps("}]")}"""
+        if not lark.has("[ARGS]"):
+            return call
+        return f"({call} | {mark} {json.dumps(tool.name)} {lark.mark('[ARGS]')} {arguments})"
 
     def _new_id(self) -> str:
         return uuid.uuid4().hex[:9]  # Mistral's templates refuse ids of any other length
@@ -93,6 +121,14 @@ class DeepSeekCalls(ChatReader):
             yield from self._skip(SPACE)
             yield from self._skip_literal(end)
         return True
+
+    @classmethod
+    def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
+        """Return the grammar of a call as V3.1 writes it, or as V3 does."""
+        begin, end = lark.mark("".join(cls.begins)), lark.mark("<｜tool▁call▁end｜><｜tool▁calls▁end｜>")
+        mark, arguments, name = lark.mark("<｜tool▁sep｜>"), lark.json(tool.parameters), json.dumps(tool.name)
+        older = f'"function" {mark} {json.dumps(tool.name + chr(10) + "```json" + chr(10))} {arguments} "\\n```"'
+        return f"{begin} ({name} {mark} {arguments} | {older}) {end}"
 
 
 class PythonicCalls(_NamedArguments):
@@ -156,6 +192,35 @@ class PythonicCalls(_NamedArguments):
                 depth += 1 if mark in "([{" else -1
         return False
 
+    @classmethod
+    def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
+        """Return the grammar of a list of one call."""
+        # Rules for what may follow with and without an argument before it, from the last argument to the first.
+        first, later = json.dumps(")]"), json.dumps(")]")
+        for argument in reversed([*lark.arguments(tool, _PLAIN_NAME)]):
+            value = cls._write_value(lark, tool, argument.schema)
+            name = json.dumps(f"{argument.name}=") if argument.name is not None else f'{lark.free_name(tool)} "="'
+            if argument.name is None:
+                later = lark.rule(f'(", " {name} {value})* {later}')
+                first = lark.rule(f"{name} {value} {later} | {first}")
+                continue
+            or_later, or_first = ("", "") if argument.required else (f" | {later}", f" | {first}")
+            first = lark.rule(f"{name} {value} {later}{or_first}")
+            later = lark.rule(f'", " {name} {value} {later}{or_later}')
+        return f"{json.dumps(f'[{tool.name}(')} {first}"
+
+    @classmethod
+    def _write_value(cls, lark: LarkWriter, tool: CalledTool, schema: Any) -> str:
+        """Return an expression for a value, which is JSON; but for truth and nothing, which have names in Python."""
+        declared = schema.get("type") if isinstance(schema, dict) else None
+        listed = declared if isinstance(declared, list) else [declared]
+        names = {"boolean": '"True" | "False"', "null": '"None"'}
+        named = [names[kind] for kind in listed if isinstance(kind, str) and kind in names]
+        if not named or not {*schema}.isdisjoint({"enum", "const", "$ref", "not"}):
+            return lark.json(schema, tool.parameters)
+        rest = [kind for kind in listed if kind not in names]
+        return f"({' | '.join([*named, *([lark.json(schema | {'type': rest}, tool.parameters)] if rest else [])])})"
+
 
 def _python_as_json(source: str) -> str:
     if (written := as_json(source, None)) is not None:
@@ -186,6 +251,7 @@ class XmlCalls(_NamedArguments):
     key_marks: ClassVar[tuple[str, str]] = ("<parameter=", ">")
     value_marks: ClassVar[tuple[str, str]] = ("", "</parameter>")
     end: ClassVar[str] = "</function>"
+    _tried = 0  # up to where values were read as JSON that were none
 
     def _read_call(self) -> Steps:
         head, tail = self.name_marks
@@ -251,13 +317,46 @@ class XmlCalls(_NamedArguments):
             self._sent, self._quotes = None, False
             if complete:
                 self._add('"')
-        elif complete := (yield from self._find_mark(ends, _nothing)):
+        elif complete := (yield from self._skip_json(end)) or (yield from self._find_mark(ends, _nothing)):
             written = self.text[begin : self._at]
             self._add(key + (as_json(written.strip(), types) or json.dumps(written, ensure_ascii=False)))
         if complete:
             yield from self._skip_literal("\n")
             yield from self._skip_literal(end)
         return complete
+
+    def _skip_json(self, end: str) -> Steps:
+        """Move past an object or a list that `end` follows, which texts in it may hold too, or else stay."""
+        begin = self._at
+        yield from self._skip(SPACE)
+        if begin < self._tried or not (yield from self._has_more()) or self.text[self._at] not in "{[":
+            self._at = begin
+            return False
+        if (yield from self._skip_value()):
+            value_end = self._at
+            yield from self._skip(SPACE)
+            if (yield from self._skip_literal(end)):
+                self._at = value_end
+                yield from self._skip(SPACE)
+                return True
+        self._tried = max(self._tried, self._at)  # what was read is not read so again: it would take quadratic time
+        self._at = begin
+        return False
+
+    @classmethod
+    def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
+        """Return the grammar of a call with a line break after each part."""
+        arguments = [cls._write_argument(lark, tool, argument) for argument in lark.arguments(tool, _XML_NAME)]
+        head = lark.mark(f"<tool_call>\n<function={tool.name}>\n")
+        return " ".join([head, *arguments, lark.mark("</function>\n</tool_call>")])
+
+    @classmethod
+    def _write_argument(cls, lark: LarkWriter, tool: CalledTool, argument: Argument) -> str:
+        value = lark.unquoted(tool, argument, "\n</parameter>\n", "</parameter>")
+        if argument.name is None:
+            return f"({lark.mark('<parameter=')} {lark.free_name(tool)} {lark.mark('>' + chr(10))} {value})*"
+        written = f"{lark.mark('<parameter=')} {json.dumps(argument.name + '>' + chr(10))} {value}"
+        return written if argument.required else f"({written})?"
 
 
 class GlmCalls(XmlCalls):
@@ -274,6 +373,21 @@ class GlmCalls(XmlCalls):
     end = "</tool_call>"
     marks = (*name_marks, *key_marks, *value_marks, end)
 
+    @classmethod
+    def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
+        """Return the grammar of a call with a line break after each part, as GLM-4.5 writes it, or with none."""
+        arguments = [cls._write_argument(lark, tool, argument) for argument in lark.arguments(tool, _XML_NAME)]
+        head, end = f'{lark.mark("<tool_call>")} {json.dumps(tool.name)} "\\n"?', lark.mark("</tool_call>")
+        return " ".join([head, *arguments, end])
+
+    @classmethod
+    def _write_argument(cls, lark: LarkWriter, tool: CalledTool, argument: Argument) -> str:
+        name = lark.free_name(tool) if argument.name is None else json.dumps(argument.name)
+        value = lark.unquoted(tool, argument, "</arg_value>", "</arg_value>")
+        head = f'{lark.mark("<arg_key>")} {name} {lark.mark("</arg_key>")} "\\n"? {lark.mark("<arg_value>")}'
+        # GLM-4.5 writes a line break after each part, later ones none.
+        return f'({head} {value} "\\n"?){"*" if argument.name is None else "" if argument.required else "?"}'
+
 
 class HarmonyMessages(ChatReader):
     """Messages of gpt-oss: `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`.
@@ -284,6 +398,7 @@ class HarmonyMessages(ChatReader):
     parsers = ("openai",)
     template_mark = "<|channel|>"
     has_channels = True
+    own_thoughts = THOUGHTS["openai_gptoss"]
     begins = ("<|start|>", "<|channel|>")
     ends: ClassVar[tuple[str, ...]] = ("<|end|>", "<|call|>", "<|return|>")
     marks = (*begins, *ends, "<|message|>", "<|constrain|>")
@@ -305,17 +420,48 @@ class HarmonyMessages(ChatReader):
                 yield from self._skip(SPACE)
             else:
                 thought = recipient is None and re.search(r"<\|channel\|>\s*analysis\b", head) is not None
+                told_apart = thought and self._marks is not None
+                if told_apart:
+                    self._begin_thought(begin)
                 if recipient is None:
                     if thought:
                         yield from self._skip(SPACE)
                     self._from = self._at
-                if not (yield from self._read_until(self.ends + self.begins, thought and self._split_thoughts)):
+                if not (yield from self._read_until(self.ends + self.begins, told_apart)):
                     return True
             for end in self.ends:
                 yield from self._skip_literal(end)
+            if self.thought_spans and self.thought_spans[-1][1] > self._at:
+                self._end_thought()
             if recipient is None or recipient[1] in self._tools:
                 self._from = self._at
         return True
+
+    @classmethod
+    def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
+        """Return the grammar of a message to a tool, which is named before the channel or within it."""
+        arguments, message = lark.json(tool.parameters), lark.mark("<|message|>")
+        commentary = lark.mark("<|channel|>commentary")
+        kind = cls._write_kind(lark)
+        after_start = f"{json.dumps(f' to=functions.{tool.name}')} {commentary} {kind}"
+        in_channel = f"{commentary} {json.dumps(f' to=functions.{tool.name}')} {kind}"
+        return f"({after_start} | {in_channel}) {message} {arguments}"
+
+    @staticmethod
+    def _write_kind(lark: LarkWriter) -> str:
+        return f'(" "? {lark.mark("<|constrain|>json")} | " json")?'
+
+    @classmethod
+    def write_answer(cls, lark: LarkWriter, content: str) -> str:
+        """Return the grammar of a message of the channel `final`."""
+        return f"{lark.mark('<|channel|>final')} {cls._write_kind(lark)} {lark.mark('<|message|>')} {content}"
+
+    @classmethod
+    def after_thought(cls, lark: LarkWriter, marks: ThoughtMarks | None, thinking: Thinking, rest: str) -> str:
+        """Return the grammar of what follows a message of the channel `analysis`, which a prompt never begins."""
+        if marks is None:
+            return rest
+        return f"({lark.thought(marks, False)} {lark.mark('<|start|>assistant')})? {rest}"
 
 
 FORMS: tuple[type[ChatReader], ...] = (
@@ -325,6 +471,7 @@ FORMS: tuple[type[ChatReader], ...] = (
     GlmCalls,
     XmlCalls,
     PythonicCalls,
+    HermesCalls,
     ChatReader,
 )
 PARSERS = {name: form for form in FORMS for name in form.parsers}

@@ -105,12 +105,20 @@ class Choice(ServedSequence):
             self.logprob += sum(logprob for logprob, _ in delta.logprobs or ())
             self.finish = delta.finish or self.finish
             accepted = delta.accepted if self._marks_drafts else 0
-            self._hold(self._detokenizer.push(shown[:accepted]), True)
-            self._hold(self._detokenizer.push(shown[accepted:]), False)
+            self._decode(shown[:accepted], True)
+            self._decode(shown[accepted:], False)
             if delta.finish is not None:
                 self._hold(self._detokenizer.finish(), False)
             text += self._release()
         return text, self.lines[begin:]
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of thoughts; None for a text of which they are not counted."""
+        return None
+
+    def _decode(self, tokens: Sequence[int], drafted: bool) -> None:
+        self._hold(self._detokenizer.push(tokens), drafted)
 
     def _hold(self, text: str, drafted: bool) -> None:
         self._held += text
@@ -171,14 +179,16 @@ def usage_and_metrics(choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def count_usage(choices: Iterable[Choice], prompts: Collection[Choice]) -> dict[str, Any]:
+def count_usage(choices: Sequence[Choice], prompts: Collection[Choice]) -> dict[str, Any]:
     """Return the usage so far. The tokens of `prompts` count as read, those of `choices` as written."""
     read, written = sum(len(choice.prompt) for choice in prompts), sum(choice.token_count for choice in choices)
+    thoughts = [choice.reasoning_tokens for choice in choices if choice.reasoning_tokens is not None]
     return {
         "prompt_tokens": read,
         "completion_tokens": written,
         "total_tokens": read + written,
         "prompt_tokens_details": {"cached_tokens": sum(choice.reused for choice in prompts)},
+        **({"completion_tokens_details": {"reasoning_tokens": sum(thoughts)}} if thoughts else {}),
     }
 
 

@@ -4,6 +4,8 @@ import asyncio
 import logging
 import time
 import uuid
+from array import array
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import count, islice
 from types import MappingProxyType
@@ -16,6 +18,7 @@ from redrafter.errors import ReDrafterError
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.choice import Choice, TokenLine, count_usage, usage_and_metrics
 from redrafter.serve.answers.reader import ChatReader
+from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.protocol.fields import StreamOptions
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest
@@ -98,8 +101,9 @@ class ChatChoice(Choice):
     Args:
         form: Reader of the form in which the model writes calls.
         special: Special tokens by id. Those that are marks of the form are part of the text that is read.
-        split_thoughts: Whether thoughts go into `reasoning_content`, not into the content.
-        thinking: Whether the text begins within thoughts, because the prompt has opened them.
+        thoughts: Marks of thoughts, which go into `reasoning_content`, not into the content; None: they are part of it.
+        thinking: Whether the text begins within a thought, because the prompt has opened it, or may begin with one.
+        reads_calls: Whether the text may hold calls; one that follows a grammar of its content does not.
     """
 
     kind, prefix, chunk_kind = "chat.completion", "chatcmpl", "chat.completion.chunk"
@@ -111,16 +115,35 @@ class ChatChoice(Choice):
         *served: Any,
         form: type[ChatReader] = ChatReader,
         special: Mapping[int, str] = MappingProxyType({}),
-        split_thoughts: bool = False,
-        thinking: bool = False,
+        thoughts: ThoughtMarks | None = None,
+        thinking: Thinking = "possible",
+        reads_calls: bool = True,
     ):
-        tools = {tool.function.name: tool.function.parameters for tool in request.callable_tools}
+        tools = {tool.function.name: tool.function.parameters for tool in request.callable_tools if reads_calls}
         seen = form.marks if tools or form.has_channels else ()
-        hidden = {token for token, content in special.items() if content not in seen}
+        seen += (thoughts.begin, thoughts.end) if thoughts is not None else ()
+        hidden = {token for token, content in special.items() if not any(content in mark for mark in seen)}
         super().__init__(prompt, request, *served, hidden=hidden if len(hidden) < len(special) else None)
         self._logprobs = request.logprobs
-        self._reader = form(tools, request.parallel_tool_calls is not False, split_thoughts, thinking)
-        self._may_lack_content = bool(tools or split_thoughts)
+        self._reader = form(tools, request.parallel_tool_calls is not False, thoughts, thinking)
+        self._may_lack_content = bool(tools or thoughts is not None)
+        # Where each token's text ends, to count those of thoughts.
+        self._token_ends: array[int] | None = None if thoughts is None else array("l")
+
+    def _decode(self, tokens: Sequence[int], drafted: bool) -> None:
+        if self._token_ends is None or not tokens:
+            return super()._decode(tokens, drafted)
+        for token in tokens:
+            super()._decode([token], drafted)
+            self._token_ends.append(len(self._drafted))
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of thoughts and of their marks, as far as the text has been read."""
+        ends, count = self._token_ends or (), 0
+        for begin, end in self._reader.thought_spans:
+            count += bisect_right(ends, end) - (bisect_right(ends, begin) if begin else 0)
+        return count
 
     def format_choice(self, index: int) -> dict[str, Any]:
         """Return an entry of `choices` of a whole answer."""
@@ -230,9 +253,10 @@ async def stream_answer(
     async for choice, gained in deltas:
         text, lines = choice.append(gained)
         if text or lines or choice.finish or not choice.shown:
+            entries = choice.format_chunks(indices[choice], text, lines)
             so_far = count_usage([choice], [choice]) if options.continuous_usage_stats else None
             usage = {"usage": so_far} if options.include_usage else {}
-            for entry in choice.format_chunks(indices[choice], text, lines):
+            for entry in entries:
                 choice.shown = True
                 yield head | {"choices": [_with_stop(choice, entry)]} | usage
     if options.include_usage:

@@ -2,23 +2,27 @@
 
 A call is a JSON object with `name`, the name of a known tool, and `arguments` (or `parameters`): at the beginning of
 the text, alone or in a list, or anywhere between `<tool_call>` and `</tool_call>`. That is what Llama 3.1, Qwen2.5,
-Qwen3 and Hermes 2 and 3 are trained to write; `redrafter.serve.answers.call_forms` reads calls of other forms.
-Thoughts stand at the beginning, between `<think>` and `</think>`.
+Qwen3 and Hermes 2 and 3 are trained to write; `redrafter.serve.answers.call_forms` reads calls of other forms. Each
+form has the grammar of a call too, for models that have to write one. Thoughts stand at the beginning, between the
+marks of `redrafter.serve.answers.thoughts`.
 
 The result does not depend on the pieces in which the text comes.
 """
 
 import json
 import re
+import sys
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, ClassVar
+
+from redrafter.serve.answers.lark import CalledTool, LarkWriter
+from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
 
 Steps = Generator[None, None, bool]  # yields when it needs more text
 _STRING = re.compile(r'["\\]')
 _NESTED = re.compile(r'["{}\[\]]')
 _SCALAR_END = re.compile(r"[\s,}\]]")
-_THINK, _THINK_END = "<think>", "</think>"
 SPACE = " \t\r\n"
 
 Deltas = list[tuple[dict[str, Any], list[tuple[int, int]]]]
@@ -32,34 +36,43 @@ class ChatReader:
     Args:
         tools: Schemas of the parameters of the tools that may be called, by the tools' names.
         parallel_calls: Whether more than one call is reported; else what follows the first call is left out.
-        split_thoughts: Whether thoughts are reported apart from the content.
-        thinking: Whether the text begins within thoughts.
+        thoughts: Marks of thoughts, which are reported apart from the content; None: they are part of it.
+        thinking: Whether the text begins within a thought, may begin with one, or follows one.
+
+    Attributes:
+        text: The text so far.
+        calls: Number of calls that have begun.
+        cut: Whether the text ends within a call.
+        thought_spans: Where thoughts and their marks begin and end in the text; one that goes on has no end yet.
     """
 
-    parsers: ClassVar[tuple[str, ...]] = ("hermes", "llama3_json", "llama4_json")  # names of the form in vLLM
+    parsers: ClassVar[tuple[str, ...]] = ("llama3_json", "llama4_json")  # names of the form in vLLM
     template_mark: ClassVar[str | None] = None  # text by which a chat template shows that its model writes the form
     has_channels: ClassVar[bool] = False  # whether marks of the form tell thoughts and answer apart, without tools too
+    own_thoughts: ClassVar[ThoughtMarks | None] = None  # marks of thoughts that go with the form
     begins: ClassVar[tuple[str, ...]] = ("<tool_call>",)  # what calls begin with, anywhere in the text
     wrapper: ClassVar[tuple[str, str]] = ("<tool_call>", "</tool_call>")  # what may stand around calls
     bare: ClassVar[str] = "{["  # characters with which calls begin at the beginning of the text
     before: ClassVar[str] = SPACE + "["  # characters that may precede a first call, and those between calls
     between: ClassVar[str] = SPACE + ",;]["
+    arguments_key: ClassVar[str] = "(arguments|parameters)"  # regular expression of the key of a call's arguments
     marks: ClassVar[tuple[str, ...]] = wrapper  # all that has to be seen in the text, although it may be special tokens
 
     def __init__(
         self,
         tools: Mapping[str, Any],
         parallel_calls: bool = True,
-        split_thoughts: bool = False,
-        thinking: bool = False,
+        thoughts: ThoughtMarks | None = None,
+        thinking: Thinking = "possible",
     ):
-        self.text = ""  # so far
+        self.text = ""
         self._at = 0  # index of the next character to read
         self._last = False  # whether the text is complete
         self._tools, self._parallel_calls = tools, parallel_calls
-        self._split_thoughts, self._thinking = split_thoughts, thinking
-        self.calls = 0  # that have begun
-        self.cut = False  # whether the text ends within a call
+        self._marks, self._thinking = thoughts, thinking
+        self.calls = 0
+        self.cut = False
+        self.thought_spans: list[tuple[int, int]] = []
         self._from = 0  # where text that is not reported yet begins
         self._seen = 0  # up to where spaces were looked for
         self._sent: int | None = None  # within arguments: where those that are not reported yet begin
@@ -68,6 +81,22 @@ class ChatReader:
         self._content: list[tuple[int, int]] = []
         self._calls: list[dict[str, Any]] = []
         self._steps = self._read()
+
+    @classmethod
+    def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
+        """Return an expression of Lark for a call of a tool, as models of the form are trained to write it."""
+        head = rf'/\{{"name": ?"{tool.name}", ?"{cls.arguments_key}": ?/'
+        return f"{head} {lark.json(tool.parameters)} {json.dumps('}')}"
+
+    @classmethod
+    def write_answer(cls, lark: LarkWriter, content: str) -> str:
+        """Return an expression for an answer that is no call, whose content an expression describes."""
+        return content
+
+    @classmethod
+    def after_thought(cls, lark: LarkWriter, marks: ThoughtMarks | None, thinking: Thinking, rest: str) -> str:
+        """Return an expression for what follows a thought, and for that thought; arguments as in the constructor."""
+        return lark.after_thought(marks, thinking, rest)
 
     def push(self, text: str, last: bool = False) -> Deltas:
         """Append text; `last` says whether no more follows.
@@ -87,8 +116,8 @@ class ChatReader:
         return ([(delta, spans)] if delta else []) + [({"tool_calls": [call]}, []) for call in calls]
 
     def _read(self) -> Steps:
-        if self._split_thoughts:
-            yield from self._read_thoughts()
+        if self._marks is not None and self._thinking != "over":
+            yield from self._read_thoughts(self._marks)
         while not self._tools:
             self._report(len(self.text), False)
             if self._last:
@@ -106,21 +135,27 @@ class ChatReader:
                     self._from = self._at
         return True
 
-    def _read_thoughts(self) -> Steps:
-        if not self._thinking:
+    def _read_thoughts(self, marks: ThoughtMarks) -> Steps:
+        if self._thinking == "possible":
             yield from self._skip(SPACE)
-            if not (yield from self._skip_literal(_THINK)):
+            if not (yield from self._skip_literal(marks.begin)):
                 self._at = self._from
                 return False
+        self._begin_thought(0)
         yield from self._skip(SPACE)
         self._from = self._at
-        self._thinking = True
-        if (yield from self._read_until((_THINK_END,), True)):
-            self._at += len(_THINK_END)
-        self._thinking = False
+        if (yield from self._read_until((marks.end,), True)):
+            self._at += len(marks.end)
+            self._end_thought()
         yield from self._skip(SPACE)
         self._from = self._at
         return True
+
+    def _begin_thought(self, at: int) -> None:
+        self.thought_spans.append((at, sys.maxsize))
+
+    def _end_thought(self) -> None:
+        self.thought_spans[-1] = self.thought_spans[-1][0], self._at
 
     def _read_until(self, marks: tuple[str, ...], thought: bool) -> Steps:
         """Report the text before the first of some marks, without trailing spaces, and move to it.

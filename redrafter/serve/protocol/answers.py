@@ -59,13 +59,20 @@ class PromptDetails(_Answer):
     cached_tokens: int
 
 
+class CompletionDetails(_Answer):
+    """Written tokens by what they are for: those of thoughts, and of the marks around them."""
+
+    reasoning_tokens: int
+
+
 class Usage(_Answer):
-    """Tokens of an answer."""
+    """Tokens of an answer; details of those that were written are in a chat's."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | None = None
 
 
 class Speculation(_Answer):

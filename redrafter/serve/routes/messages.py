@@ -9,7 +9,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from redrafter.sandbox.process import SandboxedProcess
-from redrafter.serve.answers.call_forms import call_form
 from redrafter.serve.prompts import ChatTemplate
 from redrafter.serve.protocol.answers import answer_responses
 from redrafter.serve.protocol.messages import (
@@ -51,7 +50,7 @@ def add_messages(app: FastAPI, server: "Server", respond: Callable[..., Awaitabl
         async def work() -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
             server.check_model(body.model)
             head = _head(body, body.model or server.model)
-            chat = as_chat(body, server.prompts.template, server.options.tool_call_parser)
+            chat = as_chat(body, server.prompts.template, server.thinks)
             answer = await server.chat(chat, request.scope["facts"])
             return _whole(head, answer, body) if isinstance(answer, dict) else message_events(head, answer, body)
 
@@ -60,7 +59,7 @@ def add_messages(app: FastAPI, server: "Server", respond: Callable[..., Awaitabl
     @app.post(f"{MESSAGES_PATH}/count_tokens", response_model=CountTokensAnswer, responses=errors)
     async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
         server.check_model(body.model)
-        chat = as_chat(body, server.prompts.template, server.options.tool_call_parser)
+        chat = as_chat(body, server.prompts.template, server.thinks)
 
         def encode(chat: ChatRequest, decoder: SandboxedProcess | None) -> list[int]:
             return server.counting_prompts.encode_chat(chat, decoder)[0]
@@ -68,13 +67,13 @@ def add_messages(app: FastAPI, server: "Server", respond: Callable[..., Awaitabl
         return {"input_tokens": len(await server.encode(encode, chat, chat.messages, request.scope["facts"]))}
 
 
-def as_chat(request: CountTokensRequest, template: ChatTemplate, parser: str = "auto") -> ChatRequest:
+def as_chat(request: CountTokensRequest, template: ChatTemplate, thinks: bool = False) -> ChatRequest:
     """Translate a request to a chat request, or raise `ApiError` or `RequestValidationError`.
 
-    `parser` is how the server reads calls, which tells whether the model writes thoughts without marks of a template.
+    `thinks` tells whether the model writes thoughts.
     """
     messages = _messages(request, template)
-    variables = _thinking_variables(request, template, parser) | (request.chat_template_kwargs or {})
+    variables = _thinking_variables(request, template, thinks) | (request.chat_template_kwargs or {})
     chat: dict[str, Any] = {"model": request.model, "messages": messages, "chat_template_kwargs": variables}
     if messages and messages[-1]["role"] == "assistant":  # the answer goes on with it
         if "tool_calls" in messages[-1] or not any(part["text"] for part in messages[-1]["content"] or ()):
@@ -117,7 +116,7 @@ def as_chat(request: CountTokensRequest, template: ChatTemplate, parser: str = "
     return chat_request(chat)
 
 
-def _thinking_variables(request: CountTokensRequest, template: ChatTemplate, parser: str) -> dict[str, Any]:
+def _thinking_variables(request: CountTokensRequest, template: ChatTemplate, thinks: bool) -> dict[str, Any]:
     """Return the template's variables for `thinking`. A model that has no thoughts keeps to any but needs none."""
     asked = request.thinking
     if asked is None:
@@ -125,7 +124,7 @@ def _thinking_variables(request: CountTokensRequest, template: ChatTemplate, par
     switch = next((name for name in _THINKING_SWITCHES if name in template.variables), None)
     variables: dict[str, Any] = {} if switch is None else {switch: asked.type != "disabled"}
     if asked.type == "disabled":
-        if switch is None and (template.has_think_tags or call_form(parser, template.text).has_channels):
+        if switch is None and thinks:
             what = "this model's chat template cannot turn thoughts off: leave thinking out"
             raise ApiError(400, what, "thinking", "unsupported_parameter")
     elif asked.budget_tokens is not None and "thinking_budget" in template.variables:

@@ -1,0 +1,420 @@
+"""Grammars of answers in llguidance's Lark: thoughts, marks that may be special tokens, and arguments of calls.
+
+A reader of calls (`redrafter.serve.answers.reader`) composes the grammar of its own form of what is here, so that a
+model which has to call a tool writes the form that it was trained to write, and the reader reads it back.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from redrafter.errors import ArgumentError
+from redrafter.grammar.limits import MAX_GRAMMAR_CHARS
+from redrafter.grammar.source import GrammarSource, checked_text
+from redrafter.serve.answers.arguments import JSON_TYPES, as_json, follow, is_inner, schema_types
+from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
+
+# Without this, a model may fill a call with spaces and line breaks until no token is left. A separator is a regular
+# expression; a space after it is how models are trained to write JSON.
+_COMPACT_JSON = {
+    "whitespace_pattern": None,
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+}
+# Keywords whose values are data, and keywords whose values are schemas by name.
+_DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples", "example"})
+_NAMED_SCHEMAS_KEYWORDS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_DEFINITIONS = ("$defs", "definitions")
+_IGNORED = frozenset({"$id", "$schema", "x-guidance"})  # at the top of a tool's parameters
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "nullable"}
+    | {"$comment", "contentEncoding", "contentMediaType"}
+)
+_OF_OTHER_TYPES = frozenset(  # keywords that say nothing of a text
+    {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items", "prefixItems", "minItems"}
+    | {"maxItems", "uniqueItems", "properties", "required", "additionalProperties", "patternProperties"}
+    | {"minProperties", "maxProperties"}
+)
+_TEXT_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength", "pattern", "format"})
+_HOUR = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_DAY = (
+    r"[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_FORMATS = {
+    "date": _DAY,
+    "time": _HOUR,
+    "date-time": f"{_DAY}T{_HOUR}",
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "email": r"[a-zA-Z0-9_%+-]+(\.[a-zA-Z0-9_%+-]+)*@([a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?\.)+[a-zA-Z]{2,63}",
+    "ipv4": r"((25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])",
+    "uri": r"[a-z][a-z0-9+.-]*:(//[a-zA-Z0-9.-]+(:[0-9]+)?)?[a-zA-Z0-9._~%!$&'()*+,;=:@/?-]+",
+}
+# What a text must not look like where it may be a value of another type too, since it is then read as one.
+_LOOKS_LIKE = {
+    "null": "(null|None)",
+    "boolean": "(true|false|True|False)",
+    "integer": "-?[0-9][0-9.eE+-]*",
+    "number": "-?[0-9][0-9.eE+-]*",
+    "array": r"\[(?s:.*)",
+    "object": r"\{(?s:.*)",
+}
+_MAX_WORK = 32 * MAX_GRAMMAR_CHARS  # characters of schemas that are looked into, of each once for every argument
+_BLANK = r"[\s\x1c-\x1f]*"
+
+
+class Argument(NamedTuple):
+    """An argument that is written by name.
+
+    Attributes:
+        name: Its name; None for any name that the tool's parameters leave free.
+        schema: Its JSON schema.
+        required: Whether every call has it.
+    """
+
+    name: str | None
+    schema: Any
+    required: bool
+
+
+class CalledTool(NamedTuple):
+    """A tool that may be called, and the JSON schema of its parameters, which is its root for references."""
+
+    name: str
+    parameters: dict[str, Any]
+
+
+class LarkWriter:
+    """Writes one grammar. Methods return expressions of Lark, and keep the rules that these need.
+
+    Args:
+        special: Ids of tokens that no text spells, by the text that they are decoded to.
+        form: Name of the form of calls, for messages.
+    """
+
+    def __init__(self, special: Mapping[str, int], form: str = ""):
+        self._special, self._form = special, form
+        self._rules: list[str] = []
+        self._names: dict[str, str] = {}  # of rules by their body
+        self._work = 0  # characters that may be looked into
+        names = sorted(special, key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)()")
+
+    def source(self, start: str) -> GrammarSource:
+        """Return the grammar that begins with an expression."""
+        return GrammarSource("lark", checked_text(self.text(start)))
+
+    def text(self, start: str) -> str:
+        """Return the text of the grammar that begins with an expression."""
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+    def rule(self, body: str, terminal: bool = False) -> str:
+        """Return the name of a rule, or of a terminal, with a body."""
+        if (name := self._names.get(body)) is None:
+            name = self._names[body] = f"{'T' if terminal else 'r'}{len(self._rules)}"
+            self._rules.append(f"{name}: {body}")
+        return name
+
+    def has(self, token: str) -> bool:
+        """Tell whether a special token is decoded to a text."""
+        return token in self._special
+
+    def mark(self, text: str) -> str:
+        """Return an expression for text of the form itself, in which special tokens are those tokens."""
+        return " ".join(self._pieces(text)) or '""'
+
+    def _pieces(self, text: str) -> list[str]:
+        parts = self._pattern.split(text)
+        return [
+            f"<[{self._special[part]}]>" if index % 2 else json.dumps(part) for index, part in enumerate(parts) if part
+        ]
+
+    def thought(self, marks: ThoughtMarks, opened: bool) -> str:
+        """Return an expression for a thought with its marks, without the first where the prompt has it."""
+        head, *rest = self._pieces(marks.end)
+        text = f"/(?s:.+)/ & {_without(marks.end)}"
+        ends = {token for content, token in self._special.items() if content in marks.end}
+        free = [self.rule(text, terminal=True), *_token_ranges({*self._special.values()} - ends)]
+        end = [head, *rest]
+        if not head.startswith("<"):  # the text and its end are one lexeme, as a lexeme takes as much as it can
+            end = [self.rule(f"(/(?s:.*)/ & {_without(marks.end)}) {head}", terminal=True), *rest]
+        return " ".join([*([] if opened else self._pieces(marks.begin)), f"({' | '.join(free)})*", *end])
+
+    def after_thought(self, marks: ThoughtMarks | None, thinking: Thinking, rest: str) -> str:
+        """Return an expression for what follows the thought that a prompt has begun, or that may be written first."""
+        if marks is None or thinking == "over":
+            return rest
+        blank = self.rule(r"/[ \t\r\n]{1,4}/", terminal=True)
+        thought = f"{self.thought(marks, thinking == 'open')} {blank}?"
+        return f"{thought} {rest}" if thinking == "open" else f"({thought})? {rest}"
+
+    def json(self, schema: Any, root: Any = None) -> str:
+        """Return an expression for compact JSON of a schema, which may refer to other parts of `root`."""
+        alone = _drop(schema) if root is None else _standalone(schema, root)
+        text = GrammarSource.json_schema({"x-guidance": _COMPACT_JSON, **alone}).text
+        return self.rule(f"%json {text}")
+
+    def refuse(self, tool: CalledTool, what: str) -> ArgumentError:
+        """Return an error about a part of a tool's parameters that the form cannot keep to."""
+        return ArgumentError(
+            f"grammar: the parameters of {tool.name!r} have {what}, which cannot be kept to in calls of the form "
+            f"{self._form!r}: leave it out, or start the server with --tool-call-parser hermes"
+        )
+
+    def arguments(self, tool: CalledTool, name: re.Pattern[str]) -> Iterator[Argument]:
+        """Yield the arguments of a form that writes them one by one, in their order.
+
+        Args:
+            tool: The tool.
+            name: What a name has to match as a whole, so that the form can write it.
+
+        Raises:
+            ArgumentError: The tool's parameters cannot be kept to in such a form.
+        """
+        size = len(GrammarSource.json_schema(tool.parameters).text)  # which checks it before it is looked into
+        schema = _resolve(tool.parameters, tool.parameters)
+        known = _ANNOTATIONS | _IGNORED | {*_DEFINITIONS, "type", "properties", "required", "additionalProperties"}
+        if unknown := [keyword for keyword in schema if keyword not in known]:
+            raise self.refuse(tool, f"{unknown[0]!r} at their top")
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if schema.get("type", "object") != "object" or not (
+            isinstance(properties, dict)
+            and isinstance(required, list)
+            and all(isinstance(key, str) for key in required)
+        ):
+            raise self.refuse(tool, "another type than an object")
+        count = len({*properties, *required})
+        self._work += size * count
+        if self._work > _MAX_WORK:
+            raise ArgumentError(
+                f"grammar: the parameters of {tool.name!r}, with {count} arguments, are too large for calls of form "
+                f"{self._form!r}: offer fewer or smaller tools"
+            )
+        more = schema.get("additionalProperties", "properties" not in schema)
+        for key in dict.fromkeys([*properties, *required]):
+            if name.fullmatch(key) is None:
+                raise self.refuse(tool, f"an argument called {key[:80]!r}")
+            if (value := properties.get(key, schema.get("additionalProperties", True))) is not False:
+                yield Argument(key, {} if value is True else value, key in required)
+            elif key in required:
+                raise self.refuse(tool, f"the argument {key!r}, which is required and may not be given")
+        if more is not False:
+            yield Argument(None, {} if more is True else more, False)
+
+    def free_name(self, tool: CalledTool) -> str:
+        """Return a terminal for the name of an argument that a tool's parameters do not have."""
+        taken = [key for key in _resolve(tool.parameters, tool.parameters).get("properties", {}) if key]
+        others = f" & ~({' | '.join(json.dumps(key) for key in taken)})" if taken else ""
+        return self.rule(f"/[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/{others}", terminal=True)
+
+    def unquoted(self, tool: CalledTool, argument: Argument, end: str, mark: str) -> str:
+        """Return an expression for a value as it is written without quotes, followed by its end.
+
+        Args:
+            tool: The tool.
+            argument: The argument.
+            end: Text of the form after the value.
+            mark: The part of `end` that no value may hold.
+        """
+        options = []
+        types = schema_types(argument.schema, tool.parameters)
+        head, *rest = self._pieces(end)
+        for schema in self._branches(tool, argument.schema) if not types or "string" in types else [argument.schema]:
+            if types and schema.get("type") != "string":
+                options.append(" ".join([self.json(schema, tool.parameters), head, *rest]))
+                continue
+            # Readers leave out a line break at either end of a value.
+            bare = [] if end.startswith("\n") else [r"~/\n(?s:.*)/", r"~/(?s:.*)\n/"]
+            parts, may_be_empty = self._text(tool, schema, types, mark, bool(bare))
+            parts += [_without(mark), *bare]
+            if head.startswith("<"):
+                value = self.rule(" & ".join([*parts, "/(?s:.+)/"]), terminal=True)
+                options.append(" ".join([f"{value}?" if may_be_empty else value, head, *rest]))
+            else:  # one lexeme, as a lexeme takes as much as it can
+                options.append(" ".join([self.rule(f"({' & '.join(parts)}) {head}", terminal=True), *rest]))
+        return f"({' | '.join(options)})"
+
+    def _branches(self, tool: CalledTool, schema: Any, depth: int = 0) -> list[dict[str, Any]]:
+        """Return schemas of which a value fits one, each of texts alone or of values of other types alone."""
+        schema = _resolve(schema, tool.parameters)
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            if keyword in schema:
+                others = [other for other in schema if other not in _ANNOTATIONS and other != keyword]
+                listed = schema[keyword]
+                if others or depth > 8 or not isinstance(listed, list) or (keyword == "allOf" and len(listed) > 1):
+                    raise self.refuse(tool, f"{keyword!r} {f'beside {others[0]!r} ' if others else ''}for a text")
+                kinds = [kind for option in listed for kind in schema_types(option, tool.parameters) or {"string"}]
+                if keyword == "oneOf" and len(kinds) > len({*kinds} - ({"integer"} if "number" in kinds else set())):
+                    raise self.refuse(tool, "'oneOf' of options that may hold at once")
+                return [branch for option in listed for branch in self._branches(tool, option, depth + 1)]
+        declared = schema.get("type")
+        listed = declared if isinstance(declared, list) else [declared] if declared is not None else []
+        if not all(isinstance(kind, str) and kind in JSON_TYPES for kind in listed):
+            raise self.refuse(tool, f"the type {str(declared)[:80]!r}")
+        if "enum" in schema or "const" in schema:
+            if ("enum" in schema and "const" in schema) or not isinstance(schema.get("enum", []), list):
+                raise self.refuse(tool, "an 'enum' that is no list or stands beside 'const'")
+            values = schema["enum"] if "enum" in schema else [schema["const"]]
+            kinds = [kind for kind in listed if kind != "string"]
+            texts = [value for value in values if isinstance(value, str) and (not listed or "string" in listed)]
+            others = [value for value in values if not isinstance(value, str)] if kinds or not listed else []
+            more = {keyword: value for keyword, value in schema.items() if keyword not in ("const", "enum")}
+            of_texts = more | {"type": "string", "enum": texts}
+            of_others = {"enum": others} | ({"type": kinds} if kinds else {})
+        else:
+            texts = [kind for kind in listed or ["string"] if kind == "string"]
+            others = [kind for kind in listed if kind != "string"]
+            of_texts, of_others = schema | {"type": "string"}, schema | {"type": others}
+        if not texts and not others:
+            raise self.refuse(tool, "an argument that has no value")
+        return [*([of_texts] if texts else []), *([of_others] if others else [])]
+
+    def _text(
+        self, tool: CalledTool, schema: dict[str, Any], types: set[str], mark: str, bare: bool
+    ) -> tuple[list[str], bool]:
+        """Return what a text has to match, and whether it may be empty."""
+        known = _TEXT_KEYWORDS | _ANNOTATIONS | _OF_OTHER_TYPES
+        if unknown := [keyword for keyword in schema if keyword not in known and not keyword.startswith("x-")]:
+            raise self.refuse(tool, f"{unknown[0]!r} for a text")
+        others = types - {"string"}
+        parts = ["/(?s:.*)/", *(f"~/{_BLANK}{_LOOKS_LIKE[kind]}{_BLANK}/" for kind in sorted(others))]
+        lengths = [schema.get("minLength", 0), schema.get("maxLength", 0)]
+        if not all(type(length) is int and 0 <= length <= MAX_GRAMMAR_CHARS for length in lengths):
+            raise self.refuse(tool, f"the lengths {str(lengths)[:80]} of a text")
+        least = lengths[0]
+        if least or "maxLength" in schema:
+            parts.append(f"/(?s:.{{{least},{lengths[1] if 'maxLength' in schema else ''}}})/")
+        if "enum" in schema:
+            texts = [text for text in schema["enum"] if mark not in text and not (bare and text != text.strip("\n"))]
+            texts = [text for text in texts if not others or as_json(text.strip(), others) is None]
+            if not texts:
+                raise self.refuse(tool, "only values that would be read as another type or cut")
+            return [f"({' | '.join(map(json.dumps, texts))})", *parts], "" in texts
+        if "pattern" in schema:
+            parts.append(self._search(tool, schema["pattern"]))
+        if "format" in schema:
+            kind = schema["format"]
+            if not isinstance(kind, str) or kind not in _FORMATS:
+                raise self.refuse(tool, f"the format {str(kind)[:80]!r} of a text")
+            parts.append(f"/{_escape(_FORMATS[kind])}/")
+        return parts, not (least or "pattern" in schema or "format" in schema)
+
+    def _search(self, tool: CalledTool, pattern: Any) -> str:
+        """Return a terminal for texts in which a pattern is found; `^` and `$` hold it at either end."""
+        scanned = _scan(pattern) if isinstance(pattern, str) else None
+        if scanned is None:
+            raise self.refuse(tool, f"the pattern {str(pattern)[:80]!r}")
+        choice, ends = scanned
+        begins = pattern.startswith("^")
+        if (begins or ends) and choice:
+            raise self.refuse(tool, f"'^' or '$' beside '|' in the pattern {pattern[:80]!r}")
+        body = pattern[begins : len(pattern) - ends]
+        return f"/{'' if begins else '(?s:.*)'}({_escape(body)}){'' if ends else '(?s:.*)'}/"
+
+
+def _without(mark: str) -> str:
+    return f"~(/(?s:.*)/ {json.dumps(mark)} /(?s:.*)/)"
+
+
+def _escape(pattern: str) -> str:
+    """Return a regular expression of a schema, whose digits and letters are ASCII, as it is written between slashes."""
+    written = {
+        "\\d": "[0-9]",
+        "\\D": "[^0-9]",
+        "\\w": "[a-zA-Z0-9_]",
+        "\\W": "[^a-zA-Z0-9_]",
+        "/": "\\/",
+        "\n": "\\n",
+        "\\\n": "\\n",
+    }
+    return re.sub(r"\\.|/|\n", lambda found: written.get(found[0], found[0]), pattern, flags=re.DOTALL)
+
+
+def _scan(pattern: str) -> tuple[bool, bool] | None:
+    """Return whether a regular expression has `|` outside of parentheses, and whether it ends with `$`.
+
+    None if its parentheses do not match.
+    """
+    depth, in_class, choice, ends = 0, False, False, False
+    characters = iter(pattern)
+    for character in characters:
+        ends = character == "$" and not in_class
+        if character == "\\":
+            next(characters, None)
+        elif in_class:
+            in_class = character != "]"
+        else:
+            in_class = character == "["
+            depth += (character == "(") - (character == ")")
+            choice |= character == "|" and depth == 0
+            if depth < 0:
+                return None
+    return None if depth or in_class else (choice, ends)
+
+
+def _token_ranges(tokens: Iterable[int]) -> list[str]:
+    """Return an expression for any of some tokens, in a list that is empty where there are none."""
+    ranges: list[list[int]] = []
+    for token in sorted(tokens):
+        if ranges and ranges[-1][1] == token - 1:
+            ranges[-1][1] = token
+        else:
+            ranges.append([token, token])
+    return [f"<[{','.join(f'{a}-{b}' if a < b else f'{a}' for a, b in ranges)}]>"] if ranges else []
+
+
+def _drop(schema: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in schema.items() if name not in _IGNORED}
+
+
+def _follow(root: Any, reference: str) -> Any:
+    """Return what a reference within a schema leads to, or raise `ArgumentError`."""
+    if (found := follow(root, reference)) is None:
+        raise ArgumentError(f"grammar: the schema has no {reference[:80]!r}, to which it refers")
+    return found
+
+
+def _resolve(schema: Any, root: Any) -> dict[str, Any]:
+    """Return a schema in place of a reference to it within `root`."""
+    for _ in range(32):
+        if schema is True:
+            return {}
+        if not isinstance(schema, dict):
+            raise ArgumentError(f"grammar: {str(schema)[:80]!r} is no schema of a value")
+        if not is_inner(schema.get("$ref")) or {*schema} - {"$ref"} - _ANNOTATIONS - _IGNORED - {*_DEFINITIONS}:
+            return schema
+        schema = _follow(root, schema["$ref"])
+    raise ArgumentError("grammar: references of the schema lead in a circle")
+
+
+def _standalone(schema: Any, root: Any) -> dict[str, Any]:
+    """Return a part of a schema as one of its own, with all that it refers to in `$defs`."""
+    numbers: dict[str, str] = {}
+    todo: list[str] = []
+
+    def move(value: Any) -> Any:
+        if isinstance(value, list):
+            return [move(entry) for entry in value]
+        if not isinstance(value, dict):
+            return value
+        moved: dict[str, Any] = {}
+        for keyword, content in value.items():
+            if keyword == "$ref" and is_inner(content):
+                if content not in numbers:
+                    numbers[content] = str(len(numbers))
+                    todo.append(content)
+                moved[keyword] = f"#/$defs/{numbers[content]}"
+            elif keyword in _NAMED_SCHEMAS_KEYWORDS and isinstance(content, dict):
+                if keyword not in _DEFINITIONS:
+                    moved[keyword] = {name: move(part) for name, part in content.items()}
+            else:
+                moved[keyword] = content if keyword in _DATA_KEYWORDS else move(content)
+        return moved
+
+    alone = move(schema)
+    definitions = {}
+    while todo:
+        reference = todo.pop()
+        definitions[numbers[reference]] = move(_follow(root, reference))
+    return {**_drop(alone), "$defs": definitions} if definitions else _drop(alone)

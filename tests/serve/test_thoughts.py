@@ -1,0 +1,252 @@
+"""Thoughts before answers that follow a grammar, and how many tokens they have."""
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+pytest.importorskip("fastapi")
+pytest.importorskip("llguidance")
+openai = pytest.importorskip("openai")
+
+from helpers.serving import listening, text_of
+from redrafter import boxed_pair
+from redrafter.grammar.grammar import Grammar
+from redrafter.grammar.source import GrammarSource
+from redrafter.scheduler.sequence import SequenceDelta
+from redrafter.serve.answers.call_forms import PARSERS
+from redrafter.serve.answers.choice import count_usage
+from redrafter.serve.answers.formats import ChatChoice
+from redrafter.serve.answers.lark import LarkWriter
+from redrafter.serve.answers.reader import ChatReader
+from redrafter.serve.answers.thoughts import PARSERS as THOUGHTS
+from redrafter.serve.answers.thoughts import ThoughtMarks
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.protocol.requests import ChatRequest
+from redrafter.serve.server import Server
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}
+CALLS = {"tools": [TOOL], "tool_choice": "required"}
+# The pair in the box ends a thought with such marks by itself.
+MARKS = ThoughtMarks("<think>", ".")
+ASKED = {"role": "user", "content": "Tell me about a dog named Rex."}
+BEGUN: dict[str, Any] = {
+    "messages": [ASKED, {"role": "assistant", "content": "<think>\n"}],
+    "extra_body": {"continue_final_message": True},
+}
+
+
+@pytest.fixture(scope="module")
+def thinking(server) -> Iterator[Server]:
+    """A server of the pair in the box as of a model that thinks."""
+    on_delta = server.engine.on_delta
+    made = Server(server.engine, server.tokenizer)
+    made.prompts.__dict__["thoughts"] = MARKS
+    yield made
+    server.engine.on_delta = on_delta
+
+
+@pytest.fixture(scope="module")
+def client(thinking) -> "Iterator[openai.OpenAI]":
+    with listening(thinking.app) as url:
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def ask(client: "openai.OpenAI", **body: Any) -> Any:
+    settings: dict[str, Any] = {"model": "boxed", "max_tokens": 200, "temperature": 0}
+    return client.chat.completions.create(**settings | BEGUN | body)
+
+
+def guided(thinking: Server, pair: tuple, source: GrammarSource, more: dict[str, Any], **how: Any) -> str:
+    """Return the text that plain decoding writes of a chat whose thought has begun, by a grammar of all of it."""
+    request = ChatRequest.model_validate({"messages": BEGUN["messages"], "continue_final_message": True} | more)
+    ids, state, _ = thinking.prompts.encode_chat(request)
+    assert state == "open"
+    how = {"do_sample": True, "top_k": 0} | how
+    prompt, grammar = torch.tensor([ids]), Grammar(source, pair[1])
+    written = pair[0].generate(prompt, max_new_tokens=200, speculate=False, grammar=grammar, **how)
+    return text_of(pair, written[0, len(ids) :].tolist())
+
+
+def test_a_guided_answer_follows_the_thought_that_is_written_without_a_grammar(client, thinking, pair):
+    free = ask(client)
+    thought = free.choices[0].message.reasoning_content
+    assert len(thought) > 20
+    answer = ask(client, response_format=FORM)
+    message = answer.choices[0].message
+    assert message.reasoning_content == thought
+    assert set(json.loads(message.content)) == {"name", "age"}
+    assert answer.choices[0].finish_reason == "stop"
+    lark = LarkWriter({})
+    around = lark.text(lark.after_thought(MARKS, "open", "@answer"))
+    source = GrammarSource.json_schema(SCHEMA)._replace(around=around)
+    written = guided(thinking, pair, source, {}, do_sample=False)
+    assert [part.strip() for part in written.split(".", 1)] == [thought, message.content.strip()]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_a_forced_call_follows_the_thought_and_is_what_plain_decoding_writes(client, thinking, pair, temperature):
+    how: dict[str, Any] = {"temperature": temperature, "seed": 5} if temperature else {"do_sample": False}
+    answer = ask(client, **CALLS, temperature=temperature, seed=5)
+    [call] = answer.choices[0].message.tool_calls
+    assert answer.choices[0].message.reasoning_content
+    assert answer.choices[0].message.content is None
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert set(json.loads(call.function.arguments)) == {"name", "age"}
+    lark = LarkWriter({})
+    [tool] = thinking_tools()
+    source = lark.source(lark.after_thought(MARKS, "open", f"({lark.rule(ChatReader.write_call(lark, tool))})"))
+    written = guided(thinking, pair, source, CALLS, **how)
+    thought, rest = written.split(".", 1)
+    assert thought.strip() == answer.choices[0].message.reasoning_content
+    assert json.loads(rest)["name"] == "find"
+    assert call.function.arguments in rest
+
+
+def thinking_tools() -> list[Any]:
+    from redrafter.serve.tools import forced_tools
+
+    return forced_tools(ChatRequest.model_validate({"messages": [ASKED], **CALLS}))
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "mistral", "pythonic", "deepseek_v3", "hermes", "openai"])
+def test_a_forced_call_is_written_in_the_form_of_the_model(client, thinking, monkeypatch, parser):
+    monkeypatch.setattr(thinking, "options", ServeOptions(tool_call_parser=parser))
+    settings: dict[str, Any] = {"messages": [ASKED], "seed": 1, "max_tokens": 300, "extra_body": {}}
+    template = thinking.prompts.template
+    monkeypatch.setitem(template.__dict__, "reads_tools", True)
+    if parser == "openai":  # its thoughts are a channel
+        monkeypatch.setattr(thinking, "options", ServeOptions(tool_call_parser=parser, reasoning_format="none"))
+    else:
+        monkeypatch.setitem(thinking.prompts.__dict__, "thoughts", None)
+    answer = ask(client, **settings, **CALLS)
+    [call] = answer.choices[0].message.tool_calls
+    assert call.function.name == "find"
+    assert set(json.loads(call.function.arguments)) == {"name", "age"}
+    assert answer.choices[0].message.content is None
+    assert answer.choices[0].finish_reason == "tool_calls"
+    with client.chat.completions.stream(**{"model": "boxed", "temperature": 0} | settings, **CALLS) as events:
+        streamed = events.get_final_completion().choices[0]
+    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+    assert streamed.finish_reason == "tool_calls"
+
+
+def test_a_schema_that_the_form_cannot_keep_to_is_refused_with_what_to_do(client, thinking, monkeypatch):
+    monkeypatch.setattr(thinking, "options", ServeOptions(tool_call_parser="qwen3_coder"))
+    monkeypatch.setitem(thinking.prompts.template.__dict__, "reads_tools", True)
+    wrong = {"type": "function", "function": {"name": "find", "parameters": {"anyOf": [SCHEMA]}}}
+    with pytest.raises(openai.BadRequestError, match=r"'find' have 'anyOf' at their top.*--tool-call-parser hermes"):
+        ask(client, tools=[wrong], tool_choice="required")
+
+
+def test_reasoning_tokens_are_counted_whole_and_streamed(client):
+    for more in ({}, {"response_format": FORM}, CALLS, {"n": 2, "temperature": 0.8, "seed": 3}):
+        whole = ask(client, **more)
+        thoughts = whole.usage.completion_tokens_details.reasoning_tokens
+        assert 5 < thoughts < whole.usage.completion_tokens + more.get("n", 0)  # sampled ones may be cut
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *parts, last = ask(client, **more, stream=True, stream_options=options)
+        assert last.usage.completion_tokens_details.reasoning_tokens == thoughts
+        assert last.usage.completion_tokens == whole.usage.completion_tokens
+        counts: dict[int, list[int]] = {}
+        for part in parts:
+            told = part.usage.completion_tokens_details.reasoning_tokens
+            assert told <= part.usage.completion_tokens
+            counts.setdefault(part.choices[0].index, []).append(told)
+        assert all(told == sorted(told) for told in counts.values())
+        assert sum(told[-1] for told in counts.values()) == thoughts
+
+
+def test_a_thought_that_is_cut_is_all_there_is(client):
+    for more in ({}, {"response_format": FORM}, CALLS):
+        thought = ask(client, **more).choices[0].message.reasoning_content
+        for cut in ({"max_tokens": 5}, {"stop": [thought[10:16]]}):
+            answer = ask(client, **more, **cut)
+            message = answer.choices[0].message
+            assert message.content is None
+            assert not message.tool_calls
+            assert thought.startswith(message.reasoning_content)
+            assert answer.choices[0].finish_reason == ("length" if "max_tokens" in cut else "stop")
+            assert answer.usage.completion_tokens_details.reasoning_tokens == answer.usage.completion_tokens
+            parts = [*ask(client, **more, **cut, stream=True)]
+            told = [getattr(part.choices[0].delta, "reasoning_content", None) or "" for part in parts]
+            assert "".join(told) == message.reasoning_content
+            assert parts[-1].choices[0].finish_reason == answer.choices[0].finish_reason
+
+
+def test_a_stop_string_after_the_thought_ends_the_answer(client):
+    answer = ask(client, response_format=FORM, stop=['"age"'])
+    assert answer.choices[0].message.reasoning_content == ask(client).choices[0].message.reasoning_content
+    assert answer.choices[0].message.content.startswith('{"name"')
+    assert '"age"' not in answer.choices[0].message.content
+
+
+def test_responses_count_them_too(client):
+    settings: dict[str, Any] = {"model": "boxed", "input": [ASKED], "max_output_tokens": 60, "temperature": 0}
+    whole = client.responses.create(**settings)
+    assert whole.usage.output_tokens_details.reasoning_tokens == 0
+    with client.responses.stream(**settings) as stream:
+        assert stream.get_final_response().usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_completions_have_no_such_details(client):
+    answer = client.completions.create(model="boxed", prompt="a", max_tokens=2)
+    assert answer.usage.completion_tokens_details is None
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    made = AutoTokenizer.from_pretrained(boxed_pair())
+    made.add_special_tokens(
+        {"additional_special_tokens": ["<think>", "</think>", "<|channel|>", "<|message|>", "<|end|>"]}
+    )
+    made.add_special_tokens(
+        {"additional_special_tokens": ["<|start|>", "<|hidden|>"]}, replace_extra_special_tokens=False
+    )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("form", "thought", "rest"),
+    [
+        (ChatReader, " \n<think>\nhm é🙂<|hidden|> so</think>", "\n\nyes, <think>no</think>"),
+        (
+            PARSERS["openai"],
+            "<|channel|>analysis<|message|>Hm é.<|end|>",
+            "<|start|>assistant<|channel|>final<|message|>Yes",
+        ),
+    ],
+)
+def test_counts_are_of_the_tokens_up_to_the_end_of_the_thought_however_they_come(tokenizer, form, thought, rest):
+    special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    marks = form.own_thoughts or THOUGHTS["qwen3"]
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in (thought, rest)]
+    all_ids, rng = [*ids[0], *ids[1]], random.Random(4)
+    for trial in range(30):
+        choice = ChatChoice([5], ChatRequest(messages=[ASKED]), tokenizer, form=form, special=special, thoughts=marks)
+        at = 0
+        while choice.finish is None:
+            size = rng.randrange(1, 7) if trial else len(all_ids)
+            finish = "stop" if at + size >= len(all_ids) else None
+            choice.append([SequenceDelta(all_ids[at : at + size], accepted=rng.randrange(size), finish=finish)])
+            at += size
+            if trial % 2:
+                choice.format_chunks(0, choice.text[len(choice._reader.text) :], [])  # noqa: SLF001
+        if trial % 2 == 0:
+            choice.format_choice(0)
+        details = count_usage([choice], [choice])["completion_tokens_details"]
+        assert details == {"reasoning_tokens": len(ids[0])}
