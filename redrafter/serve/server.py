@@ -49,7 +49,7 @@ from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.fields import MAX_PROMPTS, StreamOptions
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, Message
 from redrafter.serve.routes.app import create_app
-from redrafter.serve.tools import forced_tools
+from redrafter.serve.tools import forced_tools, strict_tools
 
 if TYPE_CHECKING:
     from redrafter.serve.traces import Traces
@@ -186,9 +186,9 @@ class Server:
         # A model whose template ignores tools is asked for JSON objects by a system message.
         form = call_form(self.options.tool_call_parser, template.text if template.reads_tools else "")
         marks = (form.own_thoughts or self.prompts.thoughts) if self.options.reasoning_format == "auto" else None
-        tools = forced_tools(request)
-        # A schema may be large, and each client's.
-        grammar = await asyncio.to_thread(_chat_grammar, request, form, template.unspelled, marks, thinking)
+        content = _grammar_source(request)
+        # In a thread, as schemas may be large.
+        grammar = await asyncio.to_thread(_chat_grammar, request, content, form, template.unspelled, marks, thinking)
         params = self._sampling_params(request, logprobs, request.prompt_logprobs, grammar)
         choices = [
             ChatChoice(
@@ -198,7 +198,7 @@ class Server:
                 special=template.special,
                 thoughts=marks,
                 thinking=thinking,
-                reads_calls=bool(tools) or grammar is None,
+                reads_calls=content is None,
             )
             for _ in range(request.n or 1)
         ]
@@ -385,17 +385,23 @@ def _grammar_source(request: AnyRequest) -> GrammarSource | None:
 
 def _chat_grammar(
     request: ChatRequest,
+    grammar: GrammarSource | None,
     form: type[ChatReader],
     special: Mapping[str, int],
     marks: ThoughtMarks | None,
     thinking: Thinking,
 ) -> GrammarSource | None:
-    """Return the grammar of a chat's whole text: of a thought, and of the call or the content that follows it."""
+    """Return the grammar of a chat's whole text: of a thought, and of the call or the content that follows it.
+
+    `grammar` is that of the content alone, if it has one.
+    """
     lark = LarkWriter(special, form.parsers[0])
-    if tools := forced_tools(request):
-        calls = " | ".join(lark.rule(form.write_call(lark, tool)) for tool in tools)
-        return lark.source(form.after_thought(lark, marks, thinking, f"({calls})"))
-    if (grammar := _grammar_source(request)) is None:
+    if forced := forced_tools(request):
+        return lark.source(form.after_thought(lark, marks, thinking, form.write_forced(lark, forced)))
+    if grammar is None and (strict := strict_tools(request)):
+        text = form.write_text(lark, strict, several=request.parallel_tool_calls is not False)
+        return lark.source(form.after_thought(lark, marks, thinking, text))
+    if grammar is None:
         return None
     around = form.after_thought(lark, marks, thinking, form.write_answer(lark, "@answer"))
     return grammar if around == "@answer" else grammar._replace(around=lark.text(around))

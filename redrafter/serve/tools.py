@@ -33,3 +33,12 @@ def forced_tools(request: ChatRequest) -> list[CalledTool]:
     named = choice.function.name if isinstance(choice, ToolChoice) else None
     functions = [tool.function for tool in request.tools or () if named in (None, tool.function.name)]
     return [CalledTool(function.name, function.parameters or {"type": "object"}) for function in functions]
+
+
+def strict_tools(request: ChatRequest) -> list[CalledTool]:
+    """Return the tools that an answer may call, where any of them is strict; those that are not take any arguments."""
+    functions = [tool.function for tool in request.callable_tools]
+    if request.tool_choice not in (None, "auto") or not any(function.strict for function in functions):
+        return []
+    anything = {"type": "object"}
+    return [CalledTool(each.name, (each.strict and each.parameters) or anything) for each in functions]

@@ -132,7 +132,7 @@ def compiled(special: bool, source: GrammarSource) -> Any:
 def call_source(name: str, special: bool, *schemas: Any) -> GrammarSource:
     lark = LarkWriter(unspelled(special), name)
     tools = [CalledTool(f"tool-{number}", schema) for number, schema in enumerate(schemas)]
-    return lark.source(" | ".join(lark.rule(PARSERS[name].write_call(lark, tool)) for tool in tools))
+    return lark.source(PARSERS[name].write_forced(lark, tools))
 
 
 ENDINGS = [
@@ -142,21 +142,23 @@ ENDINGS = [
     "</arg_value>",
     "</function>\n</tool_call>",
     "</tool_call>",
+    "<|end|><|start|>assistant",
     ")]",
     "}",
     "]",
 ]
 
 
-def write(grammar: Any, special: bool, rng: random.Random, most: int = 3000) -> str:
-    """Write a random text of a grammar, whose parts are brought to their ends soon."""
+def write(grammar: Any, special: bool, rng: random.Random, most: int = 3000, begin: str = "") -> str:
+    """Write a random text of a grammar, which begins with `begin`, and whose parts are brought to their ends soon."""
     matcher, tokenizer = grammar.start(), TOKENIZERS[special]
     endings = [tokenizer(text, add_special_tokens=False).input_ids for text in ENDINGS]
     stops = {
         *grammar.vocabulary.eos_tokens,
         *tokenizer("\x7f", add_special_tokens=False).input_ids,
     }  # in no JSON of theirs
-    written: list[int] = []
+    written: list[int] = tokenizer(begin, add_special_tokens=False).input_ids if begin else []
+    assert matcher.consume_tokens(written)
     while len(written) < most:
         mask = matcher.compute_bitmask()
         allowed = [
@@ -364,7 +366,7 @@ def test_tokens_of_several_characters_may_span_the_parts_of_a_grammar():
     lark = LarkWriter({})
     marks = MARKS[-1]
     for name, texts in CALLS.items():
-        call = lark.rule(PARSERS[name].write_call(lark, CalledTool("tool-0", TYPED)))
+        call = PARSERS[name].write_forced(lark, [CalledTool("tool-0", TYPED)])
         thought = "" if name == "openai" else "\nI think so.\n</think>\n\n"  # its thoughts are a channel
         source = lark.source(lark.after_thought(marks, "open" if thought else "over", call))
         grammar = CompiledGrammar(source, vocabulary)
@@ -378,3 +380,80 @@ def test_tokens_of_several_characters_may_span_the_parts_of_a_grammar():
     ids = tokenizer(f"So.\n</think>\n\n{answer}", add_special_tokens=False).input_ids
     assert matcher.consume_tokens(ids)
     assert matcher.is_accepting()
+
+
+ALLOWED = {
+    "qwen3_coder": ("<tool_call>\n<function=", ">\n<parameter=i>\n{}\n</parameter>\n</function>\n</tool_call>"),
+    "glm45": ("<tool_call>", "<arg_key>i</arg_key><arg_value>{}</arg_value></tool_call>"),
+    "mistral": ('[TOOL_CALLS][{"name": "', '", "arguments": {"i": {}}}]'),
+    "pythonic": ("[", "(i={})]"),
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+        SEP + '{"i": {}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    ),
+    "openai": ("<|channel|>commentary to=functions.", '<|message|>{"i": {}}'),
+    "hermes": ('<tool_call>\n{"name": "', '", "arguments": {"i": {}}}\n</tool_call>'),
+    "llama3_json": ('{"name": "', '", "parameters": {"i": {}}}'),
+}
+"""What is written before the name of a tool, and after it with a value for its argument `i`, by form."""
+AT_THE_BEGINNING = ("pythonic", "llama3_json")  # forms whose calls begin there alone
+FINAL = "<|channel|>final<|message|>"
+
+
+def allowed_source(name: str, special: bool, several: bool = True) -> GrammarSource:
+    lark = LarkWriter(unspelled(special), name)
+    tools = [CalledTool("tool-0", TYPED), CalledTool("tool-1", {"type": "object"})]
+    return lark.source(PARSERS[name].write_text(lark, tools, several))
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["spelled marks", "marks that are tokens"])
+@pytest.mark.parametrize("name", ALLOWED)
+def test_where_calls_are_strict_any_text_may_be_written_and_no_call_that_does_not_fit(name, special):
+    grammar = compiled(special, allowed_source(name, special))
+    one = compiled(special, allowed_source(name, special, several=False))
+    head, tail = ALLOWED[name]
+    call, wrong = (f"{head}tool-0{tail.replace('{}', value)}" for value in ("1", '"x"'))
+    loose, unknown = f"{head}tool-1{tail.replace('{}', '5')}", f"{head}tool-2{tail.replace('{}', '1')}"
+    begun = call[: len(head) + 6]
+    before = "" if name in AT_THE_BEGINNING else "I look.\n"
+    if name == "openai":
+        before = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    text = FINAL if name == "openai" else ""
+    for fits in (call, loose, f"{before}{call}", f'{text}It is < [ "{{ </tool_cal é', f"{text}a"):
+        for either in (grammar, one):
+            assert allows(either, special, fits), fits
+    for breaks in (wrong, unknown, f"{before}{wrong}", begun, f"{before}{begun}"):
+        for either in (grammar, one):
+            assert not allows(either, special, breaks), breaks
+    assert not allows(grammar, special, f"{text}It is {ALLOWED['deepseek_v31'][0]}") or name != "deepseek_v31"
+    if name not in (*AT_THE_BEGINNING, "openai"):
+        for several in (f"{call}\n{call}", f"{call} and {loose} so."):
+            assert allows(grammar, special, several), several
+            assert not allows(one, special, several), several
+        assert not allows(grammar, special, f"{call} and {wrong}")
+    if name in ("hermes", "llama3_json"):
+        assert not allows(grammar, special, ' {"name": "tool-0", "arguments": {"i": "x"}}')
+        assert not allows(grammar, special, '[{"name": "tool-0"')
+    if name == "hermes" and special:  # which the reader does not see, as a tool's result
+        assert not allows(grammar, special, '<|channel>{"name": "tool-0", "arguments": {"i": "x"}}')
+        assert allows(grammar, special, f"It<|channel> is {call}")
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["spelled marks", "marks that are tokens"])
+@pytest.mark.parametrize("name", FORM_NAMES)
+def test_random_texts_where_calls_are_strict_hold_calls_that_fit(name, special):
+    form, grammar = PARSERS[name], compiled(special, allowed_source(name, special))
+    fitting = compiled(False, GrammarSource.json_schema(TYPED))
+    rng, called = random.Random(8), 0
+    for _ in range(60):
+        opening = form.opening or ("<|channel|>commentary" if form.has_channels else '{"name":')
+        text = write(grammar, special, rng, begin=rng.choice(["", opening, opening]))
+        for tool, arguments in read(form({"tool-0": TYPED, "tool-1": {}}), [text])[2]:
+            called += 1
+            if tool == "tool-1":
+                assert isinstance(json.loads(arguments), dict)
+                continue
+            matcher = fitting.start()
+            assert matcher.consume_tokens(TOKENIZERS[False](arguments, add_special_tokens=False).input_ids), text
+            assert matcher.is_accepting()
+    assert called > 5

@@ -56,7 +56,7 @@ TOOLS = [
 TALK = [{"role": "user", "content": "Hello"}]
 FORCED = forced_tools(ChatRequest.model_validate({"messages": TALK, "tools": TOOLS, "tool_choice": "required"}))
 WRITER = LarkWriter({})
-CALL = WRITER.source(f"({' | '.join(WRITER.rule(ChatReader.write_call(WRITER, tool)) for tool in FORCED)})").text
+CALL = WRITER.source(ChatReader.write_forced(WRITER, FORCED)).text
 
 
 @dataclass

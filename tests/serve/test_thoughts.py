@@ -25,9 +25,9 @@ from redrafter.serve.answers.lark import LarkWriter
 from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.answers.thoughts import PARSERS as THOUGHTS
 from redrafter.serve.answers.thoughts import ThoughtMarks
-from redrafter.serve.config import ServeOptions
 from redrafter.serve.protocol.requests import ChatRequest
 from redrafter.serve.server import Server
+from redrafter.serve.tools import forced_tools
 
 SCHEMA = {
     "type": "object",
@@ -108,49 +108,13 @@ def test_a_forced_call_follows_the_thought_and_is_what_plain_decoding_writes(cli
     assert answer.choices[0].finish_reason == "tool_calls"
     assert set(json.loads(call.function.arguments)) == {"name", "age"}
     lark = LarkWriter({})
-    [tool] = thinking_tools()
-    source = lark.source(lark.after_thought(MARKS, "open", f"({lark.rule(ChatReader.write_call(lark, tool))})"))
+    tools = forced_tools(ChatRequest.model_validate({"messages": [ASKED], **CALLS}))
+    source = lark.source(lark.after_thought(MARKS, "open", ChatReader.write_forced(lark, tools)))
     written = guided(thinking, pair, source, CALLS, **how)
     thought, rest = written.split(".", 1)
     assert thought.strip() == answer.choices[0].message.reasoning_content
     assert json.loads(rest)["name"] == "find"
     assert call.function.arguments in rest
-
-
-def thinking_tools() -> list[Any]:
-    from redrafter.serve.tools import forced_tools
-
-    return forced_tools(ChatRequest.model_validate({"messages": [ASKED], **CALLS}))
-
-
-@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "mistral", "pythonic", "deepseek_v3", "hermes", "openai"])
-def test_a_forced_call_is_written_in_the_form_of_the_model(client, thinking, monkeypatch, parser):
-    monkeypatch.setattr(thinking, "options", ServeOptions(tool_call_parser=parser))
-    settings: dict[str, Any] = {"messages": [ASKED], "seed": 1, "max_tokens": 300, "extra_body": {}}
-    template = thinking.prompts.template
-    monkeypatch.setitem(template.__dict__, "reads_tools", True)
-    if parser == "openai":  # its thoughts are a channel
-        monkeypatch.setattr(thinking, "options", ServeOptions(tool_call_parser=parser, reasoning_format="none"))
-    else:
-        monkeypatch.setitem(thinking.prompts.__dict__, "thoughts", None)
-    answer = ask(client, **settings, **CALLS)
-    [call] = answer.choices[0].message.tool_calls
-    assert call.function.name == "find"
-    assert set(json.loads(call.function.arguments)) == {"name", "age"}
-    assert answer.choices[0].message.content is None
-    assert answer.choices[0].finish_reason == "tool_calls"
-    with client.chat.completions.stream(**{"model": "boxed", "temperature": 0} | settings, **CALLS) as events:
-        streamed = events.get_final_completion().choices[0]
-    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
-    assert streamed.finish_reason == "tool_calls"
-
-
-def test_a_schema_that_the_form_cannot_keep_to_is_refused_with_what_to_do(client, thinking, monkeypatch):
-    monkeypatch.setattr(thinking, "options", ServeOptions(tool_call_parser="qwen3_coder"))
-    monkeypatch.setitem(thinking.prompts.template.__dict__, "reads_tools", True)
-    wrong = {"type": "function", "function": {"name": "find", "parameters": {"anyOf": [SCHEMA]}}}
-    with pytest.raises(openai.BadRequestError, match=r"'find' have 'anyOf' at their top.*--tool-call-parser hermes"):
-        ask(client, tools=[wrong], tool_choice="required")
 
 
 def test_reasoning_tokens_are_counted_whole_and_streamed(client):

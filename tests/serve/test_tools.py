@@ -157,7 +157,7 @@ def grammar_for(*parameters: Any, choice: Any = "required") -> GrammarSource:
     ]
     request = ChatRequest.model_validate({"messages": TALK, "tools": tools, "tool_choice": choice})
     lark = LarkWriter({})
-    return lark.source(" | ".join(lark.rule(ChatReader.write_call(lark, tool)) for tool in forced_tools(request)))
+    return lark.source(ChatReader.write_forced(lark, forced_tools(request)))
 
 
 @pytest.fixture(scope="module")

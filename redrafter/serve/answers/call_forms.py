@@ -8,6 +8,7 @@ import ast
 import json
 import re
 import uuid
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from redrafter.serve.answers.arguments import as_json, parameter_types
@@ -33,13 +34,13 @@ class HermesCalls(ChatReader):
 
     parsers = ("hermes",)
     template_mark = "<tool_call>"
+    opening, joint, closing = "<tool_call>", "", "\n</tool_call>"
     arguments_key = "arguments"
 
     @classmethod
     def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
-        """Return the grammar of an object between the two marks."""
-        begin, end = cls.wrapper
-        return f"{lark.mark(begin + chr(10))} {super().write_call(lark, tool)} {lark.mark(chr(10) + end)}"
+        """Return the grammar of an object on a line of its own."""
+        return f'"\\n" {super().write_call(lark, tool)}'
 
 
 class _NamedArguments(ChatReader):
@@ -62,6 +63,8 @@ class MistralCalls(ChatReader):
     wrapper = ("[TOOL_CALLS]", "")
     bare = ""
     between = SPACE + ",;]"
+    opening, joint = "[TOOL_CALLS]", ""
+    arguments_key = "arguments"
     marks = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
     def _read_call(self) -> Steps:
@@ -78,11 +81,11 @@ class MistralCalls(ChatReader):
     @classmethod
     def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
         """Return the grammar of a call in a list, or also of one after `[ARGS]` where the tokenizer has that token."""
-        mark, arguments = lark.mark("[TOOL_CALLS]"), lark.json(tool.parameters)
-        call = rf"""{mark} /\[\{{"name": ?"{tool.name}", ?"arguments": ?/ {arguments} {json.dumps("}]")}"""
-        if not lark.has("[ARGS]"):
-            return call
-        return f"({call} | {mark} {json.dumps(tool.name)} {lark.mark('[ARGS]')} {arguments})"
+        call = f"{super().write_call(lark, tool)}"
+        if lark.has("[ARGS]"):
+            named = f"{json.dumps(tool.name)} {lark.mark('[ARGS]')} {lark.json(tool.parameters)}"
+            return f'("[" {call} "]" | {named})'
+        return f'"[" {call} "]"'
 
     def _new_id(self) -> str:
         return uuid.uuid4().hex[:9]  # Mistral's templates refuse ids of any other length
@@ -97,6 +100,7 @@ class DeepSeekCalls(ChatReader):
     wrapper = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     bare = ""
     before = between = SPACE
+    opening, joint, closing = "<｜tool▁calls▁begin｜>", '"\\n"?', "<｜tool▁calls▁end｜>"
     marks = (*begins, "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 
     def _read_call(self) -> Steps:
@@ -125,7 +129,7 @@ class DeepSeekCalls(ChatReader):
     @classmethod
     def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
         """Return the grammar of a call as V3.1 writes it, or as V3 does."""
-        begin, end = lark.mark("".join(cls.begins)), lark.mark("<｜tool▁call▁end｜><｜tool▁calls▁end｜>")
+        begin, end = lark.mark("<｜tool▁call▁begin｜>"), lark.mark("<｜tool▁call▁end｜>")
         mark, arguments, name = lark.mark("<｜tool▁sep｜>"), lark.json(tool.parameters), json.dumps(tool.name)
         older = f'"function" {mark} {json.dumps(tool.name + chr(10) + "```json" + chr(10))} {arguments} "\\n```"'
         return f"{begin} ({name} {mark} {arguments} | {older}) {end}"
@@ -143,6 +147,7 @@ class PythonicCalls(_NamedArguments):
     wrapper = ("<|python_tag|>", "")
     bare = "["
     between = SPACE + ",]"
+    opening, joint, closing = "[", '", "', "]"
     marks = begins
 
     def _read_call(self) -> Steps:
@@ -194,9 +199,9 @@ class PythonicCalls(_NamedArguments):
 
     @classmethod
     def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
-        """Return the grammar of a list of one call."""
+        """Return the grammar of a call whose arguments are in the order of the schema."""
         # Rules for what may follow with and without an argument before it, from the last argument to the first.
-        first, later = json.dumps(")]"), json.dumps(")]")
+        first = later = '")"'
         for argument in reversed([*lark.arguments(tool, _PLAIN_NAME)]):
             value = cls._write_value(lark, tool, argument.schema)
             name = json.dumps(f"{argument.name}=") if argument.name is not None else f'{lark.free_name(tool)} "="'
@@ -207,7 +212,7 @@ class PythonicCalls(_NamedArguments):
             or_later, or_first = ("", "") if argument.required else (f" | {later}", f" | {first}")
             first = lark.rule(f"{name} {value} {later}{or_first}")
             later = lark.rule(f'", " {name} {value} {later}{or_later}')
-        return f"{json.dumps(f'[{tool.name}(')} {first}"
+        return f"{json.dumps(f'{tool.name}(')} {first}"
 
     @classmethod
     def _write_value(cls, lark: LarkWriter, tool: CalledTool, schema: Any) -> str:
@@ -245,6 +250,8 @@ class XmlCalls(_NamedArguments):
     begins: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=")
     bare = ""
     before = between = SPACE
+
+    opening, joint = "<tool_call>", ""
 
     # Around the name, a key and its value.
     name_marks: ClassVar[tuple[str, str]] = ("<function=", ">")
@@ -347,7 +354,7 @@ class XmlCalls(_NamedArguments):
     def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
         """Return the grammar of a call with a line break after each part."""
         arguments = [cls._write_argument(lark, tool, argument) for argument in lark.arguments(tool, _XML_NAME)]
-        head = lark.mark(f"<tool_call>\n<function={tool.name}>\n")
+        head = lark.mark(f"\n<function={tool.name}>\n")
         return " ".join([head, *arguments, lark.mark("</function>\n</tool_call>")])
 
     @classmethod
@@ -377,8 +384,7 @@ class GlmCalls(XmlCalls):
     def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
         """Return the grammar of a call with a line break after each part, as GLM-4.5 writes it, or with none."""
         arguments = [cls._write_argument(lark, tool, argument) for argument in lark.arguments(tool, _XML_NAME)]
-        head, end = f'{lark.mark("<tool_call>")} {json.dumps(tool.name)} "\\n"?', lark.mark("</tool_call>")
-        return " ".join([head, *arguments, end])
+        return " ".join([json.dumps(tool.name), '"\\n"?', *arguments, lark.mark("</tool_call>")])
 
     @classmethod
     def _write_argument(cls, lark: LarkWriter, tool: CalledTool, argument: Argument) -> str:
@@ -400,6 +406,7 @@ class HarmonyMessages(ChatReader):
     has_channels = True
     own_thoughts = THOUGHTS["openai_gptoss"]
     begins = ("<|start|>", "<|channel|>")
+    joint = ""
     ends: ClassVar[tuple[str, ...]] = ("<|end|>", "<|call|>", "<|return|>")
     marks = (*begins, *ends, "<|message|>", "<|constrain|>")
 
@@ -447,6 +454,14 @@ class HarmonyMessages(ChatReader):
         in_channel = f"{commentary} {json.dumps(f' to=functions.{tool.name}')} {kind}"
         return f"({after_start} | {in_channel}) {message} {arguments}"
 
+    @classmethod
+    def write_text(cls, lark: LarkWriter, tools: Sequence[CalledTool], several: bool) -> str:
+        """Return the grammar of a final message, or of a call, which a message of the commentary may precede."""
+        ends = (*cls.ends, *cls.begins)
+        message = f"{lark.mark('<|channel|>commentary<|message|>')} {lark.up_to('<|end|>', *ends)}"
+        before = f"({message} {lark.mark('<|start|>assistant')})?"
+        return f"({cls.write_answer(lark, lark.free(*ends))} | {before} {cls._write_calls(lark, tools, several)})"
+
     @staticmethod
     def _write_kind(lark: LarkWriter) -> str:
         return f'(" "? {lark.mark("<|constrain|>json")} | " json")?'
@@ -461,7 +476,8 @@ class HarmonyMessages(ChatReader):
         """Return the grammar of what follows a message of the channel `analysis`, which a prompt never begins."""
         if marks is None:
             return rest
-        return f"({lark.thought(marks, False)} {lark.mark('<|start|>assistant')})? {rest}"
+        thought = f"{lark.mark(marks.begin)} {lark.up_to(marks.end)} {lark.mark('<|start|>assistant')}"
+        return f"({thought})? {rest}"
 
 
 FORMS: tuple[type[ChatReader], ...] = (

@@ -61,6 +61,7 @@ _LOOKS_LIKE = {
     "object": r"\{(?s:.*)",
 }
 _MAX_WORK = 32 * MAX_GRAMMAR_CHARS  # characters of schemas that are looked into, of each once for every argument
+_BLANKS = r"/[ \t\r\n]+/"
 _BLANK = r"[\s\x1c-\x1f]*"
 
 
@@ -130,24 +131,47 @@ class LarkWriter:
             f"<[{self._special[part]}]>" if index % 2 else json.dumps(part) for index, part in enumerate(parts) if part
         ]
 
-    def thought(self, marks: ThoughtMarks, opened: bool) -> str:
-        """Return an expression for a thought with its marks, without the first where the prompt has it."""
-        head, *rest = self._pieces(marks.end)
-        text = f"/(?s:.+)/ & {_without(marks.end)}"
-        ends = {token for content, token in self._special.items() if content in marks.end}
-        free = [self.rule(text, terminal=True), *_token_ranges({*self._special.values()} - ends)]
-        end = [head, *rest]
-        if not head.startswith("<"):  # the text and its end are one lexeme, as a lexeme takes as much as it can
-            end = [self.rule(f"(/(?s:.*)/ & {_without(marks.end)}) {head}", terminal=True), *rest]
-        return " ".join([*([] if opened else self._pieces(marks.begin)), f"({' | '.join(free)})*", *end])
+    def free(self, *marks: str, bare: str = "") -> str:
+        """Return an expression for any text without some marks, special tokens that are no part of them included.
+
+        The text begins with no character of `bare`, after blanks.
+        """
+        first, *special = self._free(marks, bare)
+        if not bare:
+            return f"({' | '.join([first, *special])})*"
+        return f"({first} {self.free(*marks)} | {self.rule(_BLANKS, terminal=True)})?"
+
+    def up_to(self, mark: str, *others: str, bare: str = "") -> str:
+        """Return an expression for any text without some marks, and the first mark after it; `bare` as in `free`."""
+        marks = (mark, *others)
+        head, *rest = self._pieces(mark)
+        if head.startswith("<"):
+            return " ".join([self.free(*marks, bare=bare), head, *rest])
+
+        def text_and_mark(*others: str) -> str:  # which are one lexeme, as a lexeme takes as much as it can
+            return self.rule(f"(/(?s:.*)/ & {_without(*marks, others=others)}) {head}", terminal=True)
+
+        if not bare:
+            return " ".join([self.free(*marks), text_and_mark(), *rest])
+        text, *special = self._free(marks, bare)
+        after_special = [f"{text} {' '.join(special)} {self.free(*marks)} {text_and_mark()}"] if special else []
+        at_once = text_and_mark(f"/[ \\t\\r\\n]*[{re.escape(bare)}](?s:.*)/")
+        return " ".join([f"({' | '.join([at_once, *after_special])})", *rest])
+
+    def _free(self, marks: tuple[str, ...], bare: str) -> list[str]:
+        """Return expressions for a text that is not empty, nor blank if `bare` is given, and for special tokens."""
+        excluded = {token for content, token in self._special.items() if any(content in mark for mark in marks)}
+        text = f"/[ \\t\\r\\n]*[^ \\t\\r\\n{re.escape(bare)}](?s:.*)/" if bare else "/(?s:.+)/"
+        text = self.rule(f"{text} & {_without(*marks)}", terminal=True)
+        return [text, *_token_ranges({*self._special.values()} - excluded)]
 
     def after_thought(self, marks: ThoughtMarks | None, thinking: Thinking, rest: str) -> str:
         """Return an expression for what follows the thought that a prompt has begun, or that may be written first."""
         if marks is None or thinking == "over":
             return rest
         blank = self.rule(r"/[ \t\r\n]{1,4}/", terminal=True)
-        thought = f"{self.thought(marks, thinking == 'open')} {blank}?"
-        return f"{thought} {rest}" if thinking == "open" else f"({thought})? {rest}"
+        thought = f"{self.up_to(marks.end)} {blank}?"
+        return f"{thought} {rest}" if thinking == "open" else f"({self.mark(marks.begin)} {thought})? {rest}"
 
     def json(self, schema: Any, root: Any = None) -> str:
         """Return an expression for compact JSON of a schema, which may refer to other parts of `root`."""
@@ -225,9 +249,11 @@ class LarkWriter:
                 options.append(" ".join([self.json(schema, tool.parameters), head, *rest]))
                 continue
             # Readers leave out a line break at either end of a value.
-            bare = [] if end.startswith("\n") else [r"~/\n(?s:.*)/", r"~/(?s:.*)\n/"]
+            bare = [] if end.startswith("\n") else [r"/\n(?s:.*)/", r"/(?s:.*)\n/"]
             parts, may_be_empty = self._text(tool, schema, types, mark, bool(bare))
-            parts += [_without(mark), *bare]
+            other_types = [f"/{_BLANK}{_LOOKS_LIKE[kind]}{_BLANK}/" for kind in sorted(types - {"string"})]
+            if "enum" not in schema:
+                parts.append(_without(mark, others=[*bare, *other_types]))
             if head.startswith("<"):
                 value = self.rule(" & ".join([*parts, "/(?s:.+)/"]), terminal=True)
                 options.append(" ".join([f"{value}?" if may_be_empty else value, head, *rest]))
@@ -278,7 +304,7 @@ class LarkWriter:
         if unknown := [keyword for keyword in schema if keyword not in known and not keyword.startswith("x-")]:
             raise self.refuse(tool, f"{unknown[0]!r} for a text")
         others = types - {"string"}
-        parts = ["/(?s:.*)/", *(f"~/{_BLANK}{_LOOKS_LIKE[kind]}{_BLANK}/" for kind in sorted(others))]
+        parts = ["/(?s:.*)/"]
         lengths = [schema.get("minLength", 0), schema.get("maxLength", 0)]
         if not all(type(length) is int and 0 <= length <= MAX_GRAMMAR_CHARS for length in lengths):
             raise self.refuse(tool, f"the lengths {str(lengths)[:80]} of a text")
@@ -313,8 +339,11 @@ class LarkWriter:
         return f"/{'' if begins else '(?s:.*)'}({_escape(body)}){'' if ends else '(?s:.*)'}/"
 
 
-def _without(mark: str) -> str:
-    return f"~(/(?s:.*)/ {json.dumps(mark)} /(?s:.*)/)"
+def _without(*marks: str, others: Iterable[str] = ()) -> str:
+    """Return a terminal for texts that have none of some marks, and that no other terminal matches."""
+    # One complement of all is an automaton with few states; an intersection of several has their product.
+    found = f"/(?s:.*)/ ({' | '.join(map(json.dumps, dict.fromkeys(marks)))}) /(?s:.*)/"
+    return f"~({' | '.join([found, *others])})"
 
 
 def _escape(pattern: str) -> str:

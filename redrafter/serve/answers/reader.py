@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from redrafter.serve.answers.lark import CalledTool, LarkWriter
@@ -55,6 +55,11 @@ class ChatReader:
     bare: ClassVar[str] = "{["  # characters with which calls begin at the beginning of the text
     before: ClassVar[str] = SPACE + "["  # characters that may precede a first call, and those between calls
     between: ClassVar[str] = SPACE + ",;]["
+    # What is written before calls, between several of them as an expression of Lark, and after them. Forms that have
+    # nothing between them begin again.
+    opening: ClassVar[str] = ""
+    joint: ClassVar[str] = '"; "'
+    closing: ClassVar[str] = ""
     arguments_key: ClassVar[str] = "(arguments|parameters)"  # regular expression of the key of a call's arguments
     marks: ClassVar[tuple[str, ...]] = wrapper  # all that has to be seen in the text, although it may be special tokens
 
@@ -84,9 +89,37 @@ class ChatReader:
 
     @classmethod
     def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
-        """Return an expression of Lark for a call of a tool, as models of the form are trained to write it."""
+        """Return an expression of Lark for a call of a tool, as models of the form are trained to write it.
+
+        It begins after `opening`, and ends before `closing`.
+        """
         head = rf'/\{{"name": ?"{tool.name}", ?"{cls.arguments_key}": ?/'
         return f"{head} {lark.json(tool.parameters)} {json.dumps('}')}"
+
+    @classmethod
+    def write_forced(cls, lark: LarkWriter, tools: Sequence[CalledTool]) -> str:
+        """Return an expression for a call of one of some tools."""
+        return f"{lark.mark(cls.opening)} {cls._write_calls(lark, tools, False)}"
+
+    @classmethod
+    def write_text(cls, lark: LarkWriter, tools: Sequence[CalledTool], several: bool) -> str:
+        """Return an expression for any text, in which tools may be called as the grammar has it, one or several."""
+        calls, begins = cls._write_calls(lark, tools, several), cls.begins
+        text = lark.free(*begins, bare=cls.bare)
+        if cls.opening not in begins:  # calls begin at the beginning of the text alone
+            return f"({lark.mark(cls.opening)} {calls} | {text})"
+        marks = (cls.opening, *(mark for mark in begins if mark != cls.opening))
+        called = f"{lark.up_to(*marks, bare=cls.bare)} {calls}"
+        if several:
+            called += f" ({lark.up_to(*marks)} {calls})* {lark.free(*begins)}"
+        return f"({called} | {text})"
+
+    @classmethod
+    def _write_calls(cls, lark: LarkWriter, tools: Sequence[CalledTool], several: bool) -> str:
+        """Return an expression for what follows `opening`."""
+        calls = f"({' | '.join(lark.rule(cls.write_call(lark, tool)) for tool in tools)})"
+        more = f" ({cls.joint} {calls})*" if several and cls.joint else ""
+        return f"{calls}{more} {lark.mark(cls.closing)}"
 
     @classmethod
     def write_answer(cls, lark: LarkWriter, content: str) -> str:
