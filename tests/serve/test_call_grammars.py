@@ -211,6 +211,7 @@ def allows(grammar: Any, special: bool, text: str) -> bool:
 
 TYPED = KEYWORDS | {"properties": {"i": {"type": "integer"}, "s": {"type": "string"}}, "required": ["i"]}
 SEP = "<｜tool▁sep｜>"
+DOUBLING: dict[str, Any] = {f"{n}": {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 40} for n in range(8)} | {"8": {}}
 CALLS = {
     "qwen3_coder": [
         "<tool_call>\n<function=tool-0>\n<parameter=i>\n1\n</parameter>\n<parameter=s>\na\n\n</parameter>\n</function>\n"
@@ -276,11 +277,13 @@ def test_calls_after_args_are_of_tokenizers_that_have_it():
         ({"properties": {"a": {"type": "text"}}}, "the type 'text'"),
         ({"properties": {"a": {"type": [["string"]]}}}, "the type"),
         ({"properties": {"a": {"enum": []}}}, "has no value"),
+        ({"properties": {"a": {"anyOf": []}}}, "an argument 'a' that has no value"),
+        ({"properties": {"a": {"type": []}}}, "the type '[]'"),
         ({"properties": {"a": {"not": {"const": "a"}}}}, "'not' for a text"),
         ({"properties": {"a": {"enum": ["</parameter>", "</arg_value>"], "const": "b"}}}, "stands beside 'const'"),
         (
             {"properties": {"a": {"enum": ["x</parameter></arg_value>"]}}},
-            "only values that would be read as another type or cut",
+            "only values that are too long or short, or would be",
         ),
         ({"properties": {"a": {"type": "string", "pattern": "[" * 100_000}}}, "the pattern '[[["),
         (
@@ -288,7 +291,7 @@ def test_calls_after_args_are_of_tokenizers_that_have_it():
                 "properties": {str(n): {"$ref": "#/$defs/a"} for n in range(900)},
                 "$defs": {"a": {"enum": ["y" * 50_000]}},
             },
-            "900 arguments",
+            "too many arguments or choices",
         ),
         ({"properties": {"a": {"allOf": [{"type": "string"}, {"minLength": 2}]}}}, "'allOf' for a text"),
         (
@@ -296,14 +299,18 @@ def test_calls_after_args_are_of_tokenizers_that_have_it():
             "'anyOf' beside 'minLength' for a text",
         ),
         ({"properties": {"a": {"oneOf": [{"type": "string"}, {"pattern": "x"}]}}}, "'oneOf' of options that may hold"),
-        ({"properties": {"a": {"type": "string", "minLength": "0}x"}}}, "the lengths ['0}x', 0] of a text"),
-        ({"properties": {"a": {"type": "string", "maxLength": -1}}}, "the lengths"),
+        ({"properties": {"a": {"type": "string", "minLength": "0}x"}}}, "the lengths ['0}x', 131072] of a text"),
+        ({"properties": {"a": {"type": "string", "maxLength": -1}}}, "the lengths [0, -1] of a text"),
+        ({"properties": {"a": {"type": "string", "minLength": 3, "maxLength": 2}}}, "the lengths [3, 2] of a text"),
+        ({"properties": {"a": {"enum": ["abc"], "maxLength": 2}}}, "only values that are too long or short"),
+        ({"properties": {"a": {"enum": ["abc"], "pattern": "b"}}}, "'pattern' beside the values of a text"),
         ({"properties": {"a": {"type": "string", "format": "hostname"}}}, "the format 'hostname' of a text"),
         ({"properties": {"a": {"type": "string", "format": {}}}}, "the format '{}' of a text"),
         ({"properties": {"a": {"type": "string", "pattern": 5}}}, "the pattern '5'"),
         ({"properties": {"a": {"type": "string", "pattern": "^a|b"}}}, "'^' or '$' beside '|'"),
         ({"properties": {"a": {"type": ["string", "null"], "enum": ["null"]}}}, "read as another type"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "in a circle"),
+        ({"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": DOUBLING}, "too many arguments or choices"),
         ({"properties": {"a": {"enum": ["x" * 140_000]}}}, "131072 are the most"),
         ({"properties": {"a": {"enum": ["\ud800"]}}}, "half a character"),
     ],

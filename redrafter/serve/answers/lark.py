@@ -98,7 +98,7 @@ class LarkWriter:
         self._special, self._form = special, form
         self._rules: list[str] = []
         self._names: dict[str, str] = {}  # of rules by their body
-        self._work = 0  # characters that may be looked into
+        self._work = 0  # characters of schemas that were looked into
         names = sorted(special, key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)()")
 
@@ -208,13 +208,7 @@ class LarkWriter:
             and all(isinstance(key, str) for key in required)
         ):
             raise self.refuse(tool, "another type than an object")
-        count = len({*properties, *required})
-        self._work += size * count
-        if self._work > _MAX_WORK:
-            raise ArgumentError(
-                f"grammar: the parameters of {tool.name!r}, with {count} arguments, are too large for calls of form "
-                f"{self._form!r}: offer fewer or smaller tools"
-            )
+        self._spend(tool, size * len({*properties, *required}))
         more = schema.get("additionalProperties", "properties" not in schema)
         for key in dict.fromkeys([*properties, *required]):
             if name.fullmatch(key) is None:
@@ -225,6 +219,14 @@ class LarkWriter:
                 raise self.refuse(tool, f"the argument {key!r}, which is required and may not be given")
         if more is not False:
             yield Argument(None, {} if more is True else more, False)
+
+    def _spend(self, tool: CalledTool, work: int) -> None:
+        self._work += work
+        if self._work > _MAX_WORK:
+            raise ArgumentError(
+                f"grammar: the parameters of {tool.name!r} have too many arguments or choices for calls of the "
+                f"form {self._form!r}: offer fewer or smaller tools"
+            )
 
     def free_name(self, tool: CalledTool) -> str:
         """Return a terminal for the name of an argument that a tool's parameters do not have."""
@@ -259,24 +261,33 @@ class LarkWriter:
                 options.append(" ".join([f"{value}?" if may_be_empty else value, head, *rest]))
             else:  # one lexeme, as a lexeme takes as much as it can
                 options.append(" ".join([self.rule(f"({' & '.join(parts)}) {head}", terminal=True), *rest]))
+        if not options:
+            raise self.refuse(tool, f"an argument {argument.name!r} that has no value")
         return f"({' | '.join(options)})"
 
     def _branches(self, tool: CalledTool, schema: Any, depth: int = 0) -> list[dict[str, Any]]:
         """Return schemas of which a value fits one, each of texts alone or of values of other types alone."""
+        self._spend(tool, _MAX_WORK >> 13)  # options may refer to options: their number could grow exponentially
         schema = _resolve(schema, tool.parameters)
         for keyword in ("anyOf", "oneOf", "allOf"):
             if keyword in schema:
                 others = [other for other in schema if other not in _ANNOTATIONS and other != keyword]
                 listed = schema[keyword]
-                if others or depth > 8 or not isinstance(listed, list) or (keyword == "allOf" and len(listed) > 1):
+                if (
+                    others
+                    or depth > 8
+                    or not isinstance(listed, list)
+                    or len(listed) > (1 if keyword == "allOf" else 64)
+                ):
                     raise self.refuse(tool, f"{keyword!r} {f'beside {others[0]!r} ' if others else ''}for a text")
-                kinds = [kind for option in listed for kind in schema_types(option, tool.parameters) or {"string"}]
-                if keyword == "oneOf" and len(kinds) > len({*kinds} - ({"integer"} if "number" in kinds else set())):
-                    raise self.refuse(tool, "'oneOf' of options that may hold at once")
+                if keyword == "oneOf":
+                    kinds = [kind for option in listed for kind in schema_types(option, tool.parameters) or {"string"}]
+                    if len(kinds) > len({*kinds} - ({"integer"} if "number" in kinds else set())):
+                        raise self.refuse(tool, "'oneOf' of options that may hold at once")
                 return [branch for option in listed for branch in self._branches(tool, option, depth + 1)]
         declared = schema.get("type")
         listed = declared if isinstance(declared, list) else [declared] if declared is not None else []
-        if not all(isinstance(kind, str) and kind in JSON_TYPES for kind in listed):
+        if declared == [] or not all(isinstance(kind, str) and kind in JSON_TYPES for kind in listed):
             raise self.refuse(tool, f"the type {str(declared)[:80]!r}")
         if "enum" in schema or "const" in schema:
             if ("enum" in schema and "const" in schema) or not isinstance(schema.get("enum", []), list):
@@ -305,18 +316,21 @@ class LarkWriter:
             raise self.refuse(tool, f"{unknown[0]!r} for a text")
         others = types - {"string"}
         parts = ["/(?s:.*)/"]
-        lengths = [schema.get("minLength", 0), schema.get("maxLength", 0)]
-        if not all(type(length) is int and 0 <= length <= MAX_GRAMMAR_CHARS for length in lengths):
-            raise self.refuse(tool, f"the lengths {str(lengths)[:80]} of a text")
-        least = lengths[0]
+        least, most = schema.get("minLength", 0), schema.get("maxLength", MAX_GRAMMAR_CHARS)
+        if not all(type(length) is int and length >= 0 for length in (least, most)) or least > most:
+            raise self.refuse(tool, f"the lengths {str([least, most])[:80]} of a text")
         if least or "maxLength" in schema:
-            parts.append(f"/(?s:.{{{least},{lengths[1] if 'maxLength' in schema else ''}}})/")
+            parts.append(f"/(?s:.{{{least},{most if most < MAX_GRAMMAR_CHARS else ''}}})/")
         if "enum" in schema:
+            if beside := [keyword for keyword in ("pattern", "format") if keyword in schema]:
+                raise self.refuse(tool, f"{beside[0]!r} beside the values of a text")
             texts = [text for text in schema["enum"] if mark not in text and not (bare and text != text.strip("\n"))]
             texts = [text for text in texts if not others or as_json(text.strip(), others) is None]
-            if not texts:
-                raise self.refuse(tool, "only values that would be read as another type or cut")
-            return [f"({' | '.join(map(json.dumps, texts))})", *parts], "" in texts
+            if not (texts := [text for text in texts if least <= len(text) <= most]):
+                raise self.refuse(
+                    tool, "only values that are too long or short, or would be read as another type or cut"
+                )
+            return [f"({' | '.join(map(json.dumps, texts))})"], "" in texts
         if "pattern" in schema:
             parts.append(self._search(tool, schema["pattern"]))
         if "format" in schema:
