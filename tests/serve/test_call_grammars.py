@@ -101,6 +101,15 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             "a/b": {"type": "string", "maxLength": 4},
         },
     },
+    "marks": KEYWORDS
+    | {
+        "properties": {
+            "c": {"const": "<tool_call>"},
+            "d": {"enum": ["<think></think>", "<｜tool▁sep｜>"]},
+            "l": {"type": "array", "items": {"enum": ["</parameter>", "</arg_value>"]}, "minItems": 1, "maxItems": 2},
+        },
+        "required": ["l"],
+    },
     "free names": {"type": "object", "additionalProperties": {"type": "integer", "minimum": 0, "maximum": 9}},
 }
 """Schemas of parameters, each of which every form can keep to."""

@@ -98,6 +98,7 @@ class LarkWriter:
         self._special, self._form = special, form
         self._rules: list[str] = []
         self._names: dict[str, str] = {}  # of rules by their body
+        self._spells = False  # whether a schema spells a special token
         self._work = 0  # characters of schemas that were looked into
         names = sorted(special, key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)()")
@@ -108,7 +109,9 @@ class LarkWriter:
 
     def text(self, start: str) -> str:
         """Return the text of the grammar that begins with an expression."""
-        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+        # Where text that a special token is decoded to is all that may follow, llguidance would ask for that token.
+        options = ['%llguidance {"no_forcing": true}'] if self._spells else []
+        return "\n".join([*options, f"start: {start}", *self._rules]) + "\n"
 
     def rule(self, body: str, terminal: bool = False) -> str:
         """Return the name of a rule, or of a terminal, with a body."""
@@ -177,6 +180,7 @@ class LarkWriter:
         """Return an expression for compact JSON of a schema, which may refer to other parts of `root`."""
         alone = _drop(schema) if root is None else _standalone(schema, root)
         text = GrammarSource.json_schema({"x-guidance": _COMPACT_JSON, **alone}).text
+        self._look_for_tokens(alone)
         return self.rule(f"%json {text}")
 
     def refuse(self, tool: CalledTool, what: str) -> ArgumentError:
@@ -197,6 +201,7 @@ class LarkWriter:
             ArgumentError: The tool's parameters cannot be kept to in such a form.
         """
         size = len(GrammarSource.json_schema(tool.parameters).text)  # which checks it before it is looked into
+        self._look_for_tokens(tool.parameters)
         schema = _resolve(tool.parameters, tool.parameters)
         known = _ANNOTATIONS | _IGNORED | {*_DEFINITIONS, "type", "properties", "required", "additionalProperties"}
         if unknown := [keyword for keyword in schema if keyword not in known]:
@@ -219,6 +224,9 @@ class LarkWriter:
                 raise self.refuse(tool, f"the argument {key!r}, which is required and may not be given")
         if more is not False:
             yield Argument(None, {} if more is True else more, False)
+
+    def _look_for_tokens(self, schema: dict[str, Any]) -> None:
+        self._spells = self._spells or self._pattern.search(json.dumps(schema, ensure_ascii=False)) is not None
 
     def _spend(self, tool: CalledTool, work: int) -> None:
         self._work += work
@@ -311,7 +319,7 @@ class LarkWriter:
         self, tool: CalledTool, schema: dict[str, Any], types: set[str], mark: str, bare: bool
     ) -> tuple[list[str], bool]:
         """Return what a text has to match, and whether it may be empty."""
-        known = _TEXT_KEYWORDS | _ANNOTATIONS | _OF_OTHER_TYPES
+        known = _TEXT_KEYWORDS | _ANNOTATIONS | _OF_OTHER_TYPES | {*_DEFINITIONS}
         if unknown := [keyword for keyword in schema if keyword not in known and not keyword.startswith("x-")]:
             raise self.refuse(tool, f"{unknown[0]!r} for a text")
         others = types - {"string"}
