@@ -262,6 +262,41 @@ def test_a_call_is_allowed_as_models_of_the_form_write_it_and_no_other(name, spe
     assert not any(allows(grammar, special, text) for text in others)
 
 
+@pytest.mark.parametrize("special", [False, True], ids=["spelled marks", "marks that are tokens"])
+@pytest.mark.parametrize(("name", "around"), [("qwen3_coder", "\n{}\n"), ("glm45", "{}")])
+def test_a_text_beside_other_types_is_none_that_would_be_read_as_one(name, around, special):
+    kinds: list[tuple[dict[str, Any], list[str], list[str]]] = [
+        (
+            {"type": ["string", "integer"], "minimum": 100},
+            ["100", "-", "a 1", "true", "[1]"],
+            ["12", " 12 ", "-7", "1e2"],
+        ),
+        (
+            {"anyOf": [{"type": "string"}, {"const": None}]},
+            ["null", "Null", "None x", "5", ""],
+            ["None", " null", "null\n"],
+        ),
+        ({"type": ["string", "number"], "title": "n"}, ["1.5", "2nd", "-0", "1e5", "--"], ["01", " 1", "1.", "1e"]),
+        ({"type": ["string", "null"], "maxLength": 4}, ["null", "nul", "no"], [" null", "None", "nulls"]),
+        ({"type": ["string", "boolean"], "enum": ["a", True]}, ["a", "true"], ["false", "True", "b"]),
+        (
+            {"anyOf": [{"type": "string"}, {"type": "array", "maxItems": 1}]},
+            ["[1]", "1]", "null"],
+            ["[1, 2]", " [a", "[1, "],
+        ),
+    ]
+    for schema, fits, breaks in kinds:
+        parameters = KEYWORDS | {"properties": {"a": schema}, "required": ["a"]}
+        grammar = compiled(special, call_source(name, special, parameters))
+        head, tail = ("<tool_call>\n<function=tool-0>\n<parameter=a>", "</parameter>\n</function>\n</tool_call>")
+        if name == "glm45":
+            head, tail = "<tool_call>tool-0<arg_key>a</arg_key><arg_value>", "</arg_value></tool_call>"
+        for value in fits:
+            assert allows(grammar, special, head + around.format(value) + tail), (schema, value)
+        for value in breaks:
+            assert not allows(grammar, special, head + around.format(value) + tail), (schema, value)
+
+
 def test_calls_after_args_are_of_tokenizers_that_have_it():
     text = '[TOOL_CALLS]tool-0[ARGS]{"i": 1}'
     assert allows(compiled(True, call_source("mistral", True, TYPED)), True, text)

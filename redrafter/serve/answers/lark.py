@@ -32,8 +32,9 @@ _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "nullable"}
     | {"$comment", "contentEncoding", "contentMediaType"}
 )
-_OF_OTHER_TYPES = frozenset(  # keywords that say nothing of a text
-    {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items", "prefixItems", "minItems"}
+_OF_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_OF_OTHER_TYPES = _OF_NUMBERS | frozenset(  # keywords that say nothing of a text
+    {"items", "prefixItems", "minItems"}
     | {"maxItems", "uniqueItems", "properties", "required", "additionalProperties", "patternProperties"}
     | {"minProperties", "maxProperties"}
 )
@@ -50,6 +51,13 @@ _FORMATS = {
     "email": r"[a-zA-Z0-9_%+-]+(\.[a-zA-Z0-9_%+-]+)*@([a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?\.)+[a-zA-Z]{2,63}",
     "ipv4": r"((25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])",
     "uri": r"[a-z][a-z0-9+.-]*:(//[a-zA-Z0-9.-]+(:[0-9]+)?)?[a-zA-Z0-9._~%!$&'()*+,;=:@/?-]+",
+}
+_INTEGER = "-?(0|[1-9][0-9]*)"
+_SCALARS = {
+    "null": '"null"',
+    "boolean": '"true" | "false"',
+    "integer": f"/{_INTEGER}/",
+    "number": f"/{_INTEGER}(\\.[0-9]+)?([eE][+-]?[0-9]{{1,2}})?/",
 }
 # What a text must not look like where it may be a value of another type too, since it is then read as one.
 _LOOKS_LIKE = {
@@ -254,16 +262,25 @@ class LarkWriter:
         options = []
         types = schema_types(argument.schema, tool.parameters)
         head, *rest = self._pieces(end)
-        for schema in self._branches(tool, argument.schema) if not types or "string" in types else [argument.schema]:
-            if types and schema.get("type") != "string":
+        whole = bool(types) and "string" not in types
+        branches = [argument.schema] if whole else self._branches(tool, argument.schema)
+        scalars = [None if whole or schema.get("type") == "string" else _scalars(schema) for schema in branches]
+        # A number of a grammar of its own would be taken for the beginning of a text.
+        own = [words for words, schema in zip(scalars, branches, strict=True) if schema.get("type") != "string"]
+        numbers = ["/-?[0-9](?s:.*)/"] if None in own and types & {"integer", "number"} else []
+        for schema, words in zip(branches, scalars, strict=True):
+            if words is not None:
+                parts, may_be_empty = [f"({' | '.join(words)})"], False
+            elif whole or schema.get("type") != "string":
                 options.append(" ".join([self.json(schema, tool.parameters), head, *rest]))
                 continue
-            # Readers leave out a line break at either end of a value.
-            bare = [] if end.startswith("\n") else [r"/\n(?s:.*)/", r"/(?s:.*)\n/"]
-            parts, may_be_empty = self._text(tool, schema, types, mark, bool(bare))
-            other_types = [f"/{_BLANK}{_LOOKS_LIKE[kind]}{_BLANK}/" for kind in sorted(types - {"string"})]
-            if "enum" not in schema:
-                parts.append(_without(mark, others=[*bare, *other_types]))
+            else:
+                # Readers leave out a line break at either end of a value.
+                bare = [] if end.startswith("\n") else [r"/\n(?s:.*)/", r"/(?s:.*)\n/"]
+                parts, may_be_empty = self._text(tool, schema, types, mark, bool(bare))
+                looks = [f"/{_BLANK}{_LOOKS_LIKE[kind]}{_BLANK}/" for kind in sorted(types - {"string"})]
+                if "enum" not in schema:
+                    parts.append(_without(mark, others=[*bare, *looks, *numbers]))
             if head.startswith("<"):
                 value = self.rule(" & ".join([*parts, "/(?s:.+)/"]), terminal=True)
                 options.append(" ".join([f"{value}?" if may_be_empty else value, head, *rest]))
@@ -359,6 +376,18 @@ class LarkWriter:
             raise self.refuse(tool, f"'^' or '$' beside '|' in the pattern {pattern[:80]!r}")
         body = pattern[begins : len(pattern) - ends]
         return f"/{'' if begins else '(?s:.*)'}({_escape(body)}){'' if ends else '(?s:.*)'}/"
+
+
+def _scalars(schema: dict[str, Any]) -> list[str] | None:
+    """Return terminals for the JSON of a schema's values, of any type but text; None where these are not so simple."""
+    kinds = schema["type"] if isinstance(schema.get("type"), list) else []
+    if "enum" in schema:
+        values = [value for value in schema["enum"] if not isinstance(value, dict | list)]
+        fitting = [value for value in values if not kinds or as_json(json.dumps(value), {*kinds}) is not None]
+        return [json.dumps(json.dumps(value)) for value in fitting] if fitting == schema["enum"] else None
+    if not {*schema}.isdisjoint(_OF_NUMBERS) or not {*schema} <= _ANNOTATIONS | _OF_OTHER_TYPES | _TEXT_KEYWORDS:
+        return None
+    return [_SCALARS[kind] for kind in kinds] if {*kinds} <= _SCALARS.keys() else None
 
 
 def _without(*marks: str, others: Iterable[str] = ()) -> str:
