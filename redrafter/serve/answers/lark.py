@@ -12,7 +12,22 @@ from typing import Any, NamedTuple
 from redrafter.errors import ArgumentError
 from redrafter.grammar.limits import MAX_GRAMMAR_CHARS
 from redrafter.grammar.source import GrammarSource, checked_text
-from redrafter.serve.answers.arguments import JSON_TYPES, as_json, follow, is_inner, schema_types
+from redrafter.serve.answers.arguments import JSON_TYPES, as_json, schema_types
+from redrafter.serve.answers.schemas import (
+    ANNOTATIONS,
+    DEFINITIONS,
+    FORMATS,
+    IGNORED,
+    LOOKS_LIKE,
+    OF_OTHER_TYPES,
+    TEXT_KEYWORDS,
+    drop_ignored,
+    escape_pattern,
+    resolve,
+    scalar_terminals,
+    scan_pattern,
+    standalone,
+)
 from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
 
 # Without this, a model may fill a call with spaces and line breaks until no token is left. A separator is a regular
@@ -22,51 +37,6 @@ _COMPACT_JSON = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
-}
-# Keywords whose values are data, and keywords whose values are schemas by name.
-_DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples", "example"})
-_NAMED_SCHEMAS_KEYWORDS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_DEFINITIONS = ("$defs", "definitions")
-_IGNORED = frozenset({"$id", "$schema", "x-guidance"})  # at the top of a tool's parameters
-_ANNOTATIONS = frozenset(
-    {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "nullable"}
-    | {"$comment", "contentEncoding", "contentMediaType"}
-)
-_OF_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
-_OF_OTHER_TYPES = _OF_NUMBERS | frozenset(  # keywords that say nothing of a text
-    {"items", "prefixItems", "minItems"}
-    | {"maxItems", "uniqueItems", "properties", "required", "additionalProperties", "patternProperties"}
-    | {"minProperties", "maxProperties"}
-)
-_TEXT_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength", "pattern", "format"})
-_HOUR = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
-_DAY = (
-    r"[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
-)
-_FORMATS = {
-    "date": _DAY,
-    "time": _HOUR,
-    "date-time": f"{_DAY}T{_HOUR}",
-    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
-    "email": r"[a-zA-Z0-9_%+-]+(\.[a-zA-Z0-9_%+-]+)*@([a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?\.)+[a-zA-Z]{2,63}",
-    "ipv4": r"((25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])",
-    "uri": r"[a-z][a-z0-9+.-]*:(//[a-zA-Z0-9.-]+(:[0-9]+)?)?[a-zA-Z0-9._~%!$&'()*+,;=:@/?-]+",
-}
-_INTEGER = "-?(0|[1-9][0-9]*)"
-_SCALARS = {
-    "null": '"null"',
-    "boolean": '"true" | "false"',
-    "integer": f"/{_INTEGER}/",
-    "number": f"/{_INTEGER}(\\.[0-9]+)?([eE][+-]?[0-9]{{1,2}})?/",
-}
-# What a text must not look like where it may be a value of another type too, since it is then read as one.
-_LOOKS_LIKE = {
-    "null": "(null|None)",
-    "boolean": "(true|false|True|False)",
-    "integer": "-?[0-9][0-9.eE+-]*",
-    "number": "-?[0-9][0-9.eE+-]*",
-    "array": r"\[(?s:.*)",
-    "object": r"\{(?s:.*)",
 }
 _MAX_WORK = 32 * MAX_GRAMMAR_CHARS  # characters of schemas that are looked into, of each once for every argument
 _BLANKS = r"/[ \t\r\n]+/"
@@ -186,7 +156,7 @@ class LarkWriter:
 
     def json(self, schema: Any, root: Any = None) -> str:
         """Return an expression for compact JSON of a schema, which may refer to other parts of `root`."""
-        alone = _drop(schema) if root is None else _standalone(schema, root)
+        alone = drop_ignored(schema) if root is None else standalone(schema, root)
         text = GrammarSource.json_schema({"x-guidance": _COMPACT_JSON, **alone}).text
         self._look_for_tokens(alone)
         return self.rule(f"%json {text}")
@@ -210,8 +180,8 @@ class LarkWriter:
         """
         size = len(GrammarSource.json_schema(tool.parameters).text)  # which checks it before it is looked into
         self._look_for_tokens(tool.parameters)
-        schema = _resolve(tool.parameters, tool.parameters)
-        known = _ANNOTATIONS | _IGNORED | {*_DEFINITIONS, "type", "properties", "required", "additionalProperties"}
+        schema = resolve(tool.parameters, tool.parameters)
+        known = ANNOTATIONS | IGNORED | {*DEFINITIONS, "type", "properties", "required", "additionalProperties"}
         if unknown := [keyword for keyword in schema if keyword not in known]:
             raise self.refuse(tool, f"{unknown[0]!r} at their top")
         properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -246,7 +216,7 @@ class LarkWriter:
 
     def free_name(self, tool: CalledTool) -> str:
         """Return a terminal for the name of an argument that a tool's parameters do not have."""
-        taken = [key for key in _resolve(tool.parameters, tool.parameters).get("properties", {}) if key]
+        taken = [key for key in resolve(tool.parameters, tool.parameters).get("properties", {}) if key]
         others = f" & ~({' | '.join(json.dumps(key) for key in taken)})" if taken else ""
         return self.rule(f"/[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/{others}", terminal=True)
 
@@ -264,7 +234,7 @@ class LarkWriter:
         head, *rest = self._pieces(end)
         whole = bool(types) and "string" not in types
         branches = [argument.schema] if whole else self._branches(tool, argument.schema)
-        scalars = [None if whole or schema.get("type") == "string" else _scalars(schema) for schema in branches]
+        scalars = [None if whole or schema.get("type") == "string" else scalar_terminals(schema) for schema in branches]
         # A number of a grammar of its own would be taken for the beginning of a text.
         own = [words for words, schema in zip(scalars, branches, strict=True) if schema.get("type") != "string"]
         numbers = ["/-?[0-9](?s:.*)/"] if None in own and types & {"integer", "number"} else []
@@ -278,7 +248,7 @@ class LarkWriter:
                 # Readers leave out a line break at either end of a value.
                 bare = [] if end.startswith("\n") else [r"/\n(?s:.*)/", r"/(?s:.*)\n/"]
                 parts, may_be_empty = self._text(tool, schema, types, mark, bool(bare))
-                looks = [f"/{_BLANK}{_LOOKS_LIKE[kind]}{_BLANK}/" for kind in sorted(types - {"string"})]
+                looks = [f"/{_BLANK}{LOOKS_LIKE[kind]}{_BLANK}/" for kind in sorted(types - {"string"})]
                 if "enum" not in schema:
                     parts.append(_without(mark, others=[*bare, *looks, *numbers]))
             if head.startswith("<"):
@@ -293,10 +263,10 @@ class LarkWriter:
     def _branches(self, tool: CalledTool, schema: Any, depth: int = 0) -> list[dict[str, Any]]:
         """Return schemas of which a value fits one, each of texts alone or of values of other types alone."""
         self._spend(tool, _MAX_WORK >> 13)  # options may refer to options: their number could grow exponentially
-        schema = _resolve(schema, tool.parameters)
+        schema = resolve(schema, tool.parameters)
         for keyword in ("anyOf", "oneOf", "allOf"):
             if keyword in schema:
-                others = [other for other in schema if other not in _ANNOTATIONS and other != keyword]
+                others = [other for other in schema if other not in ANNOTATIONS and other != keyword]
                 listed = schema[keyword]
                 if (
                     others
@@ -336,7 +306,7 @@ class LarkWriter:
         self, tool: CalledTool, schema: dict[str, Any], types: set[str], mark: str, bare: bool
     ) -> tuple[list[str], bool]:
         """Return what a text has to match, and whether it may be empty."""
-        known = _TEXT_KEYWORDS | _ANNOTATIONS | _OF_OTHER_TYPES | {*_DEFINITIONS}
+        known = TEXT_KEYWORDS | ANNOTATIONS | OF_OTHER_TYPES | {*DEFINITIONS}
         if unknown := [keyword for keyword in schema if keyword not in known and not keyword.startswith("x-")]:
             raise self.refuse(tool, f"{unknown[0]!r} for a text")
         others = types - {"string"}
@@ -360,14 +330,14 @@ class LarkWriter:
             parts.append(self._search(tool, schema["pattern"]))
         if "format" in schema:
             kind = schema["format"]
-            if not isinstance(kind, str) or kind not in _FORMATS:
+            if not isinstance(kind, str) or kind not in FORMATS:
                 raise self.refuse(tool, f"the format {str(kind)[:80]!r} of a text")
-            parts.append(f"/{_escape(_FORMATS[kind])}/")
+            parts.append(f"/{escape_pattern(FORMATS[kind])}/")
         return parts, not (least or "pattern" in schema or "format" in schema)
 
     def _search(self, tool: CalledTool, pattern: Any) -> str:
         """Return a terminal for texts in which a pattern is found; `^` and `$` hold it at either end."""
-        scanned = _scan(pattern) if isinstance(pattern, str) else None
+        scanned = scan_pattern(pattern) if isinstance(pattern, str) else None
         if scanned is None:
             raise self.refuse(tool, f"the pattern {str(pattern)[:80]!r}")
         choice, ends = scanned
@@ -375,19 +345,7 @@ class LarkWriter:
         if (begins or ends) and choice:
             raise self.refuse(tool, f"'^' or '$' beside '|' in the pattern {pattern[:80]!r}")
         body = pattern[begins : len(pattern) - ends]
-        return f"/{'' if begins else '(?s:.*)'}({_escape(body)}){'' if ends else '(?s:.*)'}/"
-
-
-def _scalars(schema: dict[str, Any]) -> list[str] | None:
-    """Return terminals for the JSON of a schema's values, of any type but text; None where these are not so simple."""
-    kinds = schema["type"] if isinstance(schema.get("type"), list) else []
-    if "enum" in schema:
-        values = [value for value in schema["enum"] if not isinstance(value, dict | list)]
-        fitting = [value for value in values if not kinds or as_json(json.dumps(value), {*kinds}) is not None]
-        return [json.dumps(json.dumps(value)) for value in fitting] if fitting == schema["enum"] else None
-    if not {*schema}.isdisjoint(_OF_NUMBERS) or not {*schema} <= _ANNOTATIONS | _OF_OTHER_TYPES | _TEXT_KEYWORDS:
-        return None
-    return [_SCALARS[kind] for kind in kinds] if {*kinds} <= _SCALARS.keys() else None
+        return f"/{'' if begins else '(?s:.*)'}({escape_pattern(body)}){'' if ends else '(?s:.*)'}/"
 
 
 def _without(*marks: str, others: Iterable[str] = ()) -> str:
@@ -395,42 +353,6 @@ def _without(*marks: str, others: Iterable[str] = ()) -> str:
     # One complement of all is an automaton with few states; an intersection of several has their product.
     found = f"/(?s:.*)/ ({' | '.join(map(json.dumps, dict.fromkeys(marks)))}) /(?s:.*)/"
     return f"~({' | '.join([found, *others])})"
-
-
-def _escape(pattern: str) -> str:
-    """Return a regular expression of a schema, whose digits and letters are ASCII, as it is written between slashes."""
-    written = {
-        "\\d": "[0-9]",
-        "\\D": "[^0-9]",
-        "\\w": "[a-zA-Z0-9_]",
-        "\\W": "[^a-zA-Z0-9_]",
-        "/": "\\/",
-        "\n": "\\n",
-        "\\\n": "\\n",
-    }
-    return re.sub(r"\\.|/|\n", lambda found: written.get(found[0], found[0]), pattern, flags=re.DOTALL)
-
-
-def _scan(pattern: str) -> tuple[bool, bool] | None:
-    """Return whether a regular expression has `|` outside of parentheses, and whether it ends with `$`.
-
-    None if its parentheses do not match.
-    """
-    depth, in_class, choice, ends = 0, False, False, False
-    characters = iter(pattern)
-    for character in characters:
-        ends = character == "$" and not in_class
-        if character == "\\":
-            next(characters, None)
-        elif in_class:
-            in_class = character != "]"
-        else:
-            in_class = character == "["
-            depth += (character == "(") - (character == ")")
-            choice |= character == "|" and depth == 0
-            if depth < 0:
-                return None
-    return None if depth or in_class else (choice, ends)
 
 
 def _token_ranges(tokens: Iterable[int]) -> list[str]:
@@ -442,59 +364,3 @@ def _token_ranges(tokens: Iterable[int]) -> list[str]:
         else:
             ranges.append([token, token])
     return [f"<[{','.join(f'{a}-{b}' if a < b else f'{a}' for a, b in ranges)}]>"] if ranges else []
-
-
-def _drop(schema: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in schema.items() if name not in _IGNORED}
-
-
-def _follow(root: Any, reference: str) -> Any:
-    """Return what a reference within a schema leads to, or raise `ArgumentError`."""
-    if (found := follow(root, reference)) is None:
-        raise ArgumentError(f"grammar: the schema has no {reference[:80]!r}, to which it refers")
-    return found
-
-
-def _resolve(schema: Any, root: Any) -> dict[str, Any]:
-    """Return a schema in place of a reference to it within `root`."""
-    for _ in range(32):
-        if schema is True:
-            return {}
-        if not isinstance(schema, dict):
-            raise ArgumentError(f"grammar: {str(schema)[:80]!r} is no schema of a value")
-        if not is_inner(schema.get("$ref")) or {*schema} - {"$ref"} - _ANNOTATIONS - _IGNORED - {*_DEFINITIONS}:
-            return schema
-        schema = _follow(root, schema["$ref"])
-    raise ArgumentError("grammar: references of the schema lead in a circle")
-
-
-def _standalone(schema: Any, root: Any) -> dict[str, Any]:
-    """Return a part of a schema as one of its own, with all that it refers to in `$defs`."""
-    numbers: dict[str, str] = {}
-    todo: list[str] = []
-
-    def move(value: Any) -> Any:
-        if isinstance(value, list):
-            return [move(entry) for entry in value]
-        if not isinstance(value, dict):
-            return value
-        moved: dict[str, Any] = {}
-        for keyword, content in value.items():
-            if keyword == "$ref" and is_inner(content):
-                if content not in numbers:
-                    numbers[content] = str(len(numbers))
-                    todo.append(content)
-                moved[keyword] = f"#/$defs/{numbers[content]}"
-            elif keyword in _NAMED_SCHEMAS_KEYWORDS and isinstance(content, dict):
-                if keyword not in _DEFINITIONS:
-                    moved[keyword] = {name: move(part) for name, part in content.items()}
-            else:
-                moved[keyword] = content if keyword in _DATA_KEYWORDS else move(content)
-        return moved
-
-    alone = move(schema)
-    definitions = {}
-    while todo:
-        reference = todo.pop()
-        definitions[numbers[reference]] = move(_follow(root, reference))
-    return {**_drop(alone), "$defs": definitions} if definitions else _drop(alone)
