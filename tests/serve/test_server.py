@@ -21,13 +21,15 @@ from helpers.serving import PROMPTS, SCHEMA, Program, offline, text_of
 
 
 def test_a_completion_is_what_generate_writes(client, pair):
-    answer = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=30, temperature=0)
-    assert answer.choices[0].text == text_of(pair, offline(pair, PROMPTS[0], 30, do_sample=False))
-    assert answer.usage.completion_tokens == 30
+    # So long that drafting goes on within it, whatever the texts before it have made it pause for.
+    answer = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=200, temperature=0)
+    assert answer.choices[0].text == text_of(pair, offline(pair, PROMPTS[0], 200, do_sample=False))
+    assert answer.usage.completion_tokens == 200
     assert answer.choices[0].finish_reason == "length"
     spec = answer.model_extra["metrics"]["speculative_decoding"]
     assert spec["num_spec_steps"] == sum(spec["acceptance_histogram"])
-    assert spec["mean_acceptance_length"] > 1.5
+    assert spec["mean_acceptance_length"] > 1
+    assert spec["num_accepted_draft_tokens"] > 0
 
 
 @pytest.mark.parametrize(
