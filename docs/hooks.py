@@ -52,7 +52,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 # Members that the reference shows, of classes that have others for the package's own use.
-ENGINE = ("generate", "custom_generate", "load_adapter", "unload_adapter", "adapters", "model")
+CHANGES = ("update_weights", "change_drafter", "sleep", "wake", "asleep")
+ENGINE = ("generate", "custom_generate", "load_adapter", "unload_adapter", *CHANGES, "adapters", "model")
 LOADED_ENGINE = ("from_pretrained", *ENGINE)
 MEMBERS: dict[str, tuple[str, ...]] = {
     "DFlashConfig": (),

@@ -123,11 +123,17 @@ class RecurrentDrafter(DrafterModel):
         return drafter_layer(self, target, self.config.context_kv_heads, self.config.context_head_dim, compute)
 
     def prepare(self, target: Target) -> None:
-        """Tabulate the cell's product with embeddings on a GPU, where the table takes a small part of its memory."""
-        if target.device.type == "cuda" and self.config.rnn:
+        """Tabulate the cell's product with embeddings on a GPU, where the table takes a small part of its memory.
+
+        A table that there is already is made anew, of the weights as they are now.
+        """
+        wanted = self.embedded is not None
+        if target.device.type == "cuda" and self.config.rnn and not wanted:
             memory = torch.cuda.get_device_properties(target.device).total_memory
-            if self.config.vocab_size * self._cell[0].out_features * target.dtype.itemsize <= memory * TABLE_SHARE:
-                self.tabulate(target.embedding)
+            size = self.config.vocab_size * self._cell[0].out_features * target.dtype.itemsize
+            wanted = size <= memory * TABLE_SHARE
+        if wanted:
+            self.tabulate(target.embedding)
 
     @property
     def _cell(self) -> tuple[nn.Linear, slice]:
@@ -146,7 +152,9 @@ class RecurrentDrafter(DrafterModel):
         """
         layer, columns = self._cell
         ids = torch.arange(self.config.vocab_size, device=self.device)
-        table = torch.empty(len(ids), layer.out_features, dtype=embedding(ids[:1]).dtype, device=self.device)
+        table = self.embedded  # captured steps know its address
+        if table is None:
+            table = torch.empty(len(ids), layer.out_features, dtype=embedding(ids[:1]).dtype, device=self.device)
         for part in ids.split(TABULATED_AT_ONCE):
             table[part] = partial_linear(layer, embedding(part), columns, with_bias=False)
         self.embedded = table

@@ -31,6 +31,7 @@ from redrafter.engine.arguments import (
     without_cache,
 )
 from redrafter.engine.call import Call, ColumnStream, GenerateOutput, StepStreamer, takes_columns
+from redrafter.engine.changeable import Changeable
 from redrafter.engine.idle_batches import IdleBatches
 from redrafter.engine.modes import kv_dtype_of, make_batch_invariant, use_kv_cache_dtype
 from redrafter.engine.options import EngineOptions
@@ -49,7 +50,7 @@ Streamer = BaseStreamer | StepStreamer
 PREPARES_ON_HOST = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
 
 
-class Engine:
+class Engine(Changeable):
     """A target and the proposer that drafts for it. Threads may share an engine.
 
     Between requests it keeps only what makes the next one faster: on a GPU the captured steps, and keys and values of
@@ -65,6 +66,8 @@ class Engine:
         batches: Running batches of earlier requests, with their captured steps.
         do_sample: Whether `generate` samples where neither a call nor a `generation_config` says; None for what the
             model's own says.
+        drafter: The drafter that was trained for the target; None where another model, or none, drafts.
+        previous_drafter: The weights of the drafter before the last `change_drafter`; None before the first.
         draft_vocabulary: What the draft model has for each of the target's tokens; None where its ids are the target's.
         rejection_sampling: Whether sampled drafts are kept by rejection sampling; sampled tokens are then not those of
             undrafted decoding.
@@ -76,7 +79,9 @@ class Engine:
 
     def __init__(self, target: Target, proposer: Proposer, options: EngineOptions | None = None):
         check_bound(type(self), target, Target)
-        self.target, self.proposer, self.options = target, proposer, options or EngineOptions()
+        self.target = target
+        super().__init__()
+        self.proposer, self.options = proposer, options or EngineOptions()
         if self.options.kv_host_cache_gib and target.ranks.size > 1:
             raise UnsupportedError(
                 "kv_host_cache_gib (--kv-host-cache-gib) is not supported with tensor parallelism: leave it out, or "
@@ -369,15 +374,11 @@ class Engine:
     @torch.inference_mode()
     def _decode(self, mine: OwnArguments, input_ids: Tensor, inputs: dict[str, Any]) -> Tensor | GenerateOutput:
         """Decode a call that transformers has prepared; `inputs` is what it says beside the ids."""
-        # 1. Check the model, which its owner may have changed since.
+        # 1. Read which adapters the rows have.
         names = row_adapters(mine.adapter, mine.prompts or len(input_ids), len(input_ids))
         check_autocast(self.target.device)
-        self.target.follow_changes()
-        if mine.speculate and self.draft_model is not None:
-            self.draft_model.follow_changes()
-
-        # 2. Check the ids, turn the call into tensors, and decode.
-        with made_on_host(), self.target.adapters.holding(names) as held:
+        # 2. Look at the models, which their owner may have changed since; turn the call into tensors, and decode.
+        with self._calling(speculate=mine.speculate), made_on_host(), self.target.adapters.holding(names) as held:
             request = read_request(self.target, self.options, mine, held, input_ids, **inputs)
             stream = mine.streamer
             if takes_columns(stream):

@@ -52,6 +52,7 @@ class ReDrafter(Engine):
 
     pauses = True
     proposer: SearchProposer
+    drafter: Drafter
 
     def __init__(
         self,
@@ -185,6 +186,11 @@ class ReDrafter(Engine):
                 best = self._best_shapes(self._assumed, rows, (QUALITY,))
                 shape = best[0] if best else None
         return self._proposer_of(shape, rows)
+
+    def derive(self) -> None:
+        """Make the drafter's tables anew; see `Engine.derive`."""
+        super().derive()
+        self.drafter.prepare(self.target)
 
     def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
         """Return what chooses the proposer of each step; None with `pauses` off.

@@ -42,7 +42,7 @@ class Float8Linear(nn.Linear):
         """Quantise a layer, whose bias is shared, on a device where its weight then stays; None for where it is."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        weight, scale = _quantize(layer.weight.detach().to(device))
+        weight, scale = quantize_weight(layer.weight.detach().to(device))
         self.weight, self.bias = nn.Parameter(weight, requires_grad=False), layer.bias
         self.register_buffer("weight_scale", scale)
         self.train(layer.training)
@@ -61,7 +61,7 @@ class Float8Linear(nn.Linear):
         return super()._apply(without_cast, recurse)
 
 
-def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return a weight `[F, D]` divided by the scales of its rows and rounded to FP8, and the scales, `[F]` float32.
 
     Scales are powers of two. They cost no precision, since FP8 has exponents of its own, and a row that is scaled back

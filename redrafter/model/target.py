@@ -41,6 +41,7 @@ from redrafter.model.supported import (
 from redrafter.model.traits import learn_traits
 from redrafter.model.tree_forward import BoundModel, PaddedForward
 from redrafter.model.varlen_forward import VarlenForward
+from redrafter.model.weights import ParkedMemory
 from redrafter.parallel.local_shards import use_local_shards
 from redrafter.tree.token_tree import chain
 
@@ -63,7 +64,10 @@ class Target(BoundModel):
         prompt_reader: What reads prompts.
         reread_from: Committed tokens at which rows are read again, as the model's rope switches; None for never.
         image_inputs: `image_arguments`, and the names of the types of tokens that the model takes beside them.
+        parked: The memory that was given back while the engines on this target sleep; None while they are awake.
     """
+
+    parked: ParkedMemory | None = None
 
     @name_model_in_errors
     def __init__(self, model: PreTrainedModel, name: str | None = None):

@@ -80,6 +80,12 @@ class PagedMemory:
         if self.draft_store is not None:
             self.draft_blocks = BlockManager(self.draft_store.num_blocks, host_blocks=drafts_on_host)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All keys and values on the device."""
+        stores = [self.store] if self.draft_store is None else [self.store, self.draft_store]
+        return [pool for store in stores for pool in store.pools]
+
     def copy_blocks(self) -> None:
         """Launch the copies from and to the host that are due, once blocks were handed out and before they are used.
 
@@ -96,6 +102,12 @@ class PagedMemory:
                     blocks.forget()
             raise
 
+    def forget_texts(self) -> None:
+        """Let no stored text be found any more; sequences keep the blocks that they hold. Hold the lock."""
+        for blocks in (self.blocks, self.draft_blocks):
+            if blocks is not None:
+                blocks.forget()
+
     def follow_changes(self, target: Target, draft_model: Target | None) -> tuple[int, ...]:
         """Forget the prefixes, and prepare the forwards, that were made of weights which are no longer the models'.
 
@@ -107,9 +119,7 @@ class PagedMemory:
             models.append((draft_model, self.draft_store))
         with self.lock:
             if any(self._versions.get(model, model.version) != model.version for model, _ in models):
-                for blocks in (self.blocks, self.draft_blocks):
-                    if blocks is not None:
-                        blocks.forget()
+                self.forget_texts()
             for model, store in models:
                 self._versions[model] = model.version
                 if model.varlen_forward.outdated:

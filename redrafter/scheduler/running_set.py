@@ -242,6 +242,16 @@ class RunningSet:
         """
         return max(sequences, key=lambda each: (each.priority, self._queue.running(each), each.arrival))
 
+    def put_all_back(self) -> None:
+        """Let every sequence with a slot wait again, in the order of their arrival."""
+        for sequence in sorted(self.sequences, key=lambda sequence: sequence.arrival, reverse=True):
+            self._preempt(sequence)
+
+    @property
+    def has_cancelled(self) -> bool:
+        """Whether `end_cancelled` has sequences to end."""
+        return bool(self._cancelled)
+
     def _preempt(self, sequence: TokenSequence) -> None:
         self.preempted += 1
         self._put_back(sequence)

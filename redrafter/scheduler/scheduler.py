@@ -30,6 +30,7 @@ from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.captured_step import LaunchedPrefill, LaunchedStep, Timer, bucket
+from redrafter.scheduler.engine_change import EngineChange
 from redrafter.scheduler.finished_texts import PIECE, FinishedTexts
 from redrafter.scheduler.paged_memory import PagedMemory, SequenceBlocks
 from redrafter.scheduler.prefill import Chunk, PrefilledRows, Prefiller, padded_tokens
@@ -60,6 +61,7 @@ class Scheduler:
         mixed_prefill: Whether steps read chunks of prompts too. It gains nothing where each token of a forward takes
             its time, as on a CPU.
         finished: Texts that have ended, which others are drafted from; None where none are kept.
+        asleep: Whether nothing is computed now, since the engine sleeps: sequences wait.
         on_failure: Called with an exception that ended sequences, and how many there were.
     """
 
@@ -106,6 +108,8 @@ class Scheduler:
         self.longest = self._bound()
         self.overlap = graphs is not None and engine.target.device.type == "cuda"
         self.mixed_prefill = self.overlap and self.prefiller.can_mix
+        self.asleep = False
+        self._speculate = speculate
         self.on_failure: Callable[[Exception, int], object] = self._log_failure
         self._launched: deque[LaunchedStep | LaunchedPrefill] = deque()  # not read yet, in their order
 
@@ -128,6 +132,8 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether a round would have nothing to do."""
+        if self.asleep:
+            return not self._running.has_cancelled
         return self._running.idle and not self._launched
 
     @property
@@ -188,6 +194,27 @@ class Scheduler:
         self._launched.clear()
         self._running.abandon()
 
+    def change(self, change: EngineChange) -> None:
+        """Change the engine between two rounds. For the thread that runs the rounds.
+
+        Sequences that hold slots are put back into the queue. They go on with the tokens that they have, whose keys and
+        values are computed anew where the change makes others of them; while the engine sleeps, they wait.
+
+        Raises:
+            ReDrafterError: The change cannot be made now; nothing has changed but that.
+        """
+        self.settle()
+        with torch.inference_mode():  # in which the rows' buffers were made
+            self._running.put_all_back()
+        with self.graphs.lock:
+            if change.apply(self.graphs):
+                self.batch.captured_steps.clear()
+            if change.forgets:
+                self.graphs.forget_texts()
+        self.asleep = change.asleep
+        # What was learnt of how drafts are accepted is of the models before.
+        self.batch.draft_with(self.engine, self.limits.max_batch_size, speculate=self._speculate)
+
     def round(self) -> None:
         """Admit sequences, read a chunk of their prompts, and step all rows."""
         self.read()
@@ -198,6 +225,8 @@ class Scheduler:
         """Run the first half of a round, which draws the first token of every prompt that is complete."""
         with self._ending(lambda: self._running.sequences):
             self._running.end_cancelled()
+            if self.asleep:
+                return
             self._running.admit(self.limits, self.settle, mixed_prefill=self.mixed_prefill)
             mixed = self._mixed_sequences()
             alone = [sequence for sequence in self._running.prefilling if sequence not in mixed]
@@ -208,6 +237,8 @@ class Scheduler:
     def step(self) -> None:
         """Run the second half of a round: one step of all rows."""
         with self._ending(lambda: tuple(self.batch.rows)):
+            if self.asleep:
+                return
             if self._blocks is not None and (grown := self._running.grow(self.settle)):
                 self.batch.update_block_tables(grown)
             # The host's processors must know the texts; and each forward that was launched adds a token at least. So
@@ -315,6 +346,7 @@ class Scheduler:
         if not self.overlap:
             self.settle()
 
+    @torch.inference_mode()
     def settle(self) -> bool:
         """Wait for all forwards that were launched, and report their tokens. For the thread that runs the rounds.
 

@@ -1,0 +1,170 @@
+"""What changes in an engine between two steps: its weights, its drafter, and whether it holds memory at all."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from redrafter.checkpoints.drafters import check_fits_target
+from redrafter.checkpoints.weights import read_weights
+from redrafter.drafting.drafter_types import Drafter, open_drafter_model
+from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
+from redrafter.formats.sources import load_foreign
+from redrafter.model.linear_layers import is_quantized
+from redrafter.model.weights import NewWeights, ParkedMemory, snapshot
+from redrafter.scheduler.engine_change import EngineChange
+from redrafter.scheduler.paged_memory import PagedMemory
+
+if TYPE_CHECKING:
+    from redrafter.engine.changeable import Changeable
+
+# Fields of a drafter's config that say how it was trained and is used by default, and nothing of what it computes.
+NOT_OF_FORM = frozenset(
+    {"draft_beams", "draft_len_per_beam", "trained_draft_len", "base_model", "base_embedding_norms"}
+)
+
+
+class Sleep(EngineChange):
+    """Gives back the memory of keys and values and, on a GPU, that of weights, which go to the host."""
+
+    asleep = True
+
+    def __init__(self, engine: "Changeable"):
+        """Raise `UnsupportedError` for an engine that several processes share."""
+        check_changeable(engine, asleep=None)
+        self._engine = engine
+
+    def apply(self, memory: PagedMemory | None) -> bool:
+        """Give the memory back; see `EngineChange.apply`."""
+        target = self._engine.target
+        if target.parked is not None:
+            return False
+        parked = ParkedMemory()
+        with target.lock:
+            if memory is not None:
+                parked.park(memory.tensors, keep=False)
+            if target.device.type != "cpu":  # a CPU's weights are on the host already
+                for module in self._engine.modules:
+                    parked.park([*module.parameters(), *module.buffers()], keep=True)
+            target.parked = parked
+        if target.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return False
+
+
+class Wake(EngineChange):
+    """Takes the memory again that `Sleep` has given back."""
+
+    def __init__(self, engine: "Changeable"):
+        """Make the change, which does nothing for an engine that is awake."""
+        self._engine = engine
+
+    def apply(self, memory: PagedMemory | None) -> bool:
+        """Take the memory; see `EngineChange.apply`."""
+        target = self._engine.target
+        if target.parked is None:
+            return False
+        with target.lock:
+            same = target.parked.restore()
+            target.parked = None
+            for model in self._engine.targets:
+                model.note_state()  # the same weights, perhaps elsewhere
+        return not same
+
+
+class UpdateWeights(EngineChange):
+    """Writes new weights of the target in the place of the old ones, and makes anew what was made of these."""
+
+    def __init__(self, engine: "Changeable", weights: "str | Path | Mapping[str, Tensor]"):
+        """Read the weights and find them to fit; see `Changeable.update_weights`."""
+        check_changeable(engine, asleep=False)
+        target = engine.target
+        if is_quantized(target.model.config):
+            raise UnsupportedError(
+                f"{target.name} was quantised by another library, so that its weights cannot be exchanged: make a new "
+                "engine"
+            )
+        self._engine = engine
+        self._new = NewWeights.of(target.model, read_weights(weights, target), target.name)
+
+    def apply(self, memory: PagedMemory | None) -> bool:
+        """Write the weights; see `EngineChange.apply`."""
+        check_changeable(self._engine, asleep=False)  # it may sleep since
+        target = self._engine.target
+        with target.lock:
+            self._new.write()
+        self._engine.follow_changes()
+        return False
+
+
+class ChangeDrafter(EngineChange):
+    """Writes the weights of another drafter of the same form in the place of those that draft now."""
+
+    def __init__(self, engine: "Changeable", drafter: Drafter | str | Path | None):
+        """Load a drafter and find it to fit; see `Changeable.change_drafter`."""
+        check_changeable(engine, asleep=False)
+        self._engine, mine = engine, engine.drafter
+        if mine is None:
+            raise UnsupportedError(
+                "nothing that is trained for the model drafts here, so no drafter takes its place: start with one "
+                "(--drafter D)"
+            )
+        if drafter is None:
+            if engine.previous_drafter is None:
+                raise ArgumentError("there is no previous drafter: the one that drafts was there from the beginning")
+            weights = engine.previous_drafter
+        else:
+            name = type(drafter).__name__
+            if isinstance(drafter, str | Path):
+                name, drafter = str(drafter), load_foreign(drafter) or drafter
+            if isinstance(drafter, str | Path):
+                drafter = open_drafter_model(drafter)
+            check_fits_target(drafter, engine.target)
+            check_same_form(mine, drafter, name)
+            weights = drafter.state_dict()
+        self.forgets = engine.target.drafter_layer is not None  # which the drafter's own weights have made
+        self._new = NewWeights.of(mine, weights, "the drafter")
+
+    def apply(self, memory: PagedMemory | None) -> bool:
+        """Write the weights; see `EngineChange.apply`."""
+        check_changeable(self._engine, asleep=False)
+        drafter: Any = self._engine.drafter
+        before = snapshot(drafter)
+        with self._engine.target.lock:
+            self._new.write()
+        self._engine.previous_drafter = before
+        self._engine.derive()
+        return False
+
+
+def check_changeable(engine: "Changeable", *, asleep: bool | None) -> None:
+    """Raise unless an engine is one process's own, and asleep or awake as it must be; None for either."""
+    if engine.target.ranks.size > 1:
+        raise UnsupportedError(
+            f"{engine.target.name} is shared by several processes, whose weights and drafter stay as they are: run it "
+            "in one process, without torchrun and tp_size"
+        )
+    if asleep is False and engine.target.parked is not None:
+        raise ArgumentError("the engine is asleep, and its weights are not there: wake it first")
+
+
+def check_same_form(running: Drafter, other: Drafter, name: str) -> None:
+    """Raise `MismatchError` unless two drafters compute the same of their weights; `name` is what the second is called.
+
+    So captured steps, and what is stored of texts, are of both.
+    """
+    kinds = running.config.kind, other.config.kind
+    if type(running) is not type(other):
+        raise MismatchError(f"{name} is of the kind {kinds[1]}, and {kinds[0]} drafts here: start a new engine with it")
+    theirs = {item.name for item in fields(PretrainedConfig)} | NOT_OF_FORM
+    names = [item.name for item in fields(type(running.config)) if item.name not in theirs]
+    pairs = {key: (getattr(other.config, key, None), getattr(running.config, key, None)) for key in names}
+    if differing := [f"{key} is {a!r} instead of {b!r}" for key, (a, b) in pairs.items() if a != b]:
+        raise MismatchError(
+            f"{name} has another form than the drafter that it is to replace ({', '.join(differing)}): start a new "
+            "engine with it"
+        )

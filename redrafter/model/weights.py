@@ -1,0 +1,181 @@
+"""Weights that are exchanged in place, and memory that is given back for a while.
+
+Fused layers, compiled forwards and captured steps hold the addresses of the tensors that they were made of. So new
+numbers are written where the old ones are, and a tensor whose memory was given back stays the same object: its storage
+becomes empty, and has its size again later.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from redrafter.errors import ArgumentError, CacheFullError, MismatchError, first_line
+from redrafter.files.dtype_names import dtype_name
+from redrafter.model.linear_layers import Float8Linear, quantize_weight
+
+MOST_NAMED = 3  # names in a message about many
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """New numbers for all weights of a module, which were found to fit, and are not written yet.
+
+    Attributes:
+        pairs: Tensors of the module and what each becomes.
+        quantised: Our FP8 layers and the weights, not quantised, that each is made of.
+    """
+
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    quantised: list[tuple[Float8Linear, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, module: nn.Module, weights: Mapping[str, Tensor], name: str) -> "NewWeights":
+        """Find the place of each tensor in a module; `name` is what messages call it.
+
+        Names are those of the module's `state_dict`. Of tied weights one is enough. Numbers are rounded to the module's
+        dtype when they are written, as they are when a checkpoint is loaded; a layer of our FP8 is quantised anew.
+
+        Raises:
+            ArgumentError: A weight is no tensor.
+            MismatchError: A tensor is missing, is not the module's, or has another shape or kind of numbers.
+        """
+        new, wrong = cls(), list[str]()
+        if odd := [key for key, tensor in weights.items() if not isinstance(tensor, Tensor)]:
+            raise ArgumentError(f"weights are tensors by name, and {_listed(odd)} is none")
+        places: dict[str, Tensor] = module.state_dict(keep_vars=True)
+        float8 = {f"{prefix}.weight": x for prefix, x in module.named_modules() if isinstance(x, Float8Linear)}
+        scales = {key.removesuffix("weight") + "weight_scale" for key in float8}
+        given = {id(places[key]) for key in weights if key in places}
+        missing = [key for key, x in places.items() if id(x) not in given and key not in scales]
+        if missing:
+            wrong.append(f"missing {_listed(missing)}")
+        if unknown := [key for key in weights if key not in places]:
+            wrong.append(f"unknown {_listed(unknown)}")
+        written: dict[int, tuple[str, Tensor]] = {}
+        for key, tensor in weights.items():
+            if key not in places or key in scales:
+                continue
+            place, scale = places[key], key.removesuffix("weight") + "weight_scale"
+            if tensor.shape != place.shape:
+                wrong.append(f"{key} of shape {tuple(tensor.shape)} instead of {tuple(place.shape)}")
+            elif not _alike(tensor.dtype, place.dtype) or (key in float8 and tensor.dtype.itemsize == 1):
+                if key in float8 and tensor.dtype == place.dtype and scale in weights:
+                    new.pairs.extend([(place, tensor), (places[scale], weights[scale])])
+                    continue
+                found, wanted = (dtype_name(x.dtype) for x in (tensor, place))
+                wrong.append(f"{key} of {found}, which does not become {wanted}")
+            elif (tied := written.setdefault(id(place), (key, tensor)))[0] != key:
+                if tied[1] is not tensor and not torch.equal(tied[1], tensor.to(tied[1])):
+                    wrong.append(f"{key}, which is tied to {tied[0]}, with other numbers than that")
+            elif key in float8:
+                new.quantised.append((float8[key], tensor))
+            else:
+                new.pairs.append((place, tensor))
+        if wrong:
+            raise MismatchError(f"these are not the weights of {name}, and none was written: {'; '.join(wrong)}")
+        return new
+
+    def write(self) -> None:
+        """Write all numbers where the old ones are."""
+        for layer, tensor in self.quantised:
+            weight, scale = quantize_weight(tensor.to(layer.weight.device))
+            self._copy(layer.weight, weight)
+            self._copy(layer.weight_scale, scale)
+        for place, tensor in self.pairs:
+            self._copy(place, tensor)
+
+    @staticmethod
+    def _copy(place: Tensor, numbers: Tensor) -> None:
+        # A tensor that was made in inference mode can be written there alone.
+        with torch.inference_mode(place.is_inference()), torch.no_grad():
+            if place.dtype.itemsize == 1 and place.is_floating_point():
+                place.view(torch.uint8).copy_(numbers.view(torch.uint8))
+            else:
+                place.copy_(numbers.to(place.dtype))  # rounded where they are: what is half written has no way back
+
+
+def snapshot(module: nn.Module) -> dict[str, Tensor]:
+    """Return a copy on the host of a module's weights, as `NewWeights.of` takes them."""
+    with torch.no_grad():
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in module.state_dict().items()}
+
+
+def _alike(given: torch.dtype, wanted: torch.dtype) -> bool:
+    """Tell whether numbers of one dtype may be rounded to another when they are loaded."""
+    if given.is_floating_point and given.itemsize == 1:
+        return given == wanted
+    return given == wanted or (given.is_floating_point and wanted.is_floating_point)
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+@dataclass
+class _Storage:
+    storage: Any
+    num_bytes: int
+    address: int
+    copy: Tensor | None  # of its bytes, on the host; None where zeros will do
+
+    def bytes(self) -> Tensor:
+        """Return all bytes of the storage, as a tensor that shares its memory."""
+        whole: Tensor = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+        return whole
+
+
+class ParkedMemory:
+    """The memory of tensors, while it is given back: all of them have no numbers until `restore`."""
+
+    def __init__(self) -> None:
+        self._parked: list[_Storage] = []
+
+    def park(self, tensors: Iterable[Tensor], *, keep: bool) -> None:
+        """Give the memory of tensors back; with `keep`, their numbers go to the host first, else they become zeros.
+
+        What cannot be given back, such as memory that belongs to a file, stays where it is.
+        """
+        with torch.no_grad():
+            for storage in {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}.values():
+                if not storage.nbytes() or not storage.resizable():
+                    continue
+                parked = _Storage(storage, storage.nbytes(), storage.data_ptr(), None)
+                if keep:
+                    parked.copy = parked.bytes().to("cpu", copy=True)
+                self._parked.append(parked)
+                storage.resize_(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were given back."""
+        return sum(each.num_bytes for each in self._parked)
+
+    def restore(self) -> bool:
+        """Take the memory again, with the numbers that were kept; return whether all of it is where it was.
+
+        Raises:
+            CacheFullError: There is too little memory now; nothing has changed then.
+        """
+        try:
+            for each in self._parked:
+                each.storage.resize_(each.num_bytes)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            for each in self._parked:
+                each.storage.resize_(0)
+            raise CacheFullError(
+                f"{self.num_bytes / 2**30:.2f} GiB that were given back cannot be taken again ({first_line(error)}): "
+                "free memory of the device, and wake the engine again"
+            ) from error
+        with torch.no_grad():
+            for each in self._parked:
+                if each.copy is None:
+                    each.bytes().zero_()
+                else:
+                    each.bytes().copy_(each.copy)
+        same = all(each.storage.data_ptr() == each.address for each in self._parked)
+        self._parked.clear()
+        return same

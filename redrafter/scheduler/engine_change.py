@@ -1,0 +1,36 @@
+"""What an operator changes in an engine that runs: one object for each kind of change, made between two steps.
+
+A change is checked when it is made, in any thread and beside running texts, so that one that is refused costs them
+nothing. It is applied when no step is in flight. Texts that are being written are put back before, and go on after it
+with the tokens that they have: a text is never read by one set of weights and continued by another.
+"""
+
+from abc import ABC, abstractmethod
+
+from redrafter.scheduler.paged_memory import PagedMemory
+
+
+class EngineChange(ABC):
+    """A change of an engine that was found possible.
+
+    Attributes:
+        forgets: Whether keys and values that are stored would be others after it.
+        asleep: Whether nothing can be computed after it.
+    """
+
+    forgets = True
+    asleep = False
+
+    @abstractmethod
+    def apply(self, memory: PagedMemory | None) -> bool:
+        """Make the change, while no forward runs and no sequence holds blocks.
+
+        Args:
+            memory: The paged memory of the engine; None where it has none.
+
+        Returns:
+            Whether steps that were captured before are out of date.
+
+        Raises:
+            ReDrafterError: It cannot be made now; nothing has changed then.
+        """

@@ -1,0 +1,274 @@
+"""An engine that is changed between calls (weights, drafter, sleep) writes what plain decoding writes."""
+
+import threading
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from helpers.models import tiny_drafter, tiny_model
+from redrafter import ArgumentError, CheckpointError, DraftTarget, Engine, MismatchError, ReDrafter, UnsupportedError
+from redrafter.checkpoints.drafters import embedding_norms
+from redrafter.checkpoints.models import quantize_model
+from redrafter.drafting.proposer import PlainProposer
+from redrafter.model.linear_layers import quantize_weight
+from redrafter.model.target import Target
+from redrafter.model.weights import NewWeights, ParkedMemory, snapshot
+from redrafter.scheduler.paged_memory import prepare
+
+PROMPTS = torch.tensor([[5, 9, 14, 3], [8, 8, 60, 21], [33, 4, 5, 90]])
+
+
+def other(model_type: str = "llama", seed: int = 5, **changes: object):
+    """A model of the same shape with other weights."""
+    model = tiny_model(model_type, **changes)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
+    return model
+
+
+def drafting(model=None, **changes: object) -> ReDrafter:
+    return ReDrafter(Target(model or tiny_model("llama")), tiny_drafter(**changes))
+
+
+def written(engine: Engine, **arguments: object) -> torch.Tensor:
+    return engine.generate(PROMPTS, max_new_tokens=20, **arguments)
+
+
+def check_writes_as(engine: Engine, model: torch.nn.Module) -> None:
+    """Check that an engine writes, with drafts and without, what a model alone writes."""
+    plain = Engine(Target(model), PlainProposer())
+    for how in ({"do_sample": False}, {"do_sample": True, "seed": 4}):
+        expected = written(plain, **how)
+        assert torch.equal(written(engine, **how), expected)
+        assert torch.equal(written(engine, speculate=False, **how), expected)
+
+
+def rewarded(model: torch.nn.Module, texts: torch.Tensor) -> torch.Tensor:
+    """The loss of REINFORCE, where even tokens are wanted."""
+    new = texts[:, PROMPTS.shape[1] :]
+    logits = model(texts).logits[:, PROMPTS.shape[1] - 1 : -1]
+    advantage = (new % 2 == 0).float() - 0.5
+    return -(torch.log_softmax(logits.float(), -1).gather(2, new[..., None])[..., 0] * advantage).mean()
+
+
+def test_rollouts_between_steps_of_policy_gradient_are_those_of_plain_decoding():
+    trained, engine = tiny_model("llama", eos_token_id=None), drafting(tiny_model("llama", eos_token_id=None))
+    optimizer, seen = torch.optim.Adam(trained.parameters(), lr=0.02), []
+    addresses = [weight.data_ptr() for weight in engine.model.parameters()]
+    for step in range(4):
+        texts = written(engine, do_sample=True, seed=step).clone()  # a tensor of inference mode has no gradients
+        assert torch.equal(texts, written(engine, do_sample=True, seed=step, speculate=False))
+        plain = Engine(Target(trained.eval()), PlainProposer())
+        assert torch.equal(texts, written(plain, do_sample=True, seed=step))
+        seen.append((texts[:, 4:] % 2 == 0).float().mean().item())
+        optimizer.zero_grad()
+        rewarded(trained, texts).backward()
+        optimizer.step()
+        engine.update_weights(trained.state_dict())
+    assert seen[-1] > seen[0], "the policy learns"
+    assert [weight.data_ptr() for weight in engine.model.parameters()] == addresses
+    check_writes_as(engine, trained)
+
+
+@pytest.mark.parametrize("form", ["directory", "file"])
+def test_weights_are_read_from_a_directory_or_a_file(tmp_path, form):
+    new, engine = other(), drafting()
+    new.save_pretrained(tmp_path / "new")
+    source = tmp_path / "new" if form == "directory" else tmp_path / "new" / "model.safetensors"
+    engine.update_weights(source)
+    check_writes_as(engine, new)
+
+
+def test_a_directory_with_other_names_than_the_modules_is_read_as_transformers_reads_it(tmp_path):
+    new, engine = other("qwen3_moe"), ReDrafter(Target(tiny_model("qwen3_moe")), tiny_drafter())
+    new.save_pretrained(tmp_path)
+    engine.update_weights(tmp_path)
+    check_writes_as(engine, new)
+
+
+def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(tmp_path):
+    engine, new = drafting(), other().state_dict()
+    name = "model.layers.1.mlp.up_proj.weight"
+    before = snapshot(engine.model)
+    wrong = [
+        (new | {name: new[name][:-1]}, rf"{name} of shape \(47, 32\) instead of \(48, 32\)"),
+        (new | {name: new[name].long()}, f"{name} of int64, which does not become float32"),
+        (new | {"lm_head.wieght": new[name]}, "unknown lm_head.wieght"),
+        ({key: x for key, x in new.items() if key != name}, f"missing {name}"),
+    ]
+    for weights, told in wrong:
+        with pytest.raises(MismatchError, match=f"none was written.*{told}"):
+            engine.update_weights(weights)
+    with pytest.raises(ArgumentError, match="tensors by name"):
+        engine.update_weights(new | {name: [1.0]})
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    for source, told in ((tmp_path, "cannot be read"), (tmp_path / "none", "holds no weights")):
+        with pytest.raises(CheckpointError, match=told):
+            engine.update_weights(source)
+    after = engine.model.state_dict()
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+
+
+def test_tied_weights_may_be_given_once_and_not_with_two_values():
+    engine, new = drafting(tiny_model("llama", tie_word_embeddings=True)), other(tie_word_embeddings=True)
+    weights = dict(new.state_dict())
+    with pytest.raises(MismatchError, match=r"lm_head.weight, which is tied to model.embed_tokens.weight"):
+        engine.update_weights(weights | {"lm_head.weight": weights["lm_head.weight"] + 1})
+    del weights["lm_head.weight"]
+    engine.update_weights(weights)
+    check_writes_as(engine, new)
+
+
+def test_layers_of_fp8_are_quantised_anew():
+    quantised, new = tiny_model("llama"), other()
+    quantize_model(quantised, "tiny")
+    engine = drafting(quantised)
+    engine.update_weights(new.state_dict())
+    layer, weight = engine.model.model.layers[0].mlp.up_proj, new.model.layers[0].mlp.up_proj.weight
+    rounded, scale = quantize_weight(weight)
+    assert torch.equal(layer.weight.view(torch.uint8), rounded.view(torch.uint8))
+    assert torch.equal(layer.weight_scale, scale)
+    quantize_model(new, "tiny")
+    check_writes_as(engine, new)
+    NewWeights.of(engine.model, snapshot(engine.model), "itself").write()  # as a drafter that goes back
+    check_writes_as(engine, new)
+
+
+def test_fused_layers_and_tables_of_a_drafter_follow_new_weights():
+    engine, new = drafting(recurrence="gated"), other()
+    graphs = engine.make_graphs(4)
+    prepare(engine.target, graphs.store, compile=False)
+    assert engine.target.varlen_forward.linears_fused
+    engine.drafter.tabulate(engine.target.embedding)
+    table, fused = engine.drafter.embedded, engine.target.varlen_forward._fused  # noqa: SLF001
+    engine.update_weights(new.state_dict())
+    assert engine.drafter.embedded is table, "captured steps know its address"
+    assert engine.target.varlen_forward._fused is fused  # noqa: SLF001
+    fresh = tiny_drafter(recurrence="gated")
+    fresh.tabulate(new.get_input_embeddings())
+    torch.testing.assert_close(table, fresh.embedded)
+    check_writes_as(engine, new)
+
+
+def test_a_table_follows_weights_that_were_changed_by_their_owner():
+    engine, new = drafting(), other()
+    engine.drafter.tabulate(engine.target.embedding)
+    with torch.no_grad():
+        for weight, numbers in zip(engine.model.parameters(), new.parameters(), strict=True):
+            weight.copy_(numbers)
+    check_writes_as(engine, new)
+    fresh = tiny_drafter()
+    fresh.tabulate(new.get_input_embeddings())
+    torch.testing.assert_close(engine.drafter.embedded, fresh.embedded)
+
+
+def test_another_drafter_drafts_and_the_one_before_comes_back(tmp_path):
+    engine, model = drafting(), tiny_model("llama")
+    before, better = (
+        snapshot(engine.drafter),
+        tiny_drafter(base_embedding_norms=embedding_norms(model.model.embed_tokens)),
+    )
+    with torch.no_grad():
+        for weight in better.parameters():
+            weight.mul_(1.5)
+    better.save_pretrained(tmp_path)
+    drafts = engine.generate(PROMPTS, max_new_tokens=20, do_sample=False, return_dict_in_generate=True).stats
+    with pytest.raises(ArgumentError, match="no previous drafter"):
+        engine.change_drafter()
+    engine.change_drafter(tmp_path)
+    assert torch.equal(engine.drafter.lm_head.weight, better.lm_head.weight)
+    check_writes_as(engine, model)
+    engine.change_drafter()
+    assert all(torch.equal(x, before[key]) for key, x in engine.drafter.state_dict().items())
+    again = engine.generate(PROMPTS, max_new_tokens=20, do_sample=False, return_dict_in_generate=True).stats
+    assert again.accepted_by_depth == drafts.accepted_by_depth
+    check_writes_as(engine, model)
+
+
+def test_a_drafter_that_does_not_fit_is_refused_by_name(tmp_path):
+    engine, before = drafting(), snapshot(drafting().drafter)
+    wrong = [
+        ({"hidden_size": 16}, "hidden size of 16"),
+        ({"num_draft_layers": 1}, "num_draft_layers is 1 instead of"),
+        ({"recurrence": "gated"}, "recurrence is 'gated' instead of 'apple'"),
+        ({"base_embedding_norms": [9.0] * 8}, "made for another base"),
+    ]
+    for changes, told in wrong:
+        with pytest.raises(MismatchError, match=told):
+            engine.change_drafter(tiny_drafter(**changes))
+    with pytest.raises(CheckpointError):
+        engine.change_drafter(tmp_path)
+    assert all(torch.equal(x, before[key]) for key, x in engine.drafter.state_dict().items())
+    plain = DraftTarget(Target(tiny_model("llama")), Target(tiny_model("qwen2", num_hidden_layers=1)), draft_len=2)
+    with pytest.raises(UnsupportedError, match="no drafter takes its place"):
+        plain.change_drafter(tiny_drafter())
+
+
+def test_an_engine_that_sleeps_writes_nothing_and_wakes_with_the_same_texts():
+    engine = drafting()
+    expected = written(engine, do_sample=False)
+    engine.wake()
+    engine.sleep()
+    engine.sleep()
+    assert engine.asleep
+    with pytest.raises(ArgumentError, match="asleep, and writes nothing"):
+        written(engine)
+    with pytest.raises(ArgumentError, match="wake it first"):
+        engine.update_weights(engine.model.state_dict())
+    engine.wake()
+    assert torch.equal(written(engine, do_sample=False), expected)
+
+
+def test_parked_memory_is_given_back_and_comes_again_in_every_view():
+    whole, apart = torch.arange(24.0).view(6, 4), torch.ones(5)
+    part, parked = whole[2:4], ParkedMemory()
+    parked.park([whole, part, apart[1:]], keep=True)
+    assert parked.num_bytes == 24 * 4 + 5 * 4
+    assert whole.untyped_storage().nbytes() == apart.untyped_storage().nbytes() == 0
+    parked.restore()
+    assert torch.equal(whole, torch.arange(24.0).view(6, 4))
+    assert torch.equal(part, whole[2:4])
+    part.fill_(-1)
+    assert whole[2:4].eq(-1).all(), "a view is still one"
+    parked.park([apart], keep=False)
+    parked.restore()
+    assert apart.eq(0).all()
+
+
+def test_nothing_is_changed_while_a_call_runs():
+    engine, told = drafting(), []
+
+    class Streamer:
+        def put(self, tokens: torch.Tensor) -> None:
+            if tokens.dim() > 1:  # the prompt, before the call is decoded
+                return
+            thread = threading.Thread(target=change)
+            thread.start()
+            thread.join()
+
+        def end(self) -> None:
+            pass
+
+    def change() -> None:
+        try:
+            engine.update_weights(other().state_dict())
+        except ArgumentError as error:
+            told.append("is running" in str(error))
+        else:
+            told.append(False)
+
+    engine.generate(PROMPTS[:1], max_new_tokens=6, do_sample=False, streamer=Streamer())
+    assert told
+    assert all(told)
+    engine.update_weights(other().state_dict())
+    check_writes_as(engine, other())
+
+
+def test_weights_of_half_precision_are_rounded_as_at_loading(tmp_path):
+    new, engine = other(), drafting(tiny_model("llama").bfloat16())
+    save_file({key: x.contiguous() for key, x in new.state_dict().items()}, tmp_path / "new.safetensors")
+    engine.update_weights(tmp_path / "new.safetensors")
+    assert torch.equal(engine.model.lm_head.weight, new.lm_head.weight.bfloat16())
