@@ -18,9 +18,16 @@ from redrafter.app.parser import Parser
 from redrafter.app.program import run_command
 from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
 from redrafter.parallel.launched import process_rank
-from redrafter.serve.config import LIMIT_OPTIONS, ReplicaOptions, ServeOptions, config_beside, read_config
+from redrafter.serve.config import (
+    LIMIT_OPTIONS,
+    NOT_OPERATED,
+    ReplicaOptions,
+    ServeOptions,
+    config_beside,
+    read_config,
+)
 from redrafter.serve.engine_process.start import EngineProcess, LoadEngine
-from redrafter.serve.network.api_keys import ApiKeys, collect_keys
+from redrafter.serve.network.api_keys import OPERATOR_KEY_VARIABLE, ApiKeys, collect_keys, collect_operator_keys
 
 if TYPE_CHECKING:
     from redrafter.serve.server import Server
@@ -92,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         draft, replicas = read_options(DraftOptions, args), read_options(ReplicaOptions, args)
         if args.print_config:
             shown = asdict(load) | asdict(draft) | asdict(replicas) | asdict(options)
-            if shown.pop("api_key"):
+            if any([shown.pop("api_key"), shown.pop("operator_key")]):
                 print("redrafter: the API keys are not shown", file=sys.stderr)
             print(json.dumps(shown, indent=2))
             return 0
@@ -114,10 +121,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             keys = collect_keys(options.api_key, options.api_key_file)
             options = options.with_keys(len(keys))
             request = replace(request, options=options)
+            operators = collect_operator_keys(options.operator_key, keys)
             if replicas.ray:
+                if operators:
+                    raise ArgumentError(f"{NOT_OPERATED} (--operator-key, {OPERATOR_KEY_VARIABLE})")
                 _serve_on_ray(options, load, draft, replicas, keys)
             else:
-                _serve(request, keys)
+                _serve(request, keys, operators)
         except ReDrafterError as error:
             _LOG.error("%s", " ".join(str(error).split()))
             return 2
@@ -135,13 +145,13 @@ def _with_config(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**beside | configured | given)
 
 
-def _serve(request: LoadEngine, keys: ApiKeys) -> None:
+def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
     from redrafter.serve.network.server_process import ServerProcess
 
     def start() -> "Server":
         from redrafter.serve.server import load_server  # which imports torch, as the engine's process does meanwhile
 
-        return load_server(engine, options, request.load, keys)
+        return load_server(engine, options, request.load, keys, operators)
 
     def ready(server: "Server") -> None:
         for line in server.summary(url):

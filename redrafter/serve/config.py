@@ -14,7 +14,7 @@ from redrafter.options import option
 from redrafter.scheduler.waiting_queue import Limits
 from redrafter.serve.answers import thoughts
 from redrafter.serve.answers.call_forms import PARSERS
-from redrafter.serve.network.api_keys import KEY_VARIABLE
+from redrafter.serve.network.api_keys import KEY_VARIABLE, OPERATOR_KEY_VARIABLE
 
 # Keys of `runtime.json` and of the `runtime` part of `llgtrt.json5`, and the options of the same meaning here.
 _RUNTIME = {
@@ -72,6 +72,14 @@ class ServeOptions:
         metavar="KEY",
     )
     api_key_file: str | None = option(None, "such keys, a line each", path=True, metavar="FILE")
+    operator_key: tuple[str, ...] = option(
+        (),
+        "what an operator must send as a bearer token to change the engine while it runs: POST /v1/sleep, /v1/wake, "
+        f"/v1/update_weights, /v1/drafter (may be repeated); better in the environment as {OPERATOR_KEY_VARIABLE}",
+        action="append",
+        type=str,
+        metavar="KEY",
+    )
     open_metrics: bool = option(False, "let /metrics be read without a key")
     allowed_hosts: tuple[str, ...] = option(
         (),
@@ -177,7 +185,15 @@ class ServeOptions:
         ):
             if getattr(self, name) is not None and not least <= getattr(self, name) <= most:
                 raise ArgumentError(f"{flag(name)} must be from {least} to {most}, got {getattr(self, name)}")
-        for name in ("host", "served_model_name", "api_key", "allowed_hosts", "allowed_origins", "chat_template"):
+        for name in (
+            "host",
+            "served_model_name",
+            "api_key",
+            "operator_key",
+            "allowed_hosts",
+            "allowed_origins",
+            "chat_template",
+        ):
             value = getattr(self, name)
             if value == "" or (isinstance(value, tuple) and "" in value):
                 raise ArgumentError(f"{flag(name)} needs a value, got an empty one")
@@ -327,6 +343,12 @@ class ReplicaOptions:
             raise ArgumentError(f"--max-replicas {self.max_replicas} is below --min-replicas {self.min_replicas}")
 
 
+NOT_OPERATED = (
+    "an operator's key is for changing one server while it runs, and a replica that is started later would know "
+    "nothing of it: leave it out, or start servers without --ray"
+)
+
+
 def check_replicated(options: ServeOptions) -> ServeOptions:
     """Return the options of a server as its replicas get them, which is without the API keys themselves.
 
@@ -337,6 +359,8 @@ def check_replicated(options: ServeOptions) -> ServeOptions:
             "--allow-runtime-lora-updating changes one server, and a replica that is started later would know nothing "
             "of it: give adapters to all replicas with --lora-modules"
         )
+    if options.operator_key:
+        raise ArgumentError(f"{NOT_OPERATED} (--operator-key)")
     if options.max_connections is not None:
         raise ArgumentError("--max-connections has no meaning with --ray, whose own proxy accepts connections")
     return replace(options, api_key=(), api_key_file=None)

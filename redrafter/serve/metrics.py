@@ -52,11 +52,18 @@ class Metrics:
             "spec_decode_num_draft_tokens": "Drafts verified in texts with a LoRA adapter",
             "spec_decode_num_accepted_tokens": "Drafts accepted in texts with a LoRA adapter",
         }
-        labels = ["model_name", "adapter"]
-        self._by_adapter = [
-            Counter(f"redrafter:adapter_{name}", help, labels, registry=self.registry)
-            for name, help in by_adapter.items()
-        ]
+        by_drafter = {
+            "num_drafts": "Steps of texts that a drafter drafted for, by how often the drafter was changed before",
+            "num_draft_tokens": "Its drafts that were verified",
+            "num_accepted_tokens": "Its drafts that were accepted",
+        }
+        self._by_adapter, self._by_drafter = (
+            [
+                Counter(f"redrafter:{label}_{name}", help, ["model_name", label], registry=self.registry)
+                for name, help in counters.items()
+            ]
+            for label, counters in (("adapter", by_adapter), ("drafter", by_drafter))
+        )
         self._first = self._histogram(
             "time_to_first_token_seconds", "From coming to the first token", _FIRST_TOKEN_BUCKETS
         )
@@ -87,6 +94,11 @@ class Metrics:
             self._accepted.inc(delta.accepted)
             self._copies.inc(delta.copies)
             self._copied.inc(delta.copied)
+            # What was copied from the text is no draft of the drafter.
+            if (own := delta.drafted - delta.copies) > 0:
+                counts = 1, own, max(delta.accepted - delta.copied, 0)
+                for counter, count in zip(self._by_drafter, counts, strict=True):
+                    counter.labels(self._model, str(self._engine.load.drafter)).inc(count)
             for position in range(delta.accepted):
                 self._accepted_by_position[position].inc()
         if sequence.adapter is not None:
@@ -114,6 +126,8 @@ class Metrics:
         for kind, name, help, value, labels in (
             (gauge, "redrafter:batch_invariant", invariant, facts.batch_invariant, {}),
             (gauge, "redrafter:fp8_weights", weights, facts.fp8_weights, {}),
+            (gauge, "redrafter:asleep", "1 while the engine sleeps, and writes nothing", load.asleep, {}),
+            (counter, "redrafter:drafter_changes", "How often the drafter was changed", load.drafter, {}),
             (gauge, "vllm:cache_config_info", "How keys and values are stored", 1, by_format),
             (gauge, "vllm:num_requests_running", "Texts that are read or written", load.running, {}),
             (gauge, "vllm:num_requests_waiting", "Texts that wait for a place", load.waiting, {}),

@@ -75,6 +75,7 @@ class Server:
     tokenizer: PreTrainedTokenizerBase
     options: ServeOptions = field(default_factory=ServeOptions)
     keys: ApiKeys = field(default_factory=ApiKeys)  # clients with keys of their own share no prefixes in the cache
+    operators: ApiKeys = field(default_factory=ApiKeys)  # of those who may change the engine; without any, nobody may
     images: ImageReader | str = Prompts.images  # what reads the images of chats, or why none are read
     traces: "Traces | None" = None  # where spans of requests go
 
@@ -96,7 +97,7 @@ class Server:
             options.reasoning_parser,
             self.images,
         )
-        policy = AccessPolicy.of(self.keys, options)
+        policy = AccessPolicy.of(self.keys, options, self.operators)
         self.app = create_app(self, policy, options.max_body_size, options.allow_runtime_lora_updating)
         if self.traces is not None:
             self.app.add_middleware(self.traces.continue_traces)
@@ -338,8 +339,17 @@ class Server:
         ]
 
 
-def load_server(process: EngineProcess, options: ServeOptions, load: LoadOptions, keys: ApiKeys) -> Server:
-    """Wait until an engine's process has loaded, and return a server of it, whose clients must send a key."""
+def load_server(
+    process: EngineProcess,
+    options: ServeOptions,
+    load: LoadOptions,
+    keys: ApiKeys,
+    operators: ApiKeys | None = None,
+) -> Server:
+    """Wait until an engine's process has loaded, and return a server of it, whose clients must send a key.
+
+    Those with a key of `operators` may change its engine; None for nobody.
+    """
     template = read_template(options.chat_template) if options.chat_template else None
     try:  # while the process loads
         model = load.model or str(boxed_pair())
@@ -366,7 +376,8 @@ def load_server(process: EngineProcess, options: ServeOptions, load: LoadOptions
         from redrafter.serve.traces import Traces
 
         traces = Traces(options.otlp_traces_endpoint)
-    return Server(EngineClient(process.channel, facts, process), tokenizer, options, keys, images, traces)
+    engine = EngineClient(process.channel, facts, process)
+    return Server(engine, tokenizer, options, keys, operators or ApiKeys(), images, traces)
 
 
 def _grammar_source(request: AnyRequest) -> GrammarSource | None:

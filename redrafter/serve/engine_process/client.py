@@ -18,6 +18,7 @@ from redrafter.serve.engine_process.messages import (
     Answered,
     Cancel,
     ChangeAdapters,
+    ChangeEngine,
     EngineFailed,
     EngineLoad,
     Submit,
@@ -29,6 +30,7 @@ _LOG = logging.getLogger(__name__)
 
 # Tokens of one request that may wait to be received; each of a token's alternatives counts as one more.
 MAX_PENDING_TOKENS = 1 << 14
+ASLEEP = "the server is asleep, and writes nothing: its operator wakes it with POST /v1/wake"
 MAX_BEHIND_SECONDS = 10.0  # seconds for which more may wait: a fast engine draws them before a reader is back
 
 Text = TypeVar("Text", bound="ServedSequence")
@@ -160,7 +162,7 @@ class EngineClient:
         self._numbers = count()
         self._texts: dict[int, tuple[DeltaStream, ServedSequence]] = {}  # those that have not ended, by number
         self._streams: set[DeltaStream] = set()  # those that somebody receives from
-        self._changes: dict[int, concurrent.futures.Future[None]] = {}  # of adapters, that the engine has not answered
+        self._changes: dict[int, concurrent.futures.Future[None]] = {}  # that the engine has not answered
         self._draining = self._stopping = False
         self._failure: str | None = None  # as the engine has told it
         self._thread = threading.Thread(target=self._run, name="redrafter-receiver", daemon=True)
@@ -211,12 +213,14 @@ class EngineClient:
             A sequence and its deltas since it was yielded last, until all have ended.
 
         Raises:
-            Stopped: The server accepts nothing new, or it or the engine was stopped meanwhile.
+            Stopped: The server accepts nothing new, or is asleep, or it or the engine was stopped meanwhile.
             SlowConsumerError: The deltas were not received in time.
             QueueFullError, ArgumentError: The engine's own refusals.
         """
         if not self.alive:
             raise Stopped
+        if self.load.asleep:
+            raise Stopped(ASLEEP)
         request = replace(request, numbers=tuple(next(self._numbers) for _ in sequences))
         stream = DeltaStream(asyncio.get_running_loop(), request.numbers, sequences)
         self._streams.add(stream)
@@ -248,14 +252,25 @@ class EngineClient:
             Stopped: The server accepts nothing new, or it or the engine was stopped meanwhile.
             ReDrafterError: It cannot be loaded, or there is no such adapter.
         """
+        await self._change(lambda number: ChangeAdapters(number, name, path))
+
+    async def change_engine(self, kind: str, path: str | None = None) -> None:
+        """Change the engine between two steps; see `ChangeEngine`.
+
+        Raises as `change_adapters` does.
+        """
+        await self._change(lambda number: ChangeEngine(number, kind, path))
+
+    async def _change(self, make: Callable[[int], ChangeAdapters | ChangeEngine]) -> None:
+        """Send a request for a change, made of its number, and wait until the engine has answered."""
         if not self.alive:
             raise Stopped
         number, change = next(self._numbers), concurrent.futures.Future[None]()
         self._changes[number] = change
-        self._send(ChangeAdapters(number, name, path))
+        self._send(make(number))
         await asyncio.wrap_future(change)
 
-    def _send(self, request: Submit | ChangeAdapters) -> None:
+    def _send(self, request: Submit | ChangeAdapters | ChangeEngine) -> None:
         self._channel.send(request)
         if not self._thread.is_alive():  # it may have ended before it could see the request
             raise Stopped

@@ -43,8 +43,21 @@ class ChangeAdapters:
 
 
 @dataclass(frozen=True)
+class ChangeEngine:
+    """A request, with a number of its own, to change the engine between two steps.
+
+    `kind` is one of `CHANGES`. `path` is a directory or a file of the engine's machine; None for a change that needs
+    none, or, of a drafter, for the one before.
+    """
+
+    number: int
+    kind: str
+    path: str | None = None
+
+
+@dataclass(frozen=True)
 class Answered:
-    """The answer to `ChangeAdapters`, and to a `Submit` that is not served: why; None where adapters have changed."""
+    """The answer to a request for a change, and to a `Submit` that is not served: why; None where all is changed."""
 
     numbers: tuple[int, ...]
     error: Exception | None
@@ -67,6 +80,8 @@ class EngineLoad:
     cache_usage: float = 0.0  # share of the blocks of keys and values that sequences hold, 0 to 1
     host_blocks: int = 0  # blocks of the host's memory that hold keys and values
     host_hits: int = 0  # tokens of prompts whose keys and values were found there alone so far
+    asleep: bool = False  # whether the engine sleeps, so that nothing is written
+    drafter: int = 0  # number of the drafter: how often it was changed so far
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,14 @@ from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
-from redrafter.serve.engine_process.messages import Answered, Cancel, ChangeAdapters, EngineFailed, Submit
+from redrafter.serve.engine_process.messages import (
+    Answered,
+    Cancel,
+    ChangeAdapters,
+    ChangeEngine,
+    EngineFailed,
+    Submit,
+)
 from redrafter.serve.engine_process.start import Channel, LoadEngine
 from redrafter.serve.engine_process.worker import SharedWorker, Worker
 from redrafter.serve.log import start_logging
@@ -149,13 +156,13 @@ class _EngineServer:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _handle(self, message: Submit | Cancel | ChangeAdapters) -> None:
+    def _handle(self, message: Submit | Cancel | ChangeAdapters | ChangeEngine) -> None:
         if isinstance(message, Cancel):
             if (task := self._compiling.get(message.numbers)) is not None:
                 task.cancel()
             self._worker.cancel(message.numbers)  # the task may have submitted them a moment ago
-        elif isinstance(message, ChangeAdapters):
-            task = asyncio.ensure_future(asyncio.to_thread(self._change_adapters, message))
+        elif isinstance(message, ChangeAdapters | ChangeEngine):
+            task = asyncio.ensure_future(asyncio.to_thread(self._change, message))
             self._changing.add(task)
             task.add_done_callback(self._changing.discard)
         elif message.grammar is None:
@@ -187,13 +194,24 @@ class _EngineServer:
         except Exception as error:
             self._refuse(request, error)
 
-    def _change_adapters(self, message: ChangeAdapters) -> None:
+    def _change(self, message: ChangeAdapters | ChangeEngine) -> None:
+        if isinstance(message, ChangeEngine):
+            return self._change_engine(message)
         error: Exception | None = None
         try:
             self._worker.change_adapters(message.name, message.path)
         except Exception as failure:
             error = _sendable(failure, "an adapter could not be changed")
-        self._channel.send(Answered((message.number,), error))
+        return self._channel.send(Answered((message.number,), error))
+
+    def _change_engine(self, message: ChangeEngine) -> None:
+        def answer(error: Exception | None) -> None:
+            self._channel.send(Answered((message.number,), error))
+
+        try:
+            self._worker.change_engine(message.kind, message.path, answer)
+        except Exception as failure:
+            answer(_sendable(failure, "the engine could not be changed"))
 
     def _refuse(self, request: Submit, error: Exception) -> None:
         self._channel.send(Answered(request.numbers, _sendable(error, "a request could not be begun")))

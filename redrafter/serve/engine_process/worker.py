@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
+from redrafter.engine.changes import ChangeDrafter, Sleep, UpdateWeights, Wake
 from redrafter.engine.engine import Engine
 from redrafter.errors import ReDrafterError, first_line
 from redrafter.grammar.grammar import Grammar
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.images import ImageInputs
+from redrafter.scheduler.engine_change import EngineChange
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import PromptScore, SequenceDelta, TokenSequence
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
@@ -21,6 +23,13 @@ from redrafter.serve.engine_process.messages import Cancel, EngineLoad, Submit, 
 from redrafter.serve.engine_process.start import LoadEngine
 
 _LOG = logging.getLogger(__name__)
+# The changes of an engine that an operator may ask for, each made of the engine and a path or None.
+CHANGES: dict[str, Callable[[Engine, str | None], EngineChange]] = {
+    "sleep": lambda engine, _: Sleep(engine),
+    "wake": lambda engine, _: Wake(engine),
+    "update_weights": lambda engine, path: UpdateWeights(engine, path or ""),
+    "change_drafter": ChangeDrafter,
+}
 STOP_SECONDS = 10.0  # seconds for which `stop` waits for the current round
 IDLE_SECONDS = 5.0  # after which idle ranks hear that there is nothing to do, long before they would give up
 ENDED_SECONDS = 0.2  # after which a process whose connections are closed is known to have ended
@@ -42,6 +51,8 @@ class Worker:
         self._prompts: dict[int, tuple[int, float | None, list[PromptScore]]] = {}  # likewise
         self._reused: dict[int, int] = {}  # reused tokens of prompts, as they were sent
         self._load = EngineLoad()  # as it was sent
+        self._changes: deque[tuple[EngineChange, Callable[[Exception | None], object]]] = deque()  # to be made
+        self._drafter = 0  # how often the drafter was changed
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="redrafter-engine", daemon=True)
 
@@ -104,6 +115,22 @@ class Worker:
             else:
                 engine.load_adapter(name, path)
 
+    def change_engine(self, kind: str, path: str | None, done: Callable[[Exception | None], object]) -> None:
+        """Prepare a change of the engine, here, and let the rounds' thread make it between two rounds.
+
+        Args:
+            kind: Which one, of `CHANGES`.
+            path: A directory or a file for it, or None.
+            done: Called in the rounds' thread, once it is made, or with why it was not.
+
+        Raises:
+            ReDrafterError: It is found impossible.
+        """
+        engine = self.scheduler.engine
+        assert isinstance(engine, Engine), "what is served is an engine"
+        self._changes.append((CHANGES[kind](engine, path), done))
+        self._work.set()
+
     def cancel(self, numbers: Iterable[int]) -> None:
         """End the texts with these numbers before their next step, except those that have ended."""
         sequences = map(self._sequences.get, numbers)
@@ -126,11 +153,13 @@ class Worker:
     def _run(self) -> None:
         try:
             while self._continues():
+                self._make_changes()
                 if not self.scheduler.idle:
                     self.scheduler.read()
                     self._report()  # a first token does not wait for the step
                     self.scheduler.step()
                     self._report()
+            self.scheduler.asleep = False  # what waits is told that it ends
             while not self.scheduler.idle:
                 self.scheduler.cancel_all()
                 self.scheduler.read()
@@ -138,6 +167,20 @@ class Worker:
             self.failure = self._explain(error)
         finally:  # no reader may wait for a thread that is gone
             self._on_end()
+
+    def _make_changes(self) -> None:
+        while self._changes:
+            change, done = self._changes.popleft()
+            self.scheduler.settle()
+            self._report()  # what was drawn before counts for the drafter of its time
+            error: Exception | None = None
+            try:
+                self.scheduler.change(change)
+                self._drafter += isinstance(change, ChangeDrafter)
+            except ReDrafterError as refusal:
+                error = refusal
+            self._report()
+            done(error)
 
     def _explain(self, error: BaseException) -> str:
         _LOG.error("the engine failed: nothing is served any more", exc_info=error)
@@ -159,6 +202,8 @@ class Worker:
             1 - blocks.num_free_blocks / blocks.num_blocks,
             blocks.num_host_blocks,
             blocks.onboarded * BLOCK_SIZE,
+            scheduler.asleep,
+            self._drafter,
         )
         if self._deltas or load != self._load:
             self._send(Written(self._deltas, self._prompts, load))

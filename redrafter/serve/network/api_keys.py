@@ -9,12 +9,14 @@ from pathlib import Path
 from redrafter.errors import ArgumentError
 
 KEY_VARIABLE = "REDRAFTER_API_KEY"  # environment variable with one key
+OPERATOR_KEY_VARIABLE = "REDRAFTER_OPERATOR_KEY"  # likewise, of an operator
 
 
 class ApiKeys:
     """The API keys of a server. Without any, everybody may send requests."""
 
-    def __init__(self, keys: Iterable[str] = ()):
+    def __init__(self, keys: Iterable[str] = (), name: str = "key"):
+        self._name = name
         # Digests of all keys have the same length, so that the time of a comparison reveals no key's length.
         self._digests = [_digest(key.encode()) for key in dict.fromkeys(keys)]
 
@@ -24,7 +26,7 @@ class ApiKeys:
     def client(self, authorization: bytes, api_key: bytes = b"") -> str | None:
         """Return the name of the key in an `Authorization` or `X-Api-Key` header, or None if neither holds one.
 
-        A key's name is its number, such as `key-2`: it may be logged, and reveals nothing of the key.
+        A key's name is its number, such as `key-2` or `operator-1`: it may be logged, and reveals nothing of the key.
         """
         scheme, _, token = authorization.partition(b" ")
         name = None
@@ -32,14 +34,14 @@ class ApiKeys:
             sent = _digest(key.strip())
             for number, digest in enumerate(self._digests, 1):  # all, so that the time does not reveal which it was
                 if hmac.compare_digest(sent, digest):
-                    name = f"key-{number}"
+                    name = f"{self._name}-{number}"
         return name
 
 
 def collect_keys(given: Iterable[str], file: str | None) -> ApiKeys:
     """Collect the keys of the command line, of the environment, and of a file with a key a line, in this order.
 
-    Raises `ArgumentError` if the file cannot be read or holds no key, or a key cannot stand in a header.
+    Raises `ArgumentError` if the file cannot be read or holds no key, or a key cannot be sent in a header.
     """
     keys = [*given, *filter(None, [os.environ.get(KEY_VARIABLE)])]
     if file is not None:
@@ -52,10 +54,26 @@ def collect_keys(given: Iterable[str], file: str | None) -> ApiKeys:
         if not read:
             raise ArgumentError(f"--api-key-file {file} holds no key: write a key a line")
         keys += read
+    _check(keys, "an API key")
+    return ApiKeys(keys)
+
+
+def collect_operator_keys(given: Iterable[str], others: ApiKeys) -> ApiKeys:
+    """Collect the keys of operators, of the command line and of the environment.
+
+    Raises `ArgumentError` if one cannot be sent in a header, or is a client's key too.
+    """
+    keys = [*given, *filter(None, [os.environ.get(OPERATOR_KEY_VARIABLE)])]
+    _check(keys, "an operator's key")
+    if any(others.client(f"Bearer {key}".encode()) for key in keys):
+        raise ArgumentError("an operator's key is an API key too: give operators keys of their own")
+    return ApiKeys(keys, "operator")
+
+
+def _check(keys: Iterable[str], what: str) -> None:
     for key in keys:
         if not (key.isascii() and key.isprintable() and key.strip() == key and key):
-            raise ArgumentError("an API key must be of printable ASCII characters, without spaces around it")
-    return ApiKeys(keys)
+            raise ArgumentError(f"{what} must be of printable ASCII characters, without spaces around it")
 
 
 def _digest(key: bytes) -> bytes:

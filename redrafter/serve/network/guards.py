@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.log import log_requests
-from redrafter.serve.network.api_keys import ApiKeys
+from redrafter.serve.network.api_keys import OPERATOR_KEY_VARIABLE, ApiKeys
 from redrafter.serve.protocol.messages import is_messages, messages_error
 from redrafter.serve.protocol.requests import ApiError, error_body
 
@@ -32,7 +32,10 @@ from redrafter.serve.protocol.requests import ApiError, error_body
 HEALTH_PATHS = ("/health", "/v1/health/live", "/v1/health/ready")
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 KEYLESS_PATHS = (*HEALTH_PATHS, "/", "/docs", "/version")  # and static pages, which ask for the key themselves
+# Change the engine for everybody: for operators alone, whose keys open nothing else.
+OPERATOR_PATHS = ("/v1/sleep", "/v1/wake", "/v1/update_weights", "/v1/drafter")
 OWN_SITES = (b"same-origin", b"none")  # `Sec-Fetch-Site` of a request by a page of this server, or typed by the user
+CHALLENGE = {"WWW-Authenticate": "Bearer"}
 READING_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 BODY_SECONDS = 30.0  # in which a body must arrive
 SMALL_BODY_BYTES = 1 << 16  # of a body that is parsed in a few milliseconds, and need not wait for others
@@ -57,9 +60,10 @@ class AccessPolicy:
     hosts: tuple[str, ...] = ()  # names in the `Host` header, `*.example.org` for all below one; empty for any
     origins: tuple[str, ...] = ()  # of other servers' pages, such as `https://chat.example.org`; `*` for all
     open_metrics: bool = False  # whether `/metrics` needs no key
+    operators: ApiKeys = field(default_factory=ApiKeys)  # without any, nobody may change the engine
 
     @classmethod
-    def of(cls, keys: ApiKeys, options: ServeOptions) -> "AccessPolicy":
+    def of(cls, keys: ApiKeys, options: ServeOptions, operators: ApiKeys | None = None) -> "AccessPolicy":
         """Return the policy of a server.
 
         One that listens on a loopback address accepts only its own names by default, so that no web page reaches it
@@ -68,7 +72,7 @@ class AccessPolicy:
         host, hosts = options.host, options.allowed_hosts
         own_names = (*LOOPBACK_HOSTS, host) if host in LOOPBACK_HOSTS or host.startswith("127.") else ()
         known = () if "*" in hosts else tuple(map(str.lower, hosts)) or own_names
-        return cls(keys, known, options.allowed_origins, options.open_metrics)
+        return cls(keys, known, options.allowed_origins, options.open_metrics, operators or ApiKeys())
 
     def knows_host(self, host: str) -> bool:
         """Return whether clients may call this server by a name."""
@@ -134,13 +138,15 @@ def check_access(scope: Scope, policy: AccessPolicy) -> None:
             what = f"pages of {origin or 'another site'} may not ask here; --allowed-origins says which may"
             raise ApiError(403, what)
     scope["admitted"] = not policy.keys
-    if policy.keys:
-        name = policy.keys.client(headers.get(b"authorization", b""), headers.get(b"x-api-key", b""))
+    sent = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")
+    if path in OPERATOR_PATHS:
+        scope["facts"]["client"] = check_operator(sent, policy)
+    elif policy.keys:
+        name = policy.keys.client(*sent)
         if name is not None:
             scope["facts"]["client"], scope["admitted"] = name, True
         elif path not in KEYLESS_PATHS and not (policy.open_metrics and path == "/metrics"):
-            challenge = {"WWW-Authenticate": "Bearer"}
-            raise ApiError(401, "the API key is missing or wrong", None, "invalid_api_key", challenge)
+            raise ApiError(401, "the API key is missing or wrong", None, "invalid_api_key", CHALLENGE)
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     is_json = kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
     if scope["method"] == "POST" and not is_json:
@@ -149,6 +155,18 @@ def check_access(scope: Scope, policy: AccessPolicy) -> None:
             raise ApiError(415, "the body must be JSON, sent with the header Content-Type: application/json")
         others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
         scope["headers"] = [*others, (b"content-type", b"application/json")]
+
+
+def check_operator(sent: tuple[bytes, bytes], policy: AccessPolicy) -> str:
+    """Return the name of the operator's key in the headers that `ApiKeys.client` reads, or raise `ApiError`."""
+    if not policy.operators:
+        how = f"start it with --operator-key KEY, or {OPERATOR_KEY_VARIABLE} in its environment, and without --ray"
+        raise ApiError(404, f"this server's engine is not changed while it runs: {how}", code="unsupported_endpoint")
+    if (name := policy.operators.client(*sent)) is not None:
+        return name
+    if policy.keys and policy.keys.client(*sent) is not None:
+        raise ApiError(403, "this needs an operator's key: --operator-key of the server", None, "invalid_api_key")
+    raise ApiError(401, "the operator's key is missing or wrong", None, "invalid_api_key", CHALLENGE)
 
 
 def head_as_get(app: ASGIApp) -> ASGIApp:

@@ -216,6 +216,7 @@ _STREAM_CONTENT = {"text/event-stream": {"schema": _EVENT_SCHEMA}}  # with strea
 _ERROR_CAUSES = {
     400: "a field that is not supported, or a request that cannot be served",
     401: "the API key is missing or wrong",
+    403: "another host, page or key than may ask",
     404: "another model's name",
     408: "the body did not come in time",
     413: "the body is too long",

@@ -39,6 +39,7 @@ from redrafter.serve.protocol.requests import (
     error_body,
 )
 from redrafter.serve.routes.messages import add_messages
+from redrafter.serve.routes.operator import add_operator_routes
 from redrafter.serve.routes.page import page
 from redrafter.serve.routes.responses import add_responses
 from redrafter.version import __version__
@@ -98,14 +99,17 @@ def create_app(
 
     stopping: dict[str, Any] = {
         "response_class": Response,
-        "responses": {503: {"description": "the server is stopping"}},
+        "responses": {503: {"description": "the server is stopping, or not ready as it is asleep"}},
     }
 
     @app.get("/health", **stopping)
-    @app.get("/v1/health/ready", **stopping)
     @app.get("/v1/health/live", **stopping)
     async def health() -> Response:
         return Response(status_code=200 if server.engine.alive else 503)
+
+    @app.get("/v1/health/ready", **stopping)
+    async def ready() -> Response:
+        return Response(status_code=200 if server.engine.alive and not server.engine.load.asleep else 503)
 
     @app.get("/v1/health/model", response_model=ModelHealth, responses=error_responses(503))
     async def model_health() -> dict[str, Any]:
@@ -133,6 +137,7 @@ def create_app(
     add_responses(app, server, _respond)
     add_messages(app, server, _respond)
     add_adapter_routes(app, server, allow_lora_updating)
+    add_operator_routes(app, server)
     for path, reason in _REFUSED.items():  # with all below them; clients do not retry after 404 in OpenAI's shape
         for route in (path, f"{path}/{{rest:path}}"):
             app.add_api_route(route, _refusal(reason), methods=["GET", "POST", "DELETE"], include_in_schema=False)

@@ -1,0 +1,127 @@
+"""Routes of an operator, who changes the engine while it runs: sleep, new weights, another drafter.
+
+Who may ask is decided by `AccessPolicy`, before a body is read. What runs meanwhile waits and goes on; no stream ends.
+"""
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel, StrictBool, model_validator
+
+from redrafter.errors import CacheFullError, ReDrafterError
+from redrafter.serve.engine_process.client import Stopped
+from redrafter.serve.protocol.answers import error_responses
+from redrafter.serve.protocol.fields import Strict
+from redrafter.serve.protocol.requests import ApiError
+
+if TYPE_CHECKING:
+    from redrafter.serve.server import Server
+
+
+class NoFields(Strict):
+    """A request without fields."""
+
+
+class WeightsRequest(Strict):
+    """New weights: a directory of the server's machine that `save_pretrained` wrote, or a .safetensors file of it."""
+
+    path: str
+
+
+class DrafterRequest(Strict):
+    """Another drafter: a directory of the server's machine, or the one that drafted before the last change."""
+
+    path: str | None = None
+    previous: StrictBool = False
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "DrafterRequest":
+        if (self.path is None) != self.previous:
+            raise ValueError('give a path, or "previous": true, and not both')
+        return self
+
+
+class EngineState(BaseModel):
+    """What an operator may change, as it is now.
+
+    `drafter` and `previous_drafter` are the directories of those that an operator gave; null for the one that the
+    server started with. `drafter_number` counts the changes: `/metrics` has drafts by this number.
+    """
+
+    asleep: bool
+    drafter: str | None
+    previous_drafter: str | None
+    drafter_number: int
+
+
+class OperatedEngine:
+    """The engine as its operators change it, one change after the other."""
+
+    def __init__(self, server: "Server"):
+        """Begin with the drafter that the server started with."""
+        self._server, self._turn = server, asyncio.Lock()
+        self._drafter: str | None = None
+        self._previous: str | None = None
+
+    @property
+    def state(self) -> EngineState:
+        """The state of the engine, as it was told last."""
+        load = self._server.engine.load
+        return EngineState(
+            asleep=load.asleep,
+            drafter=self._drafter,
+            previous_drafter=self._previous,
+            drafter_number=load.drafter,
+        )
+
+    async def change(self, kind: str, path: str | None = None) -> EngineState:
+        """Make a change of the engine, and return the state after it; raise `ApiError` if it is refused."""
+        if path is not None and not await asyncio.to_thread(_is_there, path, kind):
+            what = "directory" if kind == "change_drafter" else "directory or file"
+            raise ApiError(404, f"there is no {what} {path!r} on the server's machine", "path")
+        async with self._turn:
+            try:
+                await self._server.engine.change_engine(kind, path)
+            except Stopped:
+                raise
+            except CacheFullError as error:
+                raise ApiError(503, str(error)) from error
+            except ReDrafterError as error:
+                raise ApiError(400, str(error), None if path is None else "path") from error
+            if kind == "change_drafter":
+                self._drafter, self._previous = (self._previous if path is None else path), self._drafter
+        return self.state
+
+
+def _is_there(path: str, kind: str) -> bool:
+    # These answer for any name, one with a NUL included.
+    return os.path.isdir(path) or (kind == "update_weights" and os.path.isfile(path))
+
+
+def add_operator_routes(app: FastAPI, server: "Server") -> None:
+    """Add the routes; `AccessPolicy` has checked the key."""
+    operated = OperatedEngine(server)
+    options: dict[str, Any] = {"response_model": EngineState}
+    options["responses"] = error_responses(400, 401, 403, 404, 408, 413, 422, 503)
+
+    @app.post("/v1/sleep", **options)
+    async def sleep(body: NoFields | None = None) -> EngineState:
+        return await operated.change("sleep")
+
+    @app.post("/v1/wake", **options)
+    async def wake(body: NoFields | None = None) -> EngineState:
+        return await operated.change("wake")
+
+    @app.post("/v1/update_weights", **options)
+    async def update_weights(body: WeightsRequest) -> EngineState:
+        return await operated.change("update_weights", body.path)
+
+    @app.post("/v1/drafter", **options)
+    async def change_drafter(body: DrafterRequest) -> EngineState:
+        return await operated.change("change_drafter", body.path)
+
+    @app.get("/v1/drafter", **options)
+    async def drafter() -> EngineState:
+        return operated.state
