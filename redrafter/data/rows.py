@@ -28,6 +28,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,10 @@ def read_rows(sources: Iterable[str | Path]) -> Iterator[Row]:
     """Yield the rows of data sources, in their order.
 
     Args:
-        sources: Files (.jsonl, or .json that holds lines or one list; also .gz and .xz), and what `datasets` reads:
-            .parquet files, directories that `datasets.save_to_disk` wrote, and datasets on the hub ("org/name",
-            "org/name:split", "org/name:config:split").
+        sources: Files (.jsonl, or .json that holds lines or one list; also .gz and .xz); directories with .jsonl
+            files, which are read in the order of their names; and what `datasets` reads: .parquet files, directories
+            that `datasets.save_to_disk` wrote, and datasets on the hub ("org/name", "org/name:split",
+            "org/name:config:split").
 
     Raises `CheckpointError` where a source cannot be read or a row is malformed. The message names file and line.
     """
@@ -81,8 +83,17 @@ def read_rows(sources: Iterable[str | Path]) -> Iterator[Row]:
 
 def read_entries(sources: Iterable[str | Path]) -> Iterator[tuple[str, Any]]:
     """Yield the rows of data sources before they are checked, each after its place for error messages."""
-    for source in map(str, sources):
+    for source in chain.from_iterable(map(_files_of, map(str, sources))):
         yield from _read_dataset(source) if _is_dataset(source) else _read_file(Path(source))
+
+
+def _files_of(source: str) -> list[str]:
+    """Return the .jsonl files of a directory that holds some, or the source itself."""
+    try:
+        files = sorted(str(file) for file in Path(source).glob("*.jsonl")) if os.path.isdir(source) else []
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {first_line(error)}") from error
+    return files or [source]
 
 
 def open_lines(path: Path) -> Iterator[tuple[int, str]]:

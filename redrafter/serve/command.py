@@ -146,6 +146,7 @@ def _with_config(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
+    from redrafter.serve.capture import prepare_folder
     from redrafter.serve.network.server_process import ServerProcess
 
     def start() -> "Server":
@@ -158,6 +159,8 @@ def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
             _LOG.info(line)
 
     options = request.options
+    if options.capture is not None:
+        prepare_folder(options.capture)  # what is wrong with it is said before the model loads
     with listen(options) as listening, closing(EngineProcess(request)) as engine:
         url = address(options, listening)
         process = ServerProcess(options, listening)

@@ -40,6 +40,7 @@ _PARTS = {
     "py": "no Python scripts are run beside the server",
     "tokenizer": "the tokenizer is the one beside the model; its chat template is --chat-template FILE",
 }
+_KEY_NAME = re.compile(r"key-[1-9]\d*")
 CONFIG_FILES = ("runtime.json", "llgtrt.json5")  # read beside a model; the second takes precedence
 # Options that these may set: who made a model may decide how much of it runs at once, but not who may use it.
 LIMIT_OPTIONS = frozenset(
@@ -167,6 +168,20 @@ class ServeOptions:
         f"{how_to_install('serve,otel')}",
         metavar="URL",
     )
+    capture: str | None = option(
+        None,
+        "write what is asked and answered to this directory, as rows of token ids that redrafter train takes; their "
+        "owner alone can read them",
+        path=True,
+        metavar="DIR",
+    )
+    capture_max_bytes: int = option(1 << 30, "bytes of such files at most; the oldest are dropped first")
+    capture_except: tuple[str, ...] = option(
+        (),
+        "keys whose texts are not captured, by their numbers in the order of the keys, such as key-2,key-5",
+        type=names,
+        metavar="KEYS",
+    )
     log_format: str = option("text", "what lines on stderr are, of requests and all else", choices=("text", "json"))
     log_level: str = option("info", "the least that is logged", choices=("debug", "info", "warning", "error"))
 
@@ -178,6 +193,7 @@ class ServeOptions:
             ("max_queue_size", 0, 1 << 30),
             ("max_connections", 1, 1 << 20),
             ("max_body_size", 1 << 10, 1 << 30),
+            ("capture_max_bytes", 1 << 16, 1 << 50),
             ("max_images", 0, 1024),
             ("max_image_size", 1 << 10, 1 << 30),
             ("max_image_pixels", 1 << 10, 1 << 30),
@@ -193,6 +209,7 @@ class ServeOptions:
             "allowed_hosts",
             "allowed_origins",
             "chat_template",
+            "capture",
         ):
             value = getattr(self, name)
             if value == "" or (isinstance(value, tuple) and "" in value):
@@ -202,6 +219,12 @@ class ServeOptions:
             raise ArgumentError(f"--otlp-traces-endpoint must be a URL such as http://localhost:4318, got {endpoint!r}")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ArgumentError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+        if self.capture is None and self.capture_except:
+            raise ArgumentError(
+                "--capture-except leaves keys out of what --capture DIR writes: add that, or leave it out"
+            )
+        if bad := [name for name in self.capture_except if not _KEY_NAME.fullmatch(name)]:
+            raise ArgumentError(f"--capture-except names keys by their numbers, such as key-2, got {bad[0]!r}")
         parse_lora_modules(self.lora_modules)
 
     def with_keys(self, count: int) -> "ServeOptions":

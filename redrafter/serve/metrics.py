@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from redrafter.scheduler.sequence import Finish, SequenceDelta
+from redrafter.serve.capture import Capture
 from redrafter.serve.engine_process.client import EngineClient, ServedSequence
 
 _FIRST_TOKEN_BUCKETS = (
@@ -23,8 +24,9 @@ REASONS: dict[Finish, str] = {"stop": "stop", "length": "length", "cancelled": "
 class Metrics:
     """Counters and histograms of what an engine writes, and gauges of how busy it is."""
 
-    def __init__(self, engine: EngineClient, model: str):
+    def __init__(self, engine: EngineClient, model: str, capture: Capture | None = None):
         """Register the metrics of an engine. model: value of the label `model_name`."""
+        self._capture = capture
         self.registry, self._engine, self._model = CollectorRegistry(), engine, model
         self._prompt = self._counter("prompt_tokens", "Prompt tokens, those found in the cache counted")
         self._queried = self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache")
@@ -118,7 +120,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that the engine has told last, as a registry calls it."""
         facts, load = self._engine.facts, self._engine.load
-        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        gauge, counter, capture = GaugeMetricFamily, CounterMetricFamily, self._capture
         invariant = "1 where a text does not depend on what is computed beside it, bit for bit"
         weights = "1 where the weights of linear layers were quantised to FP8 when the model was loaded"
         preempted = "Rows put back, for want of blocks, for a client without any, or for one of higher priority"
@@ -139,6 +141,8 @@ class Metrics:
                 {},
             ),
             (counter, "vllm:num_preemptions", preempted, load.preempted, {}),
+            (counter, "redrafter:captured_texts", "Texts written for training", capture.rows if capture else 0, {}),
+            (counter, "redrafter:lost_captures", "Texts that could not be", capture.lost if capture else 0, {}),
             (gauge, "redrafter:kv_host_blocks", "Blocks of keys and values in the host's memory", load.host_blocks, {}),
             (
                 counter,

@@ -24,6 +24,7 @@ from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.grammar.source import GrammarSource
 from redrafter.sampling.params import NEUTRAL, NUMBERS, SamplingParams
 from redrafter.sandbox.process import SandboxedProcess
+from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.call_forms import call_form
 from redrafter.serve.answers.choice import summarize
 from redrafter.serve.answers.formats import (
@@ -37,8 +38,9 @@ from redrafter.serve.answers.formats import (
 from redrafter.serve.answers.lark import LarkWriter
 from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
+from redrafter.serve.capture import Capture
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.engine_process.client import EngineClient, Stopped
+from redrafter.serve.engine_process.client import EngineClient, ServedSequence, Stopped
 from redrafter.serve.engine_process.messages import Submit
 from redrafter.serve.engine_process.start import EngineProcess
 from redrafter.serve.images import ImageReader
@@ -78,6 +80,7 @@ class Server:
     operators: ApiKeys = field(default_factory=ApiKeys)  # of those who may change the engine; without any, nobody may
     images: ImageReader | str = Prompts.images  # what reads the images of chats, or why none are read
     traces: "Traces | None" = None  # where spans of requests go
+    capture: Capture | None = field(default=None, init=False)  # where texts are written for training
 
     def __post_init__(self) -> None:
         facts, options = self.engine.facts, self.options
@@ -86,8 +89,10 @@ class Server:
             raise ArgumentError(f"--lora-modules has the model's own name {self.model!r}: give the adapter another one")
         self.adapters = dict(facts.adapters)  # directories of those that are served, by name
         self.created = int(time.time())
-        self.metrics = Metrics(self.engine, self.model)
-        self.engine.on_delta = self.metrics.observe
+        if options.capture is not None:
+            self.capture = Capture(options, self.tokenizer)
+        self.metrics = Metrics(self.engine, self.model, self.capture)
+        self.engine.on_delta = self._observe
         self.prompts = Prompts(
             self.tokenizer,
             self.model,
@@ -101,6 +106,11 @@ class Server:
         self.app = create_app(self, policy, options.max_body_size, options.allow_runtime_lora_updating)
         if self.traces is not None:
             self.app.add_middleware(self.traces.continue_traces)
+
+    def _observe(self, sequence: ServedSequence, delta: SequenceDelta) -> None:
+        self.metrics.observe(sequence, delta)
+        if self.capture is not None:
+            self.capture.observe(sequence, delta)
 
     def model_entry(self, name: str) -> dict[str, Any]:
         """Return the entry of this model, or of an adapter, in a list of models."""
@@ -250,6 +260,9 @@ class Server:
         salt = json.dumps([owner, request.cache_salt]) if owner or request.cache_salt else None
         # The engine refuses an adapter that was unloaded a moment ago.
         asked = replace(asked, client=client, priority=request.priority, cache_salt=salt, adapter=choices[0].adapter)
+        if self.capture is not None and asked.images is None and self.capture.wants(client):
+            for choice in choices:
+                choice.recorded = []
         deltas = self.engine.deltas(asked, choices)
         if asked.images is not None and not isinstance(self.images, str):
             deltas = self.images.count(deltas, asked.images, client)
@@ -321,8 +334,10 @@ class Server:
             self.images.close()
 
     def close(self) -> None:
-        """End the engine, whether or not texts are written, and send the spans that are left."""
+        """End the engine, whether or not texts are written; write and send what is left of captures and spans."""
         self.engine.stop()
+        if self.capture is not None:
+            self.capture.close()
         if self.traces is not None:
             self.traces.close()
 
@@ -334,6 +349,7 @@ class Server:
         return [
             f"{self.model}: {what}",
             *more,
+            *([] if self.capture is None else [self.capture.describe()]),
             f"ready on {url}; try",
             f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
         ]

@@ -256,6 +256,8 @@ def test_names_that_are_no_files_are_datasets(tmp_path, monkeypatch):
     turns = [{"role": turn["role"], "content": turn["content"], "from": None} for turn in CHAT["conversations"]]
     rows = [{"text": "one", "messages": None}, {"text": None, "messages": turns}]
     requests = []
+    folder = tmp_path / "stored"
+    folder.mkdir()
 
     def load_dataset(name: str, config: str | None = None, *, split: str, **files: str) -> list[object]:
         requests.append((name, config, split, *files.values()))
@@ -267,7 +269,7 @@ def test_names_that_are_no_files_are_datasets(tmp_path, monkeypatch):
     saved = SimpleNamespace(load_dataset=load_dataset, load_from_disk=lambda name: stored)
     monkeypatch.setitem(sys.modules, "datasets", saved)
     rows_read = list(
-        read_rows(["org/name", "org/name:test_sft", write(tmp_path / "a.jsonl", rows[:1]), f"{tmp_path}:test"])
+        read_rows(["org/name", "org/name:test_sft", write(tmp_path / "a.jsonl", rows[:1]), f"{folder}:test"])
     )
     assert requests == [("org/name", None, "train"), ("org/name", None, "test_sft")]
     assert len(rows_read) == 6
@@ -276,9 +278,9 @@ def test_names_that_are_no_files_are_datasets(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"org/gone .* cannot be read as a Hugging Face dataset: nobody$"):
         list(read_rows(["org/gone"]))
     with pytest.raises(CheckpointError, match=r"no split train; .* one of val, test"):
-        list(read_rows([tmp_path]))
+        list(read_rows([folder]))
     stored = rows
-    assert len(list(read_rows([tmp_path]))) == 2
+    assert len(list(read_rows([folder]))) == 2
     parquet, requests[:] = tmp_path / "a:b.parquet", []
     with pytest.raises(CheckpointError, match="No such file"):
         list(read_rows([parquet]))

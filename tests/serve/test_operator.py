@@ -137,6 +137,7 @@ def test_operators_have_keys_of_their_own(monkeypatch):
 def test_texts_after_new_weights_are_those_of_the_new_model(http, folders):
     new = AutoModelForCausalLM.from_pretrained(folders / "base", dtype=torch.float32)
     before = complete(http).json()["choices"][0]["text"]
+    complete(http, prompt=PROMPT * 6)
     assert operate(http, "/v1/update_weights", {"path": str(folders / "base")}).status_code == 200
     expected = text_of(new)
     assert expected != before

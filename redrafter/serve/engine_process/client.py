@@ -63,6 +63,7 @@ class ServedSequence:
     reused: int = 0  # leading tokens of the prompt that were in the cache already
     queued: float | None = None  # seconds for which the engine let it wait for a place, once it has begun
     prompt_scores: Sequence[PromptScore] = ()  # of its tokens but the first, once it is read, if they were asked for
+    recorded: list[int] | None = None  # all that was written, where it is captured
     written: int = 0  # number of tokens that were written
     ended: bool = False  # whether the last delta has come
     arrived_at: float = field(default_factory=time.perf_counter)

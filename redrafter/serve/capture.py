@@ -1,0 +1,235 @@
+"""Served texts as rows to train a drafter on: bounded files in a directory that its owner alone may read.
+
+A row holds the token ids of a prompt and of the text that was written after it, and which of them were written; no
+key, no address, no time. `redrafter train --data DIR` takes them. A file has a temporary name until it is finished, so
+that whoever reads the directory finds whole files. Each row is written by one call, without a buffer of ours: a process
+that is killed loses the row that is being written, and the next server finishes the file that was left.
+
+A thread of its own writes, so that nothing that is served waits for a disk. Where rows cannot be written, as on a full
+disk, they are counted and lost, and serving continues.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from redrafter.data.rows import fingerprint
+from redrafter.errors import ArgumentError
+from redrafter.scheduler.sequence import SequenceDelta
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.engine_process.client import ServedSequence
+
+_LOG = logging.getLogger(__name__)
+PREFIX, FINISHED, OPEN = "capture-", ".jsonl", ".jsonl.part"
+FILE_SECONDS = 60.0  # after its first row, a file is finished
+FILES = 16  # a file is finished when it has this share of the bytes that all may have
+MAX_WAITING_ROWS = 1024  # of a disk that is slower than the engine: more are lost
+CLOSE_SECONDS = 5.0  # in which the last rows are written
+MIN_WRITTEN = 2  # tokens of a text that says something of drafts
+
+
+def prepare_folder(folder: str) -> Path:
+    """Make a directory for its owner alone, or check that one is; finish the files that a killed server has left.
+
+    Raises:
+        ArgumentError: It cannot be made or written to, or others may enter it.
+    """
+    path = Path(folder).absolute()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise ArgumentError(
+                f"--capture {folder} may be entered by others, or belongs to another user: give a directory of your "
+                f"own (chmod 700 {folder})"
+            )
+        trial = path / f".{uuid4().hex}"
+        os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        trial.unlink()
+        for left in path.glob(f"{PREFIX}*{OPEN}"):
+            _finish_left(left)
+    except (OSError, ValueError) as error:  # ValueError: NUL in a name
+        reason = getattr(error, "strerror", None) or error
+        raise (
+            error
+            if isinstance(error, ArgumentError)
+            else ArgumentError(f"--capture {folder} cannot be written to: {reason}")
+        ) from error
+    return path
+
+
+def _finish_left(path: Path) -> None:
+    """Keep the whole rows of a file that nobody writes to any more, under the name of a finished one."""
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return  # another server's
+        end, size = 0, os.fstat(file).st_size
+        while end < size and (part := os.pread(file, 1 << 20, max(size - (1 << 20), 0))):
+            if (found := part.rfind(b"\n")) >= 0:
+                end = max(size - (1 << 20), 0) + found + 1
+                break
+            size -= len(part)
+        os.ftruncate(file, end)
+        if end:
+            os.replace(path, path.with_name(path.name.removesuffix(OPEN) + FINISHED))
+        else:
+            path.unlink()
+    finally:
+        os.close(file)
+
+
+class Capture:
+    """Writes the texts of a server to a directory, but for those of keys that are left out.
+
+    Attributes:
+        rows: Rows that were written.
+        lost: Rows that could not be.
+    """
+
+    def __init__(self, options: ServeOptions, tokenizer: Any):
+        """Begin to write; raises as `prepare_folder` does."""
+        assert options.capture is not None, "there is a directory"
+        self._folder, self._most = prepare_folder(options.capture), options.capture_max_bytes
+        self._left_out, self._tokenizer = frozenset(options.capture_except), fingerprint(tokenizer)
+        self.rows = self.lost = 0
+        self._waiting: queue.Queue[tuple[Sequence[int], Sequence[int], str] | None] = queue.Queue(MAX_WAITING_ROWS)
+        self._file: int | None = None
+        self._path, self._size, self._began, self._count = self._folder, 0, 0.0, 0
+        self._failing = self._closed = False
+        self._thread = threading.Thread(target=self._write_rows, name="redrafter-capture", daemon=True)
+        self._thread.start()
+
+    def wants(self, client: str) -> bool:
+        """Tell whether texts of a client are written; `client` is the name of its key, or its address."""
+        return client not in self._left_out
+
+    def describe(self) -> str:
+        """Return what is stored, for whoever starts a server."""
+        but = f" but {', '.join(sorted(self._left_out))}" if self._left_out else ""
+        return (
+            f"capturing to {self._folder}: the token ids of prompts and answers of all clients{but}, {self._most:,} "
+            "bytes at most, the oldest dropped first; files that their owner alone can read"
+        )
+
+    def observe(self, sequence: ServedSequence, delta: SequenceDelta) -> None:
+        """Record a delta of a text, in the thread that receives them. Never waits."""
+        if sequence.recorded is None:
+            return
+        sequence.recorded += delta.tokens
+        if delta.finish is None:
+            return
+        recorded, sequence.recorded = sequence.recorded, None
+        if delta.finish not in ("stop", "length") or len(recorded) < MIN_WRITTEN or self._closed:
+            return
+        try:
+            self._waiting.put_nowait((sequence.prompt, recorded, sequence.adapter or "model"))
+        except queue.Full:
+            self._lose("the disk is slower than the engine")
+
+    def close(self) -> None:
+        """Write what waits, and finish the file."""
+        self._closed = True
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=CLOSE_SECONDS)
+        self._thread.join(timeout=CLOSE_SECONDS)
+
+    def _lose(self, reason: object) -> None:
+        self.lost += 1
+        if not self._failing:
+            _LOG.warning(
+                "served texts cannot be captured in %s: %s; they are lost until that is over, and serving continues",
+                self._folder,
+                reason,
+            )
+        self._failing = True
+
+    def _write_rows(self) -> None:
+        while True:
+            left = None if self._file is None else max(self._began + FILE_SECONDS - time.monotonic(), 0.0)
+            try:
+                row = self._waiting.get(timeout=left)
+            except queue.Empty:
+                self._finish()
+                continue
+            if row is None:
+                return self._finish()
+            prompt, written, source = row
+            entry = {
+                "input_ids": [*prompt, *written],
+                "loss_mask": [0] * len(prompt) + [1] * len(written),
+                "tokenizer": self._tokenizer,
+                "source": source,
+            }
+            try:
+                self._write(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+            except OSError as error:
+                self._lose(error.strerror or error)
+            else:
+                self.rows, self._failing = self.rows + 1, False
+
+    def _write(self, row: bytes) -> None:
+        if len(row) > self._most // FILES:
+            raise OSError(0, f"a text takes more than 1/{FILES} of --capture-max-bytes")
+        if self._file is not None and (
+            self._size + len(row) > self._most // FILES or time.monotonic() - self._began > FILE_SECONDS
+        ):
+            self._finish()
+        if self._file is None:
+            self._drop_oldest()
+            self._open()
+        assert self._file is not None
+        try:
+            written = os.write(self._file, row)
+            if written < len(row):  # the disk is full: half a row is no row
+                raise OSError(28, os.strerror(28))
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(row)
+
+    def _open(self) -> None:
+        # Names sort by time, and differ between servers that share a directory.
+        self._count += 1
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        self._path = self._folder / f"{PREFIX}{stamp}-{os.getpid()}-{self._count:06d}{OPEN}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW
+        self._file, self._size, self._began = os.open(self._path, flags, 0o600), 0, time.monotonic()
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _finish(self) -> None:
+        """Give the file the name of a finished one, where it has rows."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            if self._size:
+                os.replace(self._path, self._path.with_name(self._path.name.removesuffix(OPEN) + FINISHED))
+            else:
+                self._path.unlink()
+        except OSError as error:
+            _LOG.warning("%s cannot be finished: %s", self._path, error.strerror or error)
+        finally:
+            os.close(file)
+
+    def _drop_oldest(self) -> None:
+        """Remove finished files, the oldest first, until another one has room."""
+        files = sorted(self._folder.glob(f"{PREFIX}*{FINISHED}"))
+        sizes = {file: file.stat().st_size for file in files}
+        held = sum(sizes.values())
+        for file in files:
+            if held + self._most // FILES <= self._most:
+                return
+            file.unlink(missing_ok=True)
+            held -= sizes[file]
