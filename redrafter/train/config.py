@@ -71,7 +71,16 @@ class TrainConfig:
     resume: bool = option(False, "go on from the newest checkpoint, or begin anew where there is none")
     dry_run: bool = option(False, "print what would be trained and how much memory it takes, then exit")
     show_sample: bool = option(False, "print the first text of the data with the learnt parts marked, then exit")
-    drafter: str | None = option(None, "train this drafter further instead of a new one", path=True)
+    drafter: str | None = option(
+        None,
+        "train this drafter further instead of a new one; current: the one that --output holds, or else the base's own",
+        path=True,
+    )
+    watch: bool = option(
+        False,
+        "go on training in rounds, each on the files that directories of --data have gained, and save after each",
+    )
+    watch_rows: int = option(256, "new rows that a round waits for, with --watch")
     adapter: str | None = option(
         None,
         "LoRA adapter that the base has: a directory that PEFT wrote; the drafter learns what both write",
@@ -189,7 +198,7 @@ class TrainConfig:
         optional = ("length", "steps", "epochs", "minutes", "exit_dim", "draft_vocab_size", "head_shortlist", "chunk")
         heads = ("context_heads", "context_kv_heads", "context_head_dim")
         intervals = ("log_every", "validate_every", "save_every", "keep")
-        sizes = ("batch_size", "accumulate", "draft_len", "validate_tokens")
+        sizes = ("batch_size", "watch_rows", "accumulate", "draft_len", "validate_tokens")
         for name in (*sizes, *intervals, *heads, "head_shortlist_rank", "decay", "lr", "max_grad_norm", *optional):
             if not (getattr(self, name) is None or 0 < getattr(self, name) < math.inf):
                 raise ArgumentError(f"{flag(name)} must be positive, got {getattr(self, name)}")

@@ -63,6 +63,7 @@ from redrafter.train.processes import (
 )
 from redrafter.train.progress import Console, NotFiniteError, TrainingState
 from redrafter.train.sharding import load_sharded
+from redrafter.train.watch import CURRENT, current_drafter, watch
 
 __all__ = ["TrainConfig", "main", "new_drafter", "train"]
 
@@ -263,7 +264,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse(argv)
         if launcher_refused():
             return 2
-        run(config, log=lambda line: print(line, flush=True))
+
+        def log(line: str) -> None:
+            print(line, flush=True)
+
+        if config.drafter == CURRENT:
+            config = replace(config, drafter=current_drafter(config))
+        if config.watch:
+            watch(config, lambda of_round: run(of_round, log), log)
+        run(config, log)
         return 0
 
     return run_command(command)

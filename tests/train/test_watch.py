@@ -1,0 +1,88 @@
+"""Training in rounds on files as they come, from the drafter that the round before has saved."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from helpers.training import command, record, refused
+from redrafter import RecurrentDrafter
+from redrafter.train.train_drafter import main
+
+
+def words_of(tmp_path, *more: str) -> list[str]:
+    """The words of a command that trains on a directory, after a first training to its output."""
+    words = command(tmp_path, "--steps", "2", "--validate-prompts", "0")
+    assert main(words) == 0
+    words[words.index("--data") + 1] = str(tmp_path / "texts")
+    return [*words, *more]
+
+
+def add_file(folder, name: str, rows: int) -> None:
+    row = {"input_ids": [5 + n % 40 for n in range(30)], "loss_mask": [0] * 4 + [1] * 26}
+    (folder / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * rows)
+
+
+def test_each_round_trains_the_last_ones_drafter_on_what_has_come_since(tmp_path, monkeypatch, capsys):
+    texts, out, trained = tmp_path / "texts", tmp_path / "out", []
+    words = words_of(tmp_path, "--drafter", str(tmp_path / "first"), "--watch", "--watch-rows", "8")
+    out.rename(tmp_path / "first")
+    texts.mkdir()
+
+    def head() -> torch.Tensor:
+        return (
+            RecurrentDrafter.from_pretrained(out if out.exists() else tmp_path / "first")
+            .lm_head.weight.detach()
+            .clone()
+        )
+
+    before = head()
+    slept = iter(range(9))
+
+    def sleep(_: float) -> None:
+        """Let files come while the command waits, and end it in the end."""
+        step = next(slept)
+        if step == 0:
+            add_file(texts, "a", 6)  # too few rows
+        elif step == 1:
+            add_file(texts, "b", 6)
+        elif step == 2:
+            trained.append((record(tmp_path)["data"], head()))
+            (texts / "a.jsonl").unlink()
+            add_file(texts, "c", 8)
+        else:
+            trained.append((record(tmp_path)["data"], head()))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("redrafter.train.watch.time", SimpleNamespace(sleep=sleep))
+    assert main(words) == 130
+    (first, after_first), (second, after_second) = trained
+    assert [entry["name"] for entry in first] == ["a.jsonl", "b.jsonl"]
+    assert [entry["name"] for entry in second] == ["c.jsonl"]
+    assert not torch.equal(before, after_first)
+    assert not torch.equal(after_first, after_second)
+    assert record(tmp_path)["config"]["drafter"] == "out"
+    told = capsys.readouterr().out
+    assert "round 1: 12 rows of 2 new files" in told
+    assert "round 2: 8 rows of 1 new files" in told
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--watch"], "--drafter current"),
+        (["--watch", "--drafter", "current", "--resume"], "leave out --watch"),
+        (["--watch", "--watch-rows", "0", "--drafter", "current"], "--watch-rows must be positive"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(tmp_path, capsys, more, told):
+    (tmp_path / "texts").mkdir()
+    assert told in refused(capsys, words_of(tmp_path, *more))
+
+
+def test_a_file_is_not_watched_and_no_drafter_is_current(tmp_path, capsys):
+    words = command(tmp_path, "--watch", "--drafter", "current")
+    assert "and there is none: name its directory" in refused(capsys, words)
+    words[-1] = str(tmp_path)
+    assert "is none: make it" in refused(capsys, words)
