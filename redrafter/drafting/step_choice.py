@@ -110,6 +110,11 @@ def _first(counts: Sequence[float], most: float) -> list[float]:
     return taken
 
 
+def _share(drafting: int) -> float:
+    """Return how much a step of so many rows counts beside those before it."""
+    return min(max(drafting / WINDOW, LEAST_SHARE), 1.0)
+
+
 class StepChoice:
     """Chooses what each step drafts, by what steps cost and by what became of the drafts of earlier ones.
 
@@ -144,8 +149,8 @@ class StepChoice:
         self._costs, self._kinds, self._plain, self.ratios = costs, kinds, plain, ratios
         self._copying = copying or {}
         self._promise = Promise(quality)
-        # Drafts that were accepted of a row and step: those that only the text had, and all where only the text is
-        # copied, which are no fewer.
+        # Drafts that were accepted of a row and step, and that only the text had: of steps that copy beside a search,
+        # and of all steps, which is what copying alone may rely on.
         self._copied = self._copied_alone = 0.0
         self._pauses: dict[int, Pause] = {}  # of numbers of rows that are alike
         self._steps: dict[int, int] = defaultdict(int)
@@ -206,15 +211,14 @@ class StepChoice:
             copied: Drafts that were accepted, and that only the text had.
             outcomes: What became of the drafts by their likelihood, as `count_outcomes` has it.
         """
-        search, share = proposer.without_text or proposer, min(max(drafting / WINDOW, LEAST_SHARE), 1.0)
+        self._note_copies(drafting, copied)
+        search = proposer.without_text or proposer
         if not search.depth:
-            self._copied_alone += share * (copied / drafting - self._copied_alone)
             return
         assert isinstance(search, SearchProposer)
         self._promise.observe(drafting, search.beams, outcomes)
         if search is not proposer:
-            self._copied += share * (copied / drafting - self._copied)
-            self._copied_alone = max(self._copied_alone, self._copied)
+            self._copied += _share(drafting) * (copied / drafting - self._copied)
         if self._kinds[size]:
             value = partial(self._value, size, rows, drafting, 0)
             best = max(map(value, self._kinds[size]))
@@ -222,6 +226,13 @@ class StepChoice:
             at_least = HOPELESS_PAUSE if best < HOPELESS * without else FIRST_PAUSE
             if self._pause(size).judge(drafting, pays=best >= MARGIN * without, at_least=at_least):
                 self._promise.forget()
+
+    def note_no_match(self, drafting: int) -> None:
+        """Take note that a step of so many rows, at least 1, copies and drafts nothing, as no text has a match."""
+        self._note_copies(drafting, 0)
+
+    def _note_copies(self, drafting: int, copied: int) -> None:
+        self._copied_alone += _share(drafting) * (copied / drafting - self._copied_alone)
 
     def _pause(self, size: int) -> Pause:
         return self._pauses.setdefault((size - 1).bit_length(), Pause(FEWEST, FEWEST_AFTER_PAUSE))

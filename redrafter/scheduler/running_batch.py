@@ -371,7 +371,11 @@ class RunningBatch:
             row.params.speculate and row.repeats.has_match(row.tokens, row.piece.tokens if row.piece else None)
             for row in self.rows
         )
-        return proposer if match and self.text_gain.should_draft() else proposer.without_text
+        if match and self.text_gain.should_draft():
+            return proposer
+        if self.choice is not None and not proposer.without_text.depth:
+            self.choice.note_no_match(asked.speculate)
+        return proposer.without_text
 
     def _make_step(self, key: StepKey, proposer: Proposer, chunks: PromptChunks | None) -> CapturedStep:
         """Make a step over the first rows, and capture it if the device can."""

@@ -166,6 +166,24 @@ def test_steps_of_a_pause_copy_from_the_text_where_that_alone_pays(searched, cop
     assert {"searched", kind} >= set(taken[100:])
 
 
+def test_a_text_that_repeated_itself_does_not_keep_later_ones_from_being_drafted_for():
+    both, alone = TextBeside(search(1, 3, 4), 4), TextBeside(PlainProposer(), 4)
+    costs = priced(((1, 1.0), (5, 1.1), (9, 1.15)), ((1, 0.3),), FREE)
+    chosen, taken = StepChoice(costs, {1: [both]}, PlainProposer(), {}, 0.5, {1: alone}), []
+    for step in range(600):
+        repeats = step < 200
+        taken.append(proposer := chosen.choose(1, 1, 1, 0))
+        if proposer is both:
+            right = 0 if repeats else 3
+            chosen.observe(1, 1, both, 1, 4 * repeats, outcomes(3, likely=1, accepted=right))
+        elif proposer is alone and repeats:
+            chosen.observe(1, 1, alone, 1, 4, [])
+        elif proposer is alone:
+            chosen.note_no_match(1)
+    assert taken[100:200].count(alone) > 90
+    assert taken[-200:].count(both) == 200
+
+
 def test_numbers_of_rows_pause_apart():
     chosen = StepChoice(
         priced(FLAT, ((1, 0.5),), FREE), {2: [search(1, 1, 2)], 64: [search(1, 1, 2)]}, PlainProposer(), {}

@@ -242,7 +242,7 @@ def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size(monkeypatch):
     monkeypatch.setattr("redrafter.drafting.drafter.RecurrentDrafter.prepare", lambda *_: None)  # asks for its memory
 
     class OnGPU(Target):
-        device, varlen, keeps_states, config = torch.device("cuda"), Support(), False, None
+        device, varlen, keeps_states, config, version = torch.device("cuda"), Support(), False, None, 0
 
         def __init__(self) -> None:
             """Bind no model."""

@@ -159,7 +159,7 @@ def test_errors_are_documented(program):
     document = program.get("/openapi.json").json()
     for path in (CHAT, COMPLETION):
         responses = document["paths"][path]["post"]["responses"]
-        assert {int(status) for status in responses} == {200, 400, 401, 404, 408, 413, 422, 429, 500, 503}
+        assert {int(status) for status in responses} == {200, 400, 401, 403, 404, 408, 413, 422, 429, 500, 503}
         for status, response in responses.items():
             [reference] = (found["schema"].get("$ref", "") for found in list(response["content"].values())[:1])
             assert reference.endswith("Answer")
