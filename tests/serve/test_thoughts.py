@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 
-from helpers.serving import listening, text_of
+from helpers.serving import SCHEMA, listening, text_of
 from redrafter import boxed_pair
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.source import GrammarSource
@@ -29,15 +29,6 @@ from redrafter.serve.protocol.requests import ChatRequest
 from redrafter.serve.server import Server
 from redrafter.serve.tools import forced_tools
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}
 CALLS = {"tools": [TOOL], "tool_choice": "required"}
