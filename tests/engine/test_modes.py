@@ -183,11 +183,11 @@ def test_other_rows_change_no_bit(half):
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_only_with_the_mode_drafts_change_no_bit_in_float32(invariant):
-    """Guard the tests above: without it, the numbers that they compare differ."""
+    """Guard the tests above: without it, the numbers that they compare differ, on some processors after some tokens."""
     ids, mask = uneven_batch(rows=8)
     options = INVARIANT if invariant else EngineOptions()
     engine = engine_of(tiny_target("llama", torch.float32), 5, 5, options)
-    plain, drafted = (write(engine, ids, mask, speculate=s, do_sample=False)[1] for s in (False, True))
+    plain, drafted = (write(engine, ids, mask, 24, speculate=s, do_sample=False)[1] for s in (False, True))
     assert torch.equal(plain, drafted) is invariant
 
 
