@@ -57,7 +57,7 @@ class ChatLoad:
 
 @dataclass
 class Chats:
-    """What came of some questions that a server was asked."""
+    """Holds the answers of a server to some questions, and what is counted of them."""
 
     turns: int = 0  # that they have, whether asked or not
     seconds: float = 0.0

@@ -18,7 +18,7 @@ from redrafter.measure.suite_table import SuiteTable, TableFiles, describe_accep
 
 @dataclass
 class Answers:
-    """What the turns of some questions were answered with, plainly and with drafts, and how fast."""
+    """Holds the answers to the turns of some questions, plainly and with drafts, and their times."""
 
     plain: Repeats = field(default_factory=Repeats)
     drafted: Repeats = field(default_factory=Repeats)

@@ -127,6 +127,7 @@ class MTPDrafter(DrafterModel):
         """
         super().__init__(config)
         self.blocks = nn.ModuleList(blocks)
+        self._cache_names = [cache_argument(block.forward) or CACHE_NAME for block in blocks]
         self.rotary = copy.deepcopy(rotary)  # of some ropes the frequencies are changed in place
         self.embedding_norm, self.hidden_norm, self.norm = (copy.deepcopy(norm) for _ in range(3))
         self.projection = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -229,9 +230,8 @@ class MTPDrafter(DrafterModel):
         # Of ropes with sections for images, which text counts alike, older versions of transformers take all three.
         positions = position.expand(3, -1, -1) if hasattr(self.rotary, "mrope_section") else position
         rope = {} if self.rotary is None else {"position_embeddings": self.rotary(x, positions)}
-        for block in self.blocks:
-            given = {cache_argument(block.forward) or CACHE_NAME: entries}
-            output = block(x, attention_mask=mask, position_ids=position, **given, **rope)
+        for block, cache_name in zip(self.blocks, self._cache_names, strict=True):
+            output = block(x, attention_mask=mask, position_ids=position, **{cache_name: entries}, **rope)
             x = output[0] if isinstance(output, tuple) else output
         return x
 

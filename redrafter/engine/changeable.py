@@ -86,7 +86,7 @@ class Changeable:
 
     @property
     def asleep(self) -> bool:
-        """Whether the engine sleeps, so that it writes nothing."""
+        """True while the engine sleeps and writes nothing."""
         return self.target.parked is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What changes in an engine between two steps: its weights, its drafter, and whether it holds memory at all."""
+"""Changes of an engine between two steps: new weights, another drafter, sleep and waking."""
 
 from collections.abc import Mapping
 from dataclasses import fields

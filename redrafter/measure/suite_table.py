@@ -66,7 +66,7 @@ def mean_of(entries: Sequence[Mapping[str, Any]], names: Sequence[str] = AVERAGE
 
 @dataclass(frozen=True)
 class SuiteTable:
-    """What was measured on a suite under some conditions."""
+    """Holds the rows that were measured on a suite under some conditions."""
 
     title: str
     conditions: Mapping[str, Any]  # that CSV has columns for

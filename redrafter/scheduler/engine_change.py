@@ -1,4 +1,4 @@
-"""What an operator changes in an engine that runs: one object for each kind of change, made between two steps.
+"""Changes that an operator makes to a running engine between two steps, one object for each kind.
 
 A change is checked when it is made, in any thread and beside running texts, so that one that is refused costs them
 nothing. It is applied when no step is in flight. Texts that are being written are put back before, and go on after it

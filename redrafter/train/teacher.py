@@ -53,6 +53,7 @@ class Teacher:
         with torch.no_grad():
             traits = learn_traits(model, config, ids, type(model).__name__)
         self._mixers, self._kinds = traits.mixers, traits.kinds.by_name
+        self._cache_name = cache_argument(self.model.forward) or CACHE_NAME
         self._layers = decoder_layers(model, config.num_hidden_layers, layers)
         self._captured: dict[str, list[Tensor]] | None = None  # set during `read` only; the model may run between reads
 
@@ -80,8 +81,7 @@ class Teacher:
         """
         arguments = {} if segment is None else self._packed(segment)
         # Recurrent layers would keep their states in a cache.
-        name = cache_argument(self.model.forward) or CACHE_NAME
-        arguments |= {"use_cache": False} if self._mixers else {name: _NoCache(), "use_cache": True}
+        arguments |= {"use_cache": False} if self._mixers else {self._cache_name: _NoCache(), "use_cache": True}
         captured: dict[str, list[Tensor]] = {"last": [], "embedding": [], "layers": []}
         self._captured = captured
         try:
