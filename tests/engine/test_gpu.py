@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from helpers.adapters import saved
-from helpers.models import tiny_drafter, tiny_model, uneven_batch
-from redrafter import DraftTarget, ReDrafter
+from helpers.models import tiny_drafter, tiny_model, uneven_batch, with_spread_weights
+from redrafter import ArgumentError, DraftTarget, ReDrafter
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
@@ -132,3 +132,45 @@ def test_a_captured_step_survives_a_change_of_adapters(adapters, compile):
     engine.load_adapter("three", made["three"][1])
     check(engine, architecture, made, ["three", None, "two", "three"])
     assert [set(batch.captured_steps) for batch in engine.batches.idle] == steps
+
+
+def check_writes_as(engine, model):
+    ids, mask = (x.cuda() for x in uneven_batch())
+    drafted = engine.generate(ids, mask, **GREEDY)
+    assert torch.equal(drafted, model.generate(ids, attention_mask=mask, **GREEDY))
+    for how in (GREEDY, {"max_new_tokens": 20, "do_sample": True, "seed": 3}):
+        assert torch.equal(engine.generate(ids, mask, **how), engine.generate(ids, mask, speculate=False, **how))
+
+
+@COMPILE
+def test_captured_steps_write_with_new_weights_and_are_kept(compile):
+    engine = on_gpu("llama", compile=compile)
+    check_writes_as(engine, tiny_model("llama").cuda())
+    steps = [dict(batch.captured_steps) for batch in engine.batches.idle]
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = with_spread_weights(tiny_model("llama")).cuda()
+        engine.update_weights(model.state_dict())
+        check_writes_as(engine, model)
+        engine.change_drafter(tiny_drafter().to("cuda"))
+        check_writes_as(engine, model)
+    for before, batch in zip(steps, engine.batches.idle, strict=True):
+        assert before
+        assert all(batch.captured_steps[key] is step for key, step in before.items())
+
+
+@COMPILE
+def test_an_engine_that_slept_writes_on_in_captured_steps_and_holds_no_more_memory(compile):
+    engine, model = on_gpu("llama", compile=compile), tiny_model("llama").cuda()
+    check_writes_as(engine, model)
+    awake = []
+    for _ in range(3):
+        before = torch.cuda.memory_allocated()
+        engine.sleep()
+        assert torch.cuda.memory_allocated() < before - sum(x.nbytes for x in engine.graphs.store.pools) // 2
+        with pytest.raises(ArgumentError, match="asleep"):
+            engine.generate(uneven_batch()[0].cuda(), max_new_tokens=2)
+        engine.wake()
+        check_writes_as(engine, model)
+        awake.append(torch.cuda.memory_allocated())
+    assert awake[2] <= awake[1] + (1 << 20)
