@@ -17,6 +17,7 @@ from torch import Tensor
 from redrafter.kernels.launch import Tiling, supports_dependent_launch
 from redrafter.kernels.linear import (
     MANY_FEATURES,
+    MAX_SPLIT_TILES,
     add_parts,
     choose_splits,
     finished_counts,
@@ -130,6 +131,10 @@ def float8_product(
     units = triton.cdiv(inner, UNIT.value)
     splits, parts = tiling.splits or choose_splits(tiles, units), out
     if splits > 1:
+        if blocks > 1 and blocks * tiles > MAX_SPLIT_TILES:  # there are no more counters
+            most = max(MAX_SPLIT_TILES // tiles, 1) * tiling.tokens
+            pairs = zip(x.split(most), x_scale.split(most), strict=True)
+            return torch.cat([float8_product(*pair, weight, scale, bias, dtype, tiling) for pair in pairs])
         parts = x.new_empty(blocks * tiles * splits * tiling.features * tiling.tokens, dtype=torch.float32)
     follow = supports_dependent_launch(x.device)
     whole = features % tiling.features == 0 and inner % tiling.step == 0

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from helpers.attention import DEVICE
 from helpers.models import assert_close_by_scale
-from redrafter.kernels import float8_product, round_to_float8
+from redrafter.kernels import float8_matmul, float8_product, round_to_float8
 from redrafter.kernels.float8_inputs import round_inputs
 from redrafter.kernels.float8_rounding import MAX_ROUNDED_WIDTH
 from redrafter.kernels.launch import Tiling
@@ -89,6 +89,30 @@ def test_how_many_tokens_there_are_changes_no_bit_of_one(inner, features, dtype)
     for tokens in (1, 17, 33, 65):
         few = as_float8(x[:tokens], weight, scale)
         assert torch.equal(few, many[:tokens]) if CUDA else torch.allclose(few, many[:tokens], atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_many_tokens_are_multiplied_in_turn_where_counters_of_tiles_would_not_do(dtype, monkeypatch):
+    x, (weight, scale) = random(70, 1024, dtype=dtype), quantized(128, 1024)
+    tiling, grids, kernel = Tiling(16, 64, 128, 3, 4, 2), [], float8_matmul._float8_product_kernel  # noqa: SLF001
+    whole = as_float8(x, weight, scale, None, tiling)
+
+    class Recorded:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(float8_matmul, "_float8_product_kernel", Recorded())
+    monkeypatch.setattr(float8_matmul, "MAX_SPLIT_TILES", 4)
+    assert torch.equal(as_float8(x, weight, scale, None, tiling), whole)
+    assert grids == [(2, 2, 2), (2, 2, 2), (1, 2, 2)]
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_a_table_of_an_8b_drafter_is_multiplied_with_a_part_of_its_weight():
+    weight, scale = quantized(8192, 3 * 4096)
+    x, part = random(8192, 4096, dtype=torch.bfloat16), weight[:, :4096]
+    assert torch.equal(as_float8(x, part, scale)[-26:], as_float8(x[-26:], part, scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
