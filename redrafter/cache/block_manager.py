@@ -6,6 +6,10 @@ blocks before it. Evicting a node removes its subtree, so that what hung below i
 the block comes to hold. Each salt has its own trie, so that a row never reuses what a row with another salt has stored,
 nor can tell by its speed that it exists.
 
+A model with recurrent states continues a stored text only where these are kept too (`StoredStates`): at the end of a
+row's prompt, whose text may be continued, and where a row's prompt leaves what an earlier one has stored, since the
+beginning that both have will come again.
+
 Where there are blocks on the host too, the text of an evicted block goes on there: its node stays in the trie, and is
 forgotten only when its place on the host is needed for a later one. A row that finds it gets a block of the device for
 it. Whoever has the keys and values makes the copies that follow, in their order.
@@ -13,9 +17,10 @@ it. Whoever has the keys and values makes the copies that follow, in their order
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from redrafter.cache.stored_states import StoredStates
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
 
@@ -31,6 +36,10 @@ class BlockTable:
         salt: Only rows with the same salt share blocks.
         state_row: Where the row's recurrent states are; 0 for a model without.
         copied: How many of the blocks, from the first on, the running batch knows of.
+        restored: Where the recurrent states after the reused tokens are kept; 0 for none.
+        snapshots: Where a copy of the row's recurrent states after so many tokens is to be kept, by their number; those
+            that were published are no longer among them.
+        stored: Texts whose states the row has published.
     """
 
     blocks: list[int]
@@ -38,6 +47,9 @@ class BlockTable:
     salt: Hashable = None
     state_row: int = 0
     copied: int = 0
+    restored: int = 0
+    snapshots: dict[int, int] = field(default_factory=dict)
+    stored: list[Hashable] = field(default_factory=list)
 
 
 class BlockCopy(NamedTuple):
@@ -92,7 +104,7 @@ class BlockManager:
         onboarded: Blocks that rows have found on the host alone so far.
     """
 
-    def __init__(self, blocks: int, rows: int | None = None, host_blocks: int = 0):
+    def __init__(self, blocks: int, rows: int | None = None, host_blocks: int = 0, prefix_states: int = 0):
         """Begin with all blocks free.
 
         Args:
@@ -100,10 +112,12 @@ class BlockManager:
             rows: How many rows may have recurrent states at once, which blocks do not hold; None for a model without.
             host_blocks: Blocks on the host, block 0 included, which is never used there either; 0 for no memory. With
                 any, `take_copies` follows each `admit` and `grow`, before their blocks are read or written.
+            prefix_states: How many prefixes may have recurrent states, in the rows after those of `rows`.
         """
         assert blocks > 0, "block 0 is always there"
         self._blocks = blocks
         self._state_rows = None if rows is None else deque(range(1, 1 + rows))  # that no row has
+        self._states = None if rows is None else StoredStates(range(1 + rows, 1 + rows + prefix_states))
         self._rows = [0] * blocks  # rows that hold each block
         self._empty = deque(range(1, blocks))  # held by no row, and no text is stored there
         # Held by no row, but a text is stored there; in order of eviction, least recently used first. The blocks before
@@ -138,27 +152,39 @@ class BlockManager:
         return len(self._host_nodes)
 
     @property
+    def num_prefix_states(self) -> int:
+        """Number of stored prefixes whose recurrent states are kept."""
+        return 0 if self._states is None else len(self._states)
+
+    @property
     def salts(self) -> set[Hashable]:
         """Salts under which a text is stored."""
         return set(self._roots)
 
-    def admit(self, prompt: Sequence[int], slots: int, reuse: bool = True, salt: Hashable = None) -> BlockTable:
+    def admit(
+        self, prompt: Sequence[int], slots: int, reuse: bool = True, salt: Hashable = None, publishes: bool = True
+    ) -> BlockTable:
         """Allocate the blocks of a new row.
 
-        The longest stored chain of full blocks of `prompt[:-1]` is shared; those on the host alone get blocks of the
-        device. At least the last token is computed anew, for its logits.
+        The longest stored chain of full blocks of `prompt[:-1]` is shared, of a model with recurrent states the longest
+        whose states are kept; blocks on the host alone get some of the device. At least the last token is computed
+        anew, for its logits.
 
         Args:
             prompt: Tokens of the row.
             slots: The most slots that the row will touch: prompt, new tokens and scratch.
             reuse: Whether to share stored blocks; without, the whole prompt is computed.
             salt: Only blocks stored by rows with the same salt are shared.
+            publishes: Whether the row's text will be published; else none of its recurrent states need be kept.
 
         Raises:
             CacheFullError: Too few blocks are free, or as many rows as may are admitted; nothing has changed then.
         """
         assert 0 < len(prompt) <= slots
         chain = self._find(prompt[:-1], salt) if reuse else []
+        known = len(chain)
+        if self._states is not None:
+            chain = chain[: self._states.longest(chain)]
         shared = [node.block for node in chain if node.block]
         fresh = -(-slots // BLOCK_SIZE) - len(shared)
         # A shared block cannot be evicted to make room for the rest.
@@ -180,7 +206,13 @@ class BlockManager:
         for block in blocks:
             self._rows[block] += 1
         state_row = self._state_rows.popleft() if self._state_rows is not None else 0
-        return BlockTable(blocks, len(chain) * BLOCK_SIZE, salt, state_row)
+        table = BlockTable(blocks, len(chain) * BLOCK_SIZE, salt, state_row)
+        if self._states is not None and reuse:
+            table.restored = self._states.use(chain[-1]) if chain else 0
+            for count in {known: None, (len(prompt) - 1) // BLOCK_SIZE: None} if publishes else ():
+                if count > len(chain) and (row := self._states.reserve()):
+                    table.snapshots[count * BLOCK_SIZE] = row
+        return table
 
     def _place(self, chain: Sequence[_Node], fresh: int) -> list[int]:
         """Return the blocks of a chain, of which none is idle, and of what follows it.
@@ -222,7 +254,8 @@ class BlockManager:
         Of blocks with an equal text and salt, the one published first stays the one that is found, as long as it is on
         the device.
 
-        The keys and values of the row's first `tokens` are valid in its blocks.
+        The keys and values of the row's first `tokens` are valid in its blocks, and so are the states after them for
+        which it has reserved a place.
         """
         self.freed += 1
         full = len(tokens) // BLOCK_SIZE
@@ -239,12 +272,19 @@ class BlockManager:
                     child = node.children[block_tokens] = _Node(block, node, block_tokens)
                 child.block, self._nodes[block] = block, child
             node = child
+            if row := block_table.snapshots.pop((index + 1) * BLOCK_SIZE, 0):
+                assert self._states is not None, "a row that has states"
+                self._states.keep(node, row)
+                block_table.stored.append(node)
 
     def withdraw(self, block_table: BlockTable) -> None:
         """Let no later row find the blocks that a row has published, nor those published after them; it keeps them."""
         for block in block_table.blocks[block_table.reused // BLOCK_SIZE :]:
             if node := self._nodes.get(block):
                 self._forget(node)
+        for prefix in block_table.stored:  # maybe of blocks that another row has published
+            assert self._states is not None, "a row that has states"
+            self._states.forget(prefix)
 
     def release(self, block_table: BlockTable) -> None:
         """Take a row's blocks back and empty its block table. Call it once.
@@ -257,6 +297,9 @@ class BlockManager:
         blocks, block_table.blocks = block_table.blocks, []
         if self._state_rows is not None:
             self._state_rows.append(block_table.state_row)
+        if self._states is not None:
+            for row in block_table.snapshots.values():
+                self._states.give_back(row)
         last: _Node | None = None
         for block in blocks:
             last = self._nodes.get(block, last)
@@ -334,6 +377,8 @@ class BlockManager:
             node = subtree.pop()
             node.parent = None
             subtree.extend(node.children.values())
+            if self._states is not None:
+                self._states.forget(node)
             if node.block:
                 del self._nodes[node.block]
                 if node.block in self._idle:

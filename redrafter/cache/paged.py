@@ -1,7 +1,7 @@
 """A KV cache in blocks that any row may hold, so that rows share memory and a shared prefix is computed once."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -40,16 +40,20 @@ class KVCachePool:
         fp8: Format of the model's keys and values where they are stored in FP8; else None.
         pools: The tensors, `[G, num_blocks * BLOCK_SIZE, heads, dim]` each.
         movable: The same, as `KVCache` has them.
-        states: Recurrent states of rows; row 0 belongs to no row. None for a model without.
+        states: Recurrent states of rows, and after them those at the ends of stored prefixes; row 0 belongs to no row.
+            None for a model without.
+        prefix_states: How many stored prefixes may have states.
         layer_pools: Per layer, the tensor and index in it of the keys that the layer attends to, then of the values;
             None for a layer that attends to no tokens before it.
         stores: Per layer, what `KVCache.stores` returns.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, rows: int = 8):
-        """Allocate the memory, filled with zeros, and recurrent states of `rows` rows where layers keep some."""
+    def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, rows: int = 8, prefix_states: int = 0):
+        """Allocate the memory, filled with zeros, and recurrent states of rows and prefixes where layers keep some."""
         kept = states_of(shapes)
-        self.states = RowStates(kept, 1 + rows) if kept else None
+        self.states, self.prefix_states = None, prefix_states
+        if kept:
+            self.states = RowStates(kept, 1 + rows + prefix_states)
         self.num_blocks, self.has_drafter_layer = num_blocks, shapes[-1].of_drafter
         self.fp8 = next((s.dtype for s in shapes if s.heads and s.dtype.itemsize == 1), None)
         self.pools, places = allocate(shapes, num_blocks * BLOCK_SIZE)
@@ -65,7 +69,7 @@ class KVCachePool:
     @property
     def rows(self) -> int | None:
         """The most rows that may have recurrent states at once; None where no layer keeps any."""
-        return None if self.states is None else len(self.states.position) - 1
+        return None if self.states is None else len(self.states.position) - 1 - self.prefix_states
 
     @staticmethod
     def block_bytes(shapes: Sequence[LayerShape]) -> int:
@@ -81,6 +85,7 @@ class KVCachePool:
         fraction: float,
         max_blocks: int,
         max_rows: int,
+        prefix_states: int = 0,
         ranks: Ranks = ALONE,
     ) -> list["KVCachePool"]:
         """Allocate one pool for each model in the memory that is free now.
@@ -91,6 +96,7 @@ class KVCachePool:
             fraction: Part of the device's free memory to use, from 0 to 1.
             max_blocks: The most blocks that rows can need of the first model, block 0 not included.
             max_rows: The most rows that can have recurrent states at once; they take half of the memory at most.
+            prefix_states: The most stored prefixes that can have some; they take a quarter of the memory at most.
             ranks: The processes that have a pool each, of as many blocks.
 
         Raises:
@@ -100,15 +106,18 @@ class KVCachePool:
         memory = int(free * fraction)
         row_bytes = sum(state.num_bytes for shapes in models for state in states_of(shapes))
         rows = min(memory // (2 * row_bytes) - 1, max_rows) if row_bytes else max_rows
+        prefix_states = min(memory // (4 * row_bytes), prefix_states) if row_bytes else 0
         block_bytes = sum(scale * cls.block_bytes(shapes) for shapes, scale in zip(models, scales, strict=True))
-        left = memory - (rows + 1) * row_bytes
+        left = memory - (rows + 1 + prefix_states) * row_bytes
         num_blocks = min(left // block_bytes, max_blocks + 1) if block_bytes else max_blocks + 1
         if num_blocks < 2 or rows < 1:
             raise CacheFullError(
                 f"{free / 2**30:.2f} GiB of memory are free, and kv_cache_free_gpu_memory_fraction={fraction} of "
                 "it holds not one block of keys and values: raise it, or free memory"
             )
-        return [cls(shapes, scale * num_blocks, rows) for shapes, scale in zip(models, scales, strict=True)]
+        return [
+            cls(shapes, scale * num_blocks, rows, prefix_states) for shapes, scale in zip(models, scales, strict=True)
+        ]
 
 
 class PagedCache(KVCache):
@@ -121,15 +130,24 @@ class PagedCache(KVCache):
         table: Blocks of each row in order of position, `[B, M]` int32; 0 where a row has fewer.
     """
 
-    def __init__(self, pool: KVCachePool, table: Tensor, rows: Tensor | None = None):
-        """Make a cache of blocks `[B, M]` int32; recurrent states, if any, are in `rows` `[B]` int64 of the pool."""
+    def __init__(
+        self,
+        pool: KVCachePool,
+        table: Tensor,
+        rows: Tensor | None = None,
+        snapshots: Mapping[int, Mapping[int, int]] | None = None,
+    ):
+        """Make a cache of blocks `[B, M]` int32; recurrent states, if any, are in `rows` `[B]` int64 of the pool.
+
+        Some of those after tokens of prompts are also copied, as `StatesOfRows.snapshots` says.
+        """
         self.pool, self.table, self.has_drafter_layer = pool, table, pool.has_drafter_layer
         self.pools, self.movable = pool.pools, pool.movable
         self.window = table.shape[1] * BLOCK_SIZE
         self.states = None
         if pool.states is not None:
             rows = torch.zeros(len(table), dtype=torch.long, device=table.device) if rows is None else rows
-            self.states = StatesOfRows(pool.states, rows)
+            self.states = StatesOfRows(pool.states, rows, snapshots)
 
     def plan(
         self, tree: Tree, length: Tensor, windows: tuple[int, ...], chunks: PromptChunks | None, tokens: int

@@ -5,13 +5,14 @@ kept apart from those after the nodes of its tree, of which a commit picks one.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from redrafter.attention.prompt_attention import Piece
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import Tree, nodes_by_level
 
@@ -74,6 +75,11 @@ class RowStates:
         for mine, other in pairs:
             mine.index_copy_(0, to.to(mine.device), other.index_select(0, rows.to(other.device)).to(mine.device))
 
+    def copy_row(self, to: int, row: int) -> None:
+        """Copy one row over another, in place, since captured steps read them where they are."""
+        for x in (self.position, *self.tensors.values()):
+            x[to].copy_(x[row])
+
 
 @dataclass(frozen=True)
 class TreeLevels:
@@ -102,11 +108,18 @@ class StatesOfRows:
     Attributes:
         store: The states after committed tokens.
         rows: The rows of the store, `[B]` int64.
+        snapshots: By row of these, other rows of the store that get a copy of its states while its prompt is read, each
+            under the number of tokens that these states have read.
     """
 
-    def __init__(self, store: RowStates, rows: Tensor | None = None):
+    def __init__(
+        self,
+        store: RowStates,
+        rows: Tensor | None = None,
+        snapshots: Mapping[int, Mapping[int, int]] | None = None,
+    ):
         """Begin with nothing but what the store has. rows: `[B]` int64; None for all."""
-        self.store = store
+        self.store, self.snapshots = store, snapshots or {}
         if rows is None:
             self.use_rows(len(store.position))
         else:
@@ -177,11 +190,25 @@ class StatesOfRows:
             store = self.store.tensors[shape.key]
             store.index_copy_(0, self.rows[row : row + 1].to(store.device), state.to(store.dtype))
 
-    def take_note(self, rows: Sequence[int], upto: Sequence[int]) -> None:
-        """Take note that rows have read their first `upto` tokens, after `write_row` for each of their states."""
+    def write_snapshot(self, shapes: Iterable[StateShape], at: int, states: Iterable[Tensor]) -> None:
+        """Copy some states of a row while its prompt is read, `[1, ...]` each, to row `at` of the store."""
+        for shape, state in zip(shapes, states, strict=True):
+            self.store.tensors[shape.key][at] = state[0]
+
+    def take_note(self, pieces: Sequence[Piece]) -> None:
+        """Take note that rows have read pieces of prompts, after each of their states and snapshots was written."""
         position = self.store.position
+        rows, upto = [piece.row for piece in pieces], [piece.end for piece in pieces]
         index = self.rows.to(position.device)[torch.tensor(rows, device=position.device)]
         position[index] = torch.tensor(upto, device=position.device)
+        for piece in pieces:
+            for count, at in self.snapshots_in(piece).items():
+                position[at] = count
+
+    def snapshots_in(self, piece: Piece) -> dict[int, int]:
+        """Return the snapshots after tokens of a piece of a prompt, the first one first."""
+        snapshots = self.snapshots.get(piece.row, {})
+        return {count: snapshots[count] for count in sorted(snapshots) if piece.first < count <= piece.end}
 
     def forget(self, rows: Tensor) -> None:
         """Let the rows marked in `rows` `[B]` bool have read nothing."""

@@ -128,6 +128,7 @@ class Engine(Changeable):
             draft_pieces=None if self.draft_vocabulary is None else self.draft_vocabulary.max_pieces,
             host_bytes=int(self.options.kv_host_cache_gib * 2**30),
             kv_dtype=kv_dtype_of(self.options.kv_cache_dtype),
+            prefix_states=self.options.max_prefix_states,
         )
 
     def open_graphs(self) -> PagedMemory:

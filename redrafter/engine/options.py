@@ -54,6 +54,12 @@ class EngineOptions:
         "with the first request, or when a server starts",
         commands=("serve",),
     )
+    max_prefix_states: int = option(
+        64,
+        "most stored beginnings of texts whose recurrent states are kept, of a model with such layers (LFM2, Mamba-2, "
+        "Qwen3-Next and others): prompts continue there; as much memory each as a text's states, a quarter of the "
+        "cache's at most; 0: every prompt is read from its first token on",
+    )
     kv_cache_dtype: str = option(
         "auto",
         "format of stored keys and values: auto is the activations', fp8 (fp8_e4m3) holds twice as many tokens",
@@ -70,6 +76,8 @@ class EngineOptions:
             elif default is None:
                 fits = value is None or (whole and 2 <= value < 1 << 31)
                 what = "an integer of 2 or more, and below 2**31"
+            elif name == "max_prefix_states":
+                fits, what = whole and 0 <= value < 1 << 31, "an integer of 0 or more"
             elif isinstance(default, int):
                 fits, what = whole and 1 <= value < 1 << 31, "a positive integer"
             elif choices := item.metadata.get("choices"):

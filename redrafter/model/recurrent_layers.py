@@ -210,16 +210,22 @@ class PromptStates:
         tokens = _Tokens(x.shape[0], x.shape[1], x.device)
         outputs, read = [], []
         for piece, start in zip(self._pieces, self._starts, strict=True):
-            states = None
-            if piece.first and self._states is not None:
-                states = self._states.read_row(mixer.states, piece.row)
-            step = piece.count if states is None or mixer.continues else 1
-            for first in range(start, start + piece.count, step):
-                index = torch.arange(first, first + step, device=tokens.device)
+            states, snapshots, first = None, dict[int, int](), piece.first
+            if self._states is not None:
+                states = self._states.read_row(mixer.states, piece.row) if first else None
+                snapshots = self._states.snapshots_in(piece)
+            while first < piece.end:
+                # A snapshot cuts the calls of the mixers alone: all other layers read the piece at once.
+                end = min((count for count in snapshots if count > first), default=piece.end)
+                step = end - first if states is None or mixer.continues else 1
+                index = start - piece.first + torch.arange(first, first + step, device=tokens.device)
                 output, states = mixer.run(forward, tokens.take_run(arguments, index), states)
                 # Of the tokens of one row, `[1, T, ...]`, each becomes a row of its own.
                 outputs.append(pytree.tree_map(lambda x: x.transpose(0, 1) if isinstance(x, Tensor) else x, output))
                 read.append(index)
+                first += step
+                if self._states is not None and first in snapshots:
+                    self._states.write_snapshot(mixer.states, snapshots[first], states)
             if self._states is not None and states is not None:
                 self._states.write_row(mixer.states, piece.row, states)
         return tokens.join(torch.cat(read), outputs)
@@ -227,7 +233,7 @@ class PromptStates:
     def finish(self) -> None:
         """Take note that the rows have read their pieces."""
         if self._states is not None:
-            self._states.take_note([piece.row for piece in self._pieces], [piece.end for piece in self._pieces])
+            self._states.take_note(self._pieces)
 
 
 @dataclass(frozen=True)

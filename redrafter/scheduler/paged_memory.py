@@ -75,16 +75,31 @@ class PagedMemory:
     def forget_prefixes(self) -> None:
         """Read the next prompts from the first token on, as if never seen. No sequence may hold blocks."""
         on_host, drafts_on_host = (0 if host is None else host.num_blocks for host in (self.host, self.draft_host))
-        self.blocks = BlockManager(self.store.num_blocks, self.store.rows, on_host)
+        with_states = next((store for store in self._stores if store.states is not None), self.store)
+        self.blocks = BlockManager(self.store.num_blocks, with_states.rows, on_host, with_states.prefix_states)
         self.draft_blocks: BlockManager | None = None
         if self.draft_store is not None:
             self.draft_blocks = BlockManager(self.draft_store.num_blocks, host_blocks=drafts_on_host)
 
     @property
+    def _stores(self) -> list[KVCachePool]:
+        return [self.store] if self.draft_store is None else [self.store, self.draft_store]
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
-        """All keys and values on the device."""
-        stores = [self.store] if self.draft_store is None else [self.store, self.draft_store]
-        return [pool for store in stores for pool in store.pools]
+        """All keys and values on the device, and all recurrent states."""
+        states = [store.states for store in self._stores if store.states is not None]
+        pools = [pool for store in self._stores for pool in store.pools]
+        return [*pools, *(x for each in states for x in (each.position, *each.tensors.values()))]
+
+    def restore_states(self, block_table: BlockTable) -> None:
+        """Launch the copy of a stored prefix's recurrent states to a row that begins with it. Hold the lock.
+
+        What the row's earlier owner has launched runs before it, and what reads the row's prompt, after it.
+        """
+        for store in self._stores if block_table.restored else ():
+            if store.states is not None:
+                store.states.copy_row(block_table.state_row, block_table.restored)
 
     def copy_blocks(self) -> None:
         """Launch the copies from and to the host that are due, once blocks were handed out and before they are used.
@@ -140,6 +155,7 @@ class PagedMemory:
         draft_pieces: int | None = None,
         host_bytes: int = 0,
         kv_dtype: torch.dtype | None = None,
+        prefix_states: int = 0,
     ) -> "PagedMemory":
         """Take memory for keys and values and, on a GPU, prepare the models' forwards.
 
@@ -154,6 +170,7 @@ class PagedMemory:
             draft_pieces: The most tokens of the draft model for one of the target; None where its ids are the target's.
             host_bytes: Memory of the host for keys and values that have to leave the device.
             kv_dtype: Format that keys and values are stored in; None for that in which the models compute.
+            prefix_states: Most stored prefixes whose recurrent states are kept.
 
         Raises:
             CacheFullError: The device has too little memory.
@@ -162,12 +179,15 @@ class PagedMemory:
         longest = min((x for x in (target.context, max_seq_len) if x is not None), default=MAX_TEXT_TOKENS)
         tokens = max(rows * (min(longest, MAX_TEXT_TOKENS) + EXTRA_SLOTS), longest + EXTRA_SLOTS)
         models = [target] if draft_model is None else [target, draft_model]
+        if not all(mixer.continues for model in models for mixer in model.traits.mixers):
+            prefix_states = 0  # what follows a prefix would be read token by token, slower than all of it at once
         stores = KVCachePool.in_free_memory(
             [stored_as(model.paged_shapes, kv_dtype) for model in models],
             scales=[1, draft_pieces or 1][: len(models)],
             fraction=memory_fraction,
             max_blocks=-(-tokens // BLOCK_SIZE) + rows,
             max_rows=max_rows,
+            prefix_states=prefix_states,
             ranks=target.ranks,
         )
         for model, store in zip(models, stores, strict=True):
@@ -182,11 +202,13 @@ def _take_host_memory(target: Target, num_bytes: int, groups: Sequence[Sequence[
     """Return the blocks on the host of each group of pools whose blocks have the same ids; none if unwanted."""
     if not num_bytes:
         return []
-    if any(store.states is not None for stores in groups for store in stores):
-        warnings.warn(
-            f"kv_host_cache_gib is of no use to {target.name}: a prefix that has recurrent states is never reused",
-            stacklevel=2,
-        )
+    stores, why = [store for stores in groups for store in stores], None
+    if any(store.states is not None and not store.prefix_states for store in stores):
+        why = "recurrent states are kept of no prefix, so that none is found again"
+    elif not all(store.pools for store in stores):
+        why = "it has recurrent states alone, which stay on the device"
+    if why is not None:
+        warnings.warn(f"kv_host_cache_gib is of no use to {target.name}: {why}", stacklevel=2)
         return []
     return HostBlocks.of_size(num_bytes, groups)
 
@@ -263,10 +285,10 @@ class SequenceBlocks:
     """
 
     def __init__(self, graphs: PagedMemory, has_draft_model: bool, reuse: bool):
-        """Hand out the blocks of a memory; with `reuse`, equal prefixes share them unless a model keeps states."""
-        # A state of a prefix is not kept, and its keys and values alone are of no use.
-        stores = (graphs.store, graphs.draft_store)
-        reuse = reuse and all(store is None or store.states is None for store in stores)
+        """Hand out the blocks of a memory; with `reuse`, equal prefixes share them."""
+        # Where recurrent states of prefixes are not kept, their keys and values alone are of no use.
+        stores = [store for store in (graphs.store, graphs.draft_store) if store is not None]
+        reuse = reuse and all(store.states is None or store.prefix_states for store in stores)
         self._graphs, self._reuse = graphs, reuse
         # Without a draft model, no prompt is read into the cache of drafts, so none of its prefixes can be reused.
         self._publishes = reuse and (graphs.draft_store is None or has_draft_model)
@@ -333,7 +355,9 @@ class SequenceBlocks:
         tokens = sequence.tokens[: sequence.prefill_length]
         # What is found in the cache has no logits, and past a change of rope it would be other keys.
         reuse = self._reuse and not sequence.needs_scores and self._is_steady(sequence)
-        sequence.block_table = self._graphs.blocks.admit(tokens, slots, reuse, self._salt(sequence))
+        sequence.block_table = self._graphs.blocks.admit(
+            tokens, slots, reuse, self._salt(sequence), publishes=self._publishes
+        )
         if sequence.draft_text is not None:
             try:
                 sequence.draft_block_table = self._admit_draft_text(sequence, slots, reuse)
@@ -342,6 +366,7 @@ class SequenceBlocks:
                 sequence.block_table = None
                 raise
             sequence.draft_prefilled = sequence.draft_block_table.reused
+        self._graphs.restore_states(sequence.block_table)
         if sequence.needs_scores:
             sequence.prompt_scores.clear()  # it may have been preempted halfway
         sequence.prefilled = sequence.block_table.reused

@@ -1,6 +1,6 @@
 """The keys and values of the rows of a running batch, on either kind of cache."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -78,11 +78,12 @@ class PagedRows:
 
     def of_prompts(self, sequences: Sequence[TokenSequence]) -> CachePair:
         """Return caches whose rows are these sequences, to read their prompts into."""
-        device, state_rows = self.tables.device, self._stack_state_rows(sequences)
-        tables = stack_block_tables(tables_of(sequences), device)
-        if self.draft_tables is None:
-            return self._on(tables, tables, state_rows)
-        return self._on(tables, stack_block_tables(draft_tables_of(sequences), device), state_rows)
+        device, block_tables = self.tables.device, tables_of(sequences)
+        tables = draft_tables = stack_block_tables(block_tables, device)
+        if self.draft_tables is not None:
+            draft_tables = stack_block_tables(draft_tables_of(sequences), device)
+        snapshots = [table.snapshots for table in block_tables]
+        return self._on(tables, draft_tables, self._stack_state_rows(sequences), snapshots)
 
     def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
         """Give the rows from `first` on to sequences whose prompts were read into rows `rows` of `read`."""
@@ -154,9 +155,15 @@ class PagedRows:
     def _all_tables(self) -> list[Tensor]:
         return [self.tables] if self.draft_tables is None else [self.tables, self.draft_tables]
 
-    def _on(self, tables: Tensor, draft_tables: Tensor, state_rows: Tensor) -> CachePair:
-        drafts = None if self._draft_store is None else PagedCache(self._draft_store, draft_tables, state_rows)
-        return CachePair(PagedCache(self._graphs.store, tables, state_rows), drafts)
+    def _on(
+        self, tables: Tensor, draft_tables: Tensor, state_rows: Tensor, snapshots: Sequence[Mapping[int, int]] = ()
+    ) -> CachePair:
+        target = PagedCache(self._graphs.store, tables, state_rows, dict(enumerate(snapshots)))
+        if self._draft_store is None:
+            return CachePair(target)
+        # The states of a draft model stay a token behind: see `read_drafts`.
+        before = [{count - 1: row for count, row in each.items()} for each in snapshots]
+        return CachePair(target, PagedCache(self._draft_store, draft_tables, state_rows, dict(enumerate(before))))
 
 
 class DenseRows:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from redrafter.attention.prompt_attention import Piece
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.states import RowStates, StateShape, StatesOfRows
@@ -20,7 +21,7 @@ def states_after(*numbers: int) -> StatesOfRows:
     states = StatesOfRows(RowStates([SHAPE], len(numbers)))
     for row, number in enumerate(numbers):
         states.write_row([SHAPE], row, [torch.full((1, 2), float(number))])
-    states.take_note(range(len(numbers)), [5] * len(numbers))
+    states.take_note([Piece(row, 0, 5) for row in range(len(numbers))])
     return states
 
 

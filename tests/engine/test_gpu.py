@@ -1,16 +1,22 @@
-"""FP8 keys and values, and LoRA adapters, on a GPU: drafts change no text in captured and compiled steps."""
+"""FP8 keys and values, LoRA adapters and prefixes with states: no text changes in captured and compiled steps."""
 
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
 
 from helpers.adapters import saved
 from helpers.models import tiny_drafter, tiny_model, uneven_batch, with_spread_weights
+from helpers.recurrent import generated_alone, recurrent_model
+from helpers.scheduling import make_sequence, run
 from redrafter import ArgumentError, DraftTarget, ReDrafter
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
+from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.waiting_queue import Limits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -181,3 +187,31 @@ def test_an_engine_that_slept_writes_on_in_captured_steps_and_holds_no_more_memo
         engine.wake()
         assert torch.cuda.memory_allocated() < before + (1 << 20)
         check_writes_as(engine, model)
+
+
+@COMPILE
+@pytest.mark.parametrize("architecture", ["lfm2", "mamba2", "olmo_hybrid"])
+def test_states_of_a_stored_prefix_are_restored_where_captured_steps_read_them(architecture, compile):
+    model, draft = (deepcopy(recurrent_model(architecture)).cuda() for _ in range(2))
+    model.generation_config.eos_token_id = None
+    options = EngineOptions(**SHARE, compile=compile)
+    engine = DraftTarget(Target(model), Target(draft), draft_len=4, num_beams=3, node_budget=6, options=options)
+    served = Scheduler(engine, engine.make_graphs(4), Limits(max_batch_size=4))
+    states = served.graphs.store.states.tensors.values()
+    addresses, system = [x.data_ptr() for x in states], [3 + 7 * n % 90 for n in range(50)]
+    greedy, sampled = SamplingParams(temperature=0), SamplingParams(temperature=0.8, seed=11)
+
+    def asked(number: int, params: SamplingParams = greedy):
+        return make_sequence([*system, 5 + number, 11, *range(20 + number, 34)], 24, params)
+
+    sequences = [asked(0), asked(1, sampled), *map(asked, range(2, 6)), asked(1, sampled)]
+    for together in (sequences[:1], sequences[1:2], sequences[2:]):
+        run(served, together)
+    assert [sequence.reused for sequence in sequences] == [0, 0, 48, 48, 48, 48, 64]
+    for sequence in (sequences[0], *sequences[2:-1]):
+        prompt = torch.tensor([sequence.prompt], device="cuda")
+        [whole] = generated_alone(model, prompt, torch.ones_like(prompt), 24)
+        assert sequence.tokens == whole.tolist()
+    assert sequences[1].tokens == sequences[-1].tokens
+    assert [x.data_ptr() for x in states] == addresses
+    assert any(step.graph is not None for step in served.batch.captured_steps.values())

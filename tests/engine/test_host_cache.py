@@ -1,5 +1,7 @@
 """Texts whose beginnings left the device and were found on the host: the tokens are those without any cache."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -95,8 +97,17 @@ def test_memory_of_the_host_is_taken_as_the_options_say(name: str, copies: tuple
     assert (int(graphs.host is not None), int(graphs.draft_host is not None)) == copies
 
 
-def test_a_model_with_recurrent_states_takes_none():
-    options = {"kv_cache_free_gpu_memory_fraction": 0.01, "kv_host_cache_gib": 0.01}
-    engine = make_engine("undrafted", recurrent_model("lfm2"), **options)
-    with pytest.warns(UserWarning, match="a prefix that has recurrent states is never reused"):
-        assert engine.make_graphs(rows=1).host is None
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("lfm2", {}, None),
+        ("lfm2", {"max_prefix_states": 0}, "recurrent states are kept of no prefix"),
+        ("jamba", {}, "recurrent states are kept of no prefix"),
+        ("mamba2", {}, "it has recurrent states alone"),
+    ],
+)
+def test_a_model_with_recurrent_states_takes_some_where_prefixes_are_found(model, options, words):
+    options = {"kv_cache_free_gpu_memory_fraction": 0.01, "kv_host_cache_gib": 0.01} | options
+    engine = make_engine("undrafted", recurrent_model(model), **options)
+    with nullcontext() if words is None else pytest.warns(UserWarning, match=words):
+        assert (engine.make_graphs(rows=1).host is None) == (words is not None)

@@ -56,7 +56,7 @@ class Feature:
         greedy: What a batch must write greedily: what `model.generate` writes of all rows together, of each alone, or,
             where numbers are others on purpose, only what it writes without drafts.
         caches: Caches that a batch can be on; "own" is that of an engine which makes its paged cache by itself.
-        shares_prefixes: Whether prompts that begin alike share blocks.
+        stores_keys: Whether layers store keys and values, which may go on on the host.
     """
 
     model: Callable[[], PreTrainedModel]
@@ -66,7 +66,7 @@ class Feature:
     adapters: bool = False
     greedy: str = "together"
     caches: Sequence[str] = ("dense", "paged")
-    shares_prefixes: bool = True
+    stores_keys: bool = True
 
 
 LIMITS = {"kv_cache_free_gpu_memory_fraction": 0.01, "max_seq_len": 96}
@@ -78,8 +78,8 @@ FEATURES: dict[str, Feature] = {
     "sinks": Feature(lambda: tiny_model("gpt_oss")),
     "latent keys": Feature(lambda: tiny_model("deepseek_v3")),
     "learned positions": Feature(lambda: tiny_model("gpt2")),
-    "convolutions": Feature(lambda: recurrent_model("lfm2"), greedy="alone", shares_prefixes=False),
-    "states": Feature(lambda: recurrent_model("mamba2"), greedy="alone", shares_prefixes=False),
+    "convolutions": Feature(lambda: recurrent_model("lfm2"), greedy="alone"),
+    "states": Feature(lambda: recurrent_model("mamba2"), greedy="alone", stores_keys=False),
     "images": Feature(lambda: tiny_seeing_model("qwen2_5_vl"), images=True),
     "adapters": Feature(lambda: tiny_model("llama"), adapters=True),
     "images and adapters": Feature(lambda: tiny_seeing_model("qwen2_5_vl"), images=True, adapters=True),

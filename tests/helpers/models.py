@@ -225,7 +225,8 @@ def graphs_with_host(engine: Engine, stores: list[KVCachePool], host_blocks: int
 
 def new_pool(engine: Engine, model: Target, blocks: int) -> KVCachePool:
     """Return memory for keys and values of an engine's target or draft model, in the format that its options name."""
-    return KVCachePool(stored_as(model.paged_shapes, kv_dtype_of(engine.options.kv_cache_dtype)), blocks)
+    shapes = stored_as(model.paged_shapes, kv_dtype_of(engine.options.kv_cache_dtype))
+    return KVCachePool(shapes, blocks, prefix_states=engine.options.max_prefix_states)
 
 
 def paged(engine: Engine, blocks: int = 200, host_blocks: int = 0) -> Engine:

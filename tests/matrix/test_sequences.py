@@ -27,7 +27,7 @@ CASES = [
     case(*of, *schedule, fast=of in FAST and schedule in (FEW[:2] if of == ("text", "drafter") else FEW[:1]))
     for of in sorted(SIMPLE | OWN_WAYS)
     for schedule in (SCHEDULES if of[0] in ("text", "adapters") and of[1] not in (*ALIKE, "DFlash", "MTP") else FEW)
-    if schedule[0] != "host" or FEATURES[of[0]].shares_prefixes
+    if schedule[0] != "host" or FEATURES[of[0]].stores_keys
     if schedule[0] != "dense" or "dense" in FEATURES[of[0]].caches
 ]
 
@@ -46,7 +46,7 @@ def test_sequences_side_by_side_write_what_each_writes_alone(feature, engine, me
     if dense:
         return
     nothing_is_held(served)
-    if made.feature.shares_prefixes and memory != "no reuse":
+    if memory != "no reuse":
         assert any(sequence.reused for sequence in sequences) or made.feature.images or made.feature.adapters
     else:
         assert not any(sequence.reused for sequence in sequences)

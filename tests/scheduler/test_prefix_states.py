@@ -1,0 +1,256 @@
+"""Models with recurrent states continue from stored prefixes: tokens are skipped, and the text stays the same."""
+
+from contextlib import contextmanager
+from copy import deepcopy
+
+import pytest
+import torch
+
+from helpers.features import make_engine
+from helpers.models import tiny_model
+from helpers.recurrent import generated_alone, recurrent_model
+from helpers.scheduling import (
+    KINDS,
+    Sink,
+    launch_ahead,
+    make_sequence,
+    run,
+    run_as_alone,
+    same_alone,
+    scheduler,
+)
+from redrafter import ArgumentError, DraftTarget, Engine
+from redrafter.cache.block_manager import BlockManager
+from redrafter.cache.states import RowStates
+from redrafter.engine.changes import Sleep, UpdateWeights, Wake
+from redrafter.engine.options import EngineOptions
+from redrafter.model.recurrent_layers import PromptStates
+from redrafter.model.target import Target
+from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.engine_change import EngineChange
+from redrafter.scheduler.sequence import TokenSequence
+
+GREEDY = SamplingParams(temperature=0)
+SYSTEM = [3 + 7 * n % 90 for n in range(50)]  # three blocks and two tokens
+FAST = ("lfm2", "draft model's tree"), ("mamba2", "undrafted"), ("qwen3_next", "draft model's tree")
+SLOW = (
+    *((model, "draft model's tree") for model in ("bamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "mamba2")),
+    *(("lfm2", name) for name in ("drafter", "EAGLE", "DFlash", "prompt lookup")),
+)
+PAIRS = pytest.mark.parametrize(
+    ("model", "name"), [*FAST, *(pytest.param(*each, marks=pytest.mark.variant) for each in SLOW)]
+)
+
+
+def asked(number: int, params: SamplingParams = GREEDY, new: int = 10) -> TokenSequence:
+    """Return a sequence of the system prompt and a question of its own."""
+    return make_sequence([*SYSTEM, 5 + number, 11, *range(20 + number, 34)], new, params)
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch):
+    """Count the tokens of prompts that the target's layers with states read."""
+    read, finish = [], PromptStates.finish
+
+    def finished(self: PromptStates) -> None:
+        read.extend(piece.count for piece in self._pieces)
+        finish(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PromptStates, "finish", finished)
+        yield read
+
+
+@PAIRS
+def test_prompts_continue_from_what_earlier_ones_have_stored(model, name, monkeypatch):
+    engine = make_engine(name, recurrent_model(model))
+    served, sequences = scheduler(engine), [asked(number) for number in range(2)]
+    for sequence in sequences:
+        run(served, [sequence])  # the first one stores the system prompt, the second one finds where it ends
+    sequences += [asked(2 + number, kind) for number, kind in enumerate(KINDS.values())]
+    with counted(monkeypatch) as read:
+        run(served, sequences[2:])  # side by side
+    assert [sequence.reused for sequence in sequences] == [0, 0] + [48] * len(KINDS)
+    models = 1 + (served.graphs.draft_store is not None and engine.draft_model.keeps_states)
+    assert sum(read) == models * sum(len(sequence.prompt) - 48 for sequence in sequences[2:])
+    same_alone(engine, sequences)
+    prompt = torch.tensor([sequences[2].prompt])
+    [whole] = generated_alone(engine.model, prompt, torch.ones_like(prompt), 10)
+    assert sequences[2].tokens == whole.tolist()
+
+
+@PAIRS
+def test_the_next_turn_of_a_chat_continues_from_the_last(model, name):
+    engine = make_engine(name, recurrent_model(model))
+    served, prompt, found = scheduler(engine), SYSTEM, []
+    for turn in range(4):
+        sequence = make_sequence([*prompt, 5 + turn, 9, 11], 20, GREEDY)
+        run_as_alone(served, [sequence])
+        found.append(len(sequence.prompt) - sequence.reused)
+        prompt = list(sequence.tokens)
+    assert found[0] == len(SYSTEM) + 3
+    assert max(found[1:]) <= 20 + 3 + 16  # what was written, what is new, and less than a block
+
+
+def test_drafts_after_a_stored_prefix_are_as_good():
+    engine = make_engine("draft model", recurrent_model("lfm2"))  # the model drafts for itself
+    served, sequences = scheduler(engine), [asked(1, new=25) for _ in range(2)]
+    for sequence in sequences:
+        run(served, [sequence])
+    assert [sequence.reused for sequence in sequences] == [0, 64]
+    assert sequences[0].stats.accepted == sequences[1].stats.accepted == 18
+
+
+def test_a_draft_model_alone_may_keep_states():
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    engine = DraftTarget(Target(model), Target(recurrent_model("lfm2")), draft_len=3)
+    served, sequences = scheduler(engine), [asked(number) for number in (0, 1, 2, 2)]
+    run(served, sequences[:1])
+    run(served, sequences[1:2])
+    run(served, sequences[2:])
+    assert [sequence.reused for sequence in sequences] == [0, 0, 48, 48]
+    same_alone(engine, sequences)
+    rows = served.graphs.draft_store.states.position[1:4]
+    assert all(rows), "each row has states of its own"
+
+
+@pytest.mark.parametrize("prefix_states", [1, 2, 3])
+@pytest.mark.parametrize("order", ["in turn", "ahead"])
+def test_few_states_and_few_blocks_change_no_token(order, prefix_states, monkeypatch):
+    if order == "ahead":
+        launch_ahead(monkeypatch)
+    engine = make_engine("draft model's tree", recurrent_model("lfm2"), max_prefix_states=prefix_states)
+    served = scheduler(engine, blocks=16, max_num_tokens=60, max_batch_size=4)
+    sequences = [asked(number % 4, kind, new=24) for number, kind in enumerate([*KINDS.values()] * 2)]
+    run_as_alone(served, sequences, apart=1)
+    assert served.preempted
+    assert any(sequence.reused for sequence in sequences)
+    assert served.graphs.blocks.num_prefix_states <= prefix_states
+
+
+def test_a_sequence_that_was_preempted_continues_from_its_prompt():
+    engine = make_engine("undrafted", recurrent_model("lfm2"))
+    served, sequence = scheduler(engine), make_sequence(SYSTEM, 30, GREEDY)
+    served.submit(sequence)
+    for _ in range(8):
+        served.round()
+    served.change(Nothing())
+    run(served, [make_sequence([5], 2, GREEDY)])
+    assert sequence.reused == 48
+    same_alone(engine, [sequence])
+
+
+class Nothing(EngineChange):
+    """A change after which what is stored is as good as before."""
+
+    forgets = False
+
+    def apply(self, memory: object) -> bool:
+        return False
+
+
+class Everything(Nothing):
+    """A change after which nothing that is stored is any good."""
+
+    forgets = True
+
+
+def test_nothing_is_found_after_a_change_that_forgets():
+    engine = make_engine("undrafted", recurrent_model("lfm2"))
+    served = scheduler(engine)
+    for change, reused in ((None, 0), (Nothing(), 64), (Everything(), 0), (Everything(), 0)):
+        if change is not None:
+            served.change(change)
+        sequence = asked(1)
+        run_as_alone(served, [sequence])
+        assert sequence.reused == reused
+
+
+def test_new_weights_and_sleep_forget_states():
+    engine = make_engine("undrafted", deepcopy(recurrent_model("lfm2")))
+    served = scheduler(engine)
+    weights = {name: weight * 1.1 for name, weight in engine.model.state_dict().items()}
+    states = served.graphs.store.states.tensors.values()
+    for changes in ([], [UpdateWeights(engine, weights)], [Sleep(engine), Wake(engine)]):
+        for change in changes:
+            served.change(change)
+            if change.asleep:
+                assert not sum(x.untyped_storage().nbytes() for x in states)
+        assert served.graphs.blocks.num_prefix_states == 0
+        for reused in (0, 64):
+            sequence = asked(1)
+            run_as_alone(served, [sequence])
+            assert sequence.reused == reused
+
+
+def test_states_are_kept_apart_by_salt():
+    engine = make_engine("undrafted", recurrent_model("lfm2"))
+    served = scheduler(engine)
+    for salt, reused in (("a", 0), ("b", 0), (None, 0), ("a", 64), ("b", 64), (None, 64)):
+        sequence = TokenSequence(asked(1).prompt, 8, GREEDY, Sink(), cache_salt=salt)
+        run_as_alone(served, [sequence])
+        assert sequence.reused == reused
+
+
+def test_states_stay_on_the_device_where_keys_and_values_go_to_the_host():
+    engine = make_engine("draft model's tree", recurrent_model("lfm2"))
+    served = scheduler(engine, blocks=10, host_blocks=60, max_batch_size=1)
+    sequences = [make_sequence([number, *SYSTEM], 8, GREEDY) for number in (5, 6, 7, 8, 5)]
+    run_as_alone(served, sequences)
+    assert [sequence.reused for sequence in sequences] == [0, 0, 0, 0, 48]
+    assert served.graphs.blocks.onboarded
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "states"),
+    [("lfm2", {}, 64), ("lfm2", {"max_prefix_states": 3}, 3), ("lfm2", {"max_prefix_states": 0}, 0), ("jamba", {}, 0)],
+    ids=str,
+)
+def test_as_many_states_are_kept_as_the_options_say_and_none_where_prompts_continue_slowly(model, options, states):
+    engine: Engine = make_engine("undrafted", recurrent_model(model), kv_cache_free_gpu_memory_fraction=0.01, **options)
+    graphs = engine.make_graphs(rows=1)
+    assert graphs.store.prefix_states == states
+    assert graphs.store.rows == 1
+    served = scheduler(engine)
+    served = type(served)(engine, graphs, served.limits)
+    sequences = [asked(1, new=3) for _ in range(2)]
+    for sequence in sequences:
+        run_as_alone(served, [sequence])
+    assert [sequence.reused for sequence in sequences] == [0, 64 if states else 0]
+
+
+def test_a_number_of_states_below_zero_is_refused():
+    with pytest.raises(ArgumentError, match="max_prefix_states must be an integer of 0 or more, got -1"):
+        EngineOptions(max_prefix_states=-1)
+
+
+def one_block_off(patch: pytest.MonkeyPatch) -> None:
+    admitted = BlockManager.admit
+
+    def admit(self, prompt, *args, **how):
+        table = admitted(self, prompt, *args, **how)
+        table.snapshots = {count - 1: row for count, row in table.snapshots.items()}
+        return table
+
+    publish = BlockManager.publish
+
+    def published(self, table, tokens):
+        table.snapshots = {count + 1: row for count, row in table.snapshots.items()}
+        publish(self, table, tokens)
+
+    patch.setattr(BlockManager, "admit", admit)
+    patch.setattr(BlockManager, "publish", published)
+
+
+@pytest.mark.parametrize(
+    "fault", [one_block_off, lambda patch: patch.setattr(RowStates, "copy_row", lambda *_: None)], ids=["off", "none"]
+)
+def test_states_of_another_place_are_seen(fault, monkeypatch):
+    fault(monkeypatch)
+    engine = make_engine("undrafted", recurrent_model("mamba2"))
+    served, sequences = scheduler(engine), [asked(number, KINDS["sampled"], new=30) for number in (1, 2, 3, 4, 5)]
+    for sequence in sequences:
+        run(served, [sequence])
+    with pytest.raises(AssertionError):
+        same_alone(engine, sequences)
