@@ -7,8 +7,8 @@ the block comes to hold. Each salt has its own trie, so that a row never reuses 
 nor can tell by its speed that it exists.
 
 A model with recurrent states continues a stored text only where these are kept too (`StoredStates`): at the end of a
-row's prompt, whose text may be continued, and where a row's prompt leaves what an earlier one has stored, since the
-beginning that both have will come again.
+row's prompt and, where steps can keep them, in its text, which may be continued; and where a row's prompt leaves what
+an earlier one has stored, since the beginning that both have will come again.
 
 Where there are blocks on the host too, the text of an evicted block goes on there: its node stays in the trie, and is
 forgotten only when its place on the host is needed for a later one. A row that finds it gets a block of the device for
@@ -23,6 +23,11 @@ from typing import NamedTuple
 from redrafter.cache.stored_states import StoredStates
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
+
+# Tokens that a prefix with states must save, or none are kept: to keep some, mixers read a prompt in two parts. On a
+# CPU that took a 25th of the time of LFM2's prompts of 200 tokens, and as long as the prompt itself for 60 tokens of a
+# tiny Mamba-2, whose scan is padded to a chunk.
+MIN_SAVED = 64
 
 
 @dataclass
@@ -39,6 +44,7 @@ class BlockTable:
         restored: Where the recurrent states after the reused tokens are kept; 0 for none.
         snapshots: Where a copy of the row's recurrent states after so many tokens is to be kept, by their number; those
             that were published are no longer among them.
+        mark: Where steps keep a copy of the row's recurrent states after its last full block; 0 for nowhere.
         stored: Texts whose states the row has published.
     """
 
@@ -49,6 +55,7 @@ class BlockTable:
     copied: int = 0
     restored: int = 0
     snapshots: dict[int, int] = field(default_factory=dict)
+    mark: int = 0
     stored: list[Hashable] = field(default_factory=list)
 
 
@@ -118,6 +125,7 @@ class BlockManager:
         self._blocks = blocks
         self._state_rows = None if rows is None else deque(range(1, 1 + rows))  # that no row has
         self._states = None if rows is None else StoredStates(range(1 + rows, 1 + rows + prefix_states))
+        self._prefix_states = prefix_states
         self._rows = [0] * blocks  # rows that hold each block
         self._empty = deque(range(1, blocks))  # held by no row, and no text is stored there
         # Held by no row, but a text is stored there; in order of eviction, least recently used first. The blocks before
@@ -210,9 +218,15 @@ class BlockManager:
         if self._states is not None and reuse:
             table.restored = self._states.use(chain[-1]) if chain else 0
             for count in {known: None, (len(prompt) - 1) // BLOCK_SIZE: None} if publishes else ():
-                if count > len(chain) and (row := self._states.reserve()):
+                saves = (count - len(chain)) * BLOCK_SIZE >= MIN_SAVED
+                if saves and (row := self._states.reserve()):
                     table.snapshots[count * BLOCK_SIZE] = row
         return table
+
+    def reserve_mark(self, block_table: BlockTable) -> None:
+        """Give a row a place where its steps keep states, unless other rows have half of all such places."""
+        if self._states is not None:
+            block_table.mark = self._states.reserve(spare=self._prefix_states // 2)
 
     def _place(self, chain: Sequence[_Node], fresh: int) -> list[int]:
         """Return the blocks of a chain, of which none is idle, and of what follows it.
@@ -298,7 +312,7 @@ class BlockManager:
         if self._state_rows is not None:
             self._state_rows.append(block_table.state_row)
         if self._states is not None:
-            for row in block_table.snapshots.values():
+            for row in filter(None, (*block_table.snapshots.values(), block_table.mark)):
                 self._states.give_back(row)
         last: _Node | None = None
         for block in blocks:

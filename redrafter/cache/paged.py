@@ -1,7 +1,7 @@
 """A KV cache in blocks that any row may hold, so that rows share memory and a shared prefix is computed once."""
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -135,11 +135,11 @@ class PagedCache(KVCache):
         pool: KVCachePool,
         table: Tensor,
         rows: Tensor | None = None,
-        snapshots: Mapping[int, Mapping[int, int]] | None = None,
+        **copies: Any,
     ):
         """Make a cache of blocks `[B, M]` int32; recurrent states, if any, are in `rows` `[B]` int64 of the pool.
 
-        Some of those after tokens of prompts are also copied, as `StatesOfRows.snapshots` says.
+        Which of them are also copied, `copies` says: `snapshots`, `marks` and `behind` of `StatesOfRows`.
         """
         self.pool, self.table, self.has_drafter_layer = pool, table, pool.has_drafter_layer
         self.pools, self.movable = pool.pools, pool.movable
@@ -147,7 +147,7 @@ class PagedCache(KVCache):
         self.states = None
         if pool.states is not None:
             rows = torch.zeros(len(table), dtype=torch.long, device=table.device) if rows is None else rows
-            self.states = StatesOfRows(pool.states, rows, snapshots)
+            self.states = StatesOfRows(pool.states, rows, **copies)
 
     def plan(
         self, tree: Tree, length: Tensor, windows: tuple[int, ...], chunks: PromptChunks | None, tokens: int

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from redrafter.attention.prompt_attention import Piece
+from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import Tree, nodes_by_level
 
@@ -110,6 +111,8 @@ class StatesOfRows:
         rows: The rows of the store, `[B]` int64.
         snapshots: By row of these, other rows of the store that get a copy of its states while its prompt is read, each
             under the number of tokens that these states have read.
+        marks: The row of the store, for each of these rows, that gets a copy of its states whenever its text fills
+            a block, `[B]` int64 on a CPU, 0 for none; None where steps keep no such copies.
     """
 
     def __init__(
@@ -117,9 +120,19 @@ class StatesOfRows:
         store: RowStates,
         rows: Tensor | None = None,
         snapshots: Mapping[int, Mapping[int, int]] | None = None,
+        marks: Tensor | None = None,
+        behind: int = 0,
     ):
-        """Begin with nothing but what the store has. rows: `[B]` int64; None for all."""
-        self.store, self.snapshots = store, snapshots or {}
+        """Begin with nothing but what the store has.
+
+        Args:
+            store: The states after committed tokens.
+            rows: `[B]` int64; None for all.
+            snapshots: The attribute; None for none.
+            marks: The attribute.
+            behind: Tokens that a commit leaves unread: 1 for a draft model, which reads the last one again.
+        """
+        self.store, self.snapshots, self.marks, self._behind = store, snapshots or {}, marks, behind
         if rows is None:
             self.use_rows(len(store.position))
         else:
@@ -224,9 +237,22 @@ class StatesOfRows:
         position, home = self.store.position, self.rows.to(self.store.position.device)
         before = position[home]
         length, end, accepted, active = (x.to(position.device) for x in (length, path.end, path.accepted, active))
+        if self.marks is not None:
+            self._mark(length - before, length, path, active)
         entry = torch.where(active, (1 + length - before + end).clamp(0, self._count - 2), 0)  # [B]
         for key, store in self.store.tensors.items():
             kept = self.read_entries([key], self._of_all_rows(entry[:, None]).flatten())[0]
             store.index_copy_(0, self.rows.to(store.device), kept)
         position.index_copy_(0, home, torch.where(active, length + accepted + 1, before))
         self._entries.clear()
+
+    def _mark(self, before: Tensor, length: Tensor, path: Path, active: Tensor) -> None:
+        """Copy the states after the last block that each row's path has filled; `before` is of `begin`, `[B]`."""
+        assert self.marks is not None, "steps keep copies"
+        full = (length + path.accepted + 1 + self._behind) // BLOCK_SIZE * BLOCK_SIZE - self._behind  # [B]
+        for row in (active & (full > length) & (self.marks > 0)).nonzero().flatten().tolist():
+            at, upto = int(self.marks[row]), int(full[row])
+            entry = 1 + int(before[row]) + int(path.nodes[row, upto - 1 - int(length[row])])
+            for key, store in self.store.tensors.items():
+                store[at].copy_(self._room(key)[row, entry])
+            self.store.position[at] = upto

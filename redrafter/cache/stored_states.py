@@ -32,11 +32,13 @@ class StoredStates:
         self._rows.move_to_end(prefix)
         return self._rows[prefix]
 
-    def reserve(self) -> int:
-        """Return a row for a sequence to copy states to; 0 where others have reserved all."""
-        if not self._free and self._rows:
+    def reserve(self, spare: int = 0) -> int:
+        """Return a row for a sequence to copy states to; 0 where others have reserved all but `spare` of them."""
+        if len(self._free) + len(self._rows) <= spare:
+            return 0
+        if not self._free:
             self._free.append(self._rows.popitem(last=False)[1])
-        return self._free.popleft() if self._free else 0
+        return self._free.popleft()
 
     def keep(self, prefix: Hashable, row: int) -> None:
         """Keep the states of a reserved row for a prefix, unless it has some already."""

@@ -92,6 +92,24 @@ class PagedMemory:
         pools = [pool for store in self._stores for pool in store.pools]
         return [*pools, *(x for each in states for x in (each.position, *each.tensors.values()))]
 
+    def reserve_mark(self, block_table: BlockTable) -> None:
+        """Let steps of a row keep its states after each block that its text fills, on a CPU. Hold the lock."""
+        if self.target.device.type == "cpu":
+            self.blocks.reserve_mark(block_table)
+            for store in self._stores if block_table.mark else ():
+                if store.states is not None:
+                    store.states.position[block_table.mark] = 0
+
+    def take_mark(self, block_table: BlockTable) -> None:
+        """Let the states that steps have kept of a row be published with its text. Hold the lock."""
+        ends = {
+            int(store.states.position[block_table.mark]) + (store is self.draft_store)
+            for store in (self._stores if block_table.mark else ())
+            if store.states is not None
+        }
+        if len(ends) == 1 and not (end := ends.pop()) % BLOCK_SIZE and end:
+            block_table.snapshots[end], block_table.mark = block_table.mark, 0
+
     def restore_states(self, block_table: BlockTable) -> None:
         """Launch the copy of a stored prefix's recurrent states to a row that begins with it. Hold the lock.
 
@@ -367,6 +385,8 @@ class SequenceBlocks:
                 raise
             sequence.draft_prefilled = sequence.draft_block_table.reused
         self._graphs.restore_states(sequence.block_table)
+        if self._publishes and reuse:
+            self._graphs.reserve_mark(sequence.block_table)
         if sequence.needs_scores:
             sequence.prompt_scores.clear()  # it may have been preempted halfway
         sequence.prefilled = sequence.block_table.reused
@@ -440,6 +460,8 @@ class SequenceBlocks:
         if sequence.block_table is None:
             return
         if keep:
+            with self._graphs.lock:
+                self._graphs.take_mark(sequence.block_table)
             self.publish(sequence, sequence.prefilled if sequence.row is None else self._cached(sequence))
         with self._graphs.released:
             self._graphs.blocks.release(sequence.block_table)

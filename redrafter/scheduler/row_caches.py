@@ -46,7 +46,8 @@ class PagedRows:
     Attributes:
         tables: Ids of the blocks of each row, `[R, M]` int32; 0 where a row has fewer.
         draft_tables: The same for a draft model with another vocabulary, `[R, M']` int32; None without one.
-        state_rows: Where the recurrent states of each row are, `[R]` int64; 0 without any.
+        state_rows: Where the recurrent states of each row are, and where steps keep a copy of them, `[R, 2]` int64; 0
+            without any.
     """
 
     def __init__(self, graphs: PagedMemory, has_draft_model: bool, vocabulary: VocabularyMap | None = None):
@@ -60,14 +61,14 @@ class PagedRows:
         self._graphs, self._draft_store = graphs, graphs.draft_store if has_draft_model else None
         self.tables = torch.zeros(0, 0, dtype=torch.int32, device=graphs.target.device)
         self._vocabulary, self.draft_tables = vocabulary, None if vocabulary is None else self.tables.clone()
-        self.state_rows = torch.zeros(0, dtype=torch.long, device=graphs.target.device)
+        self.state_rows = torch.zeros(0, 2, dtype=torch.long, device=graphs.target.device)
 
     def reserve(self, rows: int, positions: int) -> None:
         """Make sure that so many rows can have so many positions each."""
         self.tables = _enlarged(self.tables, rows, positions // BLOCK_SIZE)
         if self.draft_tables is not None:
             self.draft_tables = _enlarged(self.draft_tables, rows, self._draft_blocks(positions))
-        self.state_rows = pad(self.state_rows, (0, rows - len(self.state_rows)))
+        self.state_rows = pad(self.state_rows, (0, 0, 0, rows - len(self.state_rows)))
 
     def _draft_blocks(self, positions: int) -> int:
         """Return how many blocks of the draft model a text of so many positions has at most."""
@@ -123,8 +124,9 @@ class PagedRows:
         return stack_block_tables(block_tables, like.device, like.shape[1])
 
     def _stack_state_rows(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """Return where the recurrent states of sequences are, `[B]` int64."""
-        return to_device([table.state_row for table in tables_of(sequences)], self.tables.device, torch.long)
+        """Return where the recurrent states of sequences are, and their copies, `[B, 2]` int64."""
+        rows = [(table.state_row, table.mark) for table in tables_of(sequences)]
+        return to_device(rows, self.tables.device, torch.long)
 
     def move(self, source: int, to: int) -> None:
         """Copy what one row holds to another."""
@@ -158,12 +160,17 @@ class PagedRows:
     def _on(
         self, tables: Tensor, draft_tables: Tensor, state_rows: Tensor, snapshots: Sequence[Mapping[int, int]] = ()
     ) -> CachePair:
-        target = PagedCache(self._graphs.store, tables, state_rows, dict(enumerate(snapshots)))
+        rows, marks = state_rows.unbind(1)
+        # A device would copy states at every step, whether or not a row has filled a block.
+        copies = {"marks": marks if marks.device.type == "cpu" else None}
+        target = PagedCache(self._graphs.store, tables, rows, snapshots=dict(enumerate(snapshots)), **copies)
         if self._draft_store is None:
             return CachePair(target)
         # The states of a draft model stay a token behind: see `read_drafts`.
-        before = [{count - 1: row for count, row in each.items()} for each in snapshots]
-        return CachePair(target, PagedCache(self._draft_store, draft_tables, state_rows, dict(enumerate(before))))
+        before = {row: {count - 1: at for count, at in each.items()} for row, each in enumerate(snapshots)}
+        return CachePair(
+            target, PagedCache(self._draft_store, draft_tables, rows, snapshots=before, **copies, behind=1)
+        )
 
 
 class DenseRows:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from redrafter.cache import block_manager
 from redrafter.cache.block_manager import BlockManager, BlockTable
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -12,6 +13,12 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 def text(*pieces: int) -> list[int]:
     """Return a full block of tokens for each number."""
     return [100 * piece + i for piece in pieces for i in range(BLOCK_SIZE)]
+
+
+@pytest.fixture(autouse=True)
+def of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep states also where they save a single block."""
+    monkeypatch.setattr(block_manager, "MIN_SAVED", 1)
 
 
 class States:
@@ -74,6 +81,26 @@ def test_the_states_used_least_recently_are_given_up():
     states.serve([*text(3), 9])
     assert states.manager.num_prefix_states == 2
     assert [states.serve([*text(piece), 7], publishes=False) for piece in (1, 2, 3)] == [16, 0, 16]
+
+
+def test_states_are_kept_where_they_save_enough(monkeypatch):
+    monkeypatch.setattr(block_manager, "MIN_SAVED", 32)
+    states = States(40)
+    assert not states.admit([*text(1), 9]).snapshots
+    states.serve([*text(2, 3), 9])
+    assert not states.admit([*text(2, 3, 4), 9]).snapshots
+    assert list(states.admit([*text(2, 3, 4, 5), 9]).snapshots) == [64]
+
+
+def test_rows_have_places_for_their_steps_while_half_are_left():
+    states = States(40, prefix_states=5)
+    tables = [states.admit([9, piece]) for piece in range(4)]
+    for table in tables:
+        states.manager.reserve_mark(table)
+    assert [table.mark > 4 for table in tables] == [True, True, True, False]
+    states.manager.release(tables[0])
+    states.manager.reserve_mark(tables[3])
+    assert tables[3].mark > 4
 
 
 def test_states_that_are_reserved_are_nobody_elses():

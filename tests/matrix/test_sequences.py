@@ -7,6 +7,7 @@ import pytest
 
 from helpers.features import ALIKE, FEATURES, OWN_WAYS, SIMPLE, case, pair, written_alone
 from helpers.scheduling import dense_scheduler, launch_ahead, nothing_is_held, run, scheduler
+from redrafter.cache import block_manager
 
 MEMORIES: dict[str, dict] = {
     "ample": {"max_batch_size": 5},
@@ -34,6 +35,7 @@ CASES = [
 
 @pytest.mark.parametrize(("feature", "engine", "memory", "order"), CASES)
 def test_sequences_side_by_side_write_what_each_writes_alone(feature, engine, memory, order, monkeypatch):
+    monkeypatch.setattr(block_manager, "MIN_SAVED", 1)  # texts are short
     made, dense = pair(feature, engine), memory == "dense"
     made.engine.drop_graphs()
     expected, sequences = written_alone(feature), made.sequences()
