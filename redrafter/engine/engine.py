@@ -112,10 +112,10 @@ class Engine(Changeable):
         """Return what chooses the proposer of each step of such numbers of rows; None for `proposer_for` alone."""
         return None
 
-    def make_graphs(self, rows: int = MOST_ROWS, max_rows: int | None = None) -> PagedMemory:
+    def make_graphs(self, rows: int = MOST_ROWS, max_rows: int | None = None, *, reuse: bool = True) -> PagedMemory:
         """Take memory for a paged cache, for at most `rows` rows of the longest text, and prepare the models' forwards.
 
-        `max_rows` is the most rows at once; None for `rows`.
+        `max_rows` is the most rows at once; None for `rows`. Without `reuse`, no prefix is to be found again.
         """
         return PagedMemory.on(
             self.target,
@@ -128,7 +128,7 @@ class Engine(Changeable):
             draft_pieces=None if self.draft_vocabulary is None else self.draft_vocabulary.max_pieces,
             host_bytes=int(self.options.kv_host_cache_gib * 2**30),
             kv_dtype=kv_dtype_of(self.options.kv_cache_dtype),
-            prefix_states=self.options.max_prefix_states,
+            prefix_states=self.options.max_prefix_states if reuse else 0,
         )
 
     def open_graphs(self) -> PagedMemory:

@@ -251,6 +251,7 @@ def test_states_stay_on_the_device_where_keys_and_values_go_to_the_host():
 )
 def test_as_many_states_are_kept_as_the_options_say_and_none_where_prompts_continue_slowly(model, options, states):
     engine: Engine = make_engine("undrafted", recurrent_model(model), kv_cache_free_gpu_memory_fraction=0.01, **options)
+    assert engine.make_graphs(rows=1, reuse=False).store.prefix_states == 0
     graphs = engine.make_graphs(rows=1)
     assert graphs.store.prefix_states == states
     assert graphs.store.rows == 1

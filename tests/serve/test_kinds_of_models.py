@@ -83,6 +83,25 @@ async def test_clients_at_once_get_what_each_would_alone():
     nothing_is_held(served)
 
 
+@pytest.mark.parametrize("reuse", [True, False])
+def test_tokens_after_which_recurrent_states_are_kept_are_skipped_and_counted(pair, tmp_path, reuse):
+    recurrent_model("lfm2").save_pretrained(tmp_path)
+    pair[1].save_pretrained(tmp_path)
+    system, answers = [3 + 7 * n % 90 for n in range(82)], []
+    load = LoadOptions(model=str(tmp_path), max_seq_len=200, device="cpu", dtype="float32")
+    draft = DraftOptions(prompt_lookup=True)
+    with serving(load, draft, max_batch_size=4, kv_cache_reuse=reuse) as program:
+        for number, salt in ((5, "a"), (6, "a"), (7, "a"), (7, "b"), (7, "a")):
+            body = {"prompt": [*system, number, 11, *range(20, 52)], "max_tokens": 8, "temperature": 0}
+            body |= {"cache_salt": salt, "ignore_eos": True}
+            answers.append(program.post("/v1/completions", body).json())
+        metrics = program.metrics()
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert cached == ([0, 0, 80, 0, 80] if reuse else [0] * 5)
+    assert metrics["vllm:prefix_cache_hits_total"] == sum(cached)
+    assert answers[2]["choices"] == answers[3]["choices"] == answers[4]["choices"]
+
+
 @pytest.mark.parametrize(("scheme", "words"), [(None, ""), ("fp8", ", FP8 weights")])
 def test_log_and_metrics_tell_the_scheme(scheme, words):
     pair = Pair.load(LoadOptions(device="cpu", quantization=scheme))

@@ -61,7 +61,7 @@ class ServedEngine:
         engine.load_adapters(adapters)  # before keys and values take what memory is free
         limits = options.limits(load.max_seq_len)
         min_rows = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU has memory for prefixes too
-        graphs = engine.make_graphs(max(limits.max_batch_size, min_rows))
+        graphs = engine.make_graphs(max(limits.max_batch_size, min_rows), reuse=limits.reuse)
         keep = options.speculate and options.draft_from_answers == "on" and engine.options.draft_from_text
         finished = FinishedTexts() if keep else None
         scheduler = Scheduler(engine, graphs, limits, options.speculate, finished=finished)
