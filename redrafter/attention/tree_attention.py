@@ -186,7 +186,8 @@ def tree_attention_forward(
     model's own keyword arguments; a model that hands none on finds it in `RUNNING_PLAN`.
     """
     plan = RUNNING_PLAN.get() if plan is None else plan
-    query, key, value = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
+    # Not einops: a compiler would trace its code in every layer, which took half of the time of tracing a model.
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, d] each
     home = plan.pools[module.layer_idx]
     assert home is not None, "a layer attends to what it did not attend to when the model was bound"
     out = _operator(plan, query.device)(
