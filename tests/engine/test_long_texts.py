@@ -3,19 +3,26 @@
 import pytest
 import torch
 
-from helpers.generation import noted, same_as_model
-from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, with_tree
+from helpers.context_drafter import context_drafter
+from helpers.generation import noted, same_as_model, same_undrafted
+from helpers.models import DRAFTER_ALONE, VOCAB, paged, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import launch_ahead, make_sequence, run, scheduler, until_stepping
+from redrafter import ReDrafter
 from redrafter.cache.block_manager import BlockManager
+from redrafter.drafting.context_attention import ContextWindow
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler import row_caches
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Prefiller
+from redrafter.scheduler.running_batch import RunningBatch
 
 CONTEXT, PROMPT, NEW = 65536, 3000, 40
 GREEDY = SamplingParams(temperature=0)
+ON_BOTH_CACHES = pytest.mark.parametrize(
+    "on", [lambda engine: engine, lambda engine: paged(engine, 400)], ids=["dense", "paged"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +35,35 @@ def prompt():
     return torch.randint(3, VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("on", [lambda engine: engine, lambda engine: paged(engine, 400)], ids=["dense", "paged"])
+@ON_BOTH_CACHES
 def test_a_long_text_is_what_model_generate_writes(model, prompt, on):
     engine = on(with_tree(model, tiny_drafter(), 4, 3))
     expected = same_as_model(engine, prompt, max_new_tokens=NEW)
     assert torch.equal(engine.generate(prompt, speculate=False, max_new_tokens=NEW, do_sample=False), expected)
+
+
+@ON_BOTH_CACHES
+@pytest.mark.parametrize("window", [64, 512, 2048])
+def test_drafts_read_their_window_of_a_long_text_and_no_more(model, prompt, on, window, monkeypatch):
+    engine = on(with_tree(model, context_drafter(context_window=window), 4, 3))
+    found = noted(monkeypatch, ContextWindow, "read")
+    same_as_model(engine, prompt, max_new_tokens=NEW)
+    assert {read.keys.shape[-1] for read in found} == {read.values.shape[2] for read in found} == {1 + window}
+    assert all(not read.bias.any() for read in found)  # all of the window is text
+
+
+@ON_BOTH_CACHES
+@pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
+def test_drafts_that_a_long_text_never_takes_are_left_out_of_most_steps(model, prompt, on, how, monkeypatch):
+    monkeypatch.setattr(ReDrafter, "pauses", True)
+    drafter = context_drafter(context_window=512, draft_vocab_size=40)
+    engine = on(ReDrafter(Target(model), drafter, options=DRAFTER_ALONE))
+    unknown = {"suppress_tokens": drafter.draft_ids.tolist()}  # to the drafter is all that the text may say
+    taken = noted(monkeypatch, RunningBatch, "prepare_step", lambda step, *_: step.proposer.depth)
+    same_undrafted(engine, prompt, max_new_tokens=200, **unknown, **how)
+    with_drafts = taken[: len(taken) - 199]  # those of the call that may draft
+    assert len(with_drafts) == 199
+    assert 0 < sum(map(bool, with_drafts)) < 10
 
 
 def test_a_long_prompt_beside_short_rows_changes_no_token(model, prompt, monkeypatch):

@@ -103,6 +103,25 @@ def test_what_is_read_ends_with_the_window(target, form):
 
 
 @pytest.mark.parametrize("form", READING)
+@pytest.mark.parametrize("first", [1_000, 32_768, 131_072])
+@torch.no_grad()
+def test_far_from_the_beginning_of_a_text_a_draft_reads_what_it_would_near_it(form, first):
+    drafter = random_drafter(**FORMS[form])
+    attention, size = drafter.context, drafter.config.context_window
+    generator = torch.Generator().manual_seed(0)
+    hidden, embedding = torch.randn(2, 1, size + 1, drafter.config.hidden_size, generator=generator)
+    states = torch.randn(DEPTH, 1, 2, drafter.config.hidden_size, generator=generator)
+
+    def read(first: int) -> Tensor:
+        keys, values = attention.remember(hidden, embedding, first + torch.arange(size + 1))
+        length = torch.tensor([first + size + 1])
+        window = ContextWindow.read(length, size, lambda at: (keys[:, (at - first)[0]], values[:, (at - first)[0]]))
+        return torch.stack([attention(state, step, window) for step, state in enumerate(states)])
+
+    assert_close_by_scale(read(first), read(0), 1e-2)  # angles of float32
+
+
+@pytest.mark.parametrize("form", READING)
 def test_texts_packed_into_a_row_are_apart(target, form):
     drafter = random_drafter(**FORMS[form])
     first, second = some_text(drafter, 8), some_text(drafter, 9, seed=1)
