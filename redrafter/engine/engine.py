@@ -353,7 +353,8 @@ class Engine(Changeable):
         """Return a function for `model.generate(..., custom_generate=engine.custom_generate())`.
 
         transformers hands neither its streamer nor its tokenizer to such a function: give the streamer here, and stop
-        strings as a `StopStringCriteria`.
+        strings as a `StopStringCriteria`. Nor does it hand on `assistant_model` and `assistant_tokenizer`, which
+        `generate` refuses and which are without effect there.
 
         Args:
             streamer: As in `generate`.

@@ -116,7 +116,7 @@ class TrainConfig:
     context_window: int | None = option(
         None,
         "pairs of a token of the text and the one after it that a new drafter attends to at each draft step, the "
-        "nearest ones; 0 for none (default: 512; published form: 0)",
+        "nearest ones; 0 for none (default: 512, or --length, if that is less; published form: 0)",
     )
     context_heads: int | None = option(
         None, "query heads of that attention (default: one for every 256 of the hidden size, at least 4)"

@@ -106,7 +106,8 @@ def _size_recurrent(base: PretrainedConfig, config: TrainConfig) -> dict[str, An
             "target_layers": _spread_layers(depth),
             "head_rank": rank if rank < exit_dim else 0,
         }
-        window = 512 if config.context_window is None else config.context_window
+        # Rows have no pairs further back than they are long, and those that no training saw are read badly.
+        window = min(512, config.length or 512) if config.context_window is None else config.context_window
     form |= {"exit_dim": exit_dim, "context_window": window}
     if window:
         kv_heads = config.context_kv_heads or math.gcd(max(width // 2048, 1), config.context_heads or 0)

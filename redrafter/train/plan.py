@@ -62,6 +62,18 @@ def describe_plan(config: TrainConfig, windows: Windows, processes: int) -> list
         f"process{'es' if processes > 1 else ''}, at most {step_tokens:,} tokens",
         f"an epoch: {math.ceil(per_epoch / config.accumulate):,} steps",
         f"in all: {total}" + (f"; at most {config.minutes:g} minutes" if config.minutes else ""),
+        *untrained_pairs(config),
+    ]
+
+
+def untrained_pairs(config: TrainConfig) -> list[str]:
+    """Return a line where a new drafter's window reaches further back than rows do; else none."""
+    length, window = row_length(config), config.context_window or 0
+    if window <= length:
+        return []
+    return [
+        f"note: --context-window {window} reaches further back than rows of --length {length}. What no row has is read "
+        f"badly in longer texts: give --length {window}, or --context-window {length}"
     ]
 
 

@@ -50,6 +50,7 @@ from redrafter.train.plan import (
     load_windows,
     row_length,
     show_first_document,
+    untrained_pairs,
     validation_prompts,
 )
 from redrafter.train.processes import (
@@ -113,6 +114,8 @@ class TrainingSession:
             f"base {self.target.name}, frozen; drafter of {describe_size(self.target.model, self.drafter)}, trained; "
             f"{len(self.windows):,} windows"
         )
+        for line in untrained_pairs(config):
+            console.print_line(line)
         if self.resumed is not None:
             console.print_line(f"going on from step {self.resumed.state.step}")
         validates = accelerator.is_main_process or config.shard_base

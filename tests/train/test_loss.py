@@ -366,6 +366,7 @@ def test_a_new_drafter_has_the_best_form_sized_by_its_base(width, depth, layers,
     assert (found.target_layers, found.exit_dim, found.head_rank) == (layers, exit_dim, rank)
     assert (found.context_heads, found.context_kv_heads) == (heads, kv_heads)
     assert new_config(base, TrainConfig(head_rank=0)).head_rank is None
+    assert [new_config(base, TrainConfig(length=length)).context_window for length in (128, 2048)] == [128, 512]
     for published in (TrainConfig(recurrence="apple"), TrainConfig(rnn=False)):
         form = form_of(new_config(base, published))
         plain = {"recurrence": "apple", "num_layers": 2, "target_layers": (), "head_rank": 0, "context_window": 0}
