@@ -80,8 +80,9 @@ def plain_text(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
     return text[0, len(ids) :].tolist()
 
 
-def complete(http, count=24, **more):
-    return http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": count, "temperature": 0} | more)
+def complete(http, count=24, timeout=300, **more):
+    body = {"prompt": PROMPT, "max_tokens": count, "temperature": 0} | more
+    return http.post("/v1/completions", json=body, timeout=timeout)
 
 
 def text_of(model, count=24):
@@ -253,7 +254,7 @@ def test_a_server_that_sleeps_refuses_what_comes_and_what_runs_goes_on_when_it_w
     assert started.wait(60)
     assert operate(http, "/v1/sleep").json()["asleep"] is True
     so_far = len(parts)
-    answer = complete(http)
+    answer = complete(http, timeout=30)  # one that is taken waits until the engine wakes
     assert (answer.status_code, "POST /v1/wake" in answer.text) == (503, True)
     assert answer.headers["Retry-After"]
     assert http.get("/v1/health/ready").status_code == 503
