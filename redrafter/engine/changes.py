@@ -32,6 +32,7 @@ class Sleep(EngineChange):
     """Gives back the memory of keys and values and, on a GPU, that of weights, which go to the host."""
 
     asleep = True
+    same_models = True
 
     def __init__(self, engine: "Changeable"):
         """Raise `UnsupportedError` for an engine that several processes share."""
@@ -58,6 +59,8 @@ class Sleep(EngineChange):
 
 class Wake(EngineChange):
     """Takes the memory again that `Sleep` has given back."""
+
+    same_models = True
 
     def __init__(self, engine: "Changeable"):
         """Make the change, which does nothing for an engine that is awake."""

@@ -16,10 +16,13 @@ class EngineChange(ABC):
     Attributes:
         forgets: Whether keys and values that are stored would be others after it.
         asleep: Whether nothing can be computed after it.
+        same_models: Whether the target and what drafts for it are the same after it, so that what was learnt of how
+            drafts are accepted holds.
     """
 
     forgets = True
     asleep = False
+    same_models = False
 
     @abstractmethod
     def apply(self, memory: PagedMemory | None) -> bool:

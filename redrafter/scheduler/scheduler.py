@@ -212,8 +212,8 @@ class Scheduler:
             if change.forgets:
                 self.graphs.forget_texts()
         self.asleep = change.asleep
-        # What was learnt of how drafts are accepted is of the models before.
-        self.batch.draft_with(self.engine, self.limits.max_batch_size, speculate=self._speculate)
+        if not change.same_models:  # what was learnt of how drafts are accepted is of those before
+            self.batch.draft_with(self.engine, self.limits.max_batch_size, speculate=self._speculate)
 
     def round(self) -> None:
         """Admit sequences, read a chunk of their prompts, and step all rows."""
