@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.drafting.drafter_config import AnyDrafterConfig
+from redrafter.drafting.low_rank import LowRankLinear
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
@@ -249,7 +250,7 @@ def partial_linear(layer: nn.Linear, x: Tensor, columns: slice, *, with_bias: bo
     Without gradients it is that of the kernel for few tokens, where there is one.
 
     Args:
-        layer: The layer, FP8 or not.
+        layer: The layer, FP8 or not, with a low-rank update or without.
         x: Those input features, `[..., d]`.
         columns: Where they are among all of them.
         with_bias: Whether to add the layer's bias.
@@ -258,6 +259,8 @@ def partial_linear(layer: nn.Linear, x: Tensor, columns: slice, *, with_bias: bo
     if isinstance(layer, Float8Linear):
         float8: Tensor = float8_linear(x, weight, layer.weight_scale, bias)
         return float8
+    if isinstance(layer, LowRankLinear):
+        return linear(x, weight, bias) + layer.update(x, columns)
     if torch.is_grad_enabled() or not has_thin_kernel(weight):
         return linear(x, weight, bias)
     product: Tensor = thin_linear(x, weight)

@@ -26,6 +26,7 @@ MAX_VALUES: dict[str, float] = dict.fromkeys(
         "exit_dim",
         "head_rank",
         "head_shortlist_rank",
+        "lora_rank",
         "context_heads",
         "context_head_dim",
         "draft_len",
@@ -160,6 +161,11 @@ class TrainConfig:
     minutes: float | None = option(None, "minutes to train for, counted from the end of the first step")
     batch_size: int = option(8, "rows of a batch, on each process")
     accumulate: int = option(1, "batches of an optimizer step, on each process")
+    lora_rank: int | None = option(
+        None,
+        "train only updates of this rank of the linear layers of --drafter, whose own weights are frozen meanwhile, "
+        "and save their sum (default: train all weights)",
+    )
     draft_len: int = option(5, "draft steps that the drafter is unrolled for")
     distill: float = option(0.9, "weight of KL(base || drafter); the rest is cross-entropy of the text's own tokens")
     decay: float = option(0.9, "weight of each draft step relative to the one before")
@@ -198,7 +204,7 @@ class TrainConfig:
         optional = ("length", "steps", "epochs", "minutes", "exit_dim", "draft_vocab_size", "head_shortlist", "chunk")
         heads = ("context_heads", "context_kv_heads", "context_head_dim")
         intervals = ("log_every", "validate_every", "save_every", "keep")
-        sizes = ("batch_size", "watch_rows", "accumulate", "draft_len", "validate_tokens")
+        sizes = ("batch_size", "watch_rows", "accumulate", "draft_len", "lora_rank", "validate_tokens")
         for name in (*sizes, *intervals, *heads, "head_shortlist_rank", "decay", "lr", "max_grad_norm", *optional):
             if not (getattr(self, name) is None or 0 < getattr(self, name) < math.inf):
                 raise ArgumentError(f"{flag(name)} must be positive, got {getattr(self, name)}")
@@ -221,6 +227,10 @@ class TrainConfig:
         for name in heads if self.context_window == 0 else ():
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise ArgumentError(f"{flag(name)} is for drafters that attend to the text: give --context-window too")
+        if self.lora_rank is not None and self.shard_drafter:
+            raise ArgumentError(
+                "--lora-rank leaves little to spread over processes, and --shard-drafter spreads all: leave one out"
+            )
         check_shortlist_rank(self.head_shortlist, self.head_shortlist_rank)
         if self.context_heads and self.context_kv_heads:
             check_context_heads(self.context_heads, self.context_kv_heads, self.context_head_dim, flag)
@@ -239,7 +249,12 @@ def parse(argv: Sequence[str] | None) -> TrainConfig:
         options=(TrainConfig,),
     )
     add_options(parser, TrainConfig, "training")
-    return read_options(TrainConfig, parser.parse_args(argv))
+    config = read_options(TrainConfig, parser.parse_args(argv))
+    if config.lora_rank is not None and config.drafter is None:
+        raise ArgumentError(
+            "--lora-rank updates a drafter that is trained: give it with --drafter D or --drafter current"
+        )
+    return config
 
 
 def shown_command(config: TrainConfig) -> str:

@@ -117,7 +117,8 @@ class HeadLoss(torch.autograd.Function):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.dtype
         x_low, head_low = x.to(dtype), head.to(dtype)
-        x_gradient, head_gradient = torch.empty_like(x_low), torch.zeros_like(head)
+        x_gradient = torch.empty_like(x_low)
+        head_gradient = torch.zeros_like(head) if ctx.needs_input_grad[1] else None  # None: the head is frozen
         loss, steps = weight.new_zeros(()), x.shape[1]
         attempted, correct = (torch.zeros(steps, dtype=torch.long, device=x.device) for _ in range(2))
         for first in range(0, len(x), chunk):
@@ -126,8 +127,9 @@ class HeadLoss(torch.autograd.Function):
             result = compute(logits, teacher, position[part], label[part], weight[part], objective)
             gradient = result.gradient.to(dtype)  # [C, K, V']
             x_gradient[part] = einsum(gradient, head_low, "c k v, v r -> c k r")
-            flat = rearrange(gradient, "c k v -> v (c k)")
-            head_gradient += flat @ rearrange(x_low[part], "c k r -> (c k) r")
+            if head_gradient is not None:
+                flat = rearrange(gradient, "c k v -> v (c k)")
+                head_gradient += flat @ rearrange(x_low[part], "c k r -> (c k) r")
             loss, attempted, correct = loss + result.loss, attempted + result.attempted, correct + result.correct
         ctx.gradients, ctx.dtype = (x_gradient, head_gradient), x.dtype
         ctx.mark_non_differentiable(attempted, correct)
@@ -140,4 +142,6 @@ class HeadLoss(torch.autograd.Function):
         x_gradient, head_gradient = ctx.gradients
         ctx.gradients = None
         # In place: a second copy of the head's would be as large as the head.
-        return (x_gradient.to(ctx.dtype).mul_(gradient), head_gradient.mul_(gradient), *[None] * 7)
+        if head_gradient is not None:
+            head_gradient.mul_(gradient)
+        return (x_gradient.to(ctx.dtype).mul_(gradient), head_gradient, *[None] * 7)

@@ -18,6 +18,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.low_rank import LowRankDrafter
 from redrafter.errors import CheckpointError, first_line
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, gather_random_states, restore_random_state
 from redrafter.train.config import TrainConfig
@@ -116,8 +117,8 @@ def learning_rate_factor(fraction_done: float, warmup: float) -> float:
 
 
 def make_optimizer(drafter: Drafter, config: TrainConfig, device: torch.device) -> AdamW:
-    """Make AdamW over all weights of a drafter; weight decay applies to matrices only."""
-    weights = list(drafter.parameters())
+    """Make AdamW over all weights of a drafter that are not frozen; weight decay applies to matrices only."""
+    weights = [weight for weight in drafter.parameters() if weight.requires_grad]
     matrices, vectors = ([weight for weight in weights if (weight.dim() > 1) == wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return AdamW(groups, lr=config.lr, betas=ADAM_BETAS, fused=device.type == "cuda")
@@ -126,8 +127,8 @@ def make_optimizer(drafter: Drafter, config: TrainConfig, device: torch.device) 
 class Trainer:
     """Base, drafter, optimizer and clock of a training, made of arguments of `train`.
 
-    Where the drafter is spread over the processes, it is up to date in a validation, in a checkpoint and after
-    `gather_drafter`.
+    Where a copy of the drafter is trained, spread over the processes or by low-rank updates, the drafter is up to date
+    in a validation, in a checkpoint and after `gather_drafter`.
     """
 
     def __init__(
@@ -147,10 +148,12 @@ class Trainer:
         self.meter = LossMeter(config.draft_len, accelerator)
         drafter.train()
         self.sharded = ShardedDrafter(drafter, config, accelerator) if config.shard_drafter else None
-        self.trained = drafter if self.sharded is None else self.sharded.drafter
+        self.low_rank = None if config.lora_rank is None else LowRankDrafter(drafter, config.lora_rank, config.seed)
+        copied = self.sharded or self.low_rank
+        self.trained = drafter if copied is None else copied.drafter
         optimizer = make_optimizer(self.trained, config, accelerator.device)
         if self.sharded is None:
-            self.unroll, self.optimizer = accelerator.prepare(Unroll(drafter, config), optimizer)
+            self.unroll, self.optimizer = accelerator.prepare(Unroll(self.trained, config), optimizer)
         else:
             self.unroll, self.optimizer = self.sharded, accelerator.prepare(optimizer)
         if isinstance(self.unroll, DistributedDataParallel):
@@ -214,9 +217,11 @@ class Trainer:
         )
 
     def gather_drafter(self) -> None:
-        """Bring `drafter` up to date where it is spread. Collective: call it on every rank."""
+        """Bring `drafter` up to date where a copy of it is trained. Collective: call it on every rank."""
         if self.sharded is not None:
             self.sharded.gather_weights()
+        if self.low_rank is not None:
+            self.low_rank.merge()
 
     def run_validation(self) -> None:
         """Validate, and keep the drafter if it is the best so far. Collective: call it on every rank."""
@@ -251,6 +256,8 @@ class Trainer:
                 state = self.sharded.gather_optimizer(self.optimizer, keep=accelerator.is_main_process)
             if accelerator.is_main_process:
                 optimizer = {"optimizer": state, "scaler": None if scaler is None else scaler.state_dict()}
+                if self.low_rank is not None:
+                    optimizer["low_rank"] = self.low_rank.state_dict()
                 self.checkpoints.save(self.drafter, self.clock.state, optimizer, random_states)
             accelerator.wait_for_everyone()
 
@@ -262,6 +269,8 @@ class Trainer:
         """Restore optimizer, random generators and meter. Raises `CheckpointError` for another training's state."""
         saved, random_states = resumed.load_optimizer()
         try:
+            if self.low_rank is not None:
+                self.low_rank.load_state_dict(saved["low_rank"])
             state = saved["optimizer"]
             self.optimizer.load_state_dict(
                 state if self.sharded is None else self.sharded.spread_optimizer(state, self.optimizer)

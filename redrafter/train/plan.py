@@ -16,6 +16,7 @@ from redrafter.data.prompts import sample_prompts
 from redrafter.data.rows import Row, read_rows
 from redrafter.data.windows import Windows
 from redrafter.drafting.drafter_types import DRAFTER_CLASSES, Drafter, make_drafter
+from redrafter.drafting.low_rank import LowRankDrafter
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import load_error
 from redrafter.files.dtype_names import dtype_name
@@ -47,6 +48,7 @@ def describe_plan(config: TrainConfig, windows: Windows, processes: int) -> list
     text_config = base.config.get_text_config(decoder=True)
     windows.check(text_config.vocab_size, context_of(text_config))
     drafter_size, base_size = drafter.num_parameters(), base.num_parameters()
+    trained = trained_parameters(drafter, config)
     per_epoch, steps = windows.steps_per_epoch(config.batch_size, processes), last_step(config, windows, processes)
     row = int(windows.row_widths.max())
     step_tokens = config.batch_size * config.accumulate * processes * row
@@ -54,7 +56,8 @@ def describe_plan(config: TrainConfig, windows: Windows, processes: int) -> list
     total = f"{steps:,} steps, at most {steps * step_tokens:,} tokens" if steps else "as many steps as there is time"
     return [
         f"base: {type(base).__name__}, {base_size:,} parameters, {dtype_name(base.dtype)}, frozen",
-        f"drafter: {drafter_size:,} trainable parameters, {100 * drafter_size / base_size:.1f} % of the base's",
+        f"drafter: {trained:,} trainable parameters{'' if trained == drafter_size else f' of {drafter_size:,}'}, "
+        f"{100 * drafter_size / base_size:.1f} % of the base's",
         *_memory(config, base, drafter, row, processes),
         f"data: {len(windows):,} windows, {len(windows.tokens):,} tokens, {learnt:,} of them learnt, in "
         f"{len(windows.row_widths):,} rows of at most {row} tokens",
@@ -142,12 +145,13 @@ def _memory(config: TrainConfig, base: PreTrainedModel, drafter: Drafter, row: i
     predictions = config.chunk or config.draft_len * chunk_anchors(vocabulary, config.draft_len, device)
     chunk = 4 * vocabulary * min(predictions, config.draft_len * positions)
     reduced = vocabulary if drafter_config.draft_vocab_size is not None else 0
-    share = drafter_size / (processes if config.shard_drafter else 1)
+    processes_of_drafter = processes if config.shard_drafter else 1
+    share, trained = (n / processes_of_drafter for n in (drafter_size, trained_parameters(drafter, config)))
     parts = {
         "base": base.num_parameters() * item_bytes / (processes if config.shard_base else 1),
         "drafter's weights": 4 * share,
-        "their gradients": 4 * share,
-        "AdamW's state": 8 * share,
+        "their gradients": 4 * trained,
+        "AdamW's state": 8 * trained,
         "the base's logits": positions * (drafter_config.vocab_size + reduced) * item_bytes,
         **drafter.unroll_bytes(config.batch_size, row, config.draft_len),
         "a chunk's logits": LOGIT_COPIES * chunk,
@@ -156,6 +160,15 @@ def _memory(config: TrainConfig, base: PreTrainedModel, drafter: Drafter, row: i
         parts["the drafter's weights and gradients gathered"] = 8 * drafter_size
     shown = ", ".join(f"{name} {_format_bytes(count)}" for name, count in parts.items())
     return [f"memory on each device, about: {_format_bytes(sum(parts.values()))} ({shown})"]
+
+
+def trained_parameters(drafter: Drafter, config: TrainConfig) -> int:
+    """Return how many numbers a training changes: all weights of a drafter, or those of updates of low rank."""
+    if config.lora_rank is None:
+        return drafter.num_parameters()
+    with torch.device("meta"):  # they follow from the form
+        form = make_drafter(drafter.config)
+    return LowRankDrafter(form, config.lora_rank).trained_parameters
 
 
 def _format_bytes(count: float) -> str:

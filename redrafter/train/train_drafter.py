@@ -50,6 +50,7 @@ from redrafter.train.plan import (
     load_windows,
     row_length,
     show_first_document,
+    trained_parameters,
     untrained_pairs,
     validation_prompts,
 )
@@ -110,8 +111,10 @@ class TrainingSession:
         self.processes: int = self.checkpoints.identity.processes  # which began the training; there may be others now
         self.accumulate = config.accumulate * self.processes // accelerator.num_processes  # batches of a step on each
         self.drafter = self._load_drafter()
+        trained = trained_parameters(self.drafter, config)
+        what = "trained" if config.lora_rank is None else f"{trained:,} of rank {config.lora_rank} trained"
         console.print_line(
-            f"base {self.target.name}, frozen; drafter of {describe_size(self.target.model, self.drafter)}, trained; "
+            f"base {self.target.name}, frozen; drafter of {describe_size(self.target.model, self.drafter)}, {what}; "
             f"{len(self.windows):,} windows"
         )
         for line in untrained_pairs(config):

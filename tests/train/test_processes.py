@@ -77,9 +77,16 @@ def close(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [["--recurrence", "apple"], ["--context-window", "8"]], ids=["published", "context"])
+@pytest.mark.parametrize(
+    "form",
+    [["--recurrence", "apple"], ["--context-window", "8"], ["--lora-rank", "2"]],
+    ids=["published", "context", "low rank"],
+)
 def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path, form):
     one, two, shared = (tmp_path / name for name in ("one", "two", "shared"))
+    if "--lora-rank" in form:
+        assert main(command(tmp_path / "first", "--steps", "3")) == 0
+        form = [*form, "--drafter", str(tmp_path / "first" / "out")]
     assert main(command(one, *STEPS, *form, "--accumulate", "2")) == 0
     assert together(two, *form).count("saved ") == 1
     together(shared, *form, "--shard-base")

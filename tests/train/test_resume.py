@@ -71,12 +71,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-@pytest.mark.parametrize("more", [[], ["--recurrence", "gated", "--steps", "9", "--context-window", "8"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--recurrence", "gated", "--steps", "9", "--context-window", "8"],
+        ["--drafter", "WHOLE", "--lora-rank", "2"],
+    ],
+)
 @pytest.mark.parametrize("saves", [0, 1, 3])
 def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(
     tmp_path, monkeypatch, capsys, whole, more, saves
 ):
-    expected = whole
+    expected, more = whole, [str(whole) if word == "WHOLE" else word for word in more]
     if more:
         assert main(command(tmp_path / "whole", *EVERY, *more)) == 0
         expected = tmp_path / "whole" / "out"

@@ -25,20 +25,18 @@ def add_file(folder, name: str, rows: int) -> None:
     (folder / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * rows)
 
 
-def test_each_round_trains_the_last_ones_drafter_on_what_has_come_since(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("more", [[], ["--lora-rank", "2"]], ids=["whole", "low rank"])
+def test_each_round_trains_the_last_ones_drafter_on_what_has_come_since(tmp_path, monkeypatch, capsys, more):
     texts, out, trained = tmp_path / "texts", tmp_path / "out", []
-    words = words_of(tmp_path, "--drafter", str(tmp_path / "first"), "--watch", "--watch-rows", "8")
+    words = words_of(tmp_path, "--drafter", str(tmp_path / "first"), "--watch", "--watch-rows", "8", *more)
     out.rename(tmp_path / "first")
     texts.mkdir()
 
-    def head() -> torch.Tensor:
-        return (
-            RecurrentDrafter.from_pretrained(out if out.exists() else tmp_path / "first")
-            .lm_head.weight.detach()
-            .clone()
-        )
+    def weights() -> torch.Tensor:
+        drafter = RecurrentDrafter.from_pretrained(out if out.exists() else tmp_path / "first")
+        return torch.cat([weight.detach().flatten() for weight in drafter.parameters()])
 
-    before = head()
+    before = weights()
     slept = iter(range(9))
 
     def sleep(_: float) -> None:
@@ -49,11 +47,11 @@ def test_each_round_trains_the_last_ones_drafter_on_what_has_come_since(tmp_path
         elif step == 1:
             add_file(texts, "b", 6)
         elif step == 2:
-            trained.append((record(tmp_path)["data"], head()))
+            trained.append((record(tmp_path)["data"], weights()))
             (texts / "a.jsonl").unlink()
             add_file(texts, "c", 8)
         else:
-            trained.append((record(tmp_path)["data"], head()))
+            trained.append((record(tmp_path)["data"], weights()))
             raise KeyboardInterrupt
 
     monkeypatch.setattr("redrafter.train.watch.time", SimpleNamespace(sleep=sleep))

@@ -1,0 +1,86 @@
+"""Low-rank updates of a drafter's linear layers (LoRA, Hu et al. 2021, arXiv 2106.09685), by which it learns more.
+
+The weight W `[F, D]` of a layer is frozen, and what is learnt is W + B A, with A `[r, D]` and B `[F, r]`. So gradients
+and the states of an optimizer are those of thin factors. The sum is a weight like W: what is saved is a drafter of the
+form that it had, which a running server takes in place of the one before.
+"""
+
+import math
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+
+class LowRankLinear(nn.Linear):
+    """A linear layer whose weight and bias are frozen beside a trained update of low rank.
+
+    Attributes:
+        lora_A: The factor that reads, `[r, D]`, random at first.
+        lora_B: The factor that writes, `[F, r]`, zero at first, so that the layer begins as it was.
+    """
+
+    def __init__(self, layer: nn.Linear, rank: int):
+        """Take over the weight and the bias of a layer, and add factors of a rank."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        self.lora_A = nn.Parameter(layer.weight.new_empty(rank, layer.in_features))
+        self.lora_B = nn.Parameter(layer.weight.new_zeros(layer.out_features, rank))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # as PEFT does
+        self.train(layer.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to `[..., D]`."""
+        return linear(x, self.weight, self.bias) + self.update(x, slice(None))
+
+    def update(self, x: Tensor, columns: slice) -> Tensor:
+        """Return what the factors add for some of the input features, `[..., d]`."""
+        return linear(linear(x, self.lora_A[:, columns]), self.lora_B)
+
+
+class LowRankDrafter:
+    """A copy of a drafter that is frozen but for low-rank updates of its linear layers.
+
+    Products over the vocabulary have no updates: factors with a row for each id would be larger than all others, and
+    what they read is updated.
+
+    Attributes:
+        whole: The drafter, which stays as it is until `merge`.
+        drafter: The copy.
+    """
+
+    def __init__(self, whole: Any, rank: int, seed: int = 0):
+        """Copy a drafter, and add updates of a rank that a seed begins."""
+        self.whole, self.drafter = whole, deepcopy(whole).requires_grad_(False)
+        nothing = whole.lm_head.weight.new_empty(0, 1, whole.lm_head.in_features)
+        heads = {id(weight) for _, weight in self.drafter.trained_heads(nothing)}
+        self._layers: dict[str, LowRankLinear] = {}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for name, module in list(self.drafter.named_modules()):
+                if type(module) is nn.Linear and id(module.weight) not in heads:
+                    self._layers[name] = LowRankLinear(module, rank)
+                    self.drafter.set_submodule(name, self._layers[name])
+
+    @property
+    def trained_parameters(self) -> int:
+        """Number of the numbers that are trained."""
+        return sum(layer.lora_A.numel() + layer.lora_B.numel() for layer in self._layers.values())
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Write the weights with their updates to the whole drafter."""
+        for name, layer in self._layers.items():
+            self.whole.get_parameter(f"{name}.weight").copy_(layer.weight + layer.lora_B @ layer.lora_A)
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return the frozen weights and the factors by layer: from a sum alone they could not be told apart again."""
+        return {name: layer.state_dict() for name, layer in self._layers.items()}
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Restore what `state_dict` returned; `KeyError` or `RuntimeError` for that of another drafter or rank."""
+        for name, layer in self._layers.items():
+            layer.load_state_dict(state[name])
