@@ -82,6 +82,10 @@ class TrainConfig:
         "go on training in rounds, each on the files that directories of --data have gained, and save after each",
     )
     watch_rows: int = option(256, "new rows that a round waits for, with --watch")
+    watch_replay: int = option(
+        2048,
+        "rows of earlier files that a round trains on again beside the new ones, with --watch: the newest; 0 for none",
+    )
     adapter: str | None = option(
         None,
         "LoRA adapter that the base has: a directory that PEFT wrote; the drafter learns what both write",
@@ -208,7 +212,8 @@ class TrainConfig:
         for name in (*sizes, *intervals, *heads, "head_shortlist_rank", "decay", "lr", "max_grad_norm", *optional):
             if not (getattr(self, name) is None or 0 < getattr(self, name) < math.inf):
                 raise ArgumentError(f"{flag(name)} must be positive, got {getattr(self, name)}")
-        for name in ("num_layers", "context_window", "head_rank", "weight_decay", "validate_prompts", "seed"):
+        counts = ("num_layers", "context_window", "head_rank", "watch_replay", "validate_prompts")
+        for name in (*counts, "weight_decay", "seed"):
             if not (getattr(self, name) is None or 0 <= getattr(self, name) < math.inf):
                 raise ArgumentError(f"{flag(name)} must not be negative, got {getattr(self, name)}")
         for name in ("distill", "decay", "warmup", "reach"):

@@ -1,4 +1,4 @@
-"""Training that goes on as texts come: in rounds, each on the files that directories have gained since the one before.
+"""Training that goes on as texts come: in rounds, each on files that directories have gained and on some before them.
 
 So a drafter learns from what a server captures, beside it or on another machine, and each round ends with a drafter
 that the server may be given.
@@ -59,7 +59,8 @@ def watch(config: TrainConfig, run: Callable[[TrainConfig], object], log: Callab
         raise ArgumentError(
             "--watch trains in one process, as processes could find other files: start it without a launcher"
         )
-    seen, waiting = set[Path](), dict[Path, int]()  # files that were trained on, and the rows of those that wait
+    # Rows of the files that were trained on, and of those that wait.
+    seen, waiting = dict[Path, int](), dict[Path, int]()
     number = 0
     while True:
         for folder in folders:
@@ -71,9 +72,17 @@ def watch(config: TrainConfig, run: Callable[[TrainConfig], object], log: Callab
             time.sleep(POLL_SECONDS)
             continue
         number += 1
-        log(f"round {number}: {sum(waiting.values()):,} rows of {len(waiting)} new files")
-        run(replace(config, data=tuple(map(str, waiting)), overwrite=True))
-        seen, waiting = seen | set(waiting), {}
+        # A round of few rows alone unlearns what those before it have taught, so the newest of these come again.
+        again, left = list[Path](), config.watch_replay
+        for file in reversed([file for file in seen if file.is_file()]):
+            if seen[file] > left:
+                break
+            again.insert(0, file)
+            left -= seen[file]
+        earlier = f", and {sum(seen[file] for file in again):,} of {len(again)} earlier ones" if again else ""
+        log(f"round {number}: {sum(waiting.values()):,} rows of {len(waiting)} new files{earlier}")
+        run(replace(config, data=tuple(map(str, [*again, *waiting])), overwrite=True))
+        seen, waiting = seen | waiting, {}
         config = replace(config, drafter=config.output)
 
 

@@ -25,8 +25,17 @@ def add_file(folder, name: str, rows: int) -> None:
     (folder / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * rows)
 
 
-@pytest.mark.parametrize("more", [[], ["--lora-rank", "2"]], ids=["whole", "low rank"])
-def test_each_round_trains_the_last_ones_drafter_on_what_has_come_since(tmp_path, monkeypatch, capsys, more):
+@pytest.mark.parametrize(
+    ("more", "again"),
+    [
+        ([], ["b.jsonl", "bb.jsonl"]),
+        (["--lora-rank", "2"], ["b.jsonl", "bb.jsonl"]),
+        (["--watch-replay", "11"], ["bb.jsonl"]),
+        (["--watch-replay", "5"], []),
+    ],
+    ids=["whole", "low rank", "the newest again", "nothing again"],
+)
+def test_each_round_trains_the_last_ones_drafter_on_what_has_come_since(tmp_path, monkeypatch, capsys, more, again):
     texts, out, trained = tmp_path / "texts", tmp_path / "out", []
     words = words_of(tmp_path, "--drafter", str(tmp_path / "first"), "--watch", "--watch-rows", "8", *more)
     out.rename(tmp_path / "first")
@@ -46,6 +55,7 @@ def test_each_round_trains_the_last_ones_drafter_on_what_has_come_since(tmp_path
             add_file(texts, "a", 6)  # too few rows
         elif step == 1:
             add_file(texts, "b", 6)
+            add_file(texts, "bb", 6)
         elif step == 2:
             trained.append((record(tmp_path)["data"], weights()))
             (texts / "a.jsonl").unlink()
@@ -55,7 +65,7 @@ def test_each_round_trains_the_last_ones_drafter_on_what_has_come_since(tmp_path
             raise KeyboardInterrupt
 
     monkeypatch.setattr("redrafter.train.watch.time", SimpleNamespace(sleep=sleep))
-    opened = iter(range(3))  # each file once, or the command would train on them for ever
+    opened = iter(range(4))  # each file once, or the command would train on them for ever
 
     def open_lines(file):
         assert next(opened, None) is not None, f"{file} is counted again"
@@ -64,14 +74,15 @@ def test_each_round_trains_the_last_ones_drafter_on_what_has_come_since(tmp_path
     monkeypatch.setattr("redrafter.train.watch.open_lines", open_lines)
     assert main(words) == 130
     (first, after_first), (second, after_second) = trained
-    assert [entry["name"] for entry in first] == ["a.jsonl", "b.jsonl"]
-    assert [entry["name"] for entry in second] == ["c.jsonl"]
+    assert [entry["name"] for entry in first] == ["a.jsonl", "b.jsonl", "bb.jsonl"]
+    assert [entry["name"] for entry in second] == [*again, "c.jsonl"], "a.jsonl is gone"
     assert not torch.equal(before, after_first)
     assert not torch.equal(after_first, after_second)
     assert record(tmp_path)["config"]["drafter"] == "out"
     told = capsys.readouterr().out
-    assert "round 1: 12 rows of 2 new files" in told
-    assert "round 2: 8 rows of 1 new files" in told
+    assert "round 1: 18 rows of 3 new files\n" in told
+    earlier = f", and {6 * len(again)} of {len(again)} earlier ones" if again else ""
+    assert f"round 2: 8 rows of 1 new files{earlier}\n" in told
 
 
 @pytest.mark.parametrize(
