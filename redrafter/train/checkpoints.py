@@ -51,6 +51,7 @@ class TrainingIdentity:
     def from_config(cls, config: TrainConfig, base: str, data: str, processes: int) -> "TrainingIdentity":
         """Make the identity of a run from its config and the other attributes."""
         options = {name: value for name, value in asdict(config).items() if name not in CHANGEABLE_OPTIONS}
+        options["lr"] = config.peak_lr
         return cls(base, data, processes, json.loads(json.dumps(options)))
 
     def check(self, saved: dict[str, Any], path: Path) -> None:

@@ -19,6 +19,8 @@ from redrafter.options import option
 DTYPES = ("float32", "bfloat16", "float16")
 TRACKERS = ("tensorboard", "wandb", "trackio")
 DEFAULT_LENGTH = 512  # tokens
+# Peak learning rates of new weights, of those of a drafter that is trained further, and of low-rank updates of it.
+NEW_LR, FURTHER_LR, LOW_RANK_LR = 1e-3, 5e-4, 3e-3
 # Highest values of options: more would fill any memory, or does not fit into the machine's integers and float32.
 MAX_VALUES: dict[str, float] = dict.fromkeys(
     (
@@ -177,7 +179,11 @@ class TrainConfig:
         0.0,
         "how much less a draft step weighs where an earlier token would not have been among the beams; from 0 to 1",
     )
-    lr: float = option(1e-3, "peak learning rate, which follows a cosine down to 0")
+    lr: float | None = option(
+        None,
+        f"peak learning rate, which follows a cosine down to 0 (default: {NEW_LR:g}; with --drafter {FURTHER_LR:g}, or "
+        f"{LOW_RANK_LR:g} with --lora-rank)",
+    )
     warmup: float = option(0.03, "share of the training in which the learning rate rises from 0")
     weight_decay: float = option(0.0, "weight decay of matrices")
     max_grad_norm: float = option(1.0, "norm that gradients are clipped to")
@@ -203,6 +209,15 @@ class TrainConfig:
     save_every: int | None = option(
         None, "steps between checkpoints, which are written to OUTPUT.checkpoints (default: no checkpoints)"
     )
+
+    @property
+    def peak_lr(self) -> float:
+        """Peak learning rate: `lr`, or what suits the numbers that are trained."""
+        if self.lr is not None:
+            return self.lr
+        if self.lora_rank is not None:
+            return LOW_RANK_LR
+        return NEW_LR if self.drafter is None else FURTHER_LR
 
     def __post_init__(self) -> None:
         optional = ("length", "steps", "epochs", "minutes", "exit_dim", "draft_vocab_size", "head_shortlist", "chunk")

@@ -76,7 +76,7 @@ def train(
             fraction_done = clock.broadcast_fraction_done()
             if fraction_done >= 1:
                 break
-            trainer.step(group, config.lr * learning_rate_factor(fraction_done, config.warmup))
+            trainer.step(group, config.peak_lr * learning_rate_factor(fraction_done, config.warmup))
             if is_first_step:
                 meter.check_finite()  # waits: the first step compiles, and is not to be counted
                 clock.start()
@@ -121,7 +121,7 @@ def make_optimizer(drafter: Drafter, config: TrainConfig, device: torch.device) 
     weights = [weight for weight in drafter.parameters() if weight.requires_grad]
     matrices, vectors = ([weight for weight in weights if (weight.dim() > 1) == wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return AdamW(groups, lr=config.lr, betas=ADAM_BETAS, fused=device.type == "cuda")
+    return AdamW(groups, lr=config.peak_lr, betas=ADAM_BETAS, fused=device.type == "cuda")
 
 
 class Trainer:

@@ -234,4 +234,4 @@ def _config_without_folders(config: TrainConfig) -> dict[str, Any]:
         if field.metadata.get("path") or field.name == "model":
             value = tuple(map(short_name, value)) if isinstance(value, tuple) else value and short_name(value)
         options[field.name] = value
-    return options
+    return options | {"lr": config.peak_lr}

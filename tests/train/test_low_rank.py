@@ -80,6 +80,24 @@ def test_the_optimizer_has_states_of_the_factors_alone():
     assert held < 0.2 * drafter.num_parameters()
 
 
+@pytest.mark.parametrize(
+    ("options", "peak"),
+    [
+        ({}, 1e-3),
+        ({"drafter": "d"}, 5e-4),
+        ({"drafter": "d", "lora_rank": 2}, 3e-3),
+        ({"drafter": "d", "lora_rank": 2, "lr": 0.1}, 0.1),
+    ],
+)
+def test_the_learning_rate_suits_what_is_trained_unless_it_is_given(options, peak):
+    base, rates = tiny_model(), []
+    ids = torch.arange(5, 25)[None]
+    config = TrainConfig(steps=1, draft_len=2, cpu=True, warmup=0, log_every=1, **options)
+    batch = ids, torch.ones_like(ids, dtype=torch.bool)
+    train(base, random_drafter(base), [batch], config, progress=lambda progress: rates.append(progress.learning_rate))
+    assert rates == [peak]
+
+
 def test_a_running_engine_takes_what_was_saved_and_its_texts_stay(tmp_path):
     base, drafter = tiny_base("llama"), tiny_drafter(recurrence="gated", context_window=8)
     engine = ReDrafter(Target(base), drafter)
@@ -104,7 +122,7 @@ def test_the_command_saves_a_drafter_of_the_same_form_and_compiles_its_loss(tmp_
     first = ["--steps", "3", "--context-window", "8", "--head-rank", "8"]
     assert main(command(tmp_path, *first)) == 0
     (tmp_path / "out").rename(tmp_path / "first")
-    more = ["--drafter", str(tmp_path / "first"), "--lora-rank", "2", "--lr", "0.01", "--steps", "3"]
+    more = ["--drafter", str(tmp_path / "first"), "--lora-rank", "2", "--steps", "3"]
     assert main(command(tmp_path, *more, "--dry-run")) == 0
     planned = capsys.readouterr().out
     assert main(command(tmp_path, *more)) == 0
@@ -117,7 +135,8 @@ def test_the_command_saves_a_drafter_of_the_same_form_and_compiles_its_loss(tmp_
     assert f"{count:,} of rank 2 trained" in said
     assert f"{count:,} trainable parameters of {before.num_parameters():,}" in planned
     assert f"their gradients {4 * count / 1e6:.2f} MB, AdamW's state {8 * count / 1e6:.2f} MB" in planned
-    assert record(tmp_path)["config"]["lora_rank"] == 2
+    options = record(tmp_path)["config"]
+    assert (options["lora_rank"], options["lr"]) == (2, 0.003)
     whole = after.state_dict()
     shutil.rmtree(tmp_path / "out")
     assert main(command(tmp_path, *more, "--compile")) == 0
