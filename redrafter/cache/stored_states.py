@@ -24,7 +24,7 @@ class StoredStates:
         return len(self._rows)
 
     def longest(self, chain: Sequence[Hashable]) -> int:
-        """Return how many blocks of a chain come before the last place in it whose states are kept."""
+        """Return the length in blocks of the longest beginning of a chain whose states are kept; 0 for none."""
         return next((count for count in range(len(chain), 0, -1) if chain[count - 1] in self._rows), 0)
 
     def use(self, prefix: Hashable) -> int:

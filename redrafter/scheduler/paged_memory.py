@@ -107,6 +107,8 @@ class PagedMemory:
             for store in (self._stores if block_table.mark else ())
             if store.states is not None
         }
+        # A draft model that skips steps keeps other states than the target, or none yet, which count as 1 token: a
+        # prefix needs both after the same full block.
         if len(ends) == 1 and not (end := ends.pop()) % BLOCK_SIZE and end:
             block_table.snapshots[end], block_table.mark = block_table.mark, 0
 
