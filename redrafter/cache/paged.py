@@ -139,7 +139,7 @@ class PagedCache(KVCache):
     ):
         """Make a cache of blocks `[B, M]` int32; recurrent states, if any, are in `rows` `[B]` int64 of the pool.
 
-        Which of them are also copied, `copies` says: `snapshots`, `marks` and `behind` of `StatesOfRows`.
+        Which of them are also copied, `copies` says: `snapshots`, `marks` and `unread` of `StatesOfRows`.
         """
         self.pool, self.table, self.has_drafter_layer = pool, table, pool.has_drafter_layer
         self.pools, self.movable = pool.pools, pool.movable

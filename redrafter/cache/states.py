@@ -1,6 +1,6 @@
 """Recurrent states of rows: what layers without attention keep of a text, in tensors of one size for any length.
 
-A state cannot be cut off behind a token, as keys and values can. So the state after the committed tokens of each row is
+A state cannot be cut off after a token, as keys and values can. So the state after the committed tokens of each row is
 kept apart from those after the nodes of its tree, of which a commit picks one.
 """
 
@@ -121,7 +121,7 @@ class StatesOfRows:
         rows: Tensor | None = None,
         snapshots: Mapping[int, Mapping[int, int]] | None = None,
         marks: Tensor | None = None,
-        behind: int = 0,
+        unread: int = 0,
     ):
         """Begin with nothing but what the store has.
 
@@ -130,9 +130,9 @@ class StatesOfRows:
             rows: `[B]` int64; None for all.
             snapshots: The attribute; None for none.
             marks: The attribute.
-            behind: Tokens that a commit leaves unread: 1 for a draft model, which reads the last one again.
+            unread: Tokens that a commit leaves unread: 1 for a draft model, which reads the last one again.
         """
-        self.store, self.snapshots, self.marks, self._behind = store, snapshots or {}, marks, behind
+        self.store, self.snapshots, self.marks, self._unread = store, snapshots or {}, marks, unread
         if rows is None:
             self.use_rows(len(store.position))
         else:
@@ -249,7 +249,7 @@ class StatesOfRows:
     def _mark(self, before: Tensor, length: Tensor, path: Path, active: Tensor) -> None:
         """Copy the states after the last block that each row's path has filled; `before` is of `begin`, `[B]`."""
         assert self.marks is not None, "steps keep copies"
-        full = (length + path.accepted + 1 + self._behind) // BLOCK_SIZE * BLOCK_SIZE - self._behind  # [B]
+        full = (length + path.accepted + 1 + self._unread) // BLOCK_SIZE * BLOCK_SIZE - self._unread  # [B]
         for row in (active & (full > length) & (self.marks > 0)).nonzero().flatten().tolist():
             at, upto = int(self.marks[row]), int(full[row])
             entry = 1 + int(before[row]) + int(path.nodes[row, upto - 1 - int(length[row])])

@@ -166,10 +166,10 @@ class PagedRows:
         target = PagedCache(self._graphs.store, tables, rows, snapshots=dict(enumerate(snapshots)), **copies)
         if self._draft_store is None:
             return CachePair(target)
-        # The states of a draft model stay a token behind: see `read_drafts`.
+        # A draft model reads the last committed token again at each step, so its states are those before it.
         before = {row: {count - 1: at for count, at in each.items()} for row, each in enumerate(snapshots)}
         return CachePair(
-            target, PagedCache(self._draft_store, draft_tables, rows, snapshots=before, **copies, behind=1)
+            target, PagedCache(self._draft_store, draft_tables, rows, snapshots=before, **copies, unread=1)
         )
 
 
