@@ -217,7 +217,7 @@ class BlockManager:
         table = BlockTable(blocks, len(chain) * BLOCK_SIZE, salt, state_row)
         if self._states is not None and reuse:
             table.restored = self._states.use(chain[-1]) if chain else 0
-            for count in {known: None, (len(prompt) - 1) // BLOCK_SIZE: None} if publishes else ():
+            for count in dict.fromkeys((known, (len(prompt) - 1) // BLOCK_SIZE)) if publishes else ():
                 saves = (count - len(chain)) * BLOCK_SIZE >= MIN_SAVED
                 if saves and (row := self._states.reserve()):
                     table.snapshots[count * BLOCK_SIZE] = row

@@ -6,7 +6,7 @@ kept apart from those after the nodes of its tree, of which a commit picks one.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -100,6 +100,26 @@ class TreeLevels:
     roots: Tensor
 
 
+@dataclass(frozen=True)
+class StateCopies:
+    """Tells which rows of a store get copies of other rows' states while these read their texts.
+
+    Attributes:
+        snapshots: By row of the cache, the rows of the store that get a copy of its states while its prompt is read,
+            each under the number of tokens that these states have read.
+        marks: The row of the store, for each row of the cache, that gets a copy of its states whenever its text fills a
+            block, `[B]` int64 on a CPU, 0 for none; None where steps keep no such copies.
+        unread: Tokens that a commit leaves unread: 1 for a draft model, which reads the last one again.
+    """
+
+    snapshots: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    marks: Tensor | None = None
+    unread: int = 0
+
+
+NO_COPIES = StateCopies()
+
+
 class StatesOfRows:
     """The states of some rows of a store, and those after the nodes of their trees while a step runs.
 
@@ -109,30 +129,12 @@ class StatesOfRows:
     Attributes:
         store: The states after committed tokens.
         rows: The rows of the store, `[B]` int64.
-        snapshots: By row of these, other rows of the store that get a copy of its states while its prompt is read, each
-            under the number of tokens that these states have read.
-        marks: The row of the store, for each of these rows, that gets a copy of its states whenever its text fills
-            a block, `[B]` int64 on a CPU, 0 for none; None where steps keep no such copies.
+        copies: Which of them are copied to other rows of the store.
     """
 
-    def __init__(
-        self,
-        store: RowStates,
-        rows: Tensor | None = None,
-        snapshots: Mapping[int, Mapping[int, int]] | None = None,
-        marks: Tensor | None = None,
-        unread: int = 0,
-    ):
-        """Begin with nothing but what the store has.
-
-        Args:
-            store: The states after committed tokens.
-            rows: `[B]` int64; None for all.
-            snapshots: The attribute; None for none.
-            marks: The attribute.
-            unread: Tokens that a commit leaves unread: 1 for a draft model, which reads the last one again.
-        """
-        self.store, self.snapshots, self.marks, self._unread = store, snapshots or {}, marks, unread
+    def __init__(self, store: RowStates, rows: Tensor | None = None, copies: StateCopies = NO_COPIES):
+        """Begin with nothing but what the store has. rows: `[B]` int64; None for all."""
+        self.store, self.copies = store, copies
         if rows is None:
             self.use_rows(len(store.position))
         else:
@@ -220,7 +222,7 @@ class StatesOfRows:
 
     def snapshots_in(self, piece: Piece) -> dict[int, int]:
         """Return the snapshots after tokens of a piece of a prompt, the first one first."""
-        snapshots = self.snapshots.get(piece.row, {})
+        snapshots = self.copies.snapshots.get(piece.row, {})
         return {count: snapshots[count] for count in sorted(snapshots) if piece.first < count <= piece.end}
 
     def forget(self, rows: Tensor) -> None:
@@ -237,8 +239,8 @@ class StatesOfRows:
         position, home = self.store.position, self.rows.to(self.store.position.device)
         before = position[home]
         length, end, accepted, active = (x.to(position.device) for x in (length, path.end, path.accepted, active))
-        if self.marks is not None:
-            self._mark(length - before, length, path, active)
+        if self.copies.marks is not None:
+            self._mark(self.copies.marks, length - before, length, path, active)
         entry = torch.where(active, (1 + length - before + end).clamp(0, self._count - 2), 0)  # [B]
         for key, store in self.store.tensors.items():
             kept = self.read_entries([key], self._of_all_rows(entry[:, None]).flatten())[0]
@@ -246,12 +248,12 @@ class StatesOfRows:
         position.index_copy_(0, home, torch.where(active, length + accepted + 1, before))
         self._entries.clear()
 
-    def _mark(self, before: Tensor, length: Tensor, path: Path, active: Tensor) -> None:
+    def _mark(self, marks: Tensor, before: Tensor, length: Tensor, path: Path, active: Tensor) -> None:
         """Copy the states after the last block that each row's path has filled; `before` is of `begin`, `[B]`."""
-        assert self.marks is not None, "steps keep copies"
-        full = (length + path.accepted + 1 + self._unread) // BLOCK_SIZE * BLOCK_SIZE - self._unread  # [B]
-        for row in (active & (full > length) & (self.marks > 0)).nonzero().flatten().tolist():
-            at, upto = int(self.marks[row]), int(full[row])
+        unread = self.copies.unread
+        full = (length + path.accepted + 1 + unread) // BLOCK_SIZE * BLOCK_SIZE - unread  # [B]
+        for row in (active & (full > length) & (marks > 0)).nonzero().flatten().tolist():
+            at, upto = int(marks[row]), int(full[row])
             entry = 1 + int(before[row]) + int(path.nodes[row, upto - 1 - int(length[row])])
             for key, store in self.store.tensors.items():
                 store[at].copy_(self._room(key)[row, entry])

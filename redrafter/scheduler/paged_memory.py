@@ -14,6 +14,7 @@ from redrafter.cache.block_manager import BlockManager, BlockTable
 from redrafter.cache.host_blocks import HostBlocks
 from redrafter.cache.kv_cache import stored_as
 from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.cache.states import RowStates
 from redrafter.errors import CacheFullError, UnsupportedError, first_line
 from redrafter.files.home import keep_kernels
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -86,19 +87,21 @@ class PagedMemory:
         return [self.store] if self.draft_store is None else [self.store, self.draft_store]
 
     @property
+    def _states(self) -> list[RowStates]:
+        return [store.states for store in self._stores if store.states is not None]
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """All keys and values on the device, and all recurrent states."""
-        states = [store.states for store in self._stores if store.states is not None]
         pools = [pool for store in self._stores for pool in store.pools]
-        return [*pools, *(x for each in states for x in (each.position, *each.tensors.values()))]
+        return [*pools, *(x for each in self._states for x in (each.position, *each.tensors.values()))]
 
     def reserve_mark(self, block_table: BlockTable) -> None:
         """Let steps of a row keep its states after each block that its text fills, on a CPU. Hold the lock."""
         if self.target.device.type == "cpu":
             self.blocks.reserve_mark(block_table)
-            for store in self._stores if block_table.mark else ():
-                if store.states is not None:
-                    store.states.position[block_table.mark] = 0
+            for states in self._states if block_table.mark else ():
+                states.position[block_table.mark] = 0
 
     def take_mark(self, block_table: BlockTable) -> None:
         """Let the states that steps have kept of a row be published with its text. Hold the lock."""
@@ -117,9 +120,8 @@ class PagedMemory:
 
         What the row's earlier owner has launched runs before it, and what reads the row's prompt, after it.
         """
-        for store in self._stores if block_table.restored else ():
-            if store.states is not None:
-                store.states.copy_row(block_table.state_row, block_table.restored)
+        for states in self._states if block_table.restored else ():
+            states.copy_row(block_table.state_row, block_table.restored)
 
     def copy_blocks(self) -> None:
         """Launch the copies from and to the host that are due, once blocks were handed out and before they are used.

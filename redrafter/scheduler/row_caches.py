@@ -13,6 +13,7 @@ from redrafter.cache.block_manager import BlockTable
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import PagedCache, stack_block_tables
+from redrafter.cache.states import StateCopies
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
@@ -162,15 +163,13 @@ class PagedRows:
     ) -> CachePair:
         rows, marks = state_rows.unbind(1)
         # A device would copy states at every step, whether or not a row has filled a block.
-        copies = {"marks": marks if marks.device.type == "cpu" else None}
-        target = PagedCache(self._graphs.store, tables, rows, snapshots=dict(enumerate(snapshots)), **copies)
+        kept = marks if marks.device.type == "cpu" else None
+        target = PagedCache(self._graphs.store, tables, rows, StateCopies(dict(enumerate(snapshots)), kept))
         if self._draft_store is None:
             return CachePair(target)
         # A draft model reads the last committed token again at each step, so its states are those before it.
         before = {row: {count - 1: at for count, at in each.items()} for row, each in enumerate(snapshots)}
-        return CachePair(
-            target, PagedCache(self._draft_store, draft_tables, rows, snapshots=before, **copies, unread=1)
-        )
+        return CachePair(target, PagedCache(self._draft_store, draft_tables, rows, StateCopies(before, kept, unread=1)))
 
 
 class DenseRows:

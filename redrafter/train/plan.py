@@ -58,7 +58,7 @@ def describe_plan(config: TrainConfig, windows: Windows, processes: int) -> list
         f"base: {type(base).__name__}, {base_size:,} parameters, {dtype_name(base.dtype)}, frozen",
         f"drafter: {trained:,} trainable parameters{'' if trained == drafter_size else f' of {drafter_size:,}'}, "
         f"{100 * drafter_size / base_size:.1f} % of the base's",
-        *_memory(config, base, drafter, row, processes),
+        *_memory(config, base, drafter, trained, row, processes),
         f"data: {len(windows):,} windows, {len(windows.tokens):,} tokens, {learnt:,} of them learnt, in "
         f"{len(windows.row_widths):,} rows of at most {row} tokens",
         f"an optimizer step: {config.accumulate} x {config.batch_size} rows on each of {processes} "
@@ -136,7 +136,9 @@ def _base_config(config: TrainConfig) -> PretrainedConfig:
         raise load_error("model", str(config.model), error) from error
 
 
-def _memory(config: TrainConfig, base: PreTrainedModel, drafter: Drafter, row: int, processes: int) -> list[str]:
+def _memory(
+    config: TrainConfig, base: PreTrainedModel, drafter: Drafter, trained: int, row: int, processes: int
+) -> list[str]:
     """Estimate the memory on each process's device; of a batch, only the largest parts are counted."""
     drafter_size, item_bytes = drafter.num_parameters(), base.dtype.itemsize
     drafter_config, vocabulary = drafter.config, drafter.lm_head.out_features
@@ -145,13 +147,12 @@ def _memory(config: TrainConfig, base: PreTrainedModel, drafter: Drafter, row: i
     predictions = config.chunk or config.draft_len * chunk_anchors(vocabulary, config.draft_len, device)
     chunk = 4 * vocabulary * min(predictions, config.draft_len * positions)
     reduced = vocabulary if drafter_config.draft_vocab_size is not None else 0
-    processes_of_drafter = processes if config.shard_drafter else 1
-    share, trained = (n / processes_of_drafter for n in (drafter_size, trained_parameters(drafter, config)))
+    spread = processes if config.shard_drafter else 1
     parts = {
         "base": base.num_parameters() * item_bytes / (processes if config.shard_base else 1),
-        "drafter's weights": 4 * share,
-        "their gradients": 4 * trained,
-        "AdamW's state": 8 * trained,
+        "drafter's weights": 4 * drafter_size / spread,
+        "their gradients": 4 * trained / spread,
+        "AdamW's state": 8 * trained / spread,
         "the base's logits": positions * (drafter_config.vocab_size + reduced) * item_bytes,
         **drafter.unroll_bytes(config.batch_size, row, config.draft_len),
         "a chunk's logits": LOGIT_COPIES * chunk,

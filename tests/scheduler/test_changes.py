@@ -1,4 +1,4 @@
-"""What a scheduler keeps of how drafts are accepted when its engine is changed."""
+"""A scheduler keeps what it learnt of drafts over sleep and waking, and forgets it with other models."""
 
 import pytest
 
