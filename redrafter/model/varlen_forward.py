@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +22,7 @@ from redrafter.attention.tree_plan import RUNNING_PLAN, ChunkEnds, Plan
 from redrafter.cache.dense import DenseCache
 from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE
 from redrafter.model.forward_batch import ForwardBatch, Prompts
+from redrafter.model.layer_compiler import LayerCompiler
 from redrafter.model.linear_layers import FusedLinears, linear_calls, same_inputs
 from redrafter.model.mixer_operator import MixerOperators
 from redrafter.model.patch import ModelPatch
@@ -32,6 +34,9 @@ COMPILE_OPTIONS: dict[str, Any] = {
     "realize_opcount_threshold": 4,  # what every layer reads, sines and cosines, is computed once and not in each
     "combo_kernels": True,  # queries and keys are rotated in one launch
 }
+
+# Operators that a compiler does not look into, one or more in each layer.
+CUTS = ("redrafter::tree_attention", "redrafter::invariant_attention", "redrafter::mix")
 
 # Of a batch-invariant forward. What is measured on the device, or suits the first sizes that are seen, may be another
 # order of sums for other sizes or in another process; one variant of each kernel, chosen without measuring, has one.
@@ -204,14 +209,20 @@ class VarlenForward(TreeForward):
 
     def compile(self, compiled: bool = True) -> None:
         """Run later calls compiled by torch.compile, or as they are written."""
-        options = COMPILE_OPTIONS
-        if compiled and self.row_by_row is not None:
-            from torch._inductor import config  # takes seconds to import
+        self._run, self._operators = self._plain, None
+        if not compiled:
+            return
+        from torch._inductor import config  # these take seconds to import
+        from torch._inductor.compile_fx import compile_fx
 
+        options = COMPILE_OPTIONS
+        if self.row_by_row is not None:
             names = config.get_config_copy()  # of the options that this version of torch has
             options = options | {name: value for name, value in _FIXED_ORDER.items() if name in names}
-        self._operators = MixerOperators(self.bound.model, self._mixers) if compiled and self._mixers else None
-        self._run = torch.compile(self._plain, fullgraph=True, options=options) if compiled else self._plain
+        if self._mixers:
+            self._operators = MixerOperators(self.bound.model, self._mixers)
+        backend = LayerCompiler(CUTS, partial(compile_fx, config_patches=options))
+        self._run = torch.compile(self._plain, fullgraph=True, backend=backend)
 
     def _plain(
         self,

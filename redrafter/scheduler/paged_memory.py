@@ -259,9 +259,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
         compile = False
     target.varlen_forward.compile(compile)
     if compile:
-        _LOG.info(
-            "compiling %s, once: about a second a layer (--no-compile or compile=False does without)", target.name
-        )
+        _LOG.info("compiling %s (--no-compile or compile=False does without)", target.name)
     # The drafter's step is compiled for one row and many, one beam and many, the first step and the others.
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, MAX_RECOMPILES)
     try:

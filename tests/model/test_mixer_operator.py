@@ -22,7 +22,7 @@ def test_one_compiled_forward_serves_all_trees(architecture, monkeypatch):
     model, counter, compile = recurrent_model(architecture), CompileCounter(), torch.compile
     torch._dynamo.reset()
     monkeypatch.setattr(
-        torch, "compile", lambda run, fullgraph, options: compile(run, fullgraph=fullgraph, backend=counter)
+        torch, "compile", lambda run, fullgraph, backend: compile(run, fullgraph=fullgraph, backend=counter)
     )
     engine = paged(PromptLookup.from_pretrained(model))
     assert all(mixer.tokens_alone for mixer in engine.target.traits.mixers)

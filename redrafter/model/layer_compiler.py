@@ -1,0 +1,99 @@
+"""Compilation of a model layer by layer: layers that differ in their weights alone are compiled once.
+
+torch.compile inlines all layers into one graph, and compiles each as if it had seen none before. But attention and
+mixers are operators that the compiler does not look into and fuses with nothing, so a graph that is cut at each of them
+loses no fusion: what is left between two of them is the end of one layer and the beginning of the next, which computes
+the same for nearly all layers, of other weights. The weights are among its inputs, as Dynamo has it.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.node import map_arg
+from torch.fx.passes.split_module import split_module
+
+Compiled: TypeAlias = Callable[..., Any]
+
+
+class LayerCompiler:
+    """A backend for torch.compile that cuts graphs into pieces, and compiles one of those that are alike.
+
+    Attributes:
+        pieces: Number of pieces that were seen.
+        compiled: Number of pieces that were compiled.
+    """
+
+    def __init__(self, cuts: Collection[str], compile: Callable[[fx.GraphModule, list[Any]], Compiled]):
+        """Make a backend.
+
+        Args:
+            cuts: Names of the operators at which graphs are cut, such as "redrafter::tree_attention".
+            compile: The backend for pieces, whose outputs are tuples.
+        """
+        self._cuts, self._compile = frozenset(cuts), compile
+        self.pieces = self.compiled = 0
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        """Return what computes a graph that Dynamo has traced."""
+        number = 0
+        numbers = dict[fx.Node, int]()  # odd for operators that stand alone
+        for node in graph.graph.nodes:
+            alone = self._is_cut(node)
+            number += alone
+            numbers[node] = number
+            number += alone
+        whole = split_module(graph, graph, numbers.__getitem__, keep_original_order=True)
+        known = dict[Any, Compiled]()
+        for name, piece in list(whole.named_children()):
+            if any(self._is_cut(node) for node in piece.graph.nodes):
+                continue  # has nothing to compile, and is called as it is
+            structure = _structure(piece)
+            if structure not in known:
+                known[structure] = self._compile_piece(piece)
+            delattr(whole, name)
+            setattr(whole, name, known[structure])
+            self.pieces += 1
+        self.compiled += len(known)
+        forward: Compiled = whole.forward
+        return forward
+
+    def _is_cut(self, node: fx.Node) -> bool:
+        return isinstance(node.target, OpOverload) and node.target.name() in self._cuts
+
+    def _compile_piece(self, piece: fx.GraphModule) -> Compiled:
+        (output,) = piece.graph.find_nodes(op="output")
+        several = isinstance(output.args[0], tuple)
+        if not several:  # a compiler wants a tuple
+            output.args = (output.args,)
+            piece.recompile()
+        compiled = self._compile(
+            piece, [node.meta["example_value"] for node in piece.graph.find_nodes(op="placeholder")]
+        )
+        return compiled if several else lambda *inputs: compiled(*inputs)[0]
+
+
+def _structure(piece: fx.GraphModule) -> tuple[Any, ...]:
+    """Return what two pieces have in common if and only if they compute the same of inputs of the same kinds."""
+    names = {node: f"%{index}" for index, node in enumerate(piece.graph.nodes)}
+
+    def described(node: fx.Node) -> tuple[Any, ...]:
+        target = node.target
+        if node.op == "placeholder":
+            target = _kind(node.meta["example_value"])
+        elif node.op == "get_attr":  # a constant tensor, or the body of a branch
+            target = id(attrgetter(str(target))(piece))
+        return node.op, target, repr(map_arg((node.args, node.kwargs), names.__getitem__))
+
+    return tuple(described(node) for node in piece.graph.nodes if node.op != "placeholder" or node.users)
+
+
+def _kind(x: Any) -> Any:
+    """Return what a compiled piece takes for granted of an input."""
+    if not isinstance(x, Tensor):
+        return str(x)  # a number that varies from call to call
+    # Sizes that vary have names, and hash as the numbers that they were.
+    sizes = str((x.shape, x.stride(), x.storage_offset()))
+    return type(x), x.dtype, x.device, x.requires_grad, sizes

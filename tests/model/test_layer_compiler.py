@@ -1,0 +1,104 @@
+"""A model is compiled layer by layer, and layers that compute the same are compiled once."""
+
+import pytest
+import torch
+from torch._inductor import compile_fx
+
+from helpers.generation import same_undrafted
+from helpers.models import paged, tiny_model, uneven_batch
+from redrafter import PromptLookup
+from redrafter.attention.tree_attention import tree_attention
+from redrafter.model.layer_compiler import LayerCompiler
+
+WIDTH = 8
+
+
+@torch.library.custom_op("redrafter_tests::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    """Return twice the input, unseen by a compiler."""
+    return 2 * x
+
+
+@opaque.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def compiled_as(run, *inputs):
+    """Return what a function returns compiled with a cut at `opaque`, and how many pieces there are and were compiled.
+
+    Pieces are run as they are.
+    """
+    torch._dynamo.reset()
+    backend = LayerCompiler(["redrafter_tests::opaque"], lambda piece, inputs: piece.forward)
+    return torch.compile(run, fullgraph=True, backend=backend)(*inputs), backend.pieces, backend.compiled
+
+
+def square(seed, dtype=torch.float32):
+    return torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def layers(weights, scales):
+    def run(x):
+        for weight, scale in zip(weights, scales, strict=True):
+            x = x + scale * opaque((x.to(weight.dtype) @ weight).float())
+        return x
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("other", "scale", "compiled"),
+    [
+        (square(9), 1.5, 3),
+        (square(9), 1.25, 4),  # between the second layer and the third, which begins as the others do
+        (square(9, torch.float64), 1.5, 4),
+        (square(9).T, 1.5, 4),
+        (torch.cat([square(9), square(8)])[::2], 1.5, 4),
+    ],
+    ids=["alike", "number", "dtype", "strides", "rows apart"],
+)
+def test_pieces_are_compiled_apart_where_they_compute_something_else(other, scale, compiled):
+    weights = [square(1), square(2), square(3), other]
+    run, x = layers(weights, [1.5, scale, 1.5, 1.5]), torch.randn(3, WIDTH)
+    out, pieces, count = compiled_as(run, x)
+    assert torch.equal(out, run(x))
+    assert (pieces, count) == (5, compiled)
+
+
+def test_a_piece_may_return_several_tensors_and_one_that_it_was_given():
+    def run(x):
+        first, second = x.sin(), x.cos()
+        return x, opaque(first) + second, opaque(second) - first
+
+    x = torch.randn(3, WIDTH)
+    out, *_ = compiled_as(run, x)
+    assert all(torch.equal(a, b) for a, b in zip(out, run(x), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "compiled"),
+    [
+        ("llama", {"num_hidden_layers": 5}, 3),
+        ("gemma2", {"num_hidden_layers": 6}, 3),  # layers with a window differ in what attention is told alone
+        ("olmo2", {"num_hidden_layers": 4}, 3),
+    ],
+)
+def test_a_model_of_many_layers_is_compiled_in_three_pieces(architecture, changes, compiled, monkeypatch):
+    # What stands for the kernels on a CPU cannot be traced, but the reference can.
+    monkeypatch.setattr("redrafter.attention.tree_attention._operator", lambda plan, device: tree_attention)
+    pieces = []
+    monkeypatch.setattr(
+        compile_fx, "compile_fx", lambda piece, _, config_patches: pieces.append(piece) or piece.forward
+    )
+    torch._dynamo.reset()
+    engine = paged(PromptLookup.from_pretrained(model := tiny_model(architecture, **changes)))
+    engine.target.varlen_forward.compile()
+    ids, mask = uneven_batch(rows=3)
+    same_undrafted(engine, ids, mask, max_new_tokens=12, do_sample=True, seed=3)
+    out = engine.generate(ids, mask, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    expected = PromptLookup.from_pretrained(model).generate(
+        ids, mask, max_new_tokens=12, do_sample=False, eos_token_id=None, speculate=False
+    )
+    assert torch.equal(out, expected)
+    assert len(pieces) == compiled
