@@ -119,7 +119,7 @@ class RecurrentDrafter(DrafterModel):
         """Return what the drafter stores of every token for its attention to the text; None where it has none."""
         if self.context is None:
             return None
-        compute = partial(_compiled(_remember) if compiled else _remember, self, target.embedding)
+        compute = partial(_remember_compiled if compiled else _remember, self, target.embedding)
         return drafter_layer(self, target, self.config.context_kv_heads, self.config.context_head_dim, compute)
 
     def prepare(self, target: Target) -> None:
@@ -396,11 +396,14 @@ class RecurrentProposer(SearchProposer):
         drafter, carried = self.drafter, None  # [B, w, D], the recurrent state of each beam
         count = max(drafter.config.head_shortlist or 0, self.beams)
         start = drafter.begin(drafter.fuse_hidden(state.hidden)[:, None])
-        advance = _compiled(_advance) if self.compiled else _advance
+        advance = _advance_compiled if self.compiled else _advance
+        level = torch.arange(self.depth, device=state.length.device)
+        lengths = state.length + level[:, None]  # [K, B], of the texts with the drafts before each step
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor | Candidates:
             nonlocal carried
-            out, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, k, context)
+            window = None if context is None else context._replace(length=lengths[k])
+            out, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, window)
             if drafter.shortlist is None:
                 return sampler.draft_scores(out, noise, k, drafter.draft_ids)
             return drafter.shortlist.choose(out, drafter.lm_head, count, sampler, noise, k, drafter.draft_ids)
@@ -415,7 +418,6 @@ def _advance(
     sources: Tensor,
     carried: Tensor | None,
     start: DraftStart,
-    step: int,
     window: ContextWindow | None,
 ) -> tuple[Tensor, Tensor]:
     """Make one drafter step for every beam, from the recurrent state of the beam that it continues.
@@ -427,15 +429,15 @@ def _advance(
         sources: Beam of the previous step that each beam continues, `[B, w]` int64.
         carried: Recurrent states after the previous step, `[B, w', D]`; None at the first step.
         start: What all steps take from the target's hidden state, of each row `[B, 1, ...]`.
-        step: Number of the step, from 0.
-        window: What the drafter reads of the committed tokens; None where it reads nothing.
+        window: What the drafter reads of the committed tokens, with a `length` that counts the drafts too; None where
+            it reads nothing.
 
     Returns:
         Logits `[B, w, V']`, or with a shortlist the head's inputs `[B, w, R]`; and the new states `[B, w, D]`.
     """
     if carried is not None:
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
-    read = None if window is None else partial(drafter.context, step=step, window=window)
+    read = None if window is None else partial(drafter.context, step=0, window=window)
     step_made = drafter.step if drafter.shortlist is None else drafter.advance
     embedded = None if drafter.embedded is None else drafter.embedded[tokens]
     return step_made(embedding(tokens), carried, start, read, embedded)
@@ -451,7 +453,42 @@ def _remember(
 RecurrentDrafter.proposer_class = RecurrentProposer
 
 
+# Numbers of rows, beams and tokens vary, and nothing else does: with `dynamic=True` numbers of a config would, too. The
+# code for one row, one beam or one token is always its own.
+
+
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function compiled, once for all proposers."""
-    return torch.compile(function, dynamic=True)
+    return torch.compile(function)
+
+
+def _advance_compiled(
+    drafter: RecurrentDrafter,
+    embedding: nn.Module,
+    tokens: Tensor,
+    sources: Tensor,
+    carried: Tensor | None,
+    start: DraftStart,
+    window: ContextWindow | None,
+) -> tuple[Tensor, Tensor]:
+    if carried is not None and carried.shape[1] != tokens.shape[1]:  # one beam is continued by all, as by none later
+        carried = carried.repeat(1, tokens.shape[1], 1)
+    pairs = () if window is None else ((window.keys, 3), (window.values, 2), (window.bias, 3))
+    by_row = (*start, *(window or ()), tokens, sources, carried)
+    by_beam = ((x, 1) for x in (tokens, sources, carried))
+    for x, dim in (*((x, 0) for x in by_row), *by_beam, *pairs):
+        if x is not None:
+            torch._dynamo.maybe_mark_dynamic(x, dim)
+    made: tuple[Tensor, Tensor] = _compiled(_advance)(drafter, embedding, tokens, sources, carried, start, window)
+    return made
+
+
+def _remember_compiled(
+    drafter: RecurrentDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    by_token = ids.contiguous(), positions.contiguous(), hidden
+    for x in by_token:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+    made: tuple[Tensor, Tensor] = _compiled(_remember)(drafter, embedding, *by_token)
+    return made

@@ -46,8 +46,8 @@ class LayerCompiler:
             numbers[node] = number
             number += alone
         whole = split_module(graph, graph, numbers.__getitem__, keep_original_order=True)
-        known = dict[Any, Compiled]()
-        for name, piece in list(whole.named_children()):
+        known, pieces = dict[Any, Compiled](), dict[str, Any](whole.named_children())
+        for name, piece in pieces.items():
             if any(self._is_cut(node) for node in piece.graph.nodes):
                 continue  # has nothing to compile, and is called as it is
             structure = _structure(piece)
@@ -80,7 +80,7 @@ def _structure(piece: fx.GraphModule) -> tuple[Any, ...]:
     names = {node: f"%{index}" for index, node in enumerate(piece.graph.nodes)}
 
     def described(node: fx.Node) -> tuple[Any, ...]:
-        target = node.target
+        target: Any = node.target
         if node.op == "placeholder":
             target = _kind(node.meta["example_value"])
         elif node.op == "get_attr":  # a constant tensor, or the body of a branch

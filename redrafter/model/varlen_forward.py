@@ -221,7 +221,8 @@ class VarlenForward(TreeForward):
             options = options | {name: value for name, value in _FIXED_ORDER.items() if name in names}
         if self._mixers:
             self._operators = MixerOperators(self.bound.model, self._mixers)
-        backend = LayerCompiler(CUTS, partial(compile_fx, config_patches=options))
+        inductor: Any = partial(compile_fx, config_patches=options)
+        backend = LayerCompiler(CUTS, inductor)
         self._run = torch.compile(self._plain, fullgraph=True, backend=backend)
 
     def _plain(

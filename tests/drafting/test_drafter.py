@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 from dataclasses import fields
+from functools import cache
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import linear, silu
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
@@ -15,6 +17,8 @@ from helpers.drafters import FORMS, random_drafter
 from helpers.eagle import random_head
 from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from redrafter import ArgumentError, CheckpointError, DrafterConfig, RecurrentDrafter
+from redrafter.drafting import drafter as drafter_module
+from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.proposer import State
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
@@ -281,3 +285,33 @@ def test_importing_the_package_alone_lets_a_drafters_config_be_known(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "redrafter\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"recurrence": "gated"}, {"rnn": False}, {"context_window": 8, "context_kv_heads": 2, "context_head_dim": 8}],
+)
+def test_a_drafter_is_compiled_a_few_times_for_all_rows_beams_and_steps(changes, monkeypatch):
+    counter, compile = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda run: compile(run, fullgraph=True, backend=counter))
+    monkeypatch.setattr(drafter_module, "_compiled", cache(lambda function: torch.compile(function)))
+    torch._dynamo.reset()
+    target, drafter = Target(tiny_model("llama")), tiny_drafter(**changes)
+
+    def drafts(rows, beams, depth, compiled):
+        torch.manual_seed(rows)
+        hidden, stored = torch.randn(rows, target.feature_size), torch.randn(2, rows, 16, 2, 8)
+        tokens, zeros, at = torch.full((rows, 12), 7), torch.zeros(rows, dtype=torch.long), torch.arange(rows)[:, None]
+        state = State(tokens, torch.full((rows,), 9), hidden, torch.ones(rows, dtype=torch.bool))
+        sampler = Sampler(None, (), torch.ones(rows), zeros, zeros, torch.arange(target.vocab_size))
+        context = None
+        if size := drafter.config.context_window:
+            context = ContextWindow.read(state.length, size, lambda n: (stored[0][at, n], stored[1][at, n]))
+        proposer = drafter.proposer(target, beams, depth, beams * depth + 1, None, compiled)
+        return proposer.grow(state, sampler, proposer.scores(state, sampler, None, context)).tokens
+
+    with torch.inference_mode():
+        for rows, beams, depth in ((1, 5, 5), (8, 3, 5), (4, 5, 4), (32, 1, 5), (64, 1, 3), (2, 2, 2), (1, 2, 4)):
+            assert torch.equal(drafts(rows, beams, depth, True), drafts(rows, beams, depth, False))
+    # The first step of one row and of many, and later ones of one row, of chains and of several beams.
+    assert counter.frame_count == 5

@@ -387,11 +387,13 @@ def test_a_compiled_forward_is_compiled_once_with_adapters_and_once_without(adap
     monkeypatch.setattr(tree_attention, "_operator", lambda plan, device: tree_attention.tree_attention)  # a GPU's
     engine, compiled, compile = paged(make_engine({"two": adapters["two"]})), [], torch.compile
 
-    def backend(graph, inputs):
+    def recorder(graph, inputs):
         compiled.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(torch, "compile", lambda run, fullgraph, options: compile(run, fullgraph=True, backend=backend))
+    monkeypatch.setattr(
+        torch, "compile", lambda run, fullgraph, backend: compile(run, fullgraph=True, backend=recorder)
+    )
     engine.target.varlen_forward.compile()
     for names in ([None] * 4, ["two", None, "two", None], [None] * 4, ["two"] * 4):
         check_rows(engine.generate(IDS, MASK, adapter=names, **GREEDY), adapters, names)

@@ -168,15 +168,17 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
             submit([1 + row % 7] * length, 2, kind[row > 0])
         finish()
 
-    def prefill_beside(rows: int, length: int, kind: Sequence[SamplingParams]) -> None:
-        """Prefill a prompt in the steps of so many rows."""
+    def prefill_beside(rows: int, lengths: Sequence[int], kind: Sequence[SamplingParams]) -> None:
+        """Prefill prompts of these lengths, one after the other, in the steps of so many rows."""
         for row in range(rows):
             submit([1], scheduler.longest - 1, kind[row > 0])
         while scheduler.waiting or len(scheduler.batch.rows) < rows:
             scheduler.round()
-        read = submit([1] * length, 1, kind[0], f"{rows} {kind}")  # a salt, so that no part of it is in the cache
-        while not read.ended and scheduler.batch.rows:
-            scheduler.round()
+        for length in lengths:
+            # A salt, so that no part of it is in the cache.
+            read = submit([1] * length, 1, kind[0], f"{rows} {length} {kind}")
+            while not read.ended and scheduler.batch.rows:
+                scheduler.round()
         scheduler.cancel_all()
         finish()
 
@@ -184,8 +186,8 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
         for speculate in (True, False):
             write(min(rows, limits.max_batch_size), 1, [replace(each, speculate=speculate) for each in kind])
         beside = min(rows, limits.max_batch_size - 1)
-        for length in beside_rows if beside else ():
-            prefill_beside(beside, min(length, longest - 1), kind)
+        if beside and beside_rows:
+            prefill_beside(beside, [min(length, longest - 1) for length in beside_rows], kind)
     for length in sorted({*PROMPT_TOKENS, *alone}):
         if length < longest:
             write(1, length, KINDS[0])
