@@ -397,13 +397,14 @@ class RecurrentProposer(SearchProposer):
         count = max(drafter.config.head_shortlist or 0, self.beams)
         start = drafter.begin(drafter.fuse_hidden(state.hidden)[:, None])
         advance = _advance_compiled if self.compiled else _advance
-        level = torch.arange(self.depth, device=state.length.device)
-        lengths = state.length + level[:, None]  # [K, B], of the texts with the drafts before each step
+        windows: list[ContextWindow | None] = [context] * self.depth
+        if context is not None:
+            steps = torch.arange(self.depth, device=context.length.device)
+            windows = [context._replace(length=length) for length in context.length + steps[:, None]]
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor | Candidates:
             nonlocal carried
-            window = None if context is None else context._replace(length=lengths[k])
-            out, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, window)
+            out, carried = advance(drafter, self.target.embedding, tokens, sources, carried, start, windows[k])
             if drafter.shortlist is None:
                 return sampler.draft_scores(out, noise, k, drafter.draft_ids)
             return drafter.shortlist.choose(out, drafter.lm_head, count, sampler, noise, k, drafter.draft_ids)

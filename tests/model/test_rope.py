@@ -207,7 +207,7 @@ def test_one_compiled_forward_gives_all_tokens_their_frequencies(monkeypatch):
     engine, counter, compile = paged(drafting("growing llama")), CompileCounter(), torch.compile
     engine.target.prompt_reader.masks = True
     monkeypatch.setattr(
-        torch, "compile", lambda run, fullgraph, options: compile(run, fullgraph=fullgraph, backend=counter)
+        torch, "compile", lambda run, fullgraph, backend: compile(run, fullgraph=fullgraph, backend=counter)
     )
     engine.target.varlen_forward.compile()
     ids, mask = prompts_of([60, 90])
