@@ -88,15 +88,14 @@ class ContextAttention(nn.Module):
         key, value = (x.unflatten(-1, (-1, self.size)) for x in (self.key(joined), self.value(joined)))
         return _rotate(_norm(key, self.eps), position), value
 
-    def forward(self, state: Tensor, step: int, window: ContextWindow) -> Tensor:
+    def forward(self, state: Tensor, window: ContextWindow) -> Tensor:
         """Attend from recurrent states to the committed tokens, and return what they read, `[B, w, D]`.
 
         Args:
             state: The states of w beams in each row, `[B, w, D]`.
-            step: Number of the draft step that made the states, from 0.
-            window: The keys and values that the states attend to.
+            window: The keys and values that the states attend to, with a `length` that counts the drafts before them.
         """
-        query = self._queries(state, (window.length + step)[:, None])  # [B, w, h, d]
+        query = self._queries(state, window.length[:, None])  # [B, w, h, d]
         query = rearrange(query, "b w (h g) d -> b h (w g) d", h=window.keys.shape[1])
         scores = (query * self.size**-0.5) @ window.keys.to(query.dtype)  # [B, H, w g, 1 + S]
         weights = (scores + window.bias).softmax(dim=-1).to(window.values.dtype)

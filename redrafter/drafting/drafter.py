@@ -438,7 +438,7 @@ def _advance(
     """
     if carried is not None:
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
-    read = None if window is None else partial(drafter.context, step=0, window=window)
+    read = None if window is None else partial(drafter.context, window=window)
     step_made = drafter.step if drafter.shortlist is None else drafter.advance
     embedded = None if drafter.embedded is None else drafter.embedded[tokens]
     return step_made(embedding(tokens), carried, start, read, embedded)
@@ -454,26 +454,21 @@ def _remember(
 RecurrentDrafter.proposer_class = RecurrentProposer
 
 
-# Numbers of rows, beams and tokens vary, and nothing else does: with `dynamic=True` numbers of a config would, too. The
-# code for one row, one beam or one token is always its own.
-
-
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function compiled, once for all proposers."""
+    """Return a function compiled, once for all proposers.
+
+    Its callers mark which sizes vary: with `dynamic=True` numbers of a config would vary too. A size of 1 has code of
+    its own in any case.
+    """
     return torch.compile(function)
 
 
-def _advance_compiled(
-    drafter: RecurrentDrafter,
-    embedding: nn.Module,
-    tokens: Tensor,
-    sources: Tensor,
-    carried: Tensor | None,
-    start: DraftStart,
-    window: ContextWindow | None,
-) -> tuple[Tensor, Tensor]:
-    if carried is not None and carried.shape[1] != tokens.shape[1]:  # one beam is continued by all, as by none later
+def _advance_compiled(drafter: RecurrentDrafter, embedding: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor]:
+    """Make the step of `_advance`, for the same arguments, compiled for any number of rows and beams."""
+    tokens, sources, carried, start, window = inputs
+    if carried is not None and carried.shape[1] != tokens.shape[1]:
+        # Only the second step continues another number of beams, one: a copy for each saves code of its own for it.
         carried = carried.repeat(1, tokens.shape[1], 1)
     pairs = () if window is None else ((window.keys, 3), (window.values, 2), (window.bias, 3))
     by_row = (*start, *(window or ()), tokens, sources, carried)
@@ -488,6 +483,7 @@ def _advance_compiled(
 def _remember_compiled(
     drafter: RecurrentDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Return what `_remember` does, compiled for any number of tokens."""
     by_token = ids.contiguous(), positions.contiguous(), hidden
     for x in by_token:
         torch._dynamo.maybe_mark_dynamic(x, 0)

@@ -19,12 +19,7 @@ Compiled: TypeAlias = Callable[..., Any]
 
 
 class LayerCompiler:
-    """A backend for torch.compile that cuts graphs into pieces, and compiles one of those that are alike.
-
-    Attributes:
-        pieces: Number of pieces that were seen.
-        compiled: Number of pieces that were compiled.
-    """
+    """A backend for torch.compile that cuts graphs into pieces, and compiles one of those that are alike."""
 
     def __init__(self, cuts: Collection[str], compile: Callable[[fx.GraphModule, list[Any]], Compiled]):
         """Make a backend.
@@ -34,7 +29,6 @@ class LayerCompiler:
             compile: The backend for pieces, whose outputs are tuples.
         """
         self._cuts, self._compile = frozenset(cuts), compile
-        self.pieces = self.compiled = 0
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Return what computes a graph that Dynamo has traced."""
@@ -55,8 +49,6 @@ class LayerCompiler:
                 known[structure] = self._compile_piece(piece)
             delattr(whole, name)
             setattr(whole, name, known[structure])
-            self.pieces += 1
-        self.compiled += len(known)
         forward: Compiled = whole.forward
         return forward
 
@@ -87,7 +79,7 @@ def _structure(piece: fx.GraphModule) -> tuple[Any, ...]:
             target = id(attrgetter(str(target))(piece))
         return node.op, target, repr(map_arg((node.args, node.kwargs), names.__getitem__))
 
-    return tuple(described(node) for node in piece.graph.nodes if node.op != "placeholder" or node.users)
+    return tuple(map(described, piece.graph.nodes))
 
 
 def _kind(x: Any) -> Any:

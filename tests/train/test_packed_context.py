@@ -116,7 +116,8 @@ def test_far_from_the_beginning_of_a_text_a_draft_reads_what_it_would_near_it(fo
         keys, values = attention.remember(hidden, embedding, first + torch.arange(size + 1))
         length = torch.tensor([first + size + 1])
         window = ContextWindow.read(length, size, lambda at: (keys[:, (at - first)[0]], values[:, (at - first)[0]]))
-        return torch.stack([attention(state, step, window) for step, state in enumerate(states)])
+        windows = [window._replace(length=window.length + step) for step in range(len(states))]
+        return torch.stack([attention(*each) for each in zip(states, windows, strict=True)])
 
     assert_close_by_scale(read(first), read(0), 1e-2)  # angles of float32
 
