@@ -220,9 +220,8 @@ def test_a_padded_drafter_reads_the_same_of_the_text(changes, dtype):
         remembered = each.context.remember(hidden, embedding, torch.arange(7))
         window = ContextWindow.read(torch.full((3,), 7), 6, lambda at, kept=remembered: kept)
         for k in range(4):
-            out, state = each.step(
-                ahead[k], state, each.begin(hidden[:, -1:]), partial(each.context, step=k, window=window)
-            )
+            here = partial(each.context, window=window._replace(length=window.length + k))
+            out, state = each.step(ahead[k], state, each.begin(hidden[:, -1:]), here)
             logits.append(out)
     torch.testing.assert_close(torch.stack(logits[4:]), torch.stack(logits[:4]))
 
