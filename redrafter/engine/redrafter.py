@@ -248,7 +248,8 @@ class ReDrafter(Engine):
         """Return a proposer that also copies from the text, or the same one where that is off or costs much."""
         # Recurrent layers are called once for each level, and a chain would add as many levels as it has drafts.
         copies = self.options.draft_from_text and proposer.shared_nodes is None and not self.target.keeps_states
-        count = text_nodes(rows, proposer.nodes, self.target.device.type, self._measured) if copies else 0
+        costs = self._measured if self.tuning is None or self.tuning.costs is None else self.tuning.costs
+        count = text_nodes(rows, proposer.nodes, self.target.device.type, costs) if copies else 0
         if not count:
             return proposer
         return self._with_text.setdefault((id(proposer), count), TextBeside(proposer, count))

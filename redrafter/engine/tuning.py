@@ -42,10 +42,11 @@ def text_nodes(rows: int, nodes: int, device: str = "cuda", measured: StepCosts 
         rows: Rows of the batch.
         nodes: Nodes of each row's tree.
         device: Type of the device.
-        measured: What steps take, where that was measured.
+        measured: What steps take, where that was measured. It counts on a GPU alone, as a CPU's steps search and copy
+            only where a text has a match.
     """
     tokens = COPYING_TOKENS[device]
-    if measured is not None:
+    if measured is not None and device != "cpu":
         most = COPYING_COST * measured.steps[0][1]
         tokens = max(number for number, time in measured.steps if number <= tokens and time <= most)
     count = min(MOST_COPIED, tokens // bucket(rows) - nodes)

@@ -214,6 +214,7 @@ def test_rows_that_would_pay_for_copies_have_none():
     assert text_nodes(8, 8, "cuda", usual) == text_nodes(8, 8, "cuda") == 8
     assert text_nodes(8, 8, "cuda", float8) == 0
     assert text_nodes(1, 26, "cuda", float8) == 16
+    assert text_nodes(4, 8, "cpu", float8) == text_nodes(4, 8, "cpu") == 8
 
 
 @ON_BOTH_CACHES

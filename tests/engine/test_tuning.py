@@ -74,12 +74,17 @@ def test_drafting_pauses_by_the_measured_cost_of_a_step(target, rows, ratio, mon
     assert choice.first(rows) is engine.proposer_for(rows)
 
 
-def test_the_costs_of_a_tuning_are_those_of_steps(target, tmp_path):
+def test_the_costs_of_a_tuning_are_those_of_steps(target, tmp_path, monkeypatch):
     costs = StepCosts(((1, 0.5), (64, 0.75)), ((8, 0.5),), ((1, 0.125),), ((5, 0.25),))
     tuning = tuned(target, costs=costs)
     tuning.write(tmp_path / "tuning.json")
     assert Tuning.read(tmp_path / "tuning.json") == tuning
-    assert ReDrafter(target, tiny_drafter(), tuning=tuning).step_costs(None) == costs
+    engine = ReDrafter(target, tiny_drafter(), tuning=tuning)
+    assert engine.step_costs(None) == costs
+    asked: list[StepCosts | None] = []
+    monkeypatch.setattr("redrafter.engine.redrafter.text_nodes", lambda *given: asked.append(given[3]) or 0)
+    engine.proposer_for(1)
+    assert asked == [costs], "copies follow from them too"
 
 
 def test_the_entry_of_the_smallest_size_that_holds_the_rows(target):

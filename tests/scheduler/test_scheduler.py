@@ -212,13 +212,21 @@ def test_a_short_prompt_completes_beside_a_chunk_that_is_longer_than_all_buffers
     run_as_alone(served, [make_sequence([3 + n % 90 for n in range(length)], 8, GREEDY) for length in (600, 10, 353)])
 
 
-@pytest.mark.parametrize("limits", [{"max_batch_size": 3}, {"max_batch_size": 1, "max_queue_size": 2}], ids=str)
-def test_after_a_warm_up_no_step_is_new_and_nothing_is_left(limits, engine):
+@pytest.mark.parametrize("usual", [{}, {"top_p": 0.8}, {"top_k": 12, "repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{"max_batch_size": 16}, {"max_batch_size": 3}, {"max_batch_size": 1, "max_queue_size": 2}], ids=str
+)
+def test_after_a_warm_up_no_frequent_step_is_new_and_nothing_is_left(limits, usual, engine, monkeypatch):
+    for name, value in usual.items():
+        monkeypatch.setattr(engine.model.generation_config, name, value)
     served = scheduler(engine, **limits)
     warm_up(served)
     nothing_is_held(served)
     assert served.prefiller.pace.tokens == scheduler(engine, **limits).prefiller.pace.tokens
     kept, sequences = set(served.batch.captured_steps), random_sequences(12)
+    drawn = [KINDS["greedy"], KINDS["sampled"], SamplingParams(**usual)]
+    for number, each in enumerate(sequences):
+        each.params = replace(drawn[number % 3], seed=number)
     assert {rows for rows, *_ in kept} == set(served.batch.sizes)
     assert served.idle
     assert not served.preempted

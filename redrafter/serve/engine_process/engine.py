@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from redrafter.app.engines import PLAIN, can_draft
 from redrafter.app.loading import Pair
@@ -126,7 +127,7 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
     )
 
 
-def _sampling_defaults(engine: Engine) -> dict[str, float]:
+def _sampling_defaults(engine: Engine) -> dict[str, Any]:
     """Return the parameters of the model's generation config, and where that is silent, OpenAI's defaults."""
     config = engine.model.generation_config
     plain = 0.0 if engine.do_sample is False else 1.0
@@ -139,8 +140,10 @@ def _sampling_defaults(engine: Engine) -> dict[str, float]:
 def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     """Decode sequences that nobody reads: prompts of many lengths, and steps of every number of rows.
 
-    The first sequences that come to `MIN_POSITIONS`, and to each power of two after it, still wait for their own steps.
-    The scheduler has no sequences yet; all of these have the same adapter, or none.
+    For each number of rows, these take the likeliest token, sample, or draw as the model's defaults have it. The first
+    rows that draw otherwise wait for their own steps, as do the first that come to `MIN_POSITIONS` and to each power of
+    two after it: one step is captured in a tenth of a second, and steps of all kinds were half of a start. The
+    scheduler has no sequences yet; all of these have the same adapter, or none.
     """
     began = time.monotonic()
     limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
@@ -182,7 +185,14 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
         scheduler.cancel_all()
         finish()
 
-    for rows, kind in itertools.product(scheduler.batch.sizes, KINDS):
+    engine, sizes = scheduler.engine, scheduler.batch.sizes
+    assert isinstance(engine, Engine), "what is served is an engine"
+    usual = SamplingParams(**_sampling_defaults(engine))
+    frequent = [(GREEDY, GREEDY), (SAMPLED, SAMPLED)]
+    if usual.cuts or usual.edits:
+        frequent += [(usual, usual), (usual, GREEDY)]
+    # One number of rows loads what kernels the other kinds need.
+    for rows, kind in [*itertools.product(sizes, frequent), *itertools.product(sizes[:1], KINDS)]:
         for speculate in (True, False):
             write(min(rows, limits.max_batch_size), 1, [replace(each, speculate=speculate) for each in kind])
         beside = min(rows, limits.max_batch_size - 1)
