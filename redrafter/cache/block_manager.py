@@ -44,7 +44,7 @@ class BlockTable:
         restored: Where the recurrent states after the reused tokens are kept; 0 for none.
         snapshots: Where a copy of the row's recurrent states after so many tokens is to be kept, by their number; those
             that were published are no longer among them.
-        mark: Where steps keep a copy of the row's recurrent states after its last full block; 0 for nowhere.
+        snapshot_row: Where steps keep a copy of the row's recurrent states after its last full block; 0 for nowhere.
         stored: Texts whose states the row has published.
     """
 
@@ -55,7 +55,7 @@ class BlockTable:
     copied: int = 0
     restored: int = 0
     snapshots: dict[int, int] = field(default_factory=dict)
-    mark: int = 0
+    snapshot_row: int = 0
     stored: list[Hashable] = field(default_factory=list)
 
 
@@ -226,7 +226,7 @@ class BlockManager:
     def reserve_mark(self, block_table: BlockTable) -> None:
         """Give a row a place where its steps keep states, unless other rows have half of all such places."""
         if self._states is not None:
-            block_table.mark = self._states.reserve(spare=self._prefix_states // 2)
+            block_table.snapshot_row = self._states.reserve(spare=self._prefix_states // 2)
 
     def _place(self, chain: Sequence[_Node], fresh: int) -> list[int]:
         """Return the blocks of a chain, of which none is idle, and of what follows it.
@@ -312,7 +312,7 @@ class BlockManager:
         if self._state_rows is not None:
             self._state_rows.append(block_table.state_row)
         if self._states is not None:
-            for row in filter(None, (*block_table.snapshots.values(), block_table.mark)):
+            for row in filter(None, (*block_table.snapshots.values(), block_table.snapshot_row)):
                 self._states.give_back(row)
         last: _Node | None = None
         for block in blocks:

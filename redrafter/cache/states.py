@@ -107,13 +107,13 @@ class StateCopies:
     Attributes:
         snapshots: By row of the cache, the rows of the store that get a copy of its states while its prompt is read,
             each under the number of tokens that these states have read.
-        marks: The row of the store, for each row of the cache, that gets a copy of its states whenever its text fills a
-            block, `[B]` int64 on a CPU, 0 for none; None where steps keep no such copies.
+        snapshot_rows: The row of the store, for each row of the cache, that gets a copy of its states whenever its text
+            fills a block, `[B]` int64 on a CPU, 0 for none; None where steps keep no such copies.
         unread: Tokens that a commit leaves unread: 1 for a draft model, which reads the last one again.
     """
 
     snapshots: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
-    marks: Tensor | None = None
+    snapshot_rows: Tensor | None = None
     unread: int = 0
 
 
@@ -239,8 +239,8 @@ class StatesOfRows:
         position, home = self.store.position, self.rows.to(self.store.position.device)
         before = position[home]
         length, end, accepted, active = (x.to(position.device) for x in (length, path.end, path.accepted, active))
-        if self.copies.marks is not None:
-            self._mark(self.copies.marks, length - before, length, path, active)
+        if self.copies.snapshot_rows is not None:
+            self._copy_filled(self.copies.snapshot_rows, length - before, length, path, active)
         entry = torch.where(active, (1 + length - before + end).clamp(0, self._count - 2), 0)  # [B]
         for key, store in self.store.tensors.items():
             kept = self.read_entries([key], self._of_all_rows(entry[:, None]).flatten())[0]
@@ -248,12 +248,12 @@ class StatesOfRows:
         position.index_copy_(0, home, torch.where(active, length + accepted + 1, before))
         self._entries.clear()
 
-    def _mark(self, marks: Tensor, before: Tensor, length: Tensor, path: Path, active: Tensor) -> None:
+    def _copy_filled(self, rows: Tensor, before: Tensor, length: Tensor, path: Path, active: Tensor) -> None:
         """Copy the states after the last block that each row's path has filled; `before` is of `begin`, `[B]`."""
         unread = self.copies.unread
         full = (length + path.accepted + 1 + unread) // BLOCK_SIZE * BLOCK_SIZE - unread  # [B]
-        for row in (active & (full > length) & (marks > 0)).nonzero().flatten().tolist():
-            at, upto = int(marks[row]), int(full[row])
+        for row in (active & (full > length) & (rows > 0)).nonzero().flatten().tolist():
+            at, upto = int(rows[row]), int(full[row])
             entry = 1 + int(before[row]) + int(path.nodes[row, upto - 1 - int(length[row])])
             for key, store in self.store.tensors.items():
                 store[at].copy_(self._room(key)[row, entry])

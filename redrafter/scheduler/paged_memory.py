@@ -100,20 +100,20 @@ class PagedMemory:
         """Let steps of a row keep its states after each block that its text fills, on a CPU. Hold the lock."""
         if self.target.device.type == "cpu":
             self.blocks.reserve_mark(block_table)
-            for states in self._states if block_table.mark else ():
-                states.position[block_table.mark] = 0
+            for states in self._states if block_table.snapshot_row else ():
+                states.position[block_table.snapshot_row] = 0
 
     def take_mark(self, block_table: BlockTable) -> None:
         """Let the states that steps have kept of a row be published with its text. Hold the lock."""
         ends = {
-            int(store.states.position[block_table.mark]) + (store is self.draft_store)
-            for store in (self._stores if block_table.mark else ())
+            int(store.states.position[block_table.snapshot_row]) + (store is self.draft_store)
+            for store in (self._stores if block_table.snapshot_row else ())
             if store.states is not None
         }
         # A draft model that skips steps keeps other states than the target, or none yet, which count as 1 token: a
         # prefix needs both after the same full block.
         if len(ends) == 1 and not (end := ends.pop()) % BLOCK_SIZE and end:
-            block_table.snapshots[end], block_table.mark = block_table.mark, 0
+            block_table.snapshots[end], block_table.snapshot_row = block_table.snapshot_row, 0
 
     def restore_states(self, block_table: BlockTable) -> None:
         """Launch the copy of a stored prefix's recurrent states to a row that begins with it. Hold the lock.

@@ -126,7 +126,7 @@ class PagedRows:
 
     def _stack_state_rows(self, sequences: Sequence[TokenSequence]) -> Tensor:
         """Return where the recurrent states of sequences are, and their copies, `[B, 2]` int64."""
-        rows = [(table.state_row, table.mark) for table in tables_of(sequences)]
+        rows = [(table.state_row, table.snapshot_row) for table in tables_of(sequences)]
         return to_device(rows, self.tables.device, torch.long)
 
     def move(self, source: int, to: int) -> None:
@@ -161,9 +161,9 @@ class PagedRows:
     def _on(
         self, tables: Tensor, draft_tables: Tensor, state_rows: Tensor, snapshots: Sequence[Mapping[int, int]] = ()
     ) -> CachePair:
-        rows, marks = state_rows.unbind(1)
+        rows, snapshot_rows = state_rows.unbind(1)
         # A device would copy states at every step, whether or not a row has filled a block.
-        kept = marks if marks.device.type == "cpu" else None
+        kept = snapshot_rows if snapshot_rows.device.type == "cpu" else None
         target = PagedCache(self._graphs.store, tables, rows, StateCopies(dict(enumerate(snapshots)), kept))
         if self._draft_store is None:
             return CachePair(target)

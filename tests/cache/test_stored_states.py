@@ -97,10 +97,10 @@ def test_rows_have_places_for_their_steps_while_half_are_left():
     tables = [states.admit([9, piece]) for piece in range(4)]
     for table in tables:
         states.manager.reserve_mark(table)
-    assert [table.mark > 4 for table in tables] == [True, True, True, False]
+    assert [table.snapshot_row > 4 for table in tables] == [True, True, True, False]
     states.manager.release(tables[0])
     states.manager.reserve_mark(tables[3])
-    assert tables[3].mark > 4
+    assert tables[3].snapshot_row > 4
 
 
 def test_states_that_are_reserved_are_nobody_elses():
