@@ -223,7 +223,7 @@ class BlockManager:
                     table.snapshots[count * BLOCK_SIZE] = row
         return table
 
-    def reserve_mark(self, block_table: BlockTable) -> None:
+    def reserve_snapshot_row(self, block_table: BlockTable) -> None:
         """Give a row a place where its steps keep states, unless other rows have half of all such places."""
         if self._states is not None:
             block_table.snapshot_row = self._states.reserve(spare=self._prefix_states // 2)

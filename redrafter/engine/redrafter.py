@@ -217,8 +217,8 @@ class ReDrafter(Engine):
 
     def step_costs(self, graphs: PagedMemory | None) -> StepCosts:
         """Return what steps take: from the tuning; else measured once on a GPU's paged cache, and assumed elsewhere."""
-        if self.tuning is not None and self.tuning.costs is not None:
-            return self.tuning.costs
+        if self._tuned_costs is not None:
+            return self._tuned_costs
         # What else a CPU does stretches its steps, and what was measured in such a moment would be kept.
         if graphs is None or self.target.device.type == "cpu":
             return self._assumed
@@ -226,6 +226,10 @@ class ReDrafter(Engine):
             if self._measured is None:
                 self._measured = measure_step_costs(graphs, self.proposer)
             return self._measured
+
+    @property
+    def _tuned_costs(self) -> StepCosts | None:
+        return None if self.tuning is None else self.tuning.costs
 
     @cached_property
     def _assumed(self) -> StepCosts:
@@ -248,7 +252,7 @@ class ReDrafter(Engine):
         """Return a proposer that also copies from the text, or the same one where that is off or costs much."""
         # Recurrent layers are called once for each level, and a chain would add as many levels as it has drafts.
         copies = self.options.draft_from_text and proposer.shared_nodes is None and not self.target.keeps_states
-        costs = self._measured if self.tuning is None or self.tuning.costs is None else self.tuning.costs
+        costs = self._tuned_costs or self._measured
         count = text_nodes(rows, proposer.nodes, self.target.device.type, costs) if copies else 0
         if not count:
             return proposer

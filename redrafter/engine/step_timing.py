@@ -18,7 +18,8 @@ from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.tree.token_tree import Tree, chain
 
 TOKENS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 1024, 2048)  # of a step without drafts
-ROWS = (1, 8, 16, 32, 64, 256)  # of steps with drafts; FP8 products jump between 8 and 16 of 8 nodes each
+# Of steps with drafts, whose trees have 8 nodes in each row: FP8 products jump between 64 tokens and 128.
+ROWS = (1, 8, 16, 32, 64, 256)
 COMMITTED = 64  # tokens of each row that are attended to
 REPLAYS = 2  # of which the fastest counts
 # A step that takes longer than this is the last one of its kind that is measured, by type of device.

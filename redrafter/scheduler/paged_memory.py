@@ -96,14 +96,14 @@ class PagedMemory:
         pools = [pool for store in self._stores for pool in store.pools]
         return [*pools, *(x for each in self._states for x in (each.position, *each.tensors.values()))]
 
-    def reserve_mark(self, block_table: BlockTable) -> None:
+    def reserve_snapshot_row(self, block_table: BlockTable) -> None:
         """Let steps of a row keep its states after each block that its text fills, on a CPU. Hold the lock."""
         if self.target.device.type == "cpu":
-            self.blocks.reserve_mark(block_table)
+            self.blocks.reserve_snapshot_row(block_table)
             for states in self._states if block_table.snapshot_row else ():
                 states.position[block_table.snapshot_row] = 0
 
-    def take_mark(self, block_table: BlockTable) -> None:
+    def take_snapshot_row(self, block_table: BlockTable) -> None:
         """Let the states that steps have kept of a row be published with its text. Hold the lock."""
         ends = {
             int(store.states.position[block_table.snapshot_row]) + (store is self.draft_store)
@@ -388,7 +388,7 @@ class SequenceBlocks:
             sequence.draft_prefilled = sequence.draft_block_table.reused
         self._graphs.restore_states(sequence.block_table)
         if self._publishes and reuse:
-            self._graphs.reserve_mark(sequence.block_table)
+            self._graphs.reserve_snapshot_row(sequence.block_table)
         if sequence.needs_scores:
             sequence.prompt_scores.clear()  # it may have been preempted halfway
         sequence.prefilled = sequence.block_table.reused
@@ -463,7 +463,7 @@ class SequenceBlocks:
             return
         if keep:
             with self._graphs.lock:
-                self._graphs.take_mark(sequence.block_table)
+                self._graphs.take_snapshot_row(sequence.block_table)
             self.publish(sequence, sequence.prefilled if sequence.row is None else self._cached(sequence))
         with self._graphs.released:
             self._graphs.blocks.release(sequence.block_table)

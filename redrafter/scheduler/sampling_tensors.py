@@ -43,8 +43,8 @@ class Kind(NamedTuple):
     """What a captured step of a server depends on.
 
     A step has the processors that one of its rows asks for, in two groups: what changes the scores of single tokens is
-    computed in one pass over all rows, what cuts off unlikely tokens takes a sort, of few rows or of all. There
-    are only eight kinds without a grammar, and no row waits for a sort that nobody asked for.
+    computed in one pass over all rows, what cuts off unlikely tokens takes a sort, of few rows or of all. Without a
+    grammar there are eight kinds, and no row waits for a sort that nobody asked for.
 
     Attributes:
         greedy: Whether every row takes the likeliest token.

@@ -96,10 +96,10 @@ def test_rows_have_places_for_their_steps_while_half_are_left():
     states = States(40, prefix_states=5)
     tables = [states.admit([9, piece]) for piece in range(4)]
     for table in tables:
-        states.manager.reserve_mark(table)
+        states.manager.reserve_snapshot_row(table)
     assert [table.snapshot_row > 4 for table in tables] == [True, True, True, False]
     states.manager.release(tables[0])
-    states.manager.reserve_mark(tables[3])
+    states.manager.reserve_snapshot_row(tables[3])
     assert tables[3].snapshot_row > 4
 
 

@@ -31,17 +31,8 @@ _LOG = logging.getLogger(__name__)
 PROMPT_TOKENS = (1, 5, 17, 40, 100, 200, 500, 1000)  # lengths of prompts for which kernels differ
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams()
 PENALISED, TOP_P = SamplingParams(presence_penalty=0.1), SamplingParams(top_p=0.9)
-# How the first row draws and how the others do, for every kind of step (`sampling_tensors.Kind`) without a grammar.
-KINDS = (
-    (GREEDY, GREEDY),
-    (replace(PENALISED, temperature=0), GREEDY),
-    (SAMPLED, SAMPLED),
-    (PENALISED, SAMPLED),
-    (TOP_P, TOP_P),
-    (TOP_P, SAMPLED),
-    (replace(PENALISED, top_p=0.9), TOP_P),
-    (TOP_P, PENALISED),
-)
+# How rows draw whose steps are not captured for every number of rows.
+RARE = (replace(PENALISED, temperature=0), PENALISED, TOP_P, replace(PENALISED, top_p=0.9))
 
 
 @dataclass(frozen=True)
@@ -188,11 +179,11 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     engine, sizes = scheduler.engine, scheduler.batch.sizes
     assert isinstance(engine, Engine), "what is served is an engine"
     usual = SamplingParams(**_sampling_defaults(engine))
-    frequent = [(GREEDY, GREEDY), (SAMPLED, SAMPLED)]
+    frequent = [(GREEDY, GREEDY), (SAMPLED, SAMPLED)]  # how the first row draws, and how the others do
     if usual.cuts or usual.edits:
         frequent += [(usual, usual), (usual, GREEDY)]
-    # One number of rows loads what kernels the other kinds need.
-    for rows, kind in [*itertools.product(sizes, frequent), *itertools.product(sizes[:1], KINDS)]:
+    # A single row loads whatever kernels the others need.
+    for rows, kind in [*itertools.product(sizes, frequent), *((1, (params,)) for params in RARE)]:
         for speculate in (True, False):
             write(min(rows, limits.max_batch_size), 1, [replace(each, speculate=speculate) for each in kind])
         beside = min(rows, limits.max_batch_size - 1)
@@ -200,8 +191,8 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
             prefill_beside(beside, [min(length, longest - 1) for length in beside_rows], kind)
     for length in sorted({*PROMPT_TOKENS, *alone}):
         if length < longest:
-            write(1, length, KINDS[0])
-            write(min(2, limits.max_batch_size), length, KINDS[0])
+            write(1, length, frequent[0])
+            write(min(2, limits.max_batch_size), length, frequent[0])
     _LOG.info("captured %d steps in %.1f s", len(scheduler.batch.captured_steps), time.monotonic() - began)
     scheduler.limits, scheduler.batch.choice = limits, choice
     scheduler.graphs.forget_prefixes()
