@@ -282,9 +282,9 @@ class RunningBatch:
             self.rows[row] = self.rows[last]
             self.rows[row].row = row
         self.rows.pop()
-        # The row behind the others stands still.
-        self.state.active[last] = False
-        self.state.length[last] = 0
+        # The row behind the others stands still. Not `[last] = ...`: to write one element so waits for the device.
+        self.state.active[last].fill_(False)
+        self.state.length[last].fill_(0)
         self.caches.clear(last)
 
     def step(self, chunks: Sequence[Chunk] = ()) -> tuple[LaunchedStep, StepOutput]:

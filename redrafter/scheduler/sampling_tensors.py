@@ -148,7 +148,8 @@ class SamplingTensors:
         if params.logit_bias:
             tokens, values = zip(*params.logit_bias.items(), strict=True)
             bias[row, to_device(tokens, bias.device)] = to_device(values, bias.device, bias.dtype)
-        stops[row, to_device(sorted(params.stop_token_ids), stops.device, torch.long)] = True
+        # Not `[row, ...] = True`, which waits for the device.
+        stops[row].index_fill_(0, to_device(sorted(params.stop_token_ids), stops.device, torch.long), True)
 
     def _own_of(self, params: SamplingParams) -> list[OwnProcessor]:
         """Return buffers for all rows of processors like those of a caller's own, the same for the same kinds."""

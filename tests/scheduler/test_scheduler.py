@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from helpers.models import VOCAB, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import (
@@ -12,6 +14,7 @@ from helpers.scheduling import (
     Sink,
     alone,
     go_on,
+    launch_ahead,
     make_sequence,
     nothing_is_held,
     random_sequences,
@@ -30,6 +33,25 @@ from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.engine_process.engine import warm_up
 
 GREEDY = KINDS["greedy"]
+
+
+class Waits(TorchFunctionMode):
+    """Refuses to write a number into one element, or where an index tensor says: both wait for a GPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.__setitem__ and not isinstance(args[2], Tensor):
+            tensor, index, _ = args
+            assert tensor[index].dim(), "one element"
+            assert not any(isinstance(each, Tensor) for each in (index if isinstance(index, tuple) else [index]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_come_and_go_without_a_wait_for_a_gpu(engine, monkeypatch):
+    launch_ahead(monkeypatch)
+    served, sequences = scheduler(engine, max_batch_size=4), random_sequences(12, seed=3)
+    with Waits():
+        run(served, sequences, apart=1)
+    same_alone(engine, sequences)
 
 
 def test_a_draft_model_elsewhere_is_refused(monkeypatch):

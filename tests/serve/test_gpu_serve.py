@@ -22,6 +22,7 @@ from redrafter import DraftTarget, Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.grammar.grammar import Grammar
 from redrafter.model.target import Target
+from redrafter.scheduler.captured_step import CapturedStep, GraphCapturer
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import Limits
 
@@ -61,6 +62,24 @@ def check_captured(engine: Engine, sequences: list, expected: Callable = alone, 
 @pytest.mark.parametrize("make", [recurrent, draft_model])
 def test_rows_without_drafts_share_captured_steps(make):
     check_captured(make(), without_drafts(random_sequences(24, seed=3)), max_batch_size=6)
+
+
+@pytest.mark.parametrize("make", [recurrent, draft_model])
+def test_rows_come_and_go_without_a_wait_for_the_device(make, monkeypatch):
+    scheduler, capture = served(make(), max_batch_size=4), GraphCapturer.capture
+    run(scheduler, random_sequences(24, seed=3), apart=1)
+
+    def capture_waiting(self: GraphCapturer, step: CapturedStep) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        capture(self, step)
+        torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(GraphCapturer, "capture", capture_waiting)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(scheduler, random_sequences(24, seed=4), apart=1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_drafts_are_kept_by_their_odds_in_captured_steps():
