@@ -13,7 +13,7 @@ from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
 from redrafter.drafting.step_costs import StepCosts
 from redrafter.tree.likelihood import LIKELIHOODS
 
-FEWEST, FEWEST_AFTER_PAUSE = 4, 1  # rows of steps by which drafts are judged at first, and after a pause
+FEWEST, FEWEST_AFTER_PAUSE = 8, 1  # rows of steps by which drafts are judged at first, and after a pause
 HOPELESS, HOPELESS_PAUSE = 0.85, 64  # of the tokens per time of steps without drafts; steps of a pause after less
 RECHECK = 4  # steps after which other kinds of steps are looked at again
 MARGIN = 1.05  # times the tokens per time of the kind in use, or of steps without drafts, that another must promise

@@ -64,9 +64,8 @@ def test_rows_without_drafts_share_captured_steps(make):
     check_captured(make(), without_drafts(random_sequences(24, seed=3)), max_batch_size=6)
 
 
-@pytest.mark.parametrize("make", [recurrent, draft_model])
-def test_rows_come_and_go_without_a_wait_for_the_device(make, monkeypatch):
-    scheduler, capture = served(make(), max_batch_size=4), GraphCapturer.capture
+def test_rows_come_and_go_without_a_wait_for_the_device(monkeypatch):
+    scheduler, capture = served(recurrent(), max_batch_size=4), GraphCapturer.capture
     run(scheduler, random_sequences(24, seed=3), apart=1)
 
     def capture_waiting(self: GraphCapturer, step: CapturedStep) -> None:
