@@ -39,7 +39,8 @@ def latest_match(tokens: Tensor, length: Tensor, most: int) -> tuple[Tensor, Ten
     last, back = length[:, None], torch.arange(1 - most, 1, device=tokens.device)
     key = tokens.gather(1, (last + back).clamp(min=0)).masked_fill(last + back < 0, -1)  # [B, most]
     ending = pad(tokens, (most - 1, 0), value=-2).unfold(1, most, 1)  # [B, T, most], the tokens up to each position
-    matched = (ending == key[:, None]).flip(-1).long().cumprod(-1).sum(-1)  # [B, T]
+    behind = torch.arange(1, most + 1, device=tokens.device)
+    matched = most - ((ending != key[:, None]) * behind).amax(-1)  # [B, T], those after the last that differs
     position = torch.arange(tokens.shape[1], device=tokens.device)
     rank = torch.where(position < last, matched * tokens.shape[1] + position, 0)
     best = rank.argmax(dim=1, keepdim=True)
