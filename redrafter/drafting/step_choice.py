@@ -14,6 +14,7 @@ from redrafter.drafting.step_costs import StepCosts
 from redrafter.tree.likelihood import LIKELIHOODS
 
 FEWEST, FEWEST_AFTER_PAUSE = 8, 1  # rows of steps by which drafts are judged at first, and after a pause
+LEAST_ROWS = 2  # of a step that has fewer, in that count: four steps are enough
 HOPELESS, HOPELESS_PAUSE = 0.85, 64  # of the tokens per time of steps without drafts; steps of a pause after less
 RECHECK = 4  # steps after which other kinds of steps are looked at again
 MARGIN = 1.05  # times the tokens per time of the kind in use, or of steps without drafts, that another must promise
@@ -224,7 +225,8 @@ class StepChoice:
             best = max(map(value, self._kinds[size]))
             without = max(map(value, (self._plain, self._copying.get(size, self._plain))))
             at_least = HOPELESS_PAUSE if best < HOPELESS * without else FIRST_PAUSE
-            if self._pause(size).judge(drafting, pays=best >= MARGIN * without, at_least=at_least):
+            rows_judged = max(drafting, LEAST_ROWS)
+            if self._pause(size).judge(rows_judged, pays=best >= MARGIN * without, at_least=at_least):
                 self._promise.forget()
 
     def note_no_match(self, drafting: int) -> None:

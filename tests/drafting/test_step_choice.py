@@ -14,7 +14,7 @@ from redrafter import ReDrafter
 from redrafter.drafting import step_choice
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
-from redrafter.drafting.step_choice import FEWEST, HOPELESS_PAUSE, Promise, StepChoice
+from redrafter.drafting.step_choice import FEWEST, HOPELESS_PAUSE, LEAST_ROWS, Promise, StepChoice
 from redrafter.drafting.step_costs import StepCosts, time_at
 from redrafter.engine.tree_shapes import best_shapes
 from redrafter.model.target import Target
@@ -130,7 +130,7 @@ def test_a_good_drafter_is_searched_deeper_and_a_bad_one_pauses():
     kinds = search(1, 1, 2), search(1, 5, 6)
     assert steps(choice(levels, *kinds), 100, accepted=1.0)[-60:] == [5] * 60
     depths = steps(choice(levels, *kinds), 400, accepted=0.0)
-    assert 0 not in depths[:FEWEST]
+    assert 0 not in depths[: FEWEST // LEAST_ROWS]
     assert depths.count(0) > 0.95 * len(depths)
     assert set(depths[-300:]) == {0, 1}  # what is tried again is what costs least
 
@@ -139,6 +139,12 @@ def test_drafts_that_gain_again_go_on():
     chosen = choice(priced(FLAT, ((1, 0.3),), FREE), search(1, 2, 3))
     steps(chosen, 300, accepted=0.0)
     assert all(steps(chosen, 400, accepted=0.9)[200:])
+
+
+def test_one_step_of_four_rows_begins_no_pause():
+    chosen = choice(priced(FLAT, ((1, 0.3),), FREE), search(1, 2, 3), size=4)
+    assert steps(chosen, 1, accepted=0.0, size=4) == [2]
+    assert all(steps(chosen, 60, accepted=0.9, size=4))
 
 
 def test_drafts_that_gain_nothing_pause_for_long_at_once():
