@@ -136,6 +136,7 @@ class StepChoice:
         ratios: Mapping[int, float],
         quality: float = QUALITY,
         copying: Mapping[int, Proposer] | None = None,
+        reading: float = 0.0,
     ):
         """Begin with what is best for a drafter of some quality.
 
@@ -146,8 +147,10 @@ class StepChoice:
             ratios: As the attribute.
             quality: That of `Promise`, before any step.
             copying: What copies drafts from the text and searches none, by rows; None for nothing.
+            reading: Time that each token in the cache adds to a step, whatever it drafts.
         """
         self._costs, self._kinds, self._plain, self.ratios = costs, kinds, plain, ratios
+        self._reading, self._cached = reading, 0  # tokens in the cache, before the step that was chosen last
         self._copying = copying or {}
         self._promise = Promise(quality)
         # Drafts that were accepted of a row and step, and that only the text had: of steps that copy beside a search,
@@ -166,7 +169,7 @@ class StepChoice:
         """Return what the next step of so many rows drafts with, if it does not pause."""
         return self._used.get(size, self._plain)
 
-    def choose(self, size: int, rows: int, drafting: int, more: int) -> Proposer:
+    def choose(self, size: int, rows: int, drafting: int, more: int, cached: int = 0) -> Proposer:
         """Return the proposer of the next step; to be called once for each step.
 
         Args:
@@ -174,8 +177,9 @@ class StepChoice:
             rows: How many of them there are.
             drafting: How many of those take drafts.
             more: Tokens of prompts that it reads.
+            cached: Tokens of all rows that are in the cache.
         """
-        used = self.first(size)
+        used, self._cached = self.first(size), cached
         if used is self._plain or self._pause(size).skip():
             value = partial(self._value, size, rows, drafting, more)
             copying = self._copying.get(size, self._plain)
@@ -241,12 +245,13 @@ class StepChoice:
 
     def _value(self, size: int, rows: int, drafting: int, more: int, proposer: Proposer) -> float:
         """Return the tokens that a step with a proposer promises, per time."""
-        plain = self._costs.of(self._plain, size, more)
+        read = self._reading * self._cached
+        plain, cost = (self._costs.of(each, size, more) + read for each in (self._plain, proposer))
         if not proposer.depth:
             return rows / plain
         search = proposer.without_text or proposer
         if not search.depth:
-            return (rows + drafting * self._copied_alone) / self._costs.of(proposer, size, more)
+            return (rows + drafting * self._copied_alone) / cost
         assert isinstance(search, SearchProposer)
         drafts = search.nodes - 1.0
         if search.shared_nodes is not None:
@@ -255,4 +260,4 @@ class StepChoice:
         if search is not proposer:
             gained += self._copied
         ratio = self.ratios.get(size)
-        return (rows + drafting * gained) / (self._costs.of(proposer, size, more) if ratio is None else ratio * plain)
+        return (rows + drafting * gained) / (cost if ratio is None else ratio * plain)

@@ -20,7 +20,7 @@ from redrafter.drafting.step_costs import StepCosts, time_at
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
-from redrafter.engine.step_timing import measure_step_costs
+from redrafter.engine.step_timing import measure_step_costs, time_to_read
 from redrafter.engine.tree_shapes import QUALITIES, SHARING_ROWS, best_shapes
 from redrafter.engine.tuning import Tuning, find_tuning, text_nodes
 from redrafter.files.checkpoint_kind import check_drafter
@@ -92,6 +92,7 @@ class ReDrafter(Engine):
             target.store_drafter_layer(layer)
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
         self._measured: StepCosts | None = None
+        self._reading: float | None = None
         self._best: dict[tuple[StepCosts, int, bool, tuple[float, ...]], list[TreeShape]] = {}
         self._proposers: dict[tuple[int, int, int, int | None], SearchProposer] = {}
         self._proposed: dict[TreeShape, SearchProposer] = {}  # the same by the shape that was asked for
@@ -213,7 +214,13 @@ class ReDrafter(Engine):
                 ratios[size] = ratio
         searching = {size: [each for each in of if each.depth] for size, of in kinds.items()}
         copying = {size: each for size in sizes if (each := self._with_copies(self.plain, size)).depth}
-        return StepChoice(costs, searching, self.plain, ratios, copying=copying)
+        reading = 0.0  # on a CPU, which reads keys and values anew for each node
+        if graphs is not None and self.target.device.type == "cuda":  # steps are measured with short texts
+            with self._lock:  # once, as ranks agree on it
+                if self._reading is None:
+                    self._reading = time_to_read(graphs, costs.of(self.plain, 1))
+                reading = self._reading
+        return StepChoice(costs, searching, self.plain, ratios, copying=copying, reading=reading)
 
     def step_costs(self, graphs: PagedMemory | None) -> StepCosts:
         """Return what steps take: from the tuning; else measured once on a GPU's paged cache, and assumed elsewhere."""

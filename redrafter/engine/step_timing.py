@@ -12,6 +12,7 @@ from redrafter.cache.paged import PagedCache
 from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer, State
 from redrafter.drafting.step_costs import Curve, StepCosts, time_at
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.model.linear_layers import forward_bytes
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.captured_step import CapturedStep, Timer, new_state
 from redrafter.scheduler.paged_memory import PagedMemory
@@ -61,6 +62,19 @@ def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts
     if target.device.type == "cuda":
         torch.cuda.empty_cache()  # of the logits of many tokens
     return target.ranks.from_first(StepCosts(steps, trees, searches, levels))
+
+
+def time_to_read(memory: PagedMemory, step: float) -> float:
+    """Return the time that each token in the cache adds to a step, by that of a step that reads little but weights.
+
+    Every rank calls it. A GPU reads weights, keys and values at about one rate, those of a token once for all nodes
+    that attend to it. Layers with a window are left out: they read no more of a long text than of a short one.
+    """
+    target, store = memory.target, memory.store
+    windows = target.traits.kinds.windows or [0] * len(store.layer_pools)
+    read = [place for place, window in zip(store.layer_pools, windows, strict=False) if place and not window]
+    slot = sum(keys[0, 0].nbytes + values[0, 0].nbytes for keys, _, values, _ in read)
+    return target.ranks.from_first(step * slot / forward_bytes(target.model))  # parts of the target may differ in size
 
 
 class _Repeated:

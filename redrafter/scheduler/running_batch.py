@@ -362,7 +362,8 @@ class RunningBatch:
         proposer = self._proposers[size := self._sizes[len(self.rows)]]
         if self.choice is not None:
             more = room_for(chunks) * TOKENS_PER_CHUNK
-            proposer = self.choice.choose(size, len(self.rows), asked.speculate, more)
+            cached = sum(len(sequence.tokens) for sequence in self.rows)
+            proposer = self.choice.choose(size, len(self.rows), asked.speculate, more, cached)
         # On a GPU another kind of step would have to be captured, which costs more than nodes that are copied in vain.
         if proposer.without_text is None or self.target.device.type != "cpu":
             return proposer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.generation import noted, same_undrafted
-from helpers.models import DRAFTER_ALONE, tiny_drafter, tiny_model, uneven_batch
+from helpers.models import DRAFTER_ALONE, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.scheduling import random_sequences, run_as_alone, scheduler, without_drafts
 from redrafter import ReDrafter
 from redrafter.drafting import step_choice
@@ -16,7 +16,9 @@ from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
 from redrafter.drafting.step_choice import FEWEST, HOPELESS_PAUSE, LEAST_ROWS, Promise, StepChoice
 from redrafter.drafting.step_costs import StepCosts, time_at
+from redrafter.engine.step_timing import time_to_read
 from redrafter.engine.tree_shapes import best_shapes
+from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.target import Target
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.step import StepOutput
@@ -109,15 +111,17 @@ def test_a_narrow_search_leaves_what_is_known_of_a_wide_one():
     assert sum(promise.levels[0]) == pytest.approx(3, rel=0.1)
 
 
-def choice(costs: StepCosts, *kinds: SearchProposer, size: int = 1, quality: float = 0.5) -> StepChoice:
-    return StepChoice(costs, {size: kinds}, PlainProposer(), {}, quality)
+def choice(
+    costs: StepCosts, *kinds: SearchProposer, size: int = 1, quality: float = 0.5, reading: float = 0.0
+) -> StepChoice:
+    return StepChoice(costs, {size: kinds}, PlainProposer(), {}, quality, reading=reading)
 
 
-def steps(chosen: StepChoice, count: int, accepted: float, size: int = 1) -> list[int]:
+def steps(chosen: StepChoice, count: int, accepted: float, size: int = 1, cached: int = 0) -> list[int]:
     """Take steps in which so much of each likely draft is accepted, and return the depths of their searches."""
     depths, dice = [], random.Random(0)
     for _ in range(count):
-        proposer = chosen.choose(size, size, size, 0)
+        proposer = chosen.choose(size, size, size, 0, cached)
         depths.append(proposer.depth)
         if proposer.depth:
             right = sum(dice.random() < accepted for _ in range(size * proposer.depth))
@@ -133,6 +137,25 @@ def test_a_good_drafter_is_searched_deeper_and_a_bad_one_pauses():
     assert 0 not in depths[: FEWEST // LEAST_ROWS]
     assert depths.count(0) > 0.95 * len(depths)
     assert set(depths[-300:]) == {0, 1}  # what is tried again is what costs least
+
+
+@pytest.mark.parametrize(("cached", "pays"), [(0, False), (2000, True)])
+def test_drafts_that_lose_with_short_texts_gain_with_long_ones_which_every_step_reads(cached, pays):
+    costs = priced(((64, 1.0), (128, 1.6)), FREE, FREE)  # and half of the drafts are accepted
+    depths = steps(choice(costs, search(1, 1, 2), size=64, reading=0.001), 200, 0.5, size=64, cached=cached)
+    assert (sum(depths) > 180) if pays else (sum(depths) < 20)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
+def test_the_time_to_read_a_token_follows_from_the_bytes_of_layers_without_a_window(architecture):
+    engine = paged(with_tree(tiny_model(architecture), tiny_drafter(), 3, 3))
+    config = engine.model.config
+    kinds = getattr(config, "layer_types", None) or config.num_hidden_layers * ["full_attention"]
+    assert ("sliding_attention" in kinds) == (architecture == "gpt_oss")
+    slot = (
+        kinds.count("full_attention") * 2 * config.num_key_value_heads * config.head_dim * engine.model.dtype.itemsize
+    )
+    assert time_to_read(engine.make_graphs(), 3.0) == pytest.approx(3.0 * slot / forward_bytes(engine.model))
 
 
 def test_drafts_that_gain_again_go_on():
@@ -238,8 +261,8 @@ def switching(engine: ReDrafter) -> ReDrafter:
     engine.step_costs = lambda graphs: costs
 
     class Switching(StepChoice):
-        def choose(self, size: int, rows: int, drafting: int, more: int):
-            honest(self, size, rows, drafting, more)
+        def choose(self, *asked: int):
+            honest(self, *asked)
             return self.proposers[next(turn) // 2 % len(self.proposers)]
 
     made = engine.step_choice
