@@ -169,7 +169,7 @@ class StepChoice:
         """Return what the next step of so many rows drafts with, if it does not pause."""
         return self._used.get(size, self._plain)
 
-    def choose(self, size: int, rows: int, drafting: int, more: int, cached: int = 0) -> Proposer:
+    def choose(self, size: int, rows: int, drafting: int, more: int, cached: int) -> Proposer:
         """Return the proposer of the next step; to be called once for each step.
 
         Args:
@@ -246,9 +246,9 @@ class StepChoice:
     def _value(self, size: int, rows: int, drafting: int, more: int, proposer: Proposer) -> float:
         """Return the tokens that a step with a proposer promises, per time."""
         read = self._reading * self._cached
-        plain, cost = (self._costs.of(each, size, more) + read for each in (self._plain, proposer))
+        cost = self._costs.of(proposer, size, more) + read
         if not proposer.depth:
-            return rows / plain
+            return rows / cost
         search = proposer.without_text or proposer
         if not search.depth:
             return (rows + drafting * self._copied_alone) / cost
@@ -259,5 +259,6 @@ class StepChoice:
         gained = self._promise.accepted(search.beams, search.depth, drafts)
         if search is not proposer:
             gained += self._copied
-        ratio = self.ratios.get(size)
-        return (rows + drafting * gained) / (cost if ratio is None else ratio * plain)
+        if (ratio := self.ratios.get(size)) is not None:
+            cost = ratio * (self._costs.of(self._plain, size, more) + read)
+        return (rows + drafting * gained) / cost

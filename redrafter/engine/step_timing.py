@@ -70,10 +70,10 @@ def time_to_read(memory: PagedMemory, step: float) -> float:
     Every rank calls it. A GPU reads weights, keys and values at about one rate, those of a token once for all nodes
     that attend to it. Layers with a window are left out: they read no more of a long text than of a short one.
     """
-    target, store = memory.target, memory.store
-    windows = target.traits.kinds.windows or [0] * len(store.layer_pools)
-    read = [place for place, window in zip(store.layer_pools, windows, strict=False) if place and not window]
-    slot = sum(keys[0, 0].nbytes + values[0, 0].nbytes for keys, _, values, _ in read)
+    target, layers = memory.target, memory.store.stores
+    windows = target.traits.kinds.windows or [0] * len(layers)
+    read = [stores[:2] for stores, window in zip(layers, windows, strict=False) if not window]  # keys and values
+    slot = sum(store[0].nbytes for stores in read for store in stores)
     return target.ranks.from_first(step * slot / forward_bytes(target.model))  # parts of the target may differ in size
 
 

@@ -185,7 +185,7 @@ def test_steps_of_a_pause_copy_from_the_text_where_that_alone_pays(searched, cop
     chosen = StepChoice(costs, {1: [both]}, PlainProposer(), {}, 0.5, {1: alone})
     dice, taken = random.Random(0), []
     for _ in range(400):
-        proposer = chosen.choose(1, 1, 1, 0)
+        proposer = chosen.choose(1, 1, 1, 0, 0)
         taken.append({id(both): "searched", id(alone): "copied"}.get(id(proposer), "none"))
         if proposer.depth:
             found = outcomes(3, likely=1, accepted=sum(dice.random() < searched for _ in range(3)))
@@ -201,7 +201,7 @@ def test_a_text_that_repeated_itself_does_not_keep_later_ones_from_being_drafted
     chosen, taken = StepChoice(costs, {1: [both]}, PlainProposer(), {}, 0.5, {1: alone}), []
     for step in range(600):
         repeats = step < 200
-        taken.append(proposer := chosen.choose(1, 1, 1, 0))
+        taken.append(proposer := chosen.choose(1, 1, 1, 0, 0))
         if proposer is both:
             right = 0 if repeats else 3
             chosen.observe(1, 1, both, 1, 4 * repeats, outcomes(3, likely=1, accepted=right))
@@ -218,15 +218,15 @@ def test_numbers_of_rows_pause_apart():
         priced(FLAT, ((1, 0.5),), FREE), {2: [search(1, 1, 2)], 64: [search(1, 1, 2)]}, PlainProposer(), {}
     )
     steps(chosen, 4, accepted=0.0, size=64)
-    assert chosen.choose(64, 64, 64, 0).depth == 0
-    assert chosen.choose(2, 2, 2, 0).depth == 1
+    assert chosen.choose(64, 64, 64, 0, 0).depth == 0
+    assert chosen.choose(2, 2, 2, 0, 0).depth == 1
 
 
 def test_prompts_that_a_step_reads_count_as_tokens_of_its_forward():
     dear = priced(((1, 1.0), (128, 1.2), (192, 9.0)), FREE, FREE)
-    assert [choice(dear, search(1, 1, 2), size=64).choose(64, 64, 64, more).depth for more in (0, 64)] == [1, 0]
+    assert [choice(dear, search(1, 1, 2), size=64).choose(64, 64, 64, more, 0).depth for more in (0, 64)] == [1, 0]
     cheap = priced(((64, 1.0), (128, 1.4), (192, 1.5)), FREE, FREE)
-    assert [choice(cheap, search(1, 1, 2), size=64).choose(64, 64, 64, more).depth for more in (0, 64)] == [1, 1]
+    assert [choice(cheap, search(1, 1, 2), size=64).choose(64, 64, 64, more, 0).depth for more in (0, 64)] == [1, 1]
 
 
 def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():
