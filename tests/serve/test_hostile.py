@@ -2,6 +2,8 @@
 
 import json
 import threading
+from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import httpx
@@ -14,6 +16,7 @@ from helpers.processes import cpu_seconds
 from helpers.serving import Program
 from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.protocol.answers import ErrorAnswer
+from redrafter.serve.protocol.fields import Strict, limit_entries
 from redrafter.serve.protocol.messages import MessagesErrorAnswer
 from redrafter.serve.protocol.requests import error_body
 
@@ -95,6 +98,8 @@ LARGE = {
     "few enough prompts": (COMPLETION, b'{"prompt": [' + b'"a",' * (M // 5) + b'"a"]}'),
     "few enough lists": (COMPLETION, b'{"prompt": [' + b"[]," * (M // 17) + b"[1]]}"),
     "many digits": (COMPLETION, b'{"prompt": [' + b"1.23456789012345678," * (M // 11) + b"1]}"),
+    "many modalities": (CHAT, b'{"modalities": [' + b"1," * M + b"1]}"),
+    "many labels": (CHAT, b'{"metadata": {' + b",".join(b'"%d":1' % n for n in range(M // 2)) + b"}}"),
     "many biases": (COMPLETION, b'{"logit_bias": {' + b",".join(b'"%d":"x"' % n for n in range(M // 2)) + b"}}"),
 }
 
@@ -147,6 +152,36 @@ def test_what_is_large_is_refused_soon(name, program):
     assert took < SOON
     assert set(answers) == {200}
     assert len(answers) >= took  # one, if they waited for it
+
+
+def parts(schema: Any, around: Any = None) -> Iterator[tuple[Any, Any]]:
+    """Yield every part of a core schema of pydantic with the part around it."""
+    if isinstance(schema, dict):
+        yield schema, around
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, (list, tuple)) else ():
+        yield from parts(part, schema if isinstance(schema, dict) else around)
+
+
+def subclasses(cls: type[Strict]) -> Iterator[type[Strict]]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from subclasses(child)
+
+
+def test_no_field_makes_an_error_of_each_of_a_million_entries():
+    """An error holds the event loop for some microseconds, so lists end at the first and objects may not be large."""
+    import_module("redrafter.serve.routes.app")  # which defines and imports all requests
+    seen = set()
+    for request in subclasses(Strict):
+        for schema, around in parts(request.__pydantic_core_schema__):
+            if schema.get("type") == "list" and schema.get("items_schema", {}).get("type", "any") != "any":
+                assert schema.get("fail_fast") or schema.get("max_length") == 0, (request, schema)
+            elif schema.get("type") == "dict" and schema.get("values_schema", {}).get("type", "any") != "any":
+                assert around.get("function", {}).get("function") is limit_entries, (request, schema)
+            else:
+                continue
+            seen.add(request.__name__)
+    assert {"ChatRequest", "CompletionRequest", "MessagesRequest", "ResponsesRequest", "ContextManagement"} <= seen
 
 
 def test_another_method_is_told_which_there_are(program):

@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticCustomError
 
 MAX_PROMPTS = 1024  # of one request, counting each choice
-MAX_BIASES = 1 << 14  # entries of logit_bias
+MAX_ENTRIES = 1 << 14  # of an object, such as logit_bias
 MAX_PARTS = 4096  # messages of a request, parts of a message, calls of a message
 MAX_CHOICE_TEXTS = 1 << 17  # in structured_outputs.choice
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000  # stop strings of a request, characters of each
@@ -59,10 +59,10 @@ def _tag_prompt(value: Any) -> str | None:
     return ID_LISTS_TAG if isinstance(value[0], list) else IDS_TAG
 
 
-def _limit_entries(value: Any) -> Any:
+def limit_entries(value: Any) -> Any:
     """Refuse objects of very many entries, before each wrong entry becomes an error of its own."""
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(f"{len(value)} entries; at most {MAX_BIASES}")
+    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+        raise ValueError(f"{len(value)} entries; at most {MAX_ENTRIES}")
     return value
 
 
@@ -76,10 +76,11 @@ class Strict(BaseModel):
     def _drop_nulls(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        return {name: value for name, value in _limit_entries(body).items() if value is not None}
+        return {name: value for name, value in limit_entries(body).items() if value is not None}
 
 
-Bias = Annotated[dict[str, Annotated[float, Field(strict=True, ge=-100, le=100)]], BeforeValidator(_limit_entries)]
+Bias = Annotated[dict[str, Annotated[float, Field(strict=True, ge=-100, le=100)]], BeforeValidator(limit_entries)]
+Labels = Annotated[dict[str, str], BeforeValidator(limit_entries)]
 # fail_fast, here and below: a million wrong entries must not become a million errors.
 Ids = Annotated[list[Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]], Field(fail_fast=True)]
 

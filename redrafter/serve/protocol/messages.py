@@ -207,7 +207,7 @@ class MessagesTool(_Block):
     input_schema: dict[str, Any]
     strict: StrictBool | None = None
     eager_input_streaming: StrictBool | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(fail_fast=True)] | None = None
     defer_loading: Literal[False] | None = None
     input_examples: Annotated[None, refuse_with("write them into the description")] = None
 
@@ -279,10 +279,13 @@ class Edit(Strict):
         return None if self.keep == "all" or self.keep.type == "all" else self.keep.value or 1
 
 
+_ClearThinking = Annotated[Edit, _only("clear_thinking_20251015", advice="send a shorter conversation")]
+
+
 class ContextManagement(Strict):
     """How to shorten a conversation before it is read."""
 
-    edits: list[Annotated[Edit, _only("clear_thinking_20251015", advice="send a shorter conversation")]] | None = None
+    edits: Annotated[list[_ClearThinking], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
 
 
 _TextBlocks = list[Annotated[TextBlock, _only("text", advice="a system prompt is text")]]
@@ -308,7 +311,7 @@ class CountTokensRequest(Strict):
     output_format: OutputFormat | None = None  # of earlier clients, which have no output_config
     context_management: ContextManagement | None = None
     cache_control: dict[str, Any] | None = None
-    betas: list[str] | None = None
+    betas: Annotated[list[str], Field(fail_fast=True)] | None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
     speed: Literal["standard"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

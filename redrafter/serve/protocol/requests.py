@@ -22,6 +22,7 @@ from redrafter.serve.protocol.fields import (
     Bias,
     Count,
     Ids,
+    Labels,
     Prompts,
     ResponseFormat,
     Stops,
@@ -345,8 +346,8 @@ class ChatRequest(_Request):
     parallel_tool_calls: StrictBool | None = None
     reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
     verbosity: Annotated[str, Field(min_length=1, max_length=32)] | None = None
-    modalities: list[Literal["text"]] | None = None
-    metadata: dict[str, str] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    metadata: Labels | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None

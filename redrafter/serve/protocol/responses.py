@@ -14,6 +14,7 @@ from redrafter.serve.protocol.fields import (
     MAX_PARTS,
     TEXT_TAG,
     Count,
+    Labels,
     Strict,
     one_of,
     refuse_with,
@@ -188,7 +189,7 @@ class ResponsesRequest(SharedFields):
     input: Annotated[Annotated[str, Tag(TEXT_TAG)] | Items, one_of(tag_text_or_list, "a text or a list of items")]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Labels | None = None
     parallel_tool_calls: StrictBool | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
