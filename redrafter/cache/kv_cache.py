@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,6 +113,10 @@ class KVCache(ABC):
 
         After them come third vectors, `[slots, 1, d]`, of a layer that has some.
         """
+
+    @abstractmethod
+    def subset(self, rows: Tensor, slots: int) -> AbstractContextManager["KVCache"]:
+        """Yield a cache of rows `[B']` int64 alone, in which to write their first `slots` slots anew."""
 
     @abstractmethod
     def plan_prefill(self, pieces: Sequence[Piece], kinds: Sequence[AttentionKind]) -> PromptPlan:

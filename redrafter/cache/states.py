@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from redrafter.attention.prompt_attention import Piece
+from redrafter.cache.to_device import to_device
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import Tree, nodes_by_level
@@ -213,23 +214,21 @@ class StatesOfRows:
     def take_note(self, pieces: Sequence[Piece]) -> None:
         """Take note that rows have read pieces of prompts, after each of their states and snapshots was written."""
         position = self.store.position
-        rows, upto = [piece.row for piece in pieces], [piece.end for piece in pieces]
-        index = self.rows.to(position.device)[torch.tensor(rows, device=position.device)]
-        position[index] = torch.tensor(upto, device=position.device)
-        for piece in pieces:
-            for count, at in self.snapshots_in(piece).items():
-                position[at] = count
+        snapshots = [each for piece in pieces for each in self.snapshots_in(piece).items()]
+        read = [(piece.row, piece.end) for piece in pieces] + [(at, count) for count, at in snapshots]
+        rows, counts = to_device(read, position.device, torch.long).unbind(1)
+        index = torch.cat([self.rows.to(position.device)[rows[: len(pieces)]], rows[len(pieces) :]])
+        position.index_copy_(0, index, counts)
 
     def snapshots_in(self, piece: Piece) -> dict[int, int]:
         """Return the snapshots after tokens of a piece of a prompt, the first one first."""
         snapshots = self.copies.snapshots.get(piece.row, {})
         return {count: snapshots[count] for count in sorted(snapshots) if piece.first < count <= piece.end}
 
-    def forget(self, rows: Tensor) -> None:
-        """Let the rows marked in `rows` `[B]` bool have read nothing."""
-        for store in (self.store.position, *self.store.tensors.values()):
-            index = self.rows.to(store.device)[rows.to(store.device)]
-            store[index] = 0
+    def forget(self, rows: Sequence[int]) -> None:
+        """Let some of the rows have read nothing."""
+        for store in (self.store.position, *self.store.tensors.values()) if rows else ():
+            store.index_fill_(0, self.rows.to(store.device)[to_device(rows, store.device)], 0)
 
     def commit(self, length: Tensor, path: Path, active: Tensor) -> None:
         """Keep the states after the last accepted node of each active row, and let go of those after other nodes.

@@ -9,7 +9,7 @@ how EAGLE-3 feeds its head (Li et al. 2025, arXiv 2503.01840).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from redrafter.attention.prompt_attention import Piece
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.kv_cache import KVCache, LayerShape
+from redrafter.cache.to_device import to_device
 from redrafter.errors import MismatchError, UnsupportedError
 from redrafter.tree.token_tree import Tree
 
@@ -108,31 +109,24 @@ class Prompts:
 
     Attributes:
         tokens: Each row's prompt, padded on the right with any ids, `[B, P]` int64.
-        upto: Position to stop before, `[B]` int64.
+        starts: Number of each row's tokens that the cache holds already.
+        ends: Position to stop before in each row, behind its start.
         cache: Keys and values of the rows; receives those of the tokens.
-        start: Tokens that the cache holds already, `[B]` int64, fewer than `upto`; None for none.
-        counts: How many tokens each row has beyond `start`; None for P of each, some of which may be padding.
-        rope_lengths: As in `ForwardBatch`; None for `upto`.
+        rope_lengths: As in `ForwardBatch`; None for `ends`.
         adapters: As in `ForwardBatch`.
     """
 
     tokens: Tensor
-    upto: Tensor
+    starts: Sequence[int]  # on the host, as the ends are: a forward is planned without waiting for the device
+    ends: Sequence[int]
     cache: Any = field(repr=False)
-    start: Tensor | None = None
-    counts: Sequence[int] | None = None
     rope_lengths: Tensor | None = None
     adapters: Tensor | None = None
 
-    @property
-    def first(self) -> Tensor:
-        """Position of the first token that is read of each row, `[B]` int64."""
-        return torch.zeros_like(self.upto) if self.start is None else self.start
-
-    def to(self, device: torch.device) -> "Prompts":
-        """Return the same prompts on another device."""
-        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return replace(self, **moved)
+    @cached_property
+    def upto(self) -> Tensor:
+        """The ends on the device of the tokens, `[B]` int64."""
+        return to_device(self.ends, self.tokens.device, torch.long)
 
 
 def decoder_layers(model: PreTrainedModel, count: int, layer_ids: Sequence[int]) -> list[nn.Module]:

@@ -66,7 +66,7 @@ class PromptReader:
     def _read_pieces(self, prompts: Prompts, max_tokens: int, show: ShowLogits | None) -> tuple[Tensor, Tensor]:
         """Read as `read` does, on a CPU: in pieces, one after the other."""
         last: dict[int, tuple[Tensor, Tensor]] = {}
-        for pieces in cut_prompts(prompts.first.tolist(), prompts.upto.tolist(), max_tokens):
+        for pieces in cut_prompts(prompts.starts, prompts.ends, max_tokens):
             logits, hidden = self._varlen.read_pieces(pieces, prompts, all_tokens=show is not None)
             if show is not None:
                 counts = [piece.count for piece in pieces]
@@ -81,33 +81,27 @@ class PromptReader:
 
     def _read_chunks(self, prompts: Prompts, max_tokens: int, show: ShowLogits | None) -> tuple[Tensor, Tensor]:
         """Read as `read` does, with any model on any device: in chunks side by side, each a chain with its mask."""
-        cache, length, start = prompts.cache, prompts.upto, prompts.first
-        paged, forward = isinstance(cache, PagedCache), self.forward_on(cache)
+        cache, length, device = prompts.cache, prompts.upto, prompts.tokens.device
+        start, forward = to_device(prompts.starts, device, torch.long), self.forward_on(cache)
         rows, width = prompts.tokens.shape
-        ragged = prompts.counts is not None and paged
-        counts = [width] * rows if prompts.counts is None else prompts.counts
-        chunk = MAX_CHUNK_TOKENS
+        counts = [end - first for first, end in zip(prompts.starts, prompts.ends, strict=True)]
+        paged, chunk = isinstance(cache, PagedCache), MAX_CHUNK_TOKENS
         if paged:
             chunk = max(chunk, math.isqrt(MAX_MASK_NUMBERS // rows))
-        if not (ragged and sum(counts) <= max_tokens):
+        if not (paged and sum(counts) <= max_tokens):
             chunk = max(min(chunk, max_tokens // rows), 1)
         rope_lengths = length if prompts.rope_lengths is None else prompts.rope_lengths
         logits = hidden = None
         for offset in range(0, max(counts), chunk):
             sizes = [min(max(count - offset, 0), chunk) for count in counts]
             size = max(sizes)
+            firsts = [first + offset for first in prompts.starts]
+            pieces = [Piece(row, firsts[row], firsts[row] + count) for row, count in enumerate(sizes) if count]
             read = start + offset  # [B]
-            pieces = None
-            if cache.states is not None:  # what this forward reads of each row that reads on
-                ends = zip(read.tolist(), length.tolist(), sizes, strict=True)
-                pieces = [Piece(row, first, min(end, first + n)) for row, (first, end, n) in enumerate(ends)]
-                pieces = [piece for piece in pieces if piece.count > 0]
-            if pieces == []:
-                continue  # padding alone
-            positions = read[:, None] + torch.arange(size, device=length.device)  # [B, size]
+            positions = read[:, None] + torch.arange(size, device=device)  # [B, size]
             tokens = chain(prompts.tokens.gather(1, positions.clamp(max=width - 1)))
-            if ragged:
-                tokens = replace(tokens, counts=to_device(sizes, length.device, torch.long), total=sum(sizes))
+            if paged:
+                tokens = replace(tokens, counts=to_device(sizes, device, torch.long), total=sum(sizes))
             last = length - 1 - read  # [B], the node of the last prompt token, if it is here
             here = ((last >= 0) & (last < size))[:, None]  # [B, 1]
             end = last.clamp(0, size - 1)
@@ -122,9 +116,8 @@ class PromptReader:
             )
             new_logits, new_hidden, _ = forward(batch)
             if show is not None:
-                shown = (last + 1).clamp(0, size).tolist()
-                for row, first, count in zip(range(rows), read.tolist(), shown, strict=True):
-                    show(row, first, new_logits[row, :count])
+                for piece in pieces:
+                    show(piece.row, piece.first, new_logits[piece.row, : piece.count])
                 new_logits, new_hidden = (
                     x.gather(1, end[:, None, None].expand_as(x[:, :1])) for x in (new_logits, new_hidden)
                 )

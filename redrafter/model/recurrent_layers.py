@@ -14,6 +14,7 @@ read whole from its row's state, without padding.
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -194,15 +195,18 @@ class TreeStates:
 class PromptStates:
     """A forward over pieces of prompts: one call of each mixer for each."""
 
-    def __init__(self, pieces: Sequence[Piece], starts: Sequence[int], states: StatesOfRows | None):
+    def __init__(self, pieces: Sequence[Piece], states: StatesOfRows | None, width: int | None = None):
         """Plan a forward over pieces of prompts.
 
         Args:
             pieces: What is read of each row, a token at least; the rows' states are replaced.
-            starts: Index of the first token of each piece among the tokens of the forward.
             states: States of the rows; None for whole texts whose states nobody needs.
+            width: How many tokens the forward has of each row, its piece's first; None for those of the pieces alone.
         """
-        self._pieces, self._starts, self._states = pieces, starts, states
+        self._pieces, self._states = pieces, states
+        # Index of the first token of each piece among the tokens of the forward.
+        counts = accumulate((piece.count for piece in pieces), initial=0)
+        self._starts = list(counts)[:-1] if width is None else [piece.row * width for piece in pieces]
 
     def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Compute what a mixer returns for all tokens of a call of its forward, row by row."""
@@ -300,13 +304,12 @@ def mixer_plan(batch: ForwardBatch, *, padded: bool) -> TreeStates | PromptState
 
     A padded forward computes M nodes of every row, also of a ragged tree.
     """
-    tree, length, states, pieces = batch.tree, batch.length, batch.cache.states, batch.pieces
+    tree, states, pieces = batch.tree, batch.cache.states, batch.pieces
     assert states is not None, "a model with mixers has states"
     ragged = tree.counts is not None and not padded
     if pieces is None:
-        return TreeStates(tree, length, states, tree.row_starts()[:-1] if ragged else None)
-    starts = tree.row_starts().tolist() if ragged else range(0, len(length) * tree.new, tree.new)
-    return PromptStates(pieces, [starts[piece.row] for piece in pieces], states)
+        return TreeStates(tree, batch.length, states, tree.row_starts()[:-1] if ragged else None)
+    return PromptStates(pieces, states, None if ragged else tree.new)
 
 
 def replace_mixers(patch: ModelPatch, mixers: Sequence[Mixer], plan: TreeStates | PromptStates) -> None:

@@ -254,7 +254,7 @@ class SelfTest:
                 cache.fill_first_slots(trial.states.items())
             else:
                 most = None if whole else trial.prompts.shape[1] - trial.prompts.shape[1] // 5
-                self._reader.read(Prompts(trial.prompts, trial.length, cache), max_tokens=most)
+                self._reader.read(Prompts(trial.prompts, [0] * rows, trial.length.tolist(), cache), max_tokens=most)
             tree = tree_of(tokens, parents, depth, max_depth=2)
             logits = forward(ForwardBatch(tree, trial.length, cache))[0]
             path = Path(torch.tensor([0, 2, 4], device=device).expand(rows, 3), torch.full_like(trial.length, 2))

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from redrafter.cache.dense import DenseCache
-from redrafter.cache.kv_cache import LayerShape, states_of
+from redrafter.cache.kv_cache import KVCache, LayerShape, states_of
 from redrafter.cache.paged import PagedCache
 from redrafter.cache.to_device import made_on_host
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
@@ -329,23 +329,23 @@ class Target(BoundModel):
         tree = batch.tree if self.rope is None else self.rope.drop_past_switch(batch.tree, batch.length)
         return ForwardOutput(tree, *forward(batch))
 
-    def reread(self, state: Prompts, active: Tensor) -> None:
-        """Read again the rows that reach the rope switch, with the frequencies of long texts; see `reread_from`.
+    def reread(self, tokens: Tensor, marked: Tensor, cache: KVCache, adapters: Tensor | None) -> None:
+        """Read again rows that have reached the rope switch, with the frequencies of long texts; see `reread_from`.
 
         Args:
-            state: The rows, with `upto` committed tokens; keys and values of those that are read again are replaced.
-            active: The rows that continue, `[B]` bool.
+            tokens: The texts of all rows, `[B, P]` int64.
+            marked: The rows that are read again, `[B]` bool.
+            cache: Keys and values of all rows; those of the rows that are read again are replaced.
+            adapters: As in `ForwardBatch`.
         """
         assert self.reread_from is not None, "the model has no rope that switches"
-        switch_at = self.reread_from
-        rows = ((state.upto == switch_at) & active).nonzero()[:, 0]
+        end, rows = self.reread_from, marked.nonzero()[:, 0]
         if not len(rows):
             return
-        adapters = None if state.adapters is None else state.adapters[rows]
-        with state.cache.subset(rows, switch_at) as cache:
-            long, counts = torch.full_like(rows, switch_at + 1), [switch_at] * len(rows)
-            read = Prompts(state.tokens[rows], state.upto[rows], cache, None, counts, long, adapters)
-            self.prompt_reader.read(read)
+        adapters = None if adapters is None else adapters[rows]
+        with cache.subset(rows, end) as some:
+            starts, ends, long = [0] * len(rows), [end] * len(rows), torch.full_like(rows, end + 1)
+            self.prompt_reader.read(Prompts(tokens[rows], starts, ends, some, long, adapters))
 
     def prefill(
         self, prompts: Prompts, *, max_tokens: int | None = None, show: ShowLogits | None = None

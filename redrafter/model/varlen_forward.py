@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -163,9 +162,7 @@ class VarlenForward(TreeForward):
             prompt = (read.upto if read.rope_lengths is None else read.rope_lengths)[rows]
         keep = None if read.adapters is None else self._kept_columns(read.adapters[rows], len(tokens))
         plan = cache.plan_prefill(pieces, self._kinds.by_layer or ())
-        states = None
-        if cache.states is not None:
-            states = PromptStates(pieces, [0, *accumulate(counts.tolist())][:-1], cache.states)
+        states = None if cache.states is None else PromptStates(pieces, cache.states)
         with bound.lock, self._attending(PROMPT_ATTENTION_NAME, plan, states, keep, threads_apart=True):
             logits, hidden = self._plain(tokens, positions, index, plan, prompt, keep, cache.for_model)
         if bound.drafter_layer is not None:

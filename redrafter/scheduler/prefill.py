@@ -251,12 +251,11 @@ class Prefiller:
         # with recurrent states reads on.
         complete = [end == sequence.prefill_length for sequence, end in zip(sequences, ends, strict=True)]
         first = [0 if whole else max(start - 1, 0) for whole, start in zip(complete, starts, strict=True)]
-        numbers = (_stack([sequence.tokens for sequence in sequences], ends, first), starts, ends, rope)
-        tokens, start, upto, rope_lengths = (to_device(x, device) for x in numbers)
-        caches, counts = row_caches.of_prompts(sequences), [count for _, count in chunks]
+        tokens = to_device(_stack([sequence.tokens for sequence in sequences], ends, first), device)
+        caches, rope_lengths = row_caches.of_prompts(sequences), to_device(rope, device)
         slots = [sequence.adapter_slot for sequence in sequences]
         adapters = to_device(slots, device, torch.long) if any(slots) else None
-        prompts = Prompts(tokens, upto, caches.target, start, counts, rope_lengths, adapters)
+        prompts = Prompts(tokens, starts, ends, caches.target, rope_lengths, adapters)
 
         def show(row: int, first: int, logits: Tensor) -> None:
             sequence, count = sequences[row], sequences[row].params.prompt_logprobs
@@ -267,7 +266,7 @@ class Prefiller:
         self._read_drafts(sequences, ends, prompts, caches.draft)
         logits, hidden = self._target.prefill(prompts, show=show if sequences[0].needs_scores else None)
         done = _take_note(chunks)
-        return PrefilledRows(sequences, tokens, upto, logits, hidden, caches, range(len(sequences))).at(done)
+        return PrefilledRows(sequences, tokens, prompts.upto, logits, hidden, caches, range(len(sequences))).at(done)
 
     def _read_drafts(
         self, sequences: Sequence[TokenSequence], ends: Sequence[int], prompts: Prompts, cache: KVCache | None
@@ -283,10 +282,8 @@ class Prefiller:
             lengths = [sequence.draft_length(end) for sequence, end in zip(sequences, ends, strict=True)]
             for sequence, length in zip(sequences, lengths, strict=True):
                 sequence.draft_prefilled = length
-            counts = [end - start for start, end in zip(starts, lengths, strict=True)]
-            tokens = _stack([text.ids for text in texts], lengths)
-            tokens, start, upto = (to_device(x, model.device) for x in (tokens, starts, lengths))
-            model.prefill(Prompts(tokens, upto, cache, start, counts))
+            tokens = to_device(_stack([text.ids for text in texts], lengths), model.device)
+            model.prefill(Prompts(tokens, starts, lengths, cache))
         else:
             read_drafts(prompts, model, cache)
 
@@ -302,7 +299,7 @@ class Prefiller:
             adapters = to_device([sequence.adapter_slot], device, torch.long)
         prompt = sequence.images.prepare(self._target.model, sequence.prompt)
         sequence.position_shift = prompt.position_shift
-        self._read_drafts([sequence], [count], Prompts(tokens, upto, caches.target, counts=[count]), caches.draft)
+        self._read_drafts([sequence], [count], Prompts(tokens, [0], [count], caches.target), caches.draft)
         logits, hidden = self._target.images.read(tokens[:, :count], prompt, caches.target, adapters)
         _take_note([(sequence, count)])
         return PrefilledRows([sequence], tokens, upto, logits, hidden, caches, [0])
@@ -349,14 +346,13 @@ def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
 
     Recurrent states stay a token behind, since each step reads the last committed token again.
     """
-    read = replace(prompts, cache=cache, rope_lengths=None, adapters=None).to(model.device)
-    read = replace(read, tokens=clamp_to_vocab(read.tokens, model))
+    tokens = clamp_to_vocab(prompts.tokens.to(model.device), model)
     if cache.states is None:
-        model.prefill(read)
+        model.prefill(Prompts(tokens, prompts.starts, prompts.ends, cache))
         return
-    start = None if read.start is None else (read.start - 1).clamp(min=0)
-    model.prefill(replace(read, start=start, upto=(read.upto - 1).clamp(min=1)))
-    cache.states.forget(read.upto == 1)
+    starts, ends = [max(start - 1, 0) for start in prompts.starts], [max(end - 1, 1) for end in prompts.ends]
+    model.prefill(Prompts(tokens, starts, ends, cache))
+    cache.states.forget([row for row, end in enumerate(prompts.ends) if end == 1])
 
 
 def _left(sequences: Sequence[TokenSequence]) -> int:

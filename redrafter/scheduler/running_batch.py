@@ -24,7 +24,6 @@ from redrafter.drafting.step_choice import StepChoice
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.model.forward_batch import Prompts
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, PendingReport, bucket, new_state
 from redrafter.scheduler.finished_texts import Piece, write_pieces
@@ -339,7 +338,8 @@ class RunningBatch:
         self.captured_steps[key] = step
         if self.target.reread_from is not None and longest >= self.target.reread_from:
             state = step.state
-            self.target.reread(Prompts(state.tokens, state.length, step.cache, adapters=state.adapters), state.active)
+            at_switch = (state.length == self.target.reread_from) & state.active
+            self.target.reread(state.tokens, at_switch, step.cache, state.adapters)
         return step
 
     def _look_at_rows(self) -> Asked:

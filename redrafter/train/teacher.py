@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -117,8 +117,7 @@ class Teacher:
     def _apart(self, segment: Tensor) -> Iterator[None]:
         """Have recurrent layers read each text of a row of several from no state."""
         lengths = [len(list(run)) for row in segment.tolist() for _, run in groupby(row)]
-        starts = list(accumulate(lengths, initial=0))[:-1]
         pieces = [Piece(text, 0, length) for text, length in enumerate(lengths)]
         with ModelPatch() as patch:
-            replace_mixers(patch, self._mixers, PromptStates(pieces, starts, states=None))
+            replace_mixers(patch, self._mixers, PromptStates(pieces, states=None))
             yield

@@ -106,9 +106,7 @@ def test_what_the_cache_holds_of_a_prompt_is_read_on_from(on_pages):
     cache = a_cache(target, on_pages)
     with torch.inference_mode():
         read_prompts(target, prompts, torch.tensor([21, 12, 1]), cache)
-    assert_all_close(
-        read(target, prompts, cache, start=torch.tensor([21, 12, 1]), counts=[19, 1, 28], max_tokens=9), expected
-    )
+    assert_all_close(read(target, prompts, cache, starts=torch.tensor([21, 12, 1]), max_tokens=9), expected)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_oss"])
@@ -128,10 +126,10 @@ def test_prompts_of_unequal_length_are_read_in_chains_without_padding(
 
     with torch.inference_mode():
         if starts.any():
-            read_prompts(target, prompts, starts, cache, counts=start)
+            read_prompts(target, prompts, starts, cache)
         hook = target.embedding.register_forward_hook(lambda module, ids, out: tokens.append(out.shape[-2]))
         counts = (LENGTHS - starts).tolist()
-        how = {"start": starts, "counts": counts, "max_tokens": max_tokens}
+        how = {"starts": starts, "max_tokens": max_tokens}
         last = read_prompts(target, prompts, LENGTHS, cache, **how)
         hook.remove()
         assert sum(tokens) < sum(counts) + TOKEN_MULTIPLE * len(tokens)

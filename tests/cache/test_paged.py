@@ -126,7 +126,7 @@ def test_what_another_request_computed_is_not_computed_again(llama, monkeypatch)
     first = engine.generate(prompt, **arguments)
     other = torch.cat([first[:, :60], torch.tensor([[5, 6]])], dim=1)
     expected = llama.generate(other, **arguments)
-    counts = noted(monkeypatch, engine.target.prompt_reader, "read", lambda _, prompts: sum(prompts.counts))
+    counts = noted(monkeypatch, engine.target.prompt_reader, "read", lambda _, read: sum(read.ends) - sum(read.starts))
     assert torch.equal(engine.generate(other, **arguments), expected)
     assert counts == [62 - 48]  # three blocks of 16 were stored: of the prompt, and of the tokens generated after it
     counts.clear()

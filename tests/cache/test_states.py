@@ -88,7 +88,7 @@ def test_a_draft_models_states_stay_a_token_behind():
 
 def test_rows_that_are_forgotten_have_read_nothing():
     states = states_after(7, 8)
-    states.forget(torch.tensor([True, False]))
+    states.forget([0])
     assert kept(states) == [0, 8]
     assert states.store.position.tolist() == [0, 5]
 

@@ -237,7 +237,7 @@ def test_the_draft_models_cache_follows_the_accepted_path(make, other, shape, sa
     cache, draft_cache, accepted = new_cache(target), new_cache(draft_model), []
     with torch.inference_mode():
         prompts, lengths = draft_texts(vocabulary, tokens, length)
-        read_prompts(draft_model, prompts, lengths, draft_cache, counts=lengths.tolist())
+        read_prompts(draft_model, prompts, lengths, draft_cache)
         state = prefill(tokens, length, target, cache, sampler)
         for _ in range(6):
             state, drawn = step(state, engine.proposer, target, cache, sampler, draft_cache)

@@ -18,14 +18,15 @@ def verify(target, tree, length, cache, logits_index=None, **how):
     return output.logits, output.hidden
 
 
-def read_prompts(target, tokens, upto, cache, *, max_tokens=None, show=None, **how):
+def read_prompts(target, tokens, ends, cache, *, starts=None, max_tokens=None, show=None, **how):
     """Read prompts, and return the logits and hidden states at their last tokens."""
-    return target.prefill(Prompts(tokens, upto, cache, **how), max_tokens=max_tokens, show=show)
+    starts = [0] * len(tokens) if starts is None else starts.tolist()
+    return target.prefill(Prompts(tokens, starts, ends.tolist(), cache, **how), max_tokens=max_tokens, show=show)
 
 
 def prefill(tokens, length, target, cache, sampler, draft_model=None, draft_cache=None) -> State:
     """Read prompts into the caches of a target and of what drafts, and return the state before the first step."""
-    prompts = Prompts(tokens, length, cache, counts=length.tolist())
+    prompts = Prompts(tokens, [0] * len(tokens), length.tolist(), cache)
     if draft_model is not None:
         read_drafts(prompts, draft_model, draft_cache)
     logits, hidden = target.prefill(prompts)

@@ -120,10 +120,9 @@ def test_prompts_may_be_cut_anywhere(model):
     rows[0] = text()[0]
     for cut in [1, 2, 7, 15, 16, 17, 26, 39]:
         cache = new_cache(bound, rows=2)
-        read_prompts(bound, rows, torch.tensor([cut, 3]), cache, counts=[cut, 3])
-        logits, _ = read_prompts(
-            bound, rows, torch.tensor([40, 5]), cache, start=torch.tensor([cut, 3]), counts=[40 - cut, 2], max_tokens=23
-        )
+        starts, ends = torch.tensor([cut, 3]), torch.tensor([40, 5])
+        read_prompts(bound, rows, starts, cache)
+        logits, _ = read_prompts(bound, rows, ends, cache, starts=starts, max_tokens=23)
         assert torch.equal(logits[0], expected(model, torch.bfloat16)[39])
 
 

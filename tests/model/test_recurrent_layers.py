@@ -1,5 +1,6 @@
 """Models with recurrent states: trees write what plain decoding writes, since states are rolled back."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
 
@@ -9,14 +10,17 @@ import torch
 from helpers.models import VOCAB, Scripted, row_texts, tiny_drafter, uneven_batch
 from helpers.recurrent import RECURRENT, generated_alone, recurrent_model
 from helpers.steps import grown_and_whole, read_prompts, verify
+from helpers.waits import Reads
 from redrafter import DraftTarget, Engine, ReDrafter, UnsupportedError
+from redrafter.attention import tree_attention
 from redrafter.cache.dense import cache_argument
 from redrafter.cache.paged import KVCachePool, PagedCache
-from redrafter.cache.states import StatesOfRows
+from redrafter.cache.states import StateCopies, StatesOfRows
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.model import traits
+from redrafter.model.forward_batch import Prompts
 from redrafter.model.lora import LoraWeights
 from redrafter.model.target import Target
 from redrafter.model.traits import find_mixers
@@ -124,6 +128,33 @@ def test_a_prompt_read_in_pieces_leaves_what_it_leaves_whole(target, max_tokens)
         found = pieces.states.store.tensors[key]
         assert close(target, found, expected)
     assert torch.equal(pieces.states.store.position, length)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("paged", [False, True])
+def test_prompts_are_read_without_a_wait_for_a_gpu(target, paged, monkeypatch):
+    """In a paged cache a copy of a row's states is kept on the way too."""
+    monkeypatch.setattr(target.prompt_reader, "masks", True)  # as on a GPU
+    if paged and not target.paged.ok:
+        pytest.skip("its keys and values are not paged")
+    tokens, caches = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2)), []
+    reads = Reads()
+    monkeypatch.setattr(tree_attention, "gathered_attention", reads.elsewhere(tree_attention.gathered_attention))
+    for reading in (nullcontext(), reads):
+        cache = target.new_cache(2)
+        cache.reserve(16)
+        if paged:
+            table, home, copies = torch.tensor([[1], [2]]).int(), torch.tensor([1, 2]), StateCopies({0: {7: 3}})
+            cache = PagedCache(KVCachePool(target.paged_shapes, 3), table, home, copies)
+        read_prompts(target, tokens, torch.tensor([4, 1]), cache)
+        with reading:
+            target.prefill(Prompts(tokens, [4, 1], [12, 6], cache), max_tokens=9)
+            cache.states.forget([1])
+        caches.append(cache.states.store)
+    found = [states.position[:4].tolist() for states in caches]
+    assert found == [[0, 12, 0, 7] if paged else [12, 0]] * 2
+    for key, expected in caches[0].tensors.items():
+        assert torch.equal(caches[1].tensors[key], expected)
 
 
 # Trees

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from helpers.models import VOCAB, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import (
@@ -24,6 +22,7 @@ from helpers.scheduling import (
     scheduler,
     until_stepping,
 )
+from helpers.waits import Waits
 from redrafter import DraftTarget
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -33,17 +32,6 @@ from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.engine_process.engine import warm_up
 
 GREEDY = KINDS["greedy"]
-
-
-class Waits(TorchFunctionMode):
-    """Refuses to write a number into one element, or where an index tensor says: both wait for a GPU."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is Tensor.__setitem__ and not isinstance(args[2], Tensor):
-            tensor, index, _ = args
-            assert tensor[index].dim(), "one element"
-            assert not any(isinstance(each, Tensor) for each in (index if isinstance(index, tuple) else [index]))
-        return func(*args, **(kwargs or {}))
 
 
 def test_rows_come_and_go_without_a_wait_for_a_gpu(engine, monkeypatch):
