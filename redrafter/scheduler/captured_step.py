@@ -5,7 +5,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 from weakref import WeakSet
 
@@ -14,10 +14,12 @@ from torch import Tensor
 
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.kv_cache import KVCache
+from redrafter.cache.to_device import to_device
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.errors import first_line
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
+from redrafter.scheduler.logprobs import score_drawn
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.step import StepOutput, step
 from redrafter.tree.likelihood import LIKELIHOODS
@@ -66,6 +68,11 @@ class PendingReport:
             self._done.record()
 
         self._read: list[Any] | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the numbers were computed on the host, and can be read without a wait."""
+        return self._done is None
 
     def read(self) -> list[Any]:
         """Wait for the numbers, and return them as nested lists."""
@@ -192,6 +199,8 @@ class LaunchedStep:
         report: For each row what `StepOutput.pack_for_host` says of it.
         logits: Logits along the accepted path, `[K+1, V]`, of the rows whose sequences want them.
         scores: Processed logits, likewise.
+        logprobs: What `score_drawn` gives for the rows whose sequences want it: of K+1 tokens each, or of those drawn
+            where the report is on the host. None if there are no such rows.
         levels: Levels of drafts.
         grafted: Nodes of each row's tree that were copied from the text.
         size: Rows that it was made for.
@@ -202,6 +211,7 @@ class LaunchedStep:
     report: PendingReport
     logits: Mapping[int, Tensor]
     scores: Mapping[int, Tensor]
+    logprobs: tuple[PendingReport, PendingReport] | None
     levels: int
     grafted: int
     size: int
@@ -218,11 +228,24 @@ class LaunchedStep:
         """Take what will be needed of a step's output, which the next step may overwrite."""
         logits, scores = dict[int, Tensor](), dict[int, Tensor]()
         for row, sequence in enumerate(sequences):
-            if "logits" in sequence.keeps or sequence.params.logprobs is not None:
+            if "logits" in sequence.keeps:
                 logits[row] = output.logits[row].index_select(0, output.path.nodes[row])
             if "scores" in sequence.keeps:
                 scores[row] = output.scores[row].index_select(0, output.path.nodes[row])
-        return cls(sequences, report, logits, scores, output.levels, output.grafted, len(output.tokens), proposer)
+        asked = ((row, sequence.params.logprobs) for row, sequence in enumerate(sequences))
+        counts = {row: count for row, count in asked if count is not None}
+        logprobs = None
+        if counts:
+            # A GPU scores what stands behind the drawn tokens too, since the host does not know their number yet.
+            width, told = output.tokens.shape[1], report.read() if report.on_host else None
+            sizes = {row: width if told is None else told[row][width] + 1 for row in counts}
+            index = [(row, place) for row, size in sizes.items() for place in range(size)]
+            rows, places = to_device(index, output.tokens.device, torch.long).unbind(1)  # [T]
+            nodes, tokens = output.path.nodes[rows, places], output.tokens[rows, places]
+            values, ids = score_drawn(output.logits, rows, nodes, tokens, max(counts.values()))
+            logprobs = PendingReport(values), PendingReport(ids)
+        of_tree = output.levels, output.grafted, len(output.tokens)
+        return cls(sequences, report, logits, scores, logprobs, *of_tree, proposer)
 
     def outcomes(self) -> list[list[int]]:
         """Wait for the step, and return what became of its drafts by their likelihood, as `count_outcomes` has it."""
@@ -233,15 +256,21 @@ class LaunchedStep:
     def read(self) -> Iterator[tuple[TokenSequence, SequenceDelta]]:
         """Wait for the step, and yield what it drew for each of its sequences."""
         reports = zip(self.sequences, self.report.read(), strict=False)
+        told = zip(*(each.read() for each in self.logprobs or ()), strict=True)
         for row, (sequence, (*tokens, accepted, drafted, finite, copied)) in enumerate(reports):
             count = min(accepted + 1, finite)
             logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
+            logprobs = None
+            if (wanted := sequence.params.logprobs) is not None:
+                lines = list(islice(told, accepted + 1 if self.report.on_host else len(tokens)))[:count]
+                logprobs = [(own, dict(zip(ids[:wanted], top, strict=False))) for (own, *top), ids in lines]
             drafts = self.levels > 0 and sequence.params.speculate
             drawn = SequenceDelta(
                 tokens[:count],
                 drafted=drafted if drafts else None,
                 copied=copied,
                 copies=self.grafted if drafts else 0,
+                logprobs=logprobs,
                 logits=logits,
                 scores=scores,
                 overflowed=finite <= accepted,

@@ -1,12 +1,11 @@
 """One sequence of tokens that is asked for, how it is drawn, and what each round adds to it."""
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from redrafter.cache.block_manager import BlockTable
@@ -18,9 +17,7 @@ from redrafter.model.images import ImageInputs, ImagePrompt
 from redrafter.model.lora import Adapter
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.finished_texts import Piece
-
-MIN_LOGPROB = -9999.0  # lowest log-probability reported, as in OpenAI's API: -inf is no JSON
-MAX_LOGITS_AT_ONCE = 1 << 23  # logits scored at once: 32 MiB in float32
+from redrafter.scheduler.logprobs import PromptScore
 
 
 @dataclass
@@ -83,21 +80,6 @@ class Stats:
         self.emitted += emitted
         for depth in range(accepted):
             self.accepted_by_depth[depth] += 1
-
-
-@dataclass(frozen=True)
-class PromptScore:
-    """What the model gave one token of a prompt, after all the tokens before it.
-
-    Attributes:
-        logprob: Log-probability of the token.
-        rank: Rank of the token among all tokens, 1 for the likeliest.
-        likeliest: Log-probabilities of the likeliest tokens at its position by id, the likeliest first.
-    """
-
-    logprob: float
-    rank: int
-    likeliest: Mapping[int, float]
 
 
 Finish = Literal["stop", "length", "cancelled", "error"]
@@ -284,8 +266,8 @@ class TokenSequence:
         self.unread = copied
         if self.guide is not None and self.guide.error is not None:
             return replace(delta, finish="error", error=ArgumentError(self.guide.error))
-        if drawn.logits is not None and self.params.logprobs is not None:
-            delta = replace(delta, logprobs=token_logprobs(drawn.logits, new, self.params.logprobs))
+        if drawn.logprobs is not None:
+            delta = replace(delta, logprobs=drawn.logprobs[: len(new)])
         if "logits" in self.keeps and drawn.logits is not None:
             delta = replace(delta, logits=drawn.logits[: len(new)])
         if "scores" in self.keeps and drawn.scores is not None:
@@ -331,39 +313,3 @@ def not_finite(count: int) -> NotFiniteError:
         f"the model computes no finite number after {count} tokens (NaN or infinite logits): where the model or its "
         "adapter overflows in float16, load it in bfloat16 or float32 (--dtype)"
     )
-
-
-def score_prompt(logits: Tensor, following: Sequence[int], count: int) -> Iterator[PromptScore]:
-    """Score the tokens of a prompt that follow those that a forward read.
-
-    Args:
-        logits: Logits of n successive prompt tokens, `[n, V]`.
-        following: Tokens that follow these, n or fewer.
-        count: How many of the likeliest tokens to report at each position.
-    """
-    size = max(MAX_LOGITS_AT_ONCE // logits.shape[1], 1)
-    for begin in range(0, len(following), size):
-        tokens = torch.tensor(following[begin : begin + size], device=logits.device)[:, None]  # [n, 1]
-        scores = logits[begin : begin + len(tokens)].float().log_softmax(dim=-1)  # [n, V]
-        logprobs = scores.gather(1, tokens)  # [n, 1]
-        ranks = 1 + (scores > logprobs).sum(dim=1)  # [n]
-        top = scores.topk(count)  # [n, count]
-        columns = (logprobs[:, 0].clamp(min=MIN_LOGPROB), ranks, top.indices, top.values.clamp(min=MIN_LOGPROB))
-        for logprob, rank, ids, values in zip(*(column.tolist() for column in columns), strict=True):
-            yield PromptScore(logprob, rank, dict(zip(ids, values, strict=True)))
-
-
-def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int | None) -> list[tuple[float, dict[int, float]]]:
-    """Return the log-probability of each new token under the model, and the likeliest tokens at its position.
-
-    Args:
-        logits: Logits of the target before any processor, `[n, V]`, at the position before each token.
-        tokens: The tokens that were drawn, n or fewer.
-        count: How many of the likeliest tokens to report; 0 or None for none.
-    """
-    scores = logits[: len(tokens)].float().log_softmax(dim=-1).clamp(min=MIN_LOGPROB)  # [n, V]
-    logprobs = scores.gather(1, torch.tensor(tokens, device=scores.device)[:, None])[:, 0].tolist()
-    top = scores.topk(count or 1)
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    likeliest = [dict(zip(ids, values, strict=True)) if count else {} for ids, values in pairs]
-    return list(zip(logprobs, likeliest, strict=True))

@@ -41,11 +41,11 @@ class Reads(Waits):
 
         @wraps(function)
         def run(*args):
-            self._here = False
+            before, self._here = self._here, False
             try:
                 return function(*args)
             finally:
-                self._here = True
+                self._here = before
 
         return run
 

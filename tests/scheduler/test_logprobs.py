@@ -22,7 +22,8 @@ from helpers.scheduling import (
     scheduler,
 )
 from redrafter import Engine
-from redrafter.scheduler.sequence import TokenSequence, score_prompt
+from redrafter.scheduler.logprobs import score_prompt
+from redrafter.scheduler.sequence import TokenSequence
 
 GREEDY = KINDS["greedy"]
 
@@ -90,7 +91,7 @@ def test_chunks_and_neighbours_change_nothing(limits, apart, engine):
 def test_forwards_are_cut_where_their_logits_would_be_too_many(engine, monkeypatch):
     served = scheduler(engine)
     monkeypatch.setattr("redrafter.model.prompt_reader.MAX_SHOWN_LOGITS", 7 * VOCAB)
-    monkeypatch.setattr("redrafter.scheduler.sequence.MAX_LOGITS_AT_ONCE", 3 * VOCAB)
+    monkeypatch.setattr("redrafter.scheduler.logprobs.MAX_LOGITS_AT_ONCE", 3 * VOCAB)
     mine = [scored_sequence(40), scored_sequence(31, seed=2)]
     with head_inputs(engine) as seen:
         run(served, mine)

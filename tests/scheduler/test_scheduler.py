@@ -22,24 +22,50 @@ from helpers.scheduling import (
     scheduler,
     until_stepping,
 )
-from helpers.waits import Waits
+from helpers.waits import Reads
 from redrafter import DraftTarget
+from redrafter.attention import tree_attention
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
+from redrafter.sampling.processors import RowProcessor
+from redrafter.scheduler.captured_step import CapturedStep, PendingReport
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.engine_process.engine import warm_up
 
 GREEDY = KINDS["greedy"]
 
 
+def check_logprobs(engine, sequence):
+    """Check that the log-probabilities that a sequence was told are the model's."""
+    told, count = [line for delta in sequence.sink.deltas for line in delta.logprobs or ()], sequence.params.logprobs
+    assert len(told) == (0 if count is None else sequence.written)
+    with torch.no_grad():
+        logits = engine.model(torch.tensor([sequence.tokens])).logits[0, len(sequence.prompt) - 1 : -1]
+    for (own, likeliest), token, line in zip(told, sequence.sink.tokens, logits.log_softmax(-1), strict=False):
+        assert own == pytest.approx(float(line[token]), abs=1e-4)
+        top = line.topk(count)
+        assert list(likeliest) == top.indices.tolist()
+        assert list(likeliest.values()) == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
 def test_rows_come_and_go_without_a_wait_for_a_gpu(engine, monkeypatch):
+    """Nothing reads from the device but the report of a step that has ended."""
     launch_ahead(monkeypatch)
-    served, sequences = scheduler(engine, max_batch_size=4), random_sequences(12, seed=3)
-    with Waits():
+    served, sequences, reads = scheduler(engine, max_batch_size=4), random_sequences(12, seed=3), Reads()
+    for sequence in sequences[::2]:
+        sequence.params = replace(sequence.params, logprobs=3)
+    monkeypatch.setattr(engine.target.prompt_reader, "masks", True)  # as on a GPU
+    attention, processor = (tree_attention, "gathered_attention"), (RowProcessor, "__call__")
+    for place, name in ((PendingReport, "read"), (CapturedStep, "run"), attention, processor):
+        monkeypatch.setattr(place, name, reads.elsewhere(getattr(place, name)))
+    monkeypatch.setattr(PendingReport, "on_host", False)
+    with reads:
         run(served, sequences, apart=1)
     same_alone(engine, sequences)
+    for sequence in sequences:
+        check_logprobs(engine, sequence)
 
 
 def test_a_draft_model_elsewhere_is_refused(monkeypatch):
@@ -96,21 +122,16 @@ def test_a_cancelled_request_is_gone_after_a_round(engine):
 
 
 def test_log_probabilities_are_the_models_own(engine):
-    each = make_sequence([5, 6, 7], 12, SamplingParams(temperature=0.7, seed=3, logprobs=4))
-    run(scheduler(engine), [each, make_sequence([9], 3, GREEDY)])
-    told = [line for delta in each.sink.deltas for line in delta.logprobs]
-    assert len(told) == len(each.sink.tokens) == 12
-    with torch.no_grad():
-        logits = engine.model(torch.tensor([each.tokens])).logits[0, len(each.prompt) - 1 : -1]
-    expected = logits.log_softmax(-1)
-    for (own, likeliest), token, line in zip(told, each.sink.tokens, expected, strict=True):
-        assert own == pytest.approx(float(line[token]), abs=1e-4)
-        top = line.topk(4)
-        assert list(likeliest) == top.indices.tolist()
-        assert list(likeliest.values()) == pytest.approx(top.values.tolist(), abs=1e-4)
+    """Rows of one step want other numbers of the likeliest tokens, or none."""
+    kinds = [SamplingParams(temperature=0.7, seed=3 + row, logprobs=count) for row, count in enumerate([1, None, 4, 0])]
+    sequences = [make_sequence([5, 6, 7 + row], 12, kind) for row, kind in enumerate(kinds)]
+    run(scheduler(engine), sequences)
+    for each in sequences:
+        check_logprobs(engine, each)
 
 
 def test_a_log_probability_is_a_number_even_of_what_the_model_never_writes(engine, monkeypatch):
+    assert engine.target.paged.ok  # which is tried before the head is another one
     head, never = engine.model.lm_head.forward, torch.tensor([90])
     monkeypatch.setattr(engine.model.lm_head, "forward", lambda hidden: head(hidden).index_fill(-1, never, -math.inf))
     each = make_sequence([5, 6, 7], 6, SamplingParams(temperature=0, logprobs=VOCAB))

@@ -13,7 +13,8 @@ from itertools import count
 from typing import Any, TypeVar
 
 from redrafter.errors import ReDrafterError
-from redrafter.scheduler.sequence import PromptScore, SequenceDelta, Stats
+from redrafter.scheduler.logprobs import PromptScore
+from redrafter.scheduler.sequence import SequenceDelta, Stats
 from redrafter.serve.engine_process.messages import (
     Answered,
     Cancel,

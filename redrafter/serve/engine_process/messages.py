@@ -6,7 +6,8 @@ from typing import Any
 
 from redrafter.grammar.source import GrammarSource
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.sequence import PromptScore, SequenceDelta
+from redrafter.scheduler.logprobs import PromptScore
+from redrafter.scheduler.sequence import SequenceDelta
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from redrafter.grammar.grammar import Grammar
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.images import ImageInputs
 from redrafter.scheduler.engine_change import EngineChange
+from redrafter.scheduler.logprobs import PromptScore
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import PromptScore, SequenceDelta, TokenSequence
+from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
 from redrafter.serve.engine_process.messages import Cancel, EngineLoad, Submit, Written
 from redrafter.serve.engine_process.start import LoadEngine
