@@ -1,6 +1,7 @@
 """Served texts as rows of training data: what is written, who may read it, and what is lost when."""
 
 import json
+import os
 import resource
 import signal
 import stat
@@ -199,9 +200,13 @@ def test_what_was_written_before_a_kill_can_be_read(tmp_path):
     folder = tmp_path / "texts"
     with subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "many\n"
+        left = None
+        while left is None:  # between two files, or before the first row of one
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
+            left = next((path for path in folder.glob("*.part") if path.stat().st_size), None)
         process.send_signal(signal.SIGKILL)
-    # None is left of a process that was killed between two files.
-    left = next(folder.glob("*.part"), folder / "capture-left.jsonl.part")
     finished = [row.ids[0] for row in rows_of(folder)]
     with left.open("ab") as file:
         file.write(b'{"input_ids": [1, 2')  # as if it had been killed within a row
