@@ -95,8 +95,8 @@ class PromptReader:
         for offset in range(0, max(counts), chunk):
             sizes = [min(max(count - offset, 0), chunk) for count in counts]
             size = max(sizes)
-            firsts = [first + offset for first in prompts.starts]
-            pieces = [Piece(row, firsts[row], firsts[row] + count) for row, count in enumerate(sizes) if count]
+            spans = ((first + offset, count) for first, count in zip(prompts.starts, sizes, strict=True))
+            pieces = [Piece(row, first, first + count) for row, (first, count) in enumerate(spans) if count]
             read = start + offset  # [B]
             positions = read[:, None] + torch.arange(size, device=device)  # [B, size]
             tokens = chain(prompts.tokens.gather(1, positions.clamp(max=width - 1)))

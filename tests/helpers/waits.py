@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Reads", "Waits"]
+__all__ = ["Waits"]
 
 READS = {
     *(Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__),
@@ -19,25 +19,18 @@ def indices_of(index) -> list[Tensor]:
 
 
 class Waits(TorchFunctionMode):
-    """Refuses to write a number into one element, or where an index tensor says: both wait for a GPU."""
+    """Refuses what waits for a GPU.
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is Tensor.__setitem__ and not isinstance(args[2], Tensor):
-            tensor, index, _ = args
-            assert tensor[index].dim(), "one element"
-            assert not indices_of(index)
-        return func(*args, **(kwargs or {}))
-
-
-class Reads(Waits):
-    """Refuses these, and what tells the host of numbers on a GPU or brings it numbers from ordinary memory."""
+    That is to write a number into one element, or where an index tensor says; to read numbers on the host; and to copy
+    numbers from ordinary memory.
+    """
 
     def __init__(self):
         super().__init__()
         self._here = True
 
     def elsewhere(self, function):
-        """Return a function in which all is allowed, since other code takes its place on a GPU."""
+        """Return a function that may read and copy numbers, since other code takes its place on a GPU."""
 
         @wraps(function)
         def run(*args):
@@ -50,11 +43,15 @@ class Reads(Waits):
         return run
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if not self._here:
-            return func(*args, **(kwargs or {}))
-        assert func not in READS, func
-        if func is Tensor.__getitem__:
-            assert not any(index.dtype == torch.bool for index in indices_of(args[1])), "as many as are marked"
-        # `to_device` makes its tensor "cpu" and copies it from pinned memory.
-        assert func is not torch.tensor or (kwargs or {}).get("device") in (None, "cpu")
-        return super().__torch_function__(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        if func is Tensor.__setitem__ and not isinstance(args[2], Tensor):
+            tensor, index, _ = args
+            assert tensor[index].dim(), "one element"
+            assert not indices_of(index)
+        if self._here:
+            assert func not in READS, func
+            if func is Tensor.__getitem__:
+                assert not any(index.dtype == torch.bool for index in indices_of(args[1])), "as many as are marked"
+            # `to_device` makes its tensor "cpu" and copies it from pinned memory.
+            assert func is not torch.tensor or kwargs.get("device") in (None, "cpu")
+        return func(*args, **kwargs)

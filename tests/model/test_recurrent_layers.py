@@ -10,7 +10,7 @@ import torch
 from helpers.models import VOCAB, Scripted, row_texts, tiny_drafter, uneven_batch
 from helpers.recurrent import RECURRENT, generated_alone, recurrent_model
 from helpers.steps import grown_and_whole, read_prompts, verify
-from helpers.waits import Reads
+from helpers.waits import Waits
 from redrafter import DraftTarget, Engine, ReDrafter, UnsupportedError
 from redrafter.attention import tree_attention
 from redrafter.cache.dense import cache_argument
@@ -133,14 +133,14 @@ def test_a_prompt_read_in_pieces_leaves_what_it_leaves_whole(target, max_tokens)
 @torch.inference_mode()
 @pytest.mark.parametrize("paged", [False, True])
 def test_prompts_are_read_without_a_wait_for_a_gpu(target, paged, monkeypatch):
-    """In a paged cache a copy of a row's states is kept on the way too."""
-    monkeypatch.setattr(target.prompt_reader, "masks", True)  # as on a GPU
+    """Prompts are read as on a GPU, and in a paged cache one row's states are copied on the way."""
+    monkeypatch.setattr(target.prompt_reader, "masks", True)
     if paged and not target.paged.ok:
         pytest.skip("its keys and values are not paged")
     tokens, caches = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2)), []
-    reads = Reads()
-    monkeypatch.setattr(tree_attention, "gathered_attention", reads.elsewhere(tree_attention.gathered_attention))
-    for reading in (nullcontext(), reads):
+    waits = Waits()
+    monkeypatch.setattr(tree_attention, "gathered_attention", waits.elsewhere(tree_attention.gathered_attention))
+    for reading in (nullcontext(), waits):
         cache = target.new_cache(2)
         cache.reserve(16)
         if paged:

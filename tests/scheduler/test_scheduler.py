@@ -22,7 +22,7 @@ from helpers.scheduling import (
     scheduler,
     until_stepping,
 )
-from helpers.waits import Reads
+from helpers.waits import Waits
 from redrafter import DraftTarget
 from redrafter.attention import tree_attention
 from redrafter.errors import ArgumentError, UnsupportedError
@@ -53,15 +53,15 @@ def check_logprobs(engine, sequence):
 def test_rows_come_and_go_without_a_wait_for_a_gpu(engine, monkeypatch):
     """Nothing reads from the device but the report of a step that has ended."""
     launch_ahead(monkeypatch)
-    served, sequences, reads = scheduler(engine, max_batch_size=4), random_sequences(12, seed=3), Reads()
+    served, sequences, waits = scheduler(engine, max_batch_size=4), random_sequences(12, seed=3), Waits()
     for sequence in sequences[::2]:
         sequence.params = replace(sequence.params, logprobs=3)
     monkeypatch.setattr(engine.target.prompt_reader, "masks", True)  # as on a GPU
     attention, processor = (tree_attention, "gathered_attention"), (RowProcessor, "__call__")
     for place, name in ((PendingReport, "read"), (CapturedStep, "run"), attention, processor):
-        monkeypatch.setattr(place, name, reads.elsewhere(getattr(place, name)))
+        monkeypatch.setattr(place, name, waits.elsewhere(getattr(place, name)))
     monkeypatch.setattr(PendingReport, "on_host", False)
-    with reads:
+    with waits:
         run(served, sequences, apart=1)
     same_alone(engine, sequences)
     for sequence in sequences:
