@@ -17,7 +17,8 @@ demo: $(READY)
 	$(BIN)/redrafter generate --compare --max-new-tokens 120 --temperature 0.7 --seed 1 \
 		"The old man looked at the sea and"
 
-# One case of each test that is not slow; then their other cases; then what takes long; then all, with coverage.
+# One case of each test that is not slow; then other cases, until any two values of a test's parameters have met; then the
+# rest and what takes long; then all, with coverage.
 test: $(READY)
 	$(PYTEST) -m "not slow and not variant"
 

@@ -4,6 +4,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -62,7 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave one case of each costly test on each cache among the fast ones: the one whose name has the least checksum.
 
-    A checksum spreads what is left over the values of all parameters.
+    A checksum spreads what is left over the values of all parameters. Of the other cases, those are slow in which
+    no two values meet that do not meet in cases that stay.
     """
     cases: dict[tuple, list[Any]] = defaultdict(list)
     for item in items:
@@ -70,8 +72,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if hasattr(item, "callspec") and item.path.parent.name in COSTLY and not marked:
             cases[item.path, item.originalname, "paged" in item.callspec.id].append(item)
     for alike in cases.values():
-        for item in sorted(alike, key=lambda item: crc32(item.callspec.id.encode()))[1:]:
+        for item in sorted(alike, key=checksum)[1:]:
             item.add_marker(pytest.mark.variant)
+    tests: dict[tuple, list[Any]] = defaultdict(list)
+    for item in items:
+        crossed = hasattr(item, "callspec") and len(item.callspec.params) > 2  # of two, each case is a pair of its own
+        if crossed and "slow" not in item.keywords:
+            tests[item.path, item.originalname].append(item)
+    for crossing in tests.values():
+        for item in redundant(crossing):
+            item.add_marker(pytest.mark.slow)
+
+
+def checksum(item: Any) -> int:
+    return crc32(item.callspec.id.encode())
+
+
+def redundant(cases: list[Any]) -> list[Any]:
+    """Return the variants of a test without which any two values of its parameters that meet in a case still do.
+
+    Nearly all faults need one value or two that meet; what takes three is left to the slow tests. The variant with the
+    most pairs that are still missing stays first, which leaves about as few as there can be.
+    """
+
+    def pairs(item: Any) -> set[tuple]:
+        params = item.callspec.params.items()  # of which some have no hash, and some no end when they are written
+        return set(combinations([(key, repr(of) if isinstance(of, str | int) else id(of)) for key, of in params], 2))
+
+    met = {item: pairs(item) for item in cases}
+    variants = sorted((item for item in cases if "variant" in item.keywords), key=checksum)
+    missing = set().union(*met.values()).difference(*(met[item] for item in cases if item not in variants))
+    while missing:
+        best = max(variants, key=lambda item: len(met[item] & missing))
+        variants.remove(best)
+        missing -= met[best]
+    return variants
 
 
 @pytest.fixture(scope="session")
