@@ -25,7 +25,7 @@ PREEMPTING = ("few blocks", "ahead")
 FAST = SIMPLE - {("invariant", "drafter")}  # which tests/engine/test_modes.py serves, in a tenth of the time
 FEW = [PREEMPTING, ("dense", "in turn"), ("chunks", "in turn"), ("host", "in turn")]
 CASES = [
-    case(*of, *schedule, fast=of in FAST and schedule in (FEW[:2] if of == ("text", "drafter") else FEW[:1]))
+    case(*of, "-".join(schedule), fast=of in FAST and schedule in (FEW[:2] if of == ("text", "drafter") else FEW[:1]))
     for of in sorted(SIMPLE | OWN_WAYS)
     for schedule in (SCHEDULES if of[0] in ("text", "adapters") and of[1] not in (*ALIKE, "DFlash", "MTP") else FEW)
     if schedule[0] != "host" or FEATURES[of[0]].stores_keys
@@ -33,8 +33,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("feature", "engine", "memory", "order"), CASES)
-def test_sequences_side_by_side_write_what_each_writes_alone(feature, engine, memory, order, monkeypatch):
+@pytest.mark.parametrize(("feature", "engine", "schedule"), CASES)
+def test_sequences_side_by_side_write_what_each_writes_alone(feature, engine, schedule, monkeypatch):
+    memory, order = schedule.split("-")
     monkeypatch.setattr(block_manager, "MIN_SAVED", 1)  # texts are short
     made, dense = pair(feature, engine), memory == "dense"
     made.engine.drop_graphs()
