@@ -63,8 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave one case of each costly test on each cache among the fast ones: the one whose name has the least checksum.
 
-    A checksum spreads what is left over the values of all parameters. Of the other cases, those are slow in which
-    no two values meet that do not meet in cases that stay.
+    A checksum spreads what is left over the values of all parameters. Of the other cases, those that
+    are `redundant` are slow.
     """
     cases: dict[tuple, list[Any]] = defaultdict(list)
     for item in items:

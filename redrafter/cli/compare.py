@@ -46,7 +46,7 @@ class Method(Repeats):
 
     @property
     def exact(self) -> bool:
-        """Whether the method promises the tokens of plain decoding."""
+        """Tell whether the method promises the tokens of plain decoding."""
         return not (self.pair.engine.rejection_sampling and self.generation.sampling)
 
     def run(self, batch: Prompts, first: int, **changes: Any) -> Run:
@@ -72,7 +72,7 @@ class AssistedMethod(Method):
 
     @property
     def exact(self) -> bool:
-        """Whether the tokens are those of plain decoding: not when sampling, since transformers draws other noise."""
+        """Tell whether the tokens are plain decoding's: not when sampling, since transformers draws other noise."""
         return not self.generation.sampling
 
     def decode(self, batch: Prompts, generation: GenerationOptions) -> Run:

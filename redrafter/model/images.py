@@ -213,7 +213,7 @@ class ImageReader:
 
     @property
     def ok(self) -> bool:
-        """Whether prompts may have images."""
+        """Tell whether prompts may have images."""
         return self.reason is None
 
     @property
@@ -223,7 +223,7 @@ class ImageReader:
 
     @property
     def on_paged(self) -> Support:
-        """Whether prompts may have images on a paged cache."""
+        """Tell whether prompts may have images on a paged cache."""
         stored = [replace(shape, source=None) for shape in self._caches.paged_shapes]
         if self._on_dense.ok and stored != self._caches.shapes:
             return Support("it stores something else on a paged cache than on its own")

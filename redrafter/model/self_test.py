@@ -414,7 +414,7 @@ class CacheSupport:
 
     @cached_property
     def paged(self) -> Support:
-        """Whether the model can be decoded on a paged cache. The first access may run the self-test on one."""
+        """Tell whether the model can be decoded on a paged cache. The first access may run the self-test on one."""
         bound, probe = self._bound, self._bound.traits.attention
         if len({shape.device for shape in self.shapes}) > 1:
             return Support("it is spread over several devices; load it on one with device='cuda'")

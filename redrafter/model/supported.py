@@ -21,7 +21,7 @@ MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take a 4-D mask
 
 @dataclass(frozen=True)
 class Support:
-    """Whether a model can be decoded in some way, and why not.
+    """Says whether a model can be decoded in some way, and why not.
 
     Attributes:
         reason: Why it cannot, as the end of a sentence; None when it can.
@@ -31,7 +31,7 @@ class Support:
 
     @property
     def ok(self) -> bool:
-        """Whether the model can be decoded in that way."""
+        """Tell whether the model can be decoded in that way."""
         return self.reason is None
 
 

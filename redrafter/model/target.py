@@ -209,7 +209,7 @@ class Target(BoundModel):
 
     @property
     def paged(self) -> Support:
-        """Whether the model can be decoded on a paged cache. The first access may run a self-test."""
+        """Tell whether the model can be decoded on a paged cache. The first access may run a self-test."""
         return self._caches.paged
 
     def make_batch_invariant(self) -> None:

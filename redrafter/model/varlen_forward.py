@@ -180,7 +180,7 @@ class VarlenForward(TreeForward):
 
     @property
     def linears_fused(self) -> bool:
-        """Whether `fuse_linears` was called."""
+        """Tell whether `fuse_linears` was called."""
         return self._fused is not None
 
     def fuse_linears(self, forward: Callable[[], object]) -> None:

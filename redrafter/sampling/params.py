@@ -55,7 +55,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Tell whether the likeliest token is always taken."""
         return self.temperature == 0
 
     @cached_property
@@ -69,24 +69,24 @@ class SamplingParams:
 
     @cached_property
     def edits(self) -> bool:
-        """Whether scores change for single tokens: by a penalty, a bias, or a least number of tokens."""
+        """Tell whether scores change for single tokens: by a penalty, a bias, or a least number of tokens."""
         return any(kind in EDITS for kind in self.asked)
 
     @cached_property
     def cuts(self) -> bool:
-        """Whether unlikely tokens are never sampled, which takes a sort of the vocabulary."""
+        """Tell whether unlikely tokens are never sampled, which takes a sort of the vocabulary."""
         return any(kind in CUTS for kind in self.asked)
 
     @property
     def has_tables(self) -> bool:
-        """Whether there are settings as large as the vocabulary."""
+        """Tell whether there are settings as large as the vocabulary."""
         own = (each for each in (*self.extra, *self.extra_last) if isinstance(each, RowProcessor))
         wide = any(setting.dim() > 1 for each in own for setting in each.settings)
         return wide or bool(self.logit_bias) or self.min_new_tokens > 0
 
     @cached_property
     def asks_host(self) -> bool:
-        """Whether a step runs Python code of a processor."""
+        """Tell whether a step runs Python code of a processor."""
         own = (*self.extra, *self.extra_last)
         return self.grammar is not None or any(isinstance(each, HostProcessor) for each in own)
 

@@ -76,13 +76,13 @@ class Sampler:
 
     @cached_property
     def fused(self) -> bool:
-        """Whether draws are made on a GPU by a kernel that keeps no scores and knows of one temperature at most."""
+        """Tell whether a kernel draws, on a GPU, that keeps no scores and knows of one temperature at most."""
         simple = len(self.processors) <= 1 and all(isinstance(each, RowTemperature) for each in self.processors)
         return kernels.TRITON and self.temperature.is_cuda and simple and not self.keep_scores
 
     @property
     def capturable(self) -> bool:
-        """Whether nothing here runs on the host, so that a step may stand in a CUDA graph."""
+        """Tell whether nothing here runs on the host, so that a step may stand in a CUDA graph."""
         return not any(isinstance(processor, HostProcessor) for processor in self.processors)
 
     def stream(self, which: int) -> "Sampler":

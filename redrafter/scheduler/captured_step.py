@@ -71,7 +71,7 @@ class PendingReport:
 
     @property
     def on_host(self) -> bool:
-        """Whether the numbers are on the host already, so that `read` does not wait."""
+        """Tell whether the numbers are on the host already, so that `read` does not wait."""
         return self._done is None
 
     def read(self) -> list[Any]:

@@ -329,7 +329,7 @@ class SequenceBlocks:
 
     @property
     def have_turn(self) -> bool:
-        """Whether nobody waits for blocks of the same cache who came before."""
+        """Tell whether nobody waits for blocks of the same cache who came before."""
         turns = self._graphs.turns[:1]
         return not turns or turns[0] is self
 

@@ -307,7 +307,7 @@ class Prefiller:
 
     @property
     def can_mix(self) -> bool:
-        """Whether steps can read prompts too: not where a draft model must read them as well, or read them whole."""
+        """Tell whether steps can read prompts too: not where a draft model must read them as well, or whole."""
         # Recurrent layers read prompts row by row, in a forward of their own.
         may_mix = not self._target.keeps_states and self._target.paged.ok
         return may_mix and self._draft_model is None and self._limits.chunked

@@ -59,7 +59,7 @@ class Models(Protocol):
 
     @property
     def rejection_sampling(self) -> bool:
-        """Whether sampled drafts are kept by rejection sampling."""
+        """Tell whether sampled drafts are kept by rejection sampling."""
 
     def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
         """Return what chooses the proposer of each step of such numbers of rows; None for that of the number alone."""

@@ -57,7 +57,7 @@ class RunningSet:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no sequence: none waits, holds a slot, or must still be told that it was cancelled."""
+        """Tell whether there is no sequence: none waits, holds a slot, or must still be told that it was cancelled."""
         return not (self._queue or self._cancelled or self.prefilling or self._batch.rows)
 
     @property
@@ -249,7 +249,7 @@ class RunningSet:
 
     @property
     def has_cancelled(self) -> bool:
-        """Whether `end_cancelled` has sequences to end."""
+        """Tell whether `end_cancelled` has sequences to end."""
         return bool(self._cancelled)
 
     def _preempt(self, sequence: TokenSequence) -> None:

@@ -131,7 +131,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether a round would have nothing to do."""
+        """Tell whether a round would have nothing to do."""
         if self.asleep:
             return not self._running.has_cancelled
         return self._running.idle and not self._launched

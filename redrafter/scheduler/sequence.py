@@ -217,7 +217,7 @@ class TokenSequence:
 
     @property
     def needs_scores(self) -> bool:
-        """Whether log-probabilities of the prompt were asked for and some are still missing."""
+        """Tell whether log-probabilities of the prompt were asked for and some are still missing."""
         return self.params.prompt_logprobs is not None and len(self.prompt_scores) < len(self.prompt) - 1
 
     @property

@@ -81,7 +81,7 @@ class Tree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each row is a chain of which the next forward computes all nodes."""
+        """Tell whether each row is a chain of which the next forward computes all nodes."""
         return not self.branches and self.new == self.tokens.shape[1]
 
     def row_starts(self) -> Tensor:

@@ -114,13 +114,13 @@ class DeltaStream:
 
     @property
     def abandoned(self) -> bool:
-        """Whether too many tokens have waited for too long to be received."""
+        """Tell whether too many tokens have waited for too long to be received."""
         too_many = self.error is None and self.pending > MAX_PENDING_TOKENS
         return too_many and time.monotonic() - self._oldest_at > MAX_BEHIND_SECONDS
 
     @property
     def ended(self) -> bool:
-        """Whether all its sequences have ended."""
+        """Tell whether all its sequences have ended."""
         return all(sequence.ended for sequence in self.sequences)
 
     def write(self, sequence: ServedSequence, delta: SequenceDelta) -> None:
@@ -176,12 +176,12 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """Whether new requests are accepted."""
+        """Tell whether new requests are accepted."""
         return self._thread.is_alive() and not self._draining
 
     @property
     def idle(self) -> bool:
-        """Whether all texts have ended."""
+        """Tell whether all texts have ended."""
         return not self._texts
 
     @property
