@@ -26,7 +26,14 @@ from redrafter.drafting.proposer import PlainProposer
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.model.target import Target
 from redrafter.train.regenerate import answer_writer
-from redrafter.train.regenerate.answer_writer import Task, choose_batch, ids_after
+from redrafter.train.regenerate.answer_writer import (
+    MAX_QUESTION_TOKENS,
+    QUESTION_TEMPERATURE,
+    Task,
+    choose_batch,
+    ids_after,
+    invented_rows,
+)
 from redrafter.train.regenerate.command import load, parse, regenerate
 from redrafter.train.regenerate.config import RegenerateConfig
 from redrafter.train.regenerate.journal import Journal, merge
@@ -153,6 +160,32 @@ def test_a_prompt_is_answered_and_its_own_answer_left_out(pair, config):
         assert row["input_ids"][:start] == pair.tokenizer("so ").input_ids
         assert row["loss_mask"] == [0] * start + [1] * (len(row["input_ids"]) - start)
         assert answers(row)[0][0] == start
+
+
+def test_a_base_invents_questions_and_learns_from_its_answers_alone(pair, config, tmp_path):
+    rows = [*ROWS[:2], *invented_rows(9)]
+    found = written(pair, rows, config)
+    opening = pair.tokenizer("<s><|user|>")["input_ids"]
+    ended = set()
+    for row in found[2:]:
+        ((begin, end),) = answers(row)
+        ids, sampling = row["input_ids"], {"do_sample": True, "seed": row["seed"], "top_k": 0}
+        assert ids[: len(opening)] == opening
+        start = torch.tensor([opening])
+        asked = pair.engine.generate(start, max_new_tokens=NEW, temperature=QUESTION_TEMPERATURE, **sampling)[
+            0
+        ].tolist()
+        ended.add(asked[-1] == EOS)
+        assert ids[:begin] == asked + pair.tokenizer("\n<|assistant|>")["input_ids"]
+        how = sampling | {"temperature": row["temperature"]} if row["temperature"] else {"do_sample": False}
+        answer = pair.engine.generate(torch.tensor([ids[:begin]]), max_new_tokens=NEW, **how)[0].tolist()
+        assert answer == ids[:end]
+        assert row["source"] == "invented"
+    assert ended == {False, True}, "questions end in one way only: the test shows half"
+    assert len({tuple(row["input_ids"]) for row in found[2:]}) > 6
+    other = replace(config, output=str(tmp_path / "other.jsonl"), batch_size=1, invent=9)
+    assert written(pair, rows, other) == found
+    assert MAX_QUESTION_TOKENS > NEW
 
 
 def test_texts_begin_with_a_drawn_number_of_tokens_and_ids_with_what_was_not_trained_on(pair, config):
@@ -407,11 +440,21 @@ def test_command_writes_the_same_with_and_without_a_drafter(saved, tmp_path, cap
         (["--split", "test"], "no row for --split test"),
         (["--output", "/nowhere/own.jsonl"], "cannot write /nowhere/own.jsonl (--output)"),
         (["--data", "missing.jsonl"], "missing.jsonl cannot be read"),
+        (["--invent", "-1"], "--invent must not be negative"),
     ],
 )
 def test_command_says_in_one_line_what_is_wrong(saved, tmp_path, capsys, more, reason):
     assert reason in fails(capsys, *command(saved, tmp_path / "own.jsonl", *more))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_base_needs_no_data_to_answer_its_own_questions(saved, tmp_path, capsys):
+    output = tmp_path / "own.jsonl"
+    asked = ["regenerate", "--model", str(saved / "base"), "--output", str(output)]
+    assert "give --data FILE, --invent N, or both" in fails(capsys, *asked)
+    assert "--invent: no row for --split val" in fails(capsys, *asked, "--invent", "2", "--split", "val")
+    assert redrafter.cli.main([*asked, "--invent", "3", "--max-new-tokens", "4", "--device", "cpu"]) == 0
+    assert [row["prompt"] for row in lines(output)] == [f"invented:{number}" for number in (1, 2, 3)]
 
 
 def test_a_drafter_drafts_where_there_is_one(saved):

@@ -31,6 +31,9 @@ from redrafter.train.regenerate.journal import Journal
 MIN_BEGINNING_TOKENS, MAX_BEGINNING_TOKENS = 16, 64  # of a plain text, the tokens that are its prompt
 BEGINNING_CHARS = 8192  # characters of a plain text that are read for them
 MARKER = "AnswerOfTheBase"
+INVENTED = [{"role": "user", "content": ""}]  # a conversation whose user turn the base writes
+# At 1, a base of 135M parameters begins one question in five with words of no language.
+QUESTION_TEMPERATURE, MAX_QUESTION_TOKENS = 0.9, 128
 SEED_RANGE = 1 << 62  # seeds are less than this
 
 POOL_BATCHES = 8  # batches of rows that are open at once, among which rows of similar length are looked for
@@ -68,12 +71,23 @@ class Task:
     row: Row
     seed: int  # seed of its answers
     temperature: float  # temperature of its answers
-    parts: list[list[int]]  # ids that stand before each answer
+    parts: list[list[int]]  # ids before each answer; of an invented conversation, before the question and the answer
+    invented: bool = False  # whether the base writes the question too, which is not learnt
     ids: list[int] = field(default_factory=list)  # all ids so far
     mask: list[bool] = field(default_factory=list)  # which of `ids` the base wrote
     parts_added: int = 0  # how many of `parts` are in `ids`
     finish: str = "eos"  # `eos`, or `length` once an answer was cut short, or left out because there was no room
     done: bool = False  # whether all answers are there
+
+    @property
+    def asking(self) -> bool:
+        """Whether the base writes the question next."""
+        return self.invented and self.parts_added == 1
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """What the tasks of one batch have in common: whether they write questions, and whether they sample."""
+        return self.asking, self.temperature > 0
 
     def add_prompt(self, limits: BaseLimits) -> None:
         """Append the ids before the next answer; without a next answer, or room for one, the task is done."""
@@ -90,8 +104,8 @@ class Task:
 
     def add_answer(self, answer: Sequence[int], limits: BaseLimits) -> None:
         """Append an answer, and the ids before the next."""
-        self.ids, self.mask = self.ids + list(answer), self.mask + [True] * len(answer)
-        if answer[-1] not in limits.eos:
+        self.ids, self.mask = self.ids + list(answer), self.mask + [not self.asking] * len(answer)
+        if answer[-1] not in limits.eos and not self.asking:
             self.finish = "length"
         self.add_prompt(limits)
 
@@ -117,7 +131,8 @@ def make_task(
     highest = max(max(part, default=0) for part in parts)
     if highest >= limits.vocab_size:
         raise MismatchError(f"token id {highest}, but the base knows {limits.vocab_size} ids")
-    task = Task(number, row, task_seed % SEED_RANGE, config.temperatures[which % len(config.temperatures)], parts)
+    temperature = config.temperatures[which % len(config.temperatures)]
+    task = Task(number, row, task_seed % SEED_RANGE, temperature, parts, row.messages is INVENTED)
     task.add_prompt(limits)
     if task.done:
         raise CheckpointError(f"a prompt of {len(parts[0])} tokens; at most {limits.max_tokens} leave room to write")
@@ -139,6 +154,12 @@ def select_rows(rows: Iterable[Row], config: RegenerateConfig) -> Iterator[tuple
         wanted += chosen
         if number % count == index:
             yield number, row, chosen
+
+
+def invented_rows(count: int) -> Iterator[Row]:
+    """Yield the rows of conversations whose question the base invents."""
+    for number in range(1, count + 1):
+        yield Row(f"invented:{number}", messages=INVENTED, source="invented")
 
 
 class AnswerWriter:
@@ -214,7 +235,11 @@ class AnswerWriter:
         config = self.config
         arguments: dict[str, Any] = {"eos_token_id": sorted(self.limits.eos)} if self.limits.eos else {}
         options = GenerationOptions(max_new_tokens=config.max_new_tokens, temperature=0.0)
-        if batch[0].temperature > 0:
+        if batch[0].asking:
+            tokens = min(MAX_QUESTION_TOKENS, config.max_new_tokens)
+            options = GenerationOptions(max_new_tokens=tokens, temperature=QUESTION_TEMPERATURE)
+            arguments["seed"] = [task.seed for task in batch]
+        elif batch[0].temperature > 0:
             options = replace(options, temperature=1.0, top_k=config.top_k, top_p=config.top_p)
             arguments["temperature"] = [task.temperature for task in batch]
             arguments["seed"] = [task.seed for task in batch]
@@ -271,14 +296,12 @@ class AnswerWriter:
 def choose_batch(tasks: Sequence[Task], size: int) -> list[Task]:
     """Choose the tasks to decode next: the first, so that none waits long, and those nearest to it in length.
 
-    Greedy and sampled rows do not mix in one call of `generate`.
+    Greedy and sampled rows do not mix in one call of `generate`, nor do questions and answers.
 
     At most `size` tasks are chosen.
     """
     first = tasks[0]
-    alike = sorted(
-        (task for task in tasks if (task.temperature > 0) == (first.temperature > 0)), key=lambda t: len(t.ids)
-    )
+    alike = sorted((task for task in tasks if task.kind == first.kind), key=lambda task: len(task.ids))
     position = next(index for index, task in enumerate(alike) if task is first)
     start = max(0, min(position - size // 2, len(alike) - size))
     return alike[start : start + size]
@@ -290,6 +313,8 @@ def _error(number: int, row: Row, reason: str) -> dict[str, Any]:
 
 def _parts(row: Row, tokenizer: PreTrainedTokenizerBase, beginning: int) -> list[list[int]]:
     """Return the ids before each answer; of a plain text, at most `beginning` tokens."""
+    if row.messages is INVENTED:
+        return _invented_turn(row, tokenizer)
     if row.messages is not None:
         return _turns(row, row.messages, tokenizer)
     if row.prompt is not None:
@@ -326,6 +351,16 @@ def _turns(row: Row, messages: list[dict[str, str]], tokenizer: PreTrainedTokeni
         parts.append(_render(row, chat, marker, tokenizer))
         chat.append(answer)
     return parts
+
+
+def _invented_turn(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the ids up to the content of a first user turn, and those from its end to the assistant's answer."""
+    text = apply_template(row, [{"role": "user", "content": MARKER}], tokenizer, add_generation_prompt=True)
+    before, found, _ = text.partition(MARKER)
+    if not found or not before:
+        raise CheckpointError("the chat template puts nothing before a user's question, so the base cannot invent one")
+    opening = list(tokenizer(before, add_special_tokens=False)["input_ids"])
+    return [opening, ids_after(text[len(before) :], len(MARKER), tokenizer)]
 
 
 def _render(row: Row, chat: list[dict[str, str]], marker: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

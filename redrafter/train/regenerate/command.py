@@ -2,14 +2,16 @@
 
     redrafter regenerate --model BASE --drafter DRAFTER --data chat.jsonl --output own.jsonl
 
-Conversations are answered turn by turn; texts are continued from their beginning. The exact ids are kept. A drafter
+Conversations are answered turn by turn; texts are continued from their beginning; with --invent, the base writes the
+questions too. The exact ids are kept. A drafter
 only makes it faster. Killed at any moment, the same command goes on; several processes share a data set with --shard,
 and `redrafter regenerate merge` puts their outputs together.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from redrafter.engine.tuning import target_fingerprint
 from redrafter.errors import CheckpointError
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.report import versions
-from redrafter.train.regenerate.answer_writer import AnswerWriter, select_rows
+from redrafter.train.regenerate.answer_writer import AnswerWriter, invented_rows, select_rows
 from redrafter.train.regenerate.config import RegenerateConfig, parse
 from redrafter.train.regenerate.journal import Journal, check_output, merge_command, with_rates
 
@@ -83,11 +85,16 @@ def regenerate(
 def run(config: RegenerateConfig, log: Callable[[str], object]) -> dict[str, Any]:
     """Answer the rows of the files that a command line names. Returns the summary."""
     check_output(Path(str(config.output)), "--output", config.overwrite)
+
+    def rows() -> Iterator[Row]:
+        return chain(read_rows(config.data), invented_rows(config.invent))
+
     # A bad row is found here, before any is answered.
-    chosen = [chosen for *_, chosen in select_rows(read_rows(config.data), config)]
+    chosen = [chosen for *_, chosen in select_rows(rows(), config)]
     if not any(chosen):
-        raise CheckpointError(f"{', '.join(config.data)}: no row for --split {config.split} --shard {config.shard}")
-    return regenerate(load(config), read_rows(config.data), config, total=len(chosen), log=log)
+        sources = ", ".join((*config.data, *(["--invent"] if config.invent else [])))
+        raise CheckpointError(f"{sources}: no row for --split {config.split} --shard {config.shard}")
+    return regenerate(load(config), rows(), config, total=len(chosen), log=log)
 
 
 def load(config: RegenerateConfig) -> Pair:

@@ -21,7 +21,7 @@ class RegenerateConfig:
     model: str | None = option(None, "base model: a hub id or a directory", required=True)
     drafter: str | None = option(None, "drafter of the base, which makes it faster and changes no token", path=True)
     adapter: str | None = option(None, "LoRA adapter that the base has: a directory that PEFT wrote", path=True)
-    data: tuple[str, ...] = option((), "rows to answer: the files that `redrafter train` reads", required=True)
+    data: tuple[str, ...] = option((), "rows to answer: the files that `redrafter train` reads")
     device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: the GPU, where there is one)")
     dtype: str = option(
         "auto", "dtype of the base; auto: as saved", choices=("auto", "float32", "bfloat16", "float16"), type=dtype_word
@@ -30,6 +30,12 @@ class RegenerateConfig:
 
     output: str | None = option(None, "file of JSON lines to write", required=True, metavar="FILE")
     overwrite: bool = option(False, "replace the file that --output names")
+    invent: int = option(
+        0,
+        "also answer N questions that the base invents: it samples each one after the start of a user turn of its chat "
+        "template (Magpie, arXiv 2406.08464)",
+        metavar="N",
+    )
     split: str = option("train", "answer the rows of this split", choices=("train", "val", "test"))
     limit: int | None = option(None, "answer the first N rows of the split only (default: all)")
     shard: str = option(
@@ -57,6 +63,8 @@ class RegenerateConfig:
         for name in ("limit", "batch_size", "max_new_tokens", "max_input_len"):
             if not (getattr(self, name) is None or getattr(self, name) > 0):
                 raise ArgumentError(f"{flag(name)} must be positive, got {getattr(self, name)}")
+        if self.invent < 0:
+            raise ArgumentError(f"--invent must not be negative, got {self.invent}")
         if self.seed < 0:
             raise ArgumentError(f"--seed must not be negative, got {self.seed}")
         if not self.temperatures or not all(0 <= value < math.inf for value in self.temperatures):
@@ -83,4 +91,7 @@ def parse(argv: Sequence[str] | None) -> RegenerateConfig:
         options=(RegenerateConfig,),
     )
     add_options(parser, RegenerateConfig, "answering")
-    return read_options(RegenerateConfig, parser.parse_args(argv))
+    config = read_options(RegenerateConfig, parser.parse_args(argv))
+    if not config.data and not config.invent:
+        raise ArgumentError("nothing to answer: give --data FILE, --invent N, or both")
+    return config
