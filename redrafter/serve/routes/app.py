@@ -82,7 +82,8 @@ def create_app(
 ) -> FastAPI:
     """Return the ASGI application, which accepts all requests unless a policy says which."""
     policy = policy or AccessPolicy()
-    app = FastAPI(title="redrafter", version=__version__, docs_url=None, redoc_url=None)
+    # No route of FastAPI's own, which would not check who calls.
+    app = FastAPI(title="redrafter", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     add_guards(app, policy, max_body_bytes)
     _handle_errors(app)
@@ -96,6 +97,10 @@ def create_app(
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
         return docs_page if request.scope["admitted"] else locked_docs_page  # a page that asks for the key
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def schema() -> Response:
+        return JSONResponse(app.openapi())
 
     stopping: dict[str, Any] = {
         "response_class": Response,
