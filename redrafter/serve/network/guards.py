@@ -133,6 +133,10 @@ def check_access(scope: Scope, policy: AccessPolicy) -> None:
     headers, path = dict(scope["headers"]), scope["path"]
     if (control := _CONTROL.search(path)) is not None:  # `$` of a route's pattern would match before a final newline
         raise ApiError(400, f"the path contains the control character {control.group()!r}: leave it out")
+    if b"content-length" in headers and b"transfer-encoding" in headers:
+        # A proxy that believes the other one sees requests where there are none (RFC 9112, section 6.1).
+        what = "the request has Content-Length and Transfer-Encoding: send one of them"
+        raise ApiError(400, what, headers={"Connection": "close"})
     if b"host" in headers and path not in HEALTH_PATHS:
         host = host_of(headers[b"host"].decode("latin-1"))
         if not policy.knows_host(host):

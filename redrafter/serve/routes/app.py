@@ -42,6 +42,7 @@ from redrafter.serve.routes.messages import add_messages
 from redrafter.serve.routes.operator import add_operator_routes
 from redrafter.serve.routes.page import page
 from redrafter.serve.routes.responses import add_responses
+from redrafter.serve.routes.translated import chat_request
 from redrafter.version import __version__
 
 if TYPE_CHECKING:
@@ -323,7 +324,7 @@ def add_token_routes(app: FastAPI, server: "Server") -> None:
         """Return the tokens that a completion or a chat would read."""
         if body.messages is not None:
             generation = body.add_generation_prompt
-            chat = ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=generation)
+            chat = chat_request({"messages": body.messages, "tools": body.tools, "add_generation_prompt": generation})
             return server.counting_prompts.encode_chat(chat, decoder)[0]
         assert body.prompt is not None
         if body.add_special_tokens is None:
