@@ -183,7 +183,9 @@ class Capture:
         if len(row) > self._most // FILES:
             raise OSError(0, f"a text takes more than 1/{FILES} of --capture-max-bytes")
         if self._file is not None and (
-            self._size + len(row) > self._most // FILES or time.monotonic() - self._began > FILE_SECONDS
+            self._size + len(row) > self._most // FILES
+            or time.monotonic() - self._began > FILE_SECONDS
+            or not self._is_there(self._file)
         ):
             self._finish()
         if self._file is None:
@@ -198,6 +200,13 @@ class Capture:
             os.ftruncate(self._file, self._size)
             raise
         self._size += len(row)
+
+    def _is_there(self, file: int) -> bool:
+        """Tell whether the open file still has its name: writes to one that was removed succeed and are lost."""
+        try:
+            return os.path.samestat(os.fstat(file), os.lstat(self._path))
+        except FileNotFoundError:
+            return False
 
     def _open(self) -> None:
         # Names sort by time, and differ between servers that share a directory.

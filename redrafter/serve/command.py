@@ -108,7 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if missing:
             raise ArgumentError(f"{', '.join(missing)} is missing: {how_to_install('serve')}")
         if options.otlp_traces_endpoint is not None:
-            import redrafter.serve.traces  # noqa: F401  (raises, before a model is loaded, what its imports lack)
+            from redrafter.serve.traces import Traces
+
+            Traces(options.otlp_traces_endpoint).close()  # reports what it lacks before a model is loaded
         if process_rank() > 0 and not replicas.ray:
             from redrafter.serve.engine_process.worker import follow
 

@@ -49,7 +49,7 @@ from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
 from redrafter.serve.network.guards import AccessPolicy
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.fields import MAX_PROMPTS, StreamOptions
-from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, Message
+from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, Message, TooManyTokensError
 from redrafter.serve.routes.app import create_app
 from redrafter.serve.tools import forced_tools, strict_tools
 
@@ -178,7 +178,9 @@ class Server:
         params = self._sampling_params(request, logprobs, request.prompt_count, grammar)
         if len(prompts) * copies > MAX_PROMPTS:
             raise ApiError(400, f"{len(prompts) * copies} texts in one request; at most {MAX_PROMPTS}", "n")
-        max_new_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        max_new_tokens = DEFAULT_COMPLETION_TOKENS
+        if request.max_tokens is not None:
+            max_new_tokens = self._check_room(max(map(len, prompts)), request.max_tokens, "max_tokens")
         choices = []
         for ids in prompts:
             echo = decode_tokens(self.tokenizer, ids, True) if request.echo else ""
@@ -213,7 +215,10 @@ class Server:
             )
             for _ in range(request.n or 1)
         ]
-        max_new_tokens = request.max_completion_tokens or request.max_tokens or self.context
+        max_new_tokens = self.context  # which is cut to the rest of it
+        for param in ("max_completion_tokens", "max_tokens"):
+            if (count := getattr(request, param)) is not None:
+                max_new_tokens = self._check_room(len(ids), count, param)
         asked = Submit([ids] * len(choices), max_new_tokens, params, grammar, images=images)
         return await self._serve(request, asked, choices, facts)
 
@@ -231,6 +236,12 @@ class Server:
         if isinstance(self.images, str) or not any(message.images for message in messages or ()):
             return await asyncio.to_thread(encode, request, None)
         return await self.images.run(lambda decoder: encode(request, decoder), str(facts.get("client", "")))
+
+    def _check_room(self, prompt: int, asked: int, param: str) -> int:
+        """Return the number of tokens asked for, or raise `TooManyTokensError` if the context has no room for them."""
+        if prompt + asked > self.context:
+            raise TooManyTokensError(prompt, asked, self.context, param)
+        return asked
 
     def _served(self, request: AnyRequest, params: SamplingParams) -> tuple[Any, ...]:
         """Return the arguments of a choice that all texts of a request share."""

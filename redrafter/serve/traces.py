@@ -7,6 +7,7 @@ alone.
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 """
 
+import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from redrafter.errors import MissingDependencyError, how_to_install
+from redrafter.errors import ArgumentError, MissingDependencyError, first_line, how_to_install
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.choice import usage_and_metrics
 from redrafter.serve.answers.formats import AnyChoice
@@ -52,14 +53,24 @@ class Traces:
     """
 
     def __init__(self, endpoint: str):
-        """Begin to send. endpoint: URL of a collector that takes OTLP over HTTP; its path is /v1/traces by default."""
+        """Begin to send. endpoint: URL of a collector that takes OTLP over HTTP; its path is /v1/traces by default.
+
+        Raises `ArgumentError` for settings of the environment that the SDK refuses.
+        """
         if urlsplit(endpoint).path in ("", "/"):
             endpoint = endpoint.rstrip("/") + TRACES_PATH
-        resource = Resource.create()
-        if str(resource.attributes["service.name"]).startswith("unknown_service"):
-            resource = resource.merge(Resource({"service.name": "redrafter"}))
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        try:
+            resource = Resource.create()
+            if str(resource.attributes["service.name"]).startswith("unknown_service"):
+                resource = resource.merge(Resource({"service.name": "redrafter"}))
+            self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+            self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        except ValueError as error:
+            settings = ", ".join(sorted(name for name in os.environ if name.startswith("OTEL_"))) or "no OTEL_ variable"
+            raise ArgumentError(
+                f"OpenTelemetry refuses its settings in the environment ({settings}): {first_line(error)}; "
+                "change them, or leave out --otlp-traces-endpoint"
+            ) from error
         self._tracer = self._provider.get_tracer("redrafter", __version__)
         self._parents = TraceContextTextMapPropagator()
 
@@ -79,9 +90,13 @@ class Traces:
                 for name, value in scope.get("headers", ())
                 if name in PARENT_HEADERS
             }
-            if sent:
-                context.attach(self._parents.extract(sent))  # for the task of this request alone
-            await app(scope, receive, send)
+            if not sent:
+                return await app(scope, receive, send)
+            token = context.attach(self._parents.extract(sent))
+            try:
+                await app(scope, receive, send)
+            finally:
+                context.detach(token)
 
         return answer
 

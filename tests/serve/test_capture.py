@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -217,6 +218,23 @@ def test_what_was_written_before_a_kill_can_be_read(tmp_path):
     assert numbers == list(range(finished[0], numbers[-1] + 1))
     assert numbers[-1] > finished[-1], "the last file has rows too"
     assert all(len(row.ids) == 201 for row in rows_of(folder))
+
+
+def test_rows_after_the_directory_was_removed_are_lost_and_not_counted_as_written(tmp_path, tokenizer, caplog):
+    folder = tmp_path / "texts"
+    capture = Capture(ServeOptions(capture=str(folder)), tokenizer)
+    record(capture, [1], [2, 3])
+    until(lambda: capture.rows == 1)
+    shutil.rmtree(folder)
+    for number in range(2):
+        record(capture, [1], [2, 3])
+        until(lambda number=number: capture.lost == number + 1)
+    assert capture.rows == 1
+    folder.mkdir(mode=0o700)
+    record(capture, [1], [4, 5])
+    until(lambda: capture.rows == 2)
+    capture.close()
+    assert [row.ids for row in rows_of(folder)] == [[1, 4, 5]]
 
 
 def test_the_file_of_another_server_that_runs_is_left_alone(tmp_path, tokenizer):

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import httpx
@@ -17,22 +16,23 @@ uvicorn = pytest.importorskip("uvicorn")
 
 from helpers.processes import soon
 from redrafter.errors import ArgumentError
+from redrafter.serve.command import listen
+from redrafter.serve.config import ServeOptions
 from redrafter.serve.network import server_process as connections
-from redrafter.serve.network.server_process import Connection, OpenConnections, room_for_connections
+from redrafter.serve.network.server_process import OpenConnections, http_config, room_for_connections
 
 
 @contextmanager
 def served(app: Any, most: int = 100) -> Iterator[tuple[OpenConnections, int]]:
     """The open connections and the port of an application that serves in a thread."""
     open_connections = OpenConnections(most)
-    config = uvicorn.Config(
-        app, port=0, log_config=None, http=partial(Connection, open_connections), interface="asgi3", ws="none"
-    )
+    options = ServeOptions(port=0)
+    listener, config = listen(options), http_config(app, open_connections, options)
     server = uvicorn.Server(config)
 
     async def run() -> None:
         watching = asyncio.ensure_future(open_connections.watch())
-        await server.serve()
+        await server.serve([listener])
         watching.cancel()
 
     thread = threading.Thread(target=asyncio.run, args=(run(),))
@@ -40,7 +40,7 @@ def served(app: Any, most: int = 100) -> Iterator[tuple[OpenConnections, int]]:
     while not server.started:
         time.sleep(0.01)
     try:
-        yield open_connections, server.servers[0].sockets[0].getsockname()[1]
+        yield open_connections, listener.getsockname()[1]
     finally:
         server.should_exit = server.force_exit = True
         thread.join(timeout=300)

@@ -165,9 +165,6 @@ def test_it_is_said_why_a_message_ended(program):
     both = posted(program, **body, stop_sequences=[text[6:8], text[5:8]])  # which end with the same character
     assert (both["stop_sequence"], both["content"][0]["text"]) == (text[5:8], text[:5])
     assert posted(program, **body)["stop_reason"] == "max_tokens"
-    full = posted(program, **body | {"max_tokens": 100_000})
-    assert full["stop_reason"] == "model_context_window_exceeded"
-    assert full["usage"]["input_tokens"] + full["usage"]["output_tokens"] in (1024, 1023)
 
 
 def test_an_answer_goes_on_with_a_last_message_of_the_assistant(client, program):

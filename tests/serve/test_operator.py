@@ -122,6 +122,8 @@ def test_a_server_without_an_operator_key_says_what_to_type(served):
             answer = httpx.post(url + path, json={}, headers=OPERATOR)
             assert answer.status_code == 404
             assert "--operator-key KEY, or REDRAFTER_OPERATOR_KEY" in answer.json()["error"]["message"]
+            assert httpx.post(f"{url}{path}%0a", json={}).status_code == 400
+    assert not served.server.engine.load.asleep
 
 
 def test_operators_have_keys_of_their_own(monkeypatch):

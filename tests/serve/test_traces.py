@@ -1,5 +1,6 @@
 """Spans of requests, as a collector gets them."""
 
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 pytest.importorskip("fastapi")
+uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("opentelemetry.sdk")
 trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 
@@ -20,6 +22,9 @@ from helpers.processes import soon
 from helpers.serving import PROMPTS, Program
 from redrafter.app.options import LoadOptions
 from redrafter.cli import main
+from redrafter.serve.command import listen
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.network.server_process import OpenConnections, http_config
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 6, "temperature": 0}
@@ -172,6 +177,44 @@ def test_a_parent_that_is_not_sampled_or_no_parent_at_all_is_kept_to(traced, col
         traced.post("/v1/chat/completions", CHAT, headers=headers).raise_for_status()
     assert not collector.span_of("garbled")[0].parent_span_id
     assert not any(attributes(span)["gen_ai.request.id"] == "unsampled" for span in collector.spans())
+
+
+def test_pipelined_requests_are_no_children_of_the_one_before_them(traced, collector):
+    """Nor are later ones of the connection, which the loop reads in the context that a pipelined request left."""
+    options = ServeOptions(port=0)
+    listener = listen(options)
+    http = uvicorn.Server(http_config(traced.server.app, OpenConnections(10), options))
+    thread = threading.Thread(target=http.run, args=([listener],))
+    thread.start()
+    body = b'{"prompt": "The sea", "max_tokens": 2}'
+
+    def request(name: str, parent: str = "") -> bytes:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {name}\r\n{parent}"
+        return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+    try:
+        with socket.create_connection(listener.getsockname(), timeout=60) as connection:
+            connection.sendall(
+                request("pipelined 1", f"traceparent: 00-{TRACE}-{PARENT}-01\r\n") + request("pipelined 2")
+            )
+            collector.span_of("pipelined 2")
+            for name in ("pipelined 3", "pipelined 4"):
+                connection.sendall(request(name))
+                collector.span_of(name)
+    finally:
+        http.should_exit = True
+        thread.join(60)
+    parents = [collector.span_of(f"pipelined {number}")[0].parent_span_id.hex() for number in range(1, 5)]
+    assert parents == [PARENT, "", "", ""]
+
+
+@pytest.mark.parametrize("setting", ["OTEL_BSP_MAX_QUEUE_SIZE=100", "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT=-1"])
+def test_settings_that_the_sdk_refuses_end_the_command_before_it_loads_anything(setting, capsys, monkeypatch):
+    monkeypatch.setenv(*setting.split("="))
+    monkeypatch.setattr("redrafter.serve.command._serve", lambda *_: pytest.fail("it loads"))
+    assert main(["serve", "--otlp-traces-endpoint", "http://localhost:4318"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert setting.split("=")[0] in line
 
 
 def test_who_waits_leaves_or_is_refused_is_told(traced, collector):

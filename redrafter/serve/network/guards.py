@@ -31,11 +31,13 @@ from redrafter.serve.protocol.requests import ApiError, error_body
 # Answer with no more than a status, for load balancers and the like.
 HEALTH_PATHS = ("/health", "/v1/health/live", "/v1/health/ready")
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-KEYLESS_PATHS = (*HEALTH_PATHS, "/", "/docs", "/version")  # and static pages, which ask for the key themselves
-# Change the engine for everybody: for operators alone, whose keys open nothing else.
-OPERATOR_PATHS = ("/v1/sleep", "/v1/wake", "/v1/update_weights", "/v1/drafter")
+# Paths that need no key: those above, and static pages, which ask for the key themselves. A path is compared only to
+# open it: a spelling that differs stays closed. What needs an operator's key is a property of the route, for the router
+# may accept spellings that a comparison misses.
+KEYLESS_PATHS = (*HEALTH_PATHS, "/", "/docs", "/version")
 OWN_SITES = (b"same-origin", b"none")  # `Sec-Fetch-Site` of a request by a page of this server, or typed by the user
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
+KEY_HEADERS = (b"authorization", b"x-api-key")
 READING_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 BODY_SECONDS = 30.0  # in which a body must arrive
 SMALL_BODY_BYTES = 1 << 16  # of a body that is parsed in a few milliseconds, and need not wait for others
@@ -46,6 +48,7 @@ BYTES_PER_COMMA = 8  # a comma, of which there is about one for each value
 BYTES_PER_CONTAINER = 32  # [, { or a colon: lists, objects and their fields take several times as long as a number
 BYTES_PER_EXPONENT = 128  # an exponent: numbers with one take longest
 _ALIKE = bytes.maketrans(b"123456789E", b"000000000e")  # makes every exponent begin with 0e
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PAIR = re.compile(rb"(?i)\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")  # one character, as two escapes
 _LONE = re.compile(rb"(?i)\\ud[89a-f]")
 
@@ -124,10 +127,16 @@ def access_control(app: ASGIApp, policy: AccessPolicy) -> ASGIApp:
 def check_access(scope: Scope, policy: AccessPolicy) -> None:
     """Raise `ApiError` for a request that a policy does not accept.
 
-    Sets `scope["facts"]["client"]` to the name of the key that was sent, and `scope["admitted"]` to whether the client
-    may see everything.
+    Sets `scope["facts"]["client"]` to the name of the client's key, `scope["admitted"]` to whether the client may see
+    everything, and what `JsonRoute` and `OperatorRoute` check: `scope["opened"]` and `scope["policy"]`.
     """
     headers, path = dict(scope["headers"]), scope["path"]
+    if (control := _CONTROL.search(path)) is not None:  # `$` of a route's pattern would match before a final newline
+        raise ApiError(400, f"the path contains the control character {control.group()!r}: leave it out")
+    if b"content-length" in headers and b"transfer-encoding" in headers:
+        # A proxy that believes the other one sees requests where there are none (RFC 9112, section 6.1).
+        what = "the request has Content-Length and Transfer-Encoding: send one of them"
+        raise ApiError(400, what, headers={"Connection": "close"})
     if b"host" in headers and path not in HEALTH_PATHS:
         host = host_of(headers[b"host"].decode("latin-1"))
         if not policy.knows_host(host):
@@ -137,16 +146,13 @@ def check_access(scope: Scope, policy: AccessPolicy) -> None:
         if origin not in policy.origins and "*" not in policy.origins:
             what = f"pages of {origin or 'another site'} may not ask here; --allowed-origins says which may"
             raise ApiError(403, what)
-    scope["admitted"] = not policy.keys
-    sent = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")
-    if path in OPERATOR_PATHS:
-        scope["facts"]["client"] = check_operator(sent, policy)
-    elif policy.keys:
-        name = policy.keys.client(*sent)
-        if name is not None:
-            scope["facts"]["client"], scope["admitted"] = name, True
-        elif path not in KEYLESS_PATHS and not (policy.open_metrics and path == "/metrics"):
-            raise ApiError(401, "the API key is missing or wrong", None, "invalid_api_key", CHALLENGE)
+    name = policy.keys.client(*_sent_keys(headers))
+    if name is not None:
+        scope["facts"]["client"] = name
+    scope["policy"], scope["admitted"] = policy, name is not None or not policy.keys
+    scope["opened"] = scope["admitted"] or path in KEYLESS_PATHS or (policy.open_metrics and path == "/metrics")
+    if not scope["opened"] and policy.operators.client(*_sent_keys(headers)) is None:
+        raise _missing_key()
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     is_json = kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
     if scope["method"] == "POST" and not is_json:
@@ -157,16 +163,27 @@ def check_access(scope: Scope, policy: AccessPolicy) -> None:
         scope["headers"] = [*others, (b"content-type", b"application/json")]
 
 
-def check_operator(sent: tuple[bytes, bytes], policy: AccessPolicy) -> str:
-    """Return the name of the operator's key in the headers that `ApiKeys.client` reads, or raise `ApiError`."""
+def check_operator(scope: Scope) -> str:
+    """Return the name of the operator's key in the headers of a request, or raise `ApiError`."""
+    sent, policy = _sent_keys(dict(scope["headers"])), scope["policy"]
     if not policy.operators:
         how = f"start it with --operator-key KEY, or {OPERATOR_KEY_VARIABLE} in its environment, and without --ray"
         raise ApiError(404, f"this server's engine is not changed while it runs: {how}", code="unsupported_endpoint")
-    if (name := policy.operators.client(*sent)) is not None:
+    name: str | None = policy.operators.client(*sent)
+    if name is not None:
         return name
     if policy.keys and policy.keys.client(*sent) is not None:
         raise ApiError(403, "this needs an operator's key: --operator-key of the server", None, "invalid_api_key")
     raise ApiError(401, "the operator's key is missing or wrong", None, "invalid_api_key", CHALLENGE)
+
+
+def _sent_keys(headers: Headers) -> tuple[bytes, bytes]:
+    authorization, api_key = (headers.get(name, b"") for name in KEY_HEADERS)
+    return authorization, api_key
+
+
+def _missing_key() -> ApiError:
+    return ApiError(401, "the API key is missing or wrong", None, "invalid_api_key", CHALLENGE)
 
 
 def head_as_get(app: ASGIApp) -> ASGIApp:
@@ -338,7 +355,17 @@ def _loads(body: bytes) -> Any:
 
 
 class JsonRoute(APIRoute):
-    """A route whose bodies are parsed under `BodyLimits`."""
+    """A route for clients, whose bodies are parsed under `BodyLimits`."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request of a caller that the route is for; its body is read after this check."""
+        self.check_caller(scope)
+        await super().handle(scope, receive, send)
+
+    def check_caller(self, scope: Scope) -> None:
+        """Raise `ApiError` for a caller whose only key is an operator's, unless the path needs no key."""
+        if not scope["opened"]:
+            raise _missing_key()
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         """Return a handler that parses bodies under `BodyLimits`."""
@@ -348,3 +375,11 @@ class JsonRoute(APIRoute):
             return await handler(request.scope["request"])
 
         return handle
+
+
+class OperatorRoute(JsonRoute):
+    """A route that changes the engine for everybody: for operators alone, whose keys open nothing else."""
+
+    def check_caller(self, scope: Scope) -> None:
+        """Raise `ApiError` for a caller who is no operator; the log names the operator's key."""
+        scope["facts"]["client"] = check_operator(scope)

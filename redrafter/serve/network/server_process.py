@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from redrafter.errors import ArgumentError
@@ -65,28 +65,7 @@ class ServerProcess:
         self._ending: asyncio.Future[None] | None = None
         self._engine_end: str | None = None  # how the engine has ended by itself
         self._accept_error_at = -ACCEPT_ERROR_LOG_SECONDS  # when such an error was last logged
-        config = uvicorn.Config(
-            self._answer,
-            http=functools.partial(Connection, self._connections),  # type: ignore[arg-type]
-            ws="none",
-            interface="asgi3",
-            lifespan="off",
-            backlog=ACCEPTED_AT_ONCE,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=3600,  # `IDLE_SECONDS` is shorter
-            ssl_certfile=options.ssl_certfile,
-            ssl_keyfile=options.ssl_keyfile,
-            ssl_ca_certs=options.ssl_ca_certs,
-            ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_ca_certs else ssl.CERT_NONE,
-        )
-        try:
-            config.load()
-        except (OSError, ssl.SSLError) as error:
-            files = ", ".join(filter(None, (options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs)))
-            reason = error.strerror or error
-            raise ArgumentError(f"--ssl-certfile, --ssl-keyfile: {files} cannot be used: {reason}") from error
+        config = http_config(self._answer, self._connections, options)
         self._http = uvicorn.Server(config)
         self._http.capture_signals = nullcontext  # type: ignore[assignment, method-assign]  # ours are set below
 
@@ -198,6 +177,34 @@ class ServerProcess:
             _LOG.error(
                 "connections cannot be accepted: %s; %d are open", context.get("exception"), len(self._connections.open)
             )
+
+
+def http_config(app: ASGIApp, connections: "OpenConnections", options: ServeOptions) -> uvicorn.Config:
+    """Return the configuration of the HTTP server, or raise `ArgumentError` for certificates that cannot be used."""
+    config = uvicorn.Config(
+        app,
+        http=functools.partial(Connection, connections),  # type: ignore[arg-type]
+        ws="none",
+        interface="asgi3",
+        lifespan="off",
+        backlog=ACCEPTED_AT_ONCE,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        reset_contextvars=True,  # or a pipelined request is handled in the context of the one before it
+        timeout_keep_alive=3600,  # `IDLE_SECONDS` is shorter
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_ca_certs=options.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_ca_certs else ssl.CERT_NONE,
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        files = ", ".join(filter(None, (options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs)))
+        reason = error.strerror or error
+        raise ArgumentError(f"--ssl-certfile, --ssl-keyfile: {files} cannot be used: {reason}") from error
+    return config
 
 
 def _end_by_force_after(seconds: float, code: int) -> None:

@@ -24,7 +24,14 @@ from redrafter.serve.protocol.fields import (
     tag_text_or_list,
     tag_text_or_object,
 )
-from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError, SharedFields, ToolName, error_body
+from redrafter.serve.protocol.requests import (
+    MAX_TOOLS,
+    ApiError,
+    SharedFields,
+    ToolName,
+    TooManyTokensError,
+    error_body,
+)
 
 MESSAGES_PATH = "/v1/messages"
 # Claude Code's system prompt begins with a block of this kind: a hash for Anthropic's billing, another one in every
@@ -56,9 +63,15 @@ def is_messages(path: str) -> bool:
 def messages_error(error: ApiError) -> tuple[int, dict[str, Any]]:
     """Return the status and the body of an error in Anthropic's shape."""
     status = _STATUSES.get(error.status, error.status)
-    # Agents look for these words before they make a conversation shorter.
-    begin = "prompt is too long: " if error.code == "context_length_exceeded" else ""
-    message = error_body(status, begin + str(error))["error"]["message"]
+    message = str(error)
+    # Agents look for the words of Anthropic's API: they ask for fewer tokens, or make a conversation shorter.
+    if isinstance(error, TooManyTokensError):
+        lengths = f"{error.prompt} + {error.asked} > {error.context}"
+        advice = "decrease input length or `max_tokens` and try again"
+        message = f"input length and `max_tokens` exceed context limit: {lengths}, {advice}"
+    elif error.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"
+    message = error_body(status, message)["error"]["message"]
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return status, {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -347,7 +360,7 @@ class MessageAnswer(BaseModel):
     role: Literal["assistant"]
     model: str
     content: list[dict[str, Any]]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: dict[str, Any]
 

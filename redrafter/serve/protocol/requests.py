@@ -4,6 +4,7 @@ https://platform.openai.com/docs/api-reference
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -240,6 +241,20 @@ class ApiError(ReDrafterError, HTTPException):
         return self.detail
 
 
+class TooManyTokensError(ApiError):
+    """A prompt and the tokens that were asked for are more than the context; it has the words of vLLM's error.
+
+    Attributes:
+        prompt, asked, context: Their numbers of tokens.
+    """
+
+    def __init__(self, prompt: int, asked: int, context: int, param: str):
+        self.prompt, self.asked, self.context = prompt, asked, context
+        lengths = f"maximum context length is {context} tokens and your request has {prompt} input tokens"
+        message = f"'{param}' is too large: {asked}. This model's {lengths} ({asked} > {context} - {prompt})."
+        super().__init__(400, f"{message} Ask for {context - prompt} at most.", param, "context_length_exceeded")
+
+
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return the body of an error in OpenAI's format. Arguments are those of `ApiError`."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "unavailable_error"}
@@ -368,10 +383,11 @@ class ChatRequest(_Request):
             raise ValueError("give max_tokens or max_completion_tokens, not both")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise ValueError("tool_choice needs tools")
-        if isinstance(self.tool_choice, ToolChoice):
-            names = [tool.function.name for tool in self.tools or ()]
-            if self.tool_choice.function.name not in names:
-                raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}; the tools are {names}")
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise ValueError(f"tools have the name {twice[0]!r} twice: give each a name of its own")
+        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}; the tools are {names}")
         grammars = (
             self.structured_outputs is not None,
             self.response_format is not None and self.response_format.type != "text",

@@ -42,6 +42,7 @@ from redrafter.serve.routes.messages import add_messages
 from redrafter.serve.routes.operator import add_operator_routes
 from redrafter.serve.routes.page import page
 from redrafter.serve.routes.responses import add_responses
+from redrafter.serve.routes.translated import chat_request
 from redrafter.version import __version__
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def create_app(
 ) -> FastAPI:
     """Return the ASGI application, which accepts all requests unless a policy says which."""
     policy = policy or AccessPolicy()
-    app = FastAPI(title="redrafter", version=__version__, docs_url=None, redoc_url=None)
+    # No route of FastAPI's own, which would not check who calls.
+    app = FastAPI(title="redrafter", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     add_guards(app, policy, max_body_bytes)
     _handle_errors(app)
@@ -96,6 +98,10 @@ def create_app(
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
         return docs_page if request.scope["admitted"] else locked_docs_page  # a page that asks for the key
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def schema() -> Response:
+        return JSONResponse(app.openapi())
 
     stopping: dict[str, Any] = {
         "response_class": Response,
@@ -318,7 +324,7 @@ def add_token_routes(app: FastAPI, server: "Server") -> None:
         """Return the tokens that a completion or a chat would read."""
         if body.messages is not None:
             generation = body.add_generation_prompt
-            chat = ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=generation)
+            chat = chat_request({"messages": body.messages, "tools": body.tools, "add_generation_prompt": generation})
             return server.counting_prompts.encode_chat(chat, decoder)[0]
         assert body.prompt is not None
         if body.add_special_tokens is None:

@@ -256,7 +256,7 @@ class BlockWriter(PartWriter):
 
     def __init__(self, signature: str, body: MessagesRequest):
         super().__init__()
-        self._signature, self._max_tokens = signature, body.max_tokens
+        self._signature = signature
         self._omits_thoughts = body.thinking is not None and body.thinking.display == "omitted"
         self._block: dict[str, Any] = {}  # the open one
 
@@ -280,8 +280,6 @@ class BlockWriter(PartWriter):
         reason = _STOP_REASONS[self.finish or "stop"]
         if reason == "end_turn" and self.stop is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": self.stop}
-        if reason == "max_tokens" and self.told["usage"]["completion_tokens"] < self._max_tokens:
-            reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _begin(self, kind: Kind, call: dict[str, Any]) -> Iterator[Event]:

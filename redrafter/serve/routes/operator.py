@@ -1,17 +1,18 @@
 """Routes of an operator, who changes the engine while it runs: sleep, new weights, another drafter.
 
-Who may ask is decided by `AccessPolicy`, before a body is read. What runs meanwhile waits and goes on; no stream ends.
+`OperatorRoute` checks the operator's key before a body is read. What runs meanwhile waits and goes on; no stream ends.
 """
 
 import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from pydantic import BaseModel, StrictBool, model_validator
 
 from redrafter.errors import CacheFullError, ReDrafterError
 from redrafter.serve.engine_process.client import Stopped
+from redrafter.serve.network.guards import OperatorRoute
 from redrafter.serve.protocol.answers import error_responses
 from redrafter.serve.protocol.fields import Strict
 from redrafter.serve.protocol.requests import ApiError
@@ -101,27 +102,29 @@ def _is_there(path: str, kind: str) -> bool:
 
 
 def add_operator_routes(app: FastAPI, server: "Server") -> None:
-    """Add the routes; `AccessPolicy` has checked the key."""
-    operated = OperatedEngine(server)
+    """Add the routes, each of which checks the operator's key."""
+    operated, routes = OperatedEngine(server), APIRouter(route_class=OperatorRoute)
     options: dict[str, Any] = {"response_model": EngineState}
     options["responses"] = error_responses(400, 401, 403, 404, 408, 413, 422, 503)
 
-    @app.post("/v1/sleep", **options)
+    @routes.post("/v1/sleep", **options)
     async def sleep(body: NoFields | None = None) -> EngineState:
         return await operated.change("sleep")
 
-    @app.post("/v1/wake", **options)
+    @routes.post("/v1/wake", **options)
     async def wake(body: NoFields | None = None) -> EngineState:
         return await operated.change("wake")
 
-    @app.post("/v1/update_weights", **options)
+    @routes.post("/v1/update_weights", **options)
     async def update_weights(body: WeightsRequest) -> EngineState:
         return await operated.change("update_weights", body.path)
 
-    @app.post("/v1/drafter", **options)
+    @routes.post("/v1/drafter", **options)
     async def change_drafter(body: DrafterRequest) -> EngineState:
         return await operated.change("change_drafter", body.path)
 
-    @app.get("/v1/drafter", **options)
+    @routes.get("/v1/drafter", **options)
     async def drafter() -> EngineState:
         return operated.state
+
+    app.routes.extend(routes.routes)  # as they are: `include_router` wraps or copies them, by FastAPI's version

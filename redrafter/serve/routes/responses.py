@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from redrafter.serve.protocol.answers import answer_responses
-from redrafter.serve.protocol.requests import ApiError, ChatRequest
+from redrafter.serve.protocol.requests import ApiError, ChatRequest, TooManyTokensError
 from redrafter.serve.protocol.responses import (
     CallItem,
     CallOutputItem,
@@ -34,7 +34,10 @@ def add_responses(app: FastAPI, server: "Server", respond: Callable[..., Awaitab
         head = _head(body, body.model or server.model)
 
         async def work() -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
-            answer = await server.chat(as_chat(body), request.scope["facts"])
+            try:
+                answer = await server.chat(as_chat(body), request.scope["facts"])
+            except TooManyTokensError as error:  # which names the chat's field
+                raise TooManyTokensError(error.prompt, error.asked, error.context, "max_output_tokens") from None
             return head | _whole(answer) if isinstance(answer, dict) else response_events(head, answer)
 
         return await respond(work(), request, format_events)

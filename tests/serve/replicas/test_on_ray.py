@@ -86,7 +86,7 @@ def test_a_text_is_what_one_engine_writes(program, pair):
 
 def test_a_client_that_leaves_ends_its_text(program):
     assert soon(lambda: program.running() == 0)
-    body = {"prompt": PROMPTS[0], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    body = {"prompt": PROMPTS[0], "max_tokens": 1000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{program.url}/v1/completions", json=body, timeout=300) as answer:
         next(answer.iter_lines())
         assert soon(lambda: program.running() == 1)

@@ -93,6 +93,14 @@ def test_any_other_body_reaches_the_replica_as_it_is(path, body):
     assert replicas.calls[0].body == body
 
 
+@pytest.mark.parametrize("path", ["/v1/completions%0a", "/v1/sleep%0A", "/health%0d", "/metrics%0a", "/v1/%00models"])
+def test_a_path_with_a_control_character_reaches_no_replica(path):
+    replicas, client = router([AnswerPart(JSON, b"{}")])
+    answer = client.post(path, json={"prompt": "Once"})
+    assert (answer.status_code, "control character" in answer.text) == (400, True)
+    assert not replicas.calls
+
+
 def test_a_call_has_the_key_of_its_session_or_prompt():
     replicas, client = router([AnswerPart(JSON, b"")], [AnswerPart(JSON, b"")])
     client.post("/v1/completions", json={"prompt": "Once"})

@@ -1,0 +1,88 @@
+"""Requests that are refused with the numbers or the names that are wrong, in each protocol."""
+
+import json
+import re
+import socket
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+
+PROMPT = "The old man looked at the sea"
+TALK = [{"role": "user", "content": PROMPT}]
+# The body of a request and the field of its most tokens, by path.
+ASKED = {
+    "/v1/completions": ({"prompt": [PROMPT, "Once"]}, "max_tokens"),
+    "/v1/chat/completions": ({"messages": TALK}, "max_tokens"),
+    "/v1/chat/completions?": ({"messages": TALK}, "max_completion_tokens"),
+    "/v1/responses": ({"input": PROMPT}, "max_output_tokens"),
+    "/v1/messages": ({"messages": TALK}, "max_tokens"),
+}
+CONTEXT = 1024  # of the boxed pair
+
+
+def length_of_prompt(url, path, body) -> int:
+    if path == "/v1/completions":
+        return httpx.post(f"{url}/tokenize", json={"prompt": body["prompt"][0]}, timeout=300).json()["count"]
+    return httpx.post(f"{url}/tokenize", json={"messages": TALK}, timeout=300).json()["count"]
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_tokens_than_the_context_has_room_for_are_refused_with_the_numbers(url, path, stream):
+    body, field = ASKED[path]
+    prompt = length_of_prompt(url, path, body)
+    asked = CONTEXT - prompt + 1
+    answer = httpx.post(url + path, json=body | {field: asked, "stream": stream}, timeout=300)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    if path == "/v1/messages":  # in the words by which agents know that fewer tokens would do
+        said = r"input length and `max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+)"
+    else:
+        assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+        said = rf"'{field}' is too large: \d+\. .*has (\d+) input tokens \((\d+) > (\d+) - {prompt}\)"
+    assert list(map(int, re.search(said, error["message"]).groups())) == [prompt, asked, CONTEXT]
+    if path != "/v1/responses":  # whose texts no string can stop
+        body = body | {"stop_sequences" if path == "/v1/messages" else "stop": [" "], field: asked - 1}
+        assert httpx.post(url + path, json=body, timeout=300).status_code == 200
+
+
+def test_without_a_number_an_answer_may_take_the_rest_of_the_context(url):
+    body = {"prompt": [5] * (CONTEXT - 3), "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300).json()
+    assert answer["usage"]["completion_tokens"] == 3, "not the 16 of the protocol's default"
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "status"),
+    [
+        ("/v1/messages", {"name": "f", "input_schema": {"type": "object"}}, 400),
+        ("/v1/messages/count_tokens", {"name": "f", "input_schema": {"type": "object"}}, 400),
+        ("/v1/chat/completions", {"type": "function", "function": {"name": "f"}}, 422),
+        ("/v1/responses", {"type": "function", "name": "f"}, 422),
+        ("/tokenize", {"type": "function", "function": {"name": "f"}}, 422),
+    ],
+)
+def test_two_tools_of_one_name_are_refused(url, path, tool, status):
+    body = {"input": PROMPT} if path == "/v1/responses" else {"messages": TALK}
+    body |= {"max_tokens": 5} if path == "/v1/messages" else {}
+    answer = httpx.post(url + path, json=body | {"tools": [tool, tool]}, timeout=300)
+    assert (answer.status_code, "the name 'f' twice" in answer.text) == (status, True)
+
+
+def test_a_body_with_two_lengths_is_refused_and_its_connection_closed(url):
+    """Else what follows the body by one length is another request by the other one."""
+    smuggled = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % (5 + len(smuggled))
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(head + b"0\r\n\r\n" + smuggled)
+        heard = b""
+        while part := connection.recv(1 << 16):
+            heard += part
+    assert heard.startswith(b"HTTP/1.1 400")
+    assert heard.count(b"HTTP/1.1") == 1
+    message = json.loads(heard.partition(b"\r\n\r\n")[2])["error"]["message"]
+    assert "Content-Length and Transfer-Encoding" in message
