@@ -81,15 +81,17 @@ class TuneOptions(WorkOptions):
         type=integers,
         metavar="N,...",
     )
-    seconds: float = option(300.0, "measure for at most this long; what was measured by then counts")
+    seconds: float | None = option(
+        None, "measure for at most this long, and write nothing if trees are left then (default: as long as it takes)"
+    )
     out: str | None = option(None, "file to write (default: where from_pretrained looks)", metavar="FILE")
     plot: str | None = option(None, "also draw a figure; needs matplotlib", metavar="FILE.png")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, "beams", "lengths", "batch_sizes")
-        if not 0 <= self.seconds < math.inf:
-            raise ArgumentError(f"--seconds must be 0 or more, got {self.seconds:g}")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise ArgumentError(f"--seconds must be more than 0, got {self.seconds:g}")
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def build_parser() -> Parser:
         "where `from_pretrained` and the other commands find them. They change the speed, never the text.",
         (
             "redrafter tune --model my-base --drafter my-drafter --prompts my-prompts.jsonl",
-            "redrafter tune --batch-sizes 1,4 --beams 5 --lengths 5 --seconds 60 --plot tuning.png",
+            "redrafter tune --batch-sizes 1,4 --beams 5 --lengths 5 --plot tuning.png",
         ),
         (TuneOptions, "measuring", ()),
         (LoadOptions, "loading", ("num_beams", "draft_len_per_beam", "node_budget", "tuning")),
