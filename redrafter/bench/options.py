@@ -81,15 +81,17 @@ class TuneOptions(WorkOptions):
         type=integers,
         metavar="N,...",
     )
-    seconds: float = option(300.0, "measure for at most this long; what was measured by then counts")
+    seconds: float | None = option(
+        None, "measure for at most this long, and write nothing if trees are left then (default: as long as it takes)"
+    )
     out: str | None = option(None, "file to write (default: where from_pretrained looks)", metavar="FILE")
     plot: str | None = option(None, "also draw a figure; needs matplotlib", metavar="FILE.png")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, "beams", "lengths", "batch_sizes")
-        if not 0 <= self.seconds < math.inf:
-            raise ArgumentError(f"--seconds must be 0 or more, got {self.seconds:g}")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise ArgumentError(f"--seconds must be more than 0, got {self.seconds:g}")
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,9 @@ class ServerOptions:
     url: Sequence[str] = option(
         (),
         "measure servers of OpenAI's protocol (redrafter serve, vLLM, SGLang) instead of a model, such as "
-        "http://127.0.0.1:8000 (may be repeated). Requests are streams of /v1/completions with ignore_eos; --model is "
-        "the server's name of its model (default: the first that it lists), and prompts must be plain text. Texts are "
+        "http://127.0.0.1:8000 (may be repeated). Requests are streams of /v1/completions with ignore_eos, and of "
+        "/v1/chat/completions for rows of messages; --model is the server's name of its model (default: the first that "
+        "it lists). Texts are "
         "compared with those of the first server: greedy ones should be equal, sampled ones only between servers "
         "that draw the same noise from a seed",
         type=names,

@@ -88,7 +88,8 @@ class Server:
 class Requests(Protocol):
     """The requests of a load."""
 
-    route: str  # that they are sent to
+    def route(self, index: int) -> str:
+        """Return the path that request `index` is sent to."""
 
     def exchange(self, index: int, model: str) -> Generator[bytes, Completion, None]:
         """Yield the JSON body of request `index`, and of each that follows its answer, which is sent back in here."""
@@ -96,23 +97,28 @@ class Requests(Protocol):
 
 @dataclass(frozen=True)
 class Load:
-    """The requests that a server is sent; request i continues prompt i, modulo their number.
+    """The requests that a server is sent; request i continues prompt i, or answers the chat, modulo their number.
 
     Each has a `cache_salt` of its own: where prompts come again, a server would reuse their keys and values, and this
     library's would copy drafts from its earlier answers to them.
     """
 
-    route = "/v1/completions"
-    prompts: Sequence[str]
+    prompts: Sequence[str | list[dict[str, str]]]  # texts, and messages of chats
     max_new_tokens: int  # of each completion; no end token ends one early
     temperature: float  # 0 for greedy decoding
     seed: int  # of request 0; request i has this plus i
 
+    def route(self, index: int) -> str:
+        """Return the path that request `index` is sent to."""
+        is_text = isinstance(self.prompts[index % len(self.prompts)], str)
+        return "/v1/completions" if is_text else "/v1/chat/completions"
+
     def exchange(self, index: int, model: str) -> Generator[bytes, Completion, None]:
         """Yield the JSON body of request `index`, which nothing follows."""
+        prompt = self.prompts[index % len(self.prompts)]
         body = {
             "model": model,
-            "prompt": self.prompts[index % len(self.prompts)],
+            "prompt" if isinstance(prompt, str) else "messages": prompt,
             "max_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "seed": self.seed + index,
@@ -197,7 +203,7 @@ async def run_load(
                 with suppress(StopIteration):
                     body = next(exchange)
                     while True:
-                        completion = await _complete(connection, load.route, index, body)
+                        completion = await _complete(connection, load.route(index), index, body)
                         completions.append(completion)
                         body = exchange.send(completion)
 

@@ -24,12 +24,15 @@ OWN_KIND = "redrafter"  # who owns the models of this library's servers, which t
 class ChatLoad:
     """Questions that a server is asked as chats; request i is question i, modulo their number, with all its turns."""
 
-    route = "/v1/chat/completions"
     questions: Sequence[Question]
     max_new_tokens: int  # of each answer, which an end token may end earlier
     temperature: float  # 0 for greedy decoding
     seed: int  # of question 0; question i has this plus i
     speculate: bool | None = None  # what a server of this library is told; None for others, which have no such field
+
+    def route(self, index: int) -> str:
+        """Return the path that all turns are sent to."""
+        return "/v1/chat/completions"
 
     def exchange(self, index: int, model: str) -> Generator[bytes, Completion, None]:
         """Yield the JSON body of each turn of question `index`; the turns end with one that fails."""

@@ -5,6 +5,7 @@ each tree continues the prompts once, and a few of its steps are timed at each b
 tokens per step depend on how many there are for each row, so such a tree has as many for each at every size.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,26 +60,31 @@ class Timing:
 
 
 class Tuner:
-    """Measures trees until all are measured or the time is over; plain decoding and one tree are measured in any case.
+    """Measures undrafted decoding and trees at several batch sizes.
 
     Attributes:
         timings: What was measured.
-        open_sizes: Batch sizes at which something was left out for want of time.
     """
 
-    def __init__(self, work: Workload, sizes: Iterable[int], seconds: float, report: Callable[[str], None]):
-        """Set up a tuner for batches of these sizes and so many seconds after the first step; `report` gets lines."""
+    def __init__(self, work: Workload, sizes: Iterable[int], seconds: float | None, report: Callable[[str], None]):
+        """Set up a tuner for batches of these sizes; `report` gets lines.
+
+        It may take `seconds` after the first step; None for no limit.
+        """
         self.work, self.engine, self.report = work, work.engine, report
         self.sizes, self.seconds = sorted(set(sizes)), seconds
         limits = (self.engine.target.context, self.engine.options.max_seq_len)
         self._longest = min((limit for limit in limits if limit is not None), default=UNLIMITED_TOKENS)
         self._max_input = self.engine.options.max_input_len or self._longest
         self.timings: list[Timing] = []
-        self.open_sizes: set[int] = set()
-        self._rows, self._deadline = MAX_WRITING_ROWS, float("inf")
+        self._rows, self._deadline, self._measured_trees = MAX_WRITING_ROWS, math.inf, 0
 
     def run(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int] = ()) -> None:
-        """Measure trees in their order, then those of `deeper` lengths from short to long while they pay."""
+        """Measure trees in their order, then those of `deeper` lengths from short to long while they pay.
+
+        Raises `ArgumentError` where the time is over before all are measured: what is fastest of a few trees, or off,
+        says nothing of the others.
+        """
         patch: Any = nullcontext()
         if self.work.device.type == "cuda":
             from torch._dynamo import config  # takes seconds to import
@@ -92,8 +98,8 @@ class Tuner:
         plain_proposer = self.engine.plain
         self.step_ms(plain_proposer, 1)  # pays for what only a first request pays for: compiling may take minutes
         began = time.monotonic()
-        self._deadline = began + self.seconds
-        for plain in self._timed(plain_proposer, 1.0, self.sizes, first=True):
+        self._deadline = math.inf if self.seconds is None else began + self.seconds
+        for plain in self._timed(plain_proposer, 1.0, self.sizes):
             self.report(f"batch {plain.batch}: plain decoding takes {plain.step_ms:.2f} ms a step")
         self.sizes = [timing.batch for timing in self.timings]
         if not self.sizes:
@@ -101,22 +107,19 @@ class Tuner:
         self._forget()
         longer = (tree for length in deeper_lengths for tree in deeper(trees[0], self.timings, length))
         for index, tree in enumerate(chain(trees, longer)):
-            if index and self._late():
-                self.open_sizes |= {size for size in self.sizes if _fits(tree, size)}
-                continue
             place = f"{index + 1}/{len(trees)}" if index < len(trees) else "deeper"
             shared = "" if tree.shared_nodes is None else " a row, shared"
             nodes = f"{nodes_per_row(shape_of(tree), SHARING_ROWS)} nodes{shared}"
+            self._check_time()
             tokens_per_step = self.tokens_per_step(tree)
-            timed = self._timed(tree, tokens_per_step, self._sizes_of(tree), first=not index)
+            timed = self._timed(tree, tokens_per_step, self._sizes_of(tree))
             times = ", ".join(f"{timing.step_ms:.2f} at {timing.batch}" for timing in timed)
             self.report(
                 f"{place}, {tree.beams} x {tree.depth}, {nodes}: {tokens_per_step:.2f} tokens a step; ms a step: "
                 f"{times or 'not timed'} ({time.monotonic() - began:.0f} s)"
             )
+            self._measured_trees += 1
             self._forget()
-        if self.open_sizes:
-            self.report(f"{self.seconds:g} seconds are over; not all was measured (--seconds gives more)")
 
     def _sizes_of(self, tree: SearchProposer) -> Iterator[int]:
         """Yield batch sizes to time a tree at, from small to large, until a smaller tree is far ahead."""
@@ -125,16 +128,11 @@ class Tuner:
             if any(_left_behind(self.timings[-1], other) for other in self.timings):
                 return
 
-    def _timed(self, proposer: Proposer, tokens_per_step: float, sizes: Iterable[int], *, first: bool) -> list[Timing]:
-        """Time a proposer's steps at rising batch sizes, until memory or the time is over.
-
-        If it is the `first`, it is timed at the first size even when the time is over.
-        """
+    def _timed(self, proposer: Proposer, tokens_per_step: float, sizes: Iterable[int]) -> list[Timing]:
+        """Time a proposer's steps at rising batch sizes, while they fit into memory."""
         timed: list[Timing] = []
         for size in sizes:
-            if self._late() and (timed or not first):
-                self.open_sizes |= {later for later in self.sizes if later >= size}
-                break
+            self._check_time()
             sized = at_size(proposer, size)
             try:
                 step_ms = self.step_ms(sized, size)
@@ -198,8 +196,12 @@ class Tuner:
         max_prompt = max(min(self._longest - new, self._max_input), 1)
         return make_request(self.work, [row[-max_prompt:] for row in rows], new, eos)
 
-    def _late(self) -> bool:
-        return time.monotonic() > self._deadline
+    def _check_time(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise ArgumentError(
+                f"--seconds {self.seconds:g} ended after {self._measured_trees} trees, before all were measured, so no "
+                "table is written: leave it out or give more, or give fewer --batch-sizes, --beams and --lengths"
+            )
 
     def _forget(self) -> None:
         self.engine.drop_graphs()
@@ -261,7 +263,7 @@ def deeper(own: SearchProposer, timings: Sequence[Timing], length: int) -> list[
     """
     deepest = max(_extents(timing)[1] for timing in timings)
     sizes = set[tuple[int, int]]()
-    for shape in choose(timings, set()).values():
+    for shape in choose(timings).values():
         if shape is not None and shape.draft_len_per_beam == deepest and shape.shared_nodes is None:
             beams = shape.num_beams or 0
             sizes |= {(nodes_per_row(shape, 1), beams), (1 + beams * length, beams)}
@@ -279,14 +281,6 @@ def shape_of(proposer: Proposer) -> TreeShape | None:
     return TreeShape(proposer.beams, proposer.depth, proposer.nodes, proposer.shared_nodes)
 
 
-def describe(shape: TreeShape | None) -> str:
-    """Return the shape of a tree as tables show it, such as `5 x 5, 26 nodes`; `off` for plain decoding."""
-    if shape is None:
-        return "off"
-    nodes = f"{shape.node_budget} nodes" if shape.shared_nodes is None else f"{shape.shared_nodes} shared"
-    return f"{shape.num_beams} x {shape.draft_len_per_beam}, {nodes}"
-
-
 def nodes_per_row(shape: TreeShape | None, batch: int) -> int:
     """Return how many nodes a step verifies for each row of a batch, on average."""
     if shape is None:
@@ -294,18 +288,14 @@ def nodes_per_row(shape: TreeShape | None, batch: int) -> int:
     return (shape.node_budget or 1) if shape.shared_nodes is None else shape.shared_nodes // batch
 
 
-def choose(timings: Sequence[Timing], open_sizes: set[int]) -> dict[int, TreeShape | None]:
-    """Return the fastest tree by batch size; None where none is `MIN_RATIO` times as fast as plain decoding.
-
-    At `open_sizes`, trees were left out for want of time: where none was measured there, the result has no such size.
-    """
+def choose(timings: Sequence[Timing]) -> dict[int, TreeShape | None]:
+    """Return the fastest tree by batch size; None where none is `MIN_RATIO` times as fast as undrafted decoding."""
     shapes = {}
     for plain in (timing for timing in timings if timing.shape is None):
         trees = [timing for timing in timings if timing.batch == plain.batch and timing.shape is not None]
-        best = max(trees, key=lambda timing: timing.tokens_per_second, default=None)
-        if best is not None or plain.batch not in open_sizes:
-            worth = best is not None and best.tokens_per_second >= MIN_RATIO * plain.tokens_per_second
-            shapes[plain.batch] = best.shape if best is not None and worth else None
+        best = max(trees, key=lambda timing: timing.tokens_per_second, default=plain)
+        worth = best.tokens_per_second >= MIN_RATIO * plain.tokens_per_second
+        shapes[plain.batch] = best.shape if worth else None
     return shapes
 
 

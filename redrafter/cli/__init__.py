@@ -90,7 +90,11 @@ def build_parser() -> Parser:
         temperature=temperatures,
     )
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue (default: all of stdin)")
-    generate.add_argument("--file", metavar="FILE", help="text file with one prompt a line; blank lines are skipped")
+    generate.add_argument(
+        "--file",
+        metavar="FILE",
+        help="text file with one prompt a line; or .jsonl with rows of prompts, texts or messages",
+    )
     generate.add_argument("--chat-template", action="store_true", help="use each prompt as a user's turn of a chat")
     shown = "image that is shown before the prompt, with --chat-template, for a model that sees (may be repeated)"
     generate.add_argument("--image", action="append", default=[], metavar="FILE", help=shown)
@@ -141,7 +145,7 @@ def build_parser() -> Parser:
         "where `from_pretrained` and the other commands find them. They change the speed, never the text.",
         (
             "redrafter tune --model my-base --drafter my-drafter --prompts my-prompts.jsonl",
-            "redrafter tune --batch-sizes 1,4 --beams 5 --lengths 5 --seconds 60 --plot tuning.png",
+            "redrafter tune --batch-sizes 1,4 --beams 5 --lengths 5 --plot tuning.png",
         ),
         (TuneOptions, "measuring", ()),
         (LoadOptions, "loading", ("num_beams", "draft_len_per_beam", "node_budget", "tuning")),

@@ -24,6 +24,7 @@ from redrafter.bench.suite import run_suite
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import quantize_drafter, quantize_model
 from redrafter.checkpoints.tokenizers import end_tokens
+from redrafter.data.prompts import turns_before_answer
 from redrafter.data.rows import Row
 from redrafter.data.suites import Dialogues, Suite, read_suite
 from redrafter.drafting.drafter import RecurrentDrafter
@@ -42,7 +43,7 @@ from redrafter.serve.network.api_keys import KEY_VARIABLE
 # Options of `bench` that mean something to a server; all others are refused with --url.
 SERVER_OPTIONS = frozenset({"json", "max_new_tokens", "model", "num_prompts", "prompts", "seed", "temperature"})
 INSTEAD = {"batch_sizes": "give --concurrency", "repeats": "give --num-requests"}
-INSTEAD |= {item.name: "prompts are sent as text, so shorten them in the file" for item in fields(PromptOptions)}
+INSTEAD |= {item.name: "prompts are sent as they are, so shorten them in the file" for item in fields(PromptOptions)}
 # Options of other prompts than those of a suite, and of what else `bench` measures than speed.
 NOT_OF_SUITES = frozenset(
     {"prompts", "prompt_share", "prompt_tokens", "waves", "context", "against", "assistant_model"}
@@ -167,7 +168,7 @@ def _bench_servers(args: argparse.Namespace) -> int:
         raise ArgumentError("--chat-template has no meaning with --url: a server has its own, so leave it out")
     path, files = output_file(options.json, "--json"), TableFiles(suite_options.csv, suite_options.markdown)
     suite = _read_suite(args, suite_options, options.seed)
-    prompts = [_text(row) for row in read_prompts(options.prompts)] if suite is None else []
+    prompts = [_prompt(row) for row in read_prompts(options.prompts)] if suite is None else []
     key = next(filter(None, (asked.api_key, *map(os.environ.get, KEY_VARIABLES))), None)
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise ArgumentError("an API key must be of printable ASCII characters, without spaces")
@@ -214,11 +215,12 @@ def _bench_servers(args: argparse.Namespace) -> int:
     return report.finish()
 
 
-def _text(row: Row) -> str:
-    text = row.prompt if row.prompt is not None else row.text
-    if not text:
+def _prompt(row: Row) -> str | list[dict[str, str]]:
+    """Return what a server is to continue, as text, or to answer, as messages of a chat."""
+    prompt = turns_before_answer(row) or (row.prompt if row.prompt is not None else row.text)
+    if not prompt:
         raise ArgumentError(
-            f"{row.where} has no plain text to send to /v1/completions: with --url, rows need a prompt; chats are "
-            "asked with --suite"
+            f"{row.where} has nothing to send to a server: with --url, rows need a prompt, a text, or messages with a "
+            "turn of the user"
         )
-    return text
+    return prompt

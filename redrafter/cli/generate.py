@@ -10,13 +10,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from transformers import PreTrainedTokenizerBase
+
 from redrafter.app.flags import read_options
 from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.checkpoints.tokenizers import load_processor
 from redrafter.cli.printer import Printer, use_color
+from redrafter.data.prompts import turns_before_answer
+from redrafter.data.rows import Row
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.measure.differences import first_difference
+from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
 from redrafter.measure.report import conditions
 from redrafter.measure.run import Run, describe_stats
 from redrafter.parallel.launched import launched_processes
@@ -33,28 +38,27 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(f"--num-return-sequences must be 1 or more, got {copies}")
     if args.compare and not options.speculate:
         raise ArgumentError("--compare sets speculation against plain decoding: leave out --no-speculate")
-    prompts = _read_prompts(args)
-    if args.image and (len(prompts) != 1 or not args.chat_template):
+    rows = _read_rows(args)
+    if args.image and (len(rows) != 1 or rows[0].prompt is None or not args.chat_template):
         raise ArgumentError(
             "--image shows images before one prompt of a chat: add --chat-template, and give one prompt"
         )
-    if isinstance(options.temperature, tuple) and len(options.temperature) != len(prompts):
+    if isinstance(options.temperature, tuple) and len(options.temperature) != len(rows):
         raise ArgumentError(
-            f"--temperature has {len(options.temperature)} values for {len(prompts)} prompts: give one, or one for each"
+            f"--temperature has {len(options.temperature)} values for {len(rows)} prompts: give one, or one for each"
         )
     load = read_options(LoadOptions, args)
     pair = Pair.load(load, read_options(DraftOptions, args), options.speculate)
     extra: dict[str, Any] = {"num_return_sequences": copies}  # what `Engine.generate` takes beside the ids
-    if args.chat_template:
-        chat = ChatEncoder(pair)
+    chat = ChatEncoder(pair) if args.chat_template or any(row.messages for row in rows) else None
+    if chat is not None:
         extra["eos_token_id"] = [*chat.eos, *options.stop_token_ids]
     if args.image:
-        ids, images = encode_with_images(pair, prompts[0], args.image, load.trust_remote_code)
+        ids, images = encode_with_images(pair, str(rows[0].prompt), args.image, load.trust_remote_code)
         extra |= images
-    elif args.chat_template:
-        ids = [chat.encode([{"role": "user", "content": prompt}]) for prompt in prompts]
     else:
-        ids = [pair.tokenizer(prompt).input_ids for prompt in prompts]
+        ids = encode([_as_turn(row) if args.chat_template else row for row in rows], pair.tokenizer)
+    prompts = [_shown(row, pair.tokenizer, row_ids) for row, row_ids in zip(rows, ids, strict=True)]
     texts = [prompt for prompt in prompts for _ in range(copies)]  # the prompt of each output row
     if isinstance(options.temperature, tuple):
         extra["temperature"] = [temperature for temperature in options.temperature for _ in range(copies)]
@@ -64,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
             return None
         lines = (" ".join(prompt.split()) for prompt in texts)
         shown = [line if len(line) <= MAX_HEADING_CHARS else line[: MAX_HEADING_CHARS - 3] + "..." for line in lines]
-        rows = len(shown)
-        headings = [f"[{row}/{rows}] {line}" if rows > 1 else None for row, line in enumerate(shown, 1)]
+        count = len(shown)
+        headings = [f"[{row}/{count}] {line}" if count > 1 else None for row, line in enumerate(shown, 1)]
         return Printer(pair.tokenizer, headings, out, color=use_color(args.color, out))
 
     if args.compare:
@@ -79,6 +83,13 @@ def run(args: argparse.Namespace) -> int:
         f"{stats.tokens_per_step:.2f} tokens per step",
         file=sys.stderr,
     )
+    answers = [str(pair.tokenizer.decode(row, skip_special_tokens=True)) for row in speculative.tokens]
+    if (empty := sum(not answer.strip() for answer in answers)) and pair.tokenizer.chat_template and chat is None:
+        print(
+            f"redrafter: note: {empty} of {len(answers)} texts are empty: the model has a chat template, without which "
+            "it may end at once; add --chat-template",
+            file=sys.stderr,
+        )
     comparison = None
     if args.compare:
         # The same seeds, and the same work of formatting, so that the times compare.
@@ -90,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         document = {
             "prompts": texts,  # of each output row, as all lists
-            "texts": [pair.tokenizer.decode(row, skip_special_tokens=True) for row in speculative.tokens],
+            "texts": answers,
             "tokens": [len(row) for row in speculative.tokens],
             "seeds": stats.seeds,
             "seconds": speculative.seconds,
@@ -127,6 +138,27 @@ def _compare(speculative: Run, plain: Run, *, tokens: bool) -> dict[str, Any]:
         "plain_tokens_per_second": plain.tokens_per_second,
         "speedup": speedup,
     }
+
+
+def _as_turn(row: Row) -> Row:
+    """Return a row of plain text as a user's turn of a chat, and any other row as it is."""
+    text = row.text if row.prompt is None else row.prompt
+    return row if text is None else Row(row.where, messages=[{"role": "user", "content": text}])
+
+
+def _shown(row: Row, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Return the prompt of a row as headings and the JSON document have it: of a chat, its last turn."""
+    if row.messages is not None:
+        return turns_before_answer(row)[-1]["content"]
+    text = row.text if row.prompt is None else row.prompt
+    return str(tokenizer.decode(ids)) if text is None else text
+
+
+def _read_rows(args: argparse.Namespace) -> list[Row]:
+    """Read the prompts that the command line names: rows of a file of rows, and plain text of all others."""
+    if args.file is not None and not args.prompts and Path(args.file).suffix in (*ROW_SUFFIXES, ".parquet"):
+        return read_prompts(args.file)
+    return [Row(f"prompt {number}", prompt=prompt) for number, prompt in enumerate(_read_prompts(args), start=1)]
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:

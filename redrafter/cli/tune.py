@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair
@@ -13,11 +14,11 @@ from redrafter.app.options import LoadOptions
 from redrafter.bench.options import TuneOptions
 from redrafter.bench.plot import draw_tuning
 from redrafter.bench.standing_batch import SHARING_ROWS
-from redrafter.bench.tuner import DEEPER_LENGTHS, LENGTHS, Tuner, candidates, choose, describe, table
+from redrafter.bench.tuner import DEEPER_LENGTHS, LENGTHS, Tuner, candidates, choose, table
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.engine.step_timing import measure_step_costs
-from redrafter.engine.tuning import Tuning, measured_on, tuning_path
+from redrafter.engine.tuning import Tuning, describe_shape, measured_on, tuning_path
 from redrafter.errors import ArgumentError
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import check_picture, format_table, output_file, versions
@@ -53,11 +54,12 @@ def run(args: argparse.Namespace) -> int:
     work = Workload.of(engine, pair.tokenizer, encode(prompts, pair.tokenizer, **options.cut), options)
     tuner = Tuner(work, sizes, options.seconds, lambda line: print(line, file=sys.stderr, flush=True))
     tuner.run(trees, () if options.lengths else DEEPER_LENGTHS)
-    shapes = choose(tuner.timings, tuner.open_sizes)
+    shapes = choose(tuner.timings)
     rows = table(tuner.timings, shapes)
+    pair_facts: dict[str, Any] = {**measured_on(engine.target, engine.drafter)}
     tuning = Tuning(
         shapes,
-        **measured_on(engine.target, engine.drafter),
+        **pair_facts,
         versions={name: version for name, version in versions().items() if version},
         costs=measure_step_costs(engine.open_graphs(), proposer) if engine.target.varlen.ok else None,
         step_costs={row["batch"]: round(row["step_cost"], 3) for row in rows if row["shape"] is not None},
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     )
     path = out or tuning_path(engine.target, engine.drafter)
     tuning.write(path)
-    cells = ((row["batch"], describe(shapes[row["batch"]]), *map(row.get, COLUMNS.values())) for row in rows)
+    cells = ((row["batch"], describe_shape(shapes[row["batch"]]), *map(row.get, COLUMNS.values())) for row in rows)
     lines = format_table(["batch", "shape", *COLUMNS], cells, indent="")
     print(*lines, sep="\n", file=sys.stderr if args.json else sys.stdout)
     print(f"written to {path}", file=sys.stderr)

@@ -28,13 +28,14 @@ from redrafter.checkpoints.mtp import find_layer
 from redrafter.convert.plan import possible_formats
 from redrafter.drafting.assistant import AssistantConfig
 from redrafter.drafting.drafter_config import MTPConfig
+from redrafter.engine.tuning import drafter_fingerprint, fingerprint_of_sizes, tuning_folder, tunings_of
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
 from redrafter.formats.sources import FOREIGN, SourceBase, SourceDrafter, is_pair, open_base, open_drafter
 from redrafter.formats.tensors import LazyTensor, open_directory
 from redrafter.model.recurrent_layers import layer_tensors
-from redrafter.model.supported import check_states_found, check_supported, stored_shapes
+from redrafter.model.supported import check_states_found, check_supported, config_width, stored_shapes
 from redrafter.version import __version__
 
 
@@ -89,7 +90,7 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
         document["fits"] = True
     except MismatchError as error:
         return document | {"fits": False, "why_not": str(error)}
-    return document | {"converts_to": possible_formats(drafter, base)}
+    return document | {"tuning": _describe_tunings(base, drafter), "converts_to": possible_formats(drafter, base)}
 
 
 def _locate(name: str) -> Path:
@@ -165,6 +166,24 @@ def _describe_target(config: Any) -> str:
     except Exception:  # code that needs numbers, or is not transformers' own
         return "not known before it is loaded, and tested"
     return "yes, by its config; it is tested when it is loaded"
+
+
+def _describe_tunings(base: SourceBase, drafter: SourceDrafter) -> list[str] | str:
+    """Describe the tables of `redrafter tune` that an engine of the pair uses, each on its device and in its dtype."""
+    none = "none; redrafter tune measures one"
+    if not tuning_folder().is_dir() or base.trtllm_config is not None:
+        return none
+    module: Any = drafter.load()
+    config = base.config.get_text_config(decoder=True)
+    sizes = config_width(config), config.vocab_size, getattr(config, "num_hidden_layers", None)
+    found = [
+        f"{tuning.device}, {tuning.dtype}: {tuning.describe()}"
+        for name, norms in base.embedding_norms().items()
+        for tuning in tunings_of(
+            fingerprint_of_sizes(*sizes, norms), drafter_fingerprint(module.to(base.tensors[name].dtype))
+        )
+    ]
+    return found or none
 
 
 def _describe_drafter(drafter: SourceDrafter) -> dict[str, Any]:

@@ -105,24 +105,33 @@ def sample_prompts(
     return prompts
 
 
+def turns_before_answer(row: Row) -> list[dict[str, str]]:
+    """Return the turns of a conversation before the assistant's first answer; without one, up to the first user turn.
+
+    There are none where nothing asks for an answer, and for a row that is no conversation.
+    """
+    messages = row.messages or []
+    roles = [turn["role"] for turn in messages]
+    after_user = roles.index("user") + 1 if "user" in roles else 0
+    return messages[: roles.index("assistant", 1) if "assistant" in roles[1:] else after_user]
+
+
 def encode_prompt(
     row: Row, tokenizer: PreTrainedTokenizerBase, *, text_share: float = 1.0, max_text_tokens: int | None = None
 ) -> list[int]:
     """Return the token ids of a row's prompt; none where the row has no prompt.
 
-    The prompt of a conversation is all before the assistant's first answer, or with the first user turn where there is
-    no answer. The prompt of token ids is all before the first one to be learnt. The prompt of a text, or of ids where
+    The prompt of a conversation is `turns_before_answer`. The prompt of token ids is all before the first one to be
+    learnt. The prompt of a text, or of ids where
     fewer than two come before the first one to be learnt, is their beginning: `text_share` of their tokens, rounded
     down, and at most `max_text_tokens`; None for no limit.
     """
     check_tokenizer(row, tokenizer)
     if row.messages is not None:
-        roles = [turn["role"] for turn in row.messages]
-        after_user = roles.index("user") + 1 if "user" in roles else 0
-        stop = roles.index("assistant", 1) if "assistant" in roles[1:] else after_user
-        if stop == 0:
+        turns = turns_before_answer(row)
+        if not turns:
             return []
-        text = apply_template(row, row.messages[:stop], tokenizer, add_generation_prompt=True)
+        text = apply_template(row, turns, tokenizer, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if row.prompt is not None:
         return list(encode_texts([(row, row.prompt)], tokenizer)[0][0])

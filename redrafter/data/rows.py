@@ -15,7 +15,8 @@ A row is one JSON object, with one of:
 The last three are read only where a row has none of the other keys, and are plain text: no chat template is applied.
 `messages` and `conversations` may each hold either kind of turn. `split` is "train" (the default), "val" or "test".
 `category`, or `source` where there is none, names a kind of text, for reports by kind. `tokenizer` is the `fingerprint`
-of the tokenizer that made the ids. Other keys are ignored, and a key that is null counts as missing.
+of the tokenizer that made the ids, and `temperature` is the one at which a base wrote them, as `redrafter regenerate`
+records it. Other keys are ignored, and a key that is null counts as missing.
 """
 
 import gzip
@@ -64,6 +65,7 @@ class Row:
     loss_mask: list[bool] | None = None  # of each of `ids`, whether the base is to write it
     source: str | None = None  # kind of text, for reports by kind
     tokenizer: str | None = None  # `fingerprint` of the tokenizer that made `ids`
+    temperature: float | None = None  # at which a base wrote it; None where the row does not say
 
 
 def read_rows(sources: Iterable[str | Path]) -> Iterator[Row]:
@@ -180,7 +182,9 @@ def parse_row(value: Any, where: str) -> Row:
     if split is not None and split not in SPLITS:
         raise CheckpointError(f'{where}: "split" is one of {", ".join(SPLITS)}; found {split!r}')
     source = next((name for name in names if isinstance(name, str)), None)
+    written_at: Any = entry.get("temperature")
     common: dict[str, Any] = {"split": split, "source": source}
+    common["temperature"] = float(written_at) if type(written_at) in (int, float) else None
     if entry.get("tokenizer") is not None:
         common["tokenizer"] = _string(entry["tokenizer"], where, '"tokenizer"')
     if kind == "prompt":

@@ -8,11 +8,11 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -70,6 +70,7 @@ class Tuning:
     prompts: str = ""  # name of the file of prompts
     date: str = ""  # when it was measured
     measured: tuple[Mapping[str, Any], ...] = ()  # what was timed, for the record
+    path: Path | None = field(default=None, compare=False)  # file that it was read from; not part of the document
 
     def __post_init__(self) -> None:
         if not self.shapes:
@@ -113,8 +114,13 @@ class Tuning:
         costs = {str(rows): cost for rows, cost in sorted(self.step_costs.items())}
         curves = {} if self.costs is None else {"costs": self.costs.to_dict()}
         plain = {"versions": dict(self.versions), "measured": [*map(dict, self.measured)]}
-        own = {name: value for name, value in vars(self).items() if name != "costs"}
+        own = {name: value for name, value in vars(self).items() if name not in ("costs", "path")}
         return own | {"shapes": shapes, "step_costs": costs} | plain | curves
+
+    def describe(self) -> str:
+        """Return a line that names the file, the date, and the shape at each batch size, `off` where drafting is."""
+        shapes = "; ".join(f"batch {rows}: {describe_shape(shape)}" for rows, shape in sorted(self.shapes.items()))
+        return f"{self.path or 'a tuning'}, measured {self.date or 'at an unknown date'}: {shapes}"
 
     def write(self, path: str | Path) -> None:
         """Write the JSON document; a reader finds the old one or the new one, never a half."""
@@ -127,7 +133,7 @@ class Tuning:
     def read(cls, path: str | Path) -> "Tuning":
         """Read a tuning; `CheckpointError` when the file cannot be read or is not one."""
         try:
-            return _from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            return replace(_from_dict(json.loads(Path(path).read_text(encoding="utf-8"))), path=Path(path))
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is not a tuning: {error}; run `redrafter tune`, or pass tuning=None (--tuning none)"
@@ -146,12 +152,20 @@ def _from_dict(document: Any) -> Tuning:
         raise TypeError("measured must be a list of objects")
     if missing := [name for name in ("device", "dtype", "target", "drafter") if name not in document]:
         raise TypeError(f"it lacks {', '.join(missing)}")
-    if unknown := sorted(set(document) - {item.name for item in fields(Tuning)}):
+    if unknown := sorted(set(document) - {item.name for item in fields(Tuning) if item.name != "path"}):
         raise TypeError(f"it has unknown keys: {', '.join(unknown)}")
     costs = {int(rows): cost for rows, cost in document.get("step_costs", {}).items()}
     measured = tuple(document.get("measured", ()))
     curves = StepCosts.from_dict(document["costs"]) if "costs" in document else None
     return Tuning(**(document | {"shapes": shapes, "step_costs": costs, "costs": curves, "measured": measured}))
+
+
+def describe_shape(shape: TreeShape | None) -> str:
+    """Return the shape of a tree as tables show it, such as `5 x 5, 26 nodes`; `off` for undrafted decoding."""
+    if shape is None:
+        return "off"
+    nodes = f"{shape.node_budget} nodes" if shape.shared_nodes is None else f"{shape.shared_nodes} shared"
+    return f"{shape.num_beams} x {shape.draft_len_per_beam}, {nodes}"
 
 
 def find_tuning(tuning: str | Path | None, target: Target, drafter: Drafter) -> Tuning | None:
@@ -172,7 +186,17 @@ def tuning_path(target: Target, drafter: Drafter) -> Path:
     """Return where this pair's tuning for this device is: under `$REDRAFTER_HOME`, or `~/.cache/redrafter`."""
     device, *others = measured_on(target, drafter).values()
     words = "".join(c if c.isalnum() else " " for c in device.lower()).split()
-    return home() / "tuning" / f"{'-'.join([*words, *others])}.json"
+    return tuning_folder() / f"{'-'.join([*words, *others])}.json"
+
+
+def tuning_folder() -> Path:
+    """Return the folder of the tunings that are used unless another one is named."""
+    return home() / "tuning"
+
+
+def tunings_of(target: str, drafter: str) -> list[Tuning]:
+    """Read the tunings that are used for a pair of these fingerprints, on any device and in any dtype."""
+    return [Tuning.read(path) for path in sorted(tuning_folder().glob(f"*-{target}-{drafter}.json"))]
 
 
 def measured_on(target: Target, drafter: Drafter) -> dict[str, str]:
@@ -194,19 +218,24 @@ def device_name(device: torch.device) -> str:
 
 def target_fingerprint(target: Target) -> str:
     """Return a digest of the model's sizes and a few norms, which tell it from another model of the same sizes."""
-    layers = getattr(target.config, "num_hidden_layers", None)
-    return _digest([target.hidden_size, target.vocab_size, layers, *_rounded(target.embedding)])
+    layers, norms = getattr(target.config, "num_hidden_layers", None), embedding_norms(target.embedding)
+    return fingerprint_of_sizes(target.hidden_size, target.vocab_size, layers, norms)
+
+
+def fingerprint_of_sizes(hidden_size: int, vocab_size: int, layers: int | None, norms: Sequence[float]) -> str:
+    """Return the `target_fingerprint` of a model of these sizes, whose embedding table has rows of these norms."""
+    return _digest([hidden_size, vocab_size, layers, *_rounded(norms)])
 
 
 def drafter_fingerprint(drafter: Drafter) -> str:
     """Return a digest of a drafter, which one that was trained anew does not share: it needs a tuning of its own."""
     scheme = ["fp8"] if has_float8_layers(drafter) else []
-    return _digest([*drafter.identity(), *_rounded(drafter.told_by), *scheme])
+    return _digest([*drafter.identity(), *_rounded(embedding_norms(cast(Any, drafter.told_by))), *scheme])
 
 
-def _rounded(table: Any) -> list[str]:
-    """Return norms of a table in two digits, so that the order in which a sum was taken does not show."""
-    return [f"{norm:.1e}" for norm in embedding_norms(table)]
+def _rounded(norms: Sequence[float]) -> list[str]:
+    """Return norms in two digits, so that the order in which a sum was taken does not show."""
+    return [f"{norm:.1e}" for norm in norms]
 
 
 def _digest(values: list[Any]) -> str:

@@ -158,6 +158,14 @@ class SourceDrafter:
         greedy_search = self.defaults.greedy_search if asked.greedy_search is None else asked.greedy_search
         return Defaults(asked.shape.over(self.defaults.shape).over(config_shape), greedy_search)
 
+    def load(self) -> Drafter:
+        """Load the drafter on the CPU, in the dtype of its weights."""
+        with torch.device("meta"):
+            drafter: Any = make_drafter(self.config)
+        drafter.load_state_dict({name: x.read(0, x.length) for name, x in self.tensors.items()}, assign=True)
+        loaded: Drafter = drafter
+        return loaded
+
 
 def is_pair(kind: str) -> bool:
     """Return whether a kind of directory holds a base and a drafter."""
@@ -219,12 +227,7 @@ def load_foreign(name: str | Path) -> Drafter | None:
     directory = Path(name)
     if not (directory / "config.json").is_file() or kind_of(directory) not in FOREIGN:
         return None
-    source = open_drafter(directory)
-    with torch.device("meta"):
-        drafter: Any = make_drafter(source.config)
-    drafter.load_state_dict({name: x.read(0, x.length) for name, x in source.tensors.items()}, assign=True)
-    loaded: Drafter = drafter
-    return loaded
+    return open_drafter(directory).load()
 
 
 def _check_tensors(drafter: SourceDrafter, source_name: Callable[[str], str]) -> None:

@@ -81,7 +81,7 @@ def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dic
         "processes": target.ranks.size,
         "captured_steps": target.varlen.ok,
         "why_not_captured": target.varlen.reason,
-        "tuned": engine.tuning is not None,
+        "tuning": None if engine.tuning is None else engine.tuning.describe(),
         "bytes": {  # that a step reads: weights by forward and by draft, keys and values by token
             "weights_per_forward": forward_bytes(engine.model),
             "drafter_weights_per_step": engine.proposer.draft_bytes,
@@ -119,6 +119,7 @@ def head(document: dict[str, Any]) -> Iterator[str]:
         f"{size['keys_and_values_per_token'] / 1e3:.1f} kB a token of keys and values; "
         f"per step by the drafter: {size['drafter_weights_per_step'] / 1e9:.3f} GB"
     )
+    yield f"trees by {document['tuning'] or 'rule, without a table of redrafter tune'}"
     why_not = document["why_not_captured"]
     yield "steps are captured CUDA graphs" if document["captured_steps"] else f"steps are not captured: {why_not}"
 

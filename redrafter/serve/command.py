@@ -167,7 +167,7 @@ def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
         url = address(options, listening)
         process = ServerProcess(options, listening)
         _LOG.info("on %s; loading %s", url, request.load.model or "the pair in the box")
-        process.run(start, ready)
+        process.run(start, ready, lambda: engine.doing)
 
 
 def _serve_on_ray(

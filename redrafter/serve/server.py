@@ -115,7 +115,8 @@ class Server:
     def model_entry(self, name: str) -> dict[str, Any]:
         """Return the entry of this model, or of an adapter, in a list of models."""
         entry = {"id": name, "object": "model", "created": self.created, "owned_by": "redrafter"}
-        return entry | {"max_model_len": self.context, "parent": self.model if name in self.adapters else None}
+        parent, temperature = self.model if name in self.adapters else None, self.engine.facts.sampling["temperature"]
+        return entry | {"max_model_len": self.context, "parent": parent, "default_temperature": temperature}
 
     @property
     def model_entries(self) -> list[dict[str, Any]]:
@@ -356,13 +357,16 @@ class Server:
         """Return log lines that say what is served, with a command to try it. url: where it is served."""
         what, *more = self.engine.facts.description
         key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if self.keys else ""
-        body = f'{{"model": "{self.model}", "prompt": "Once upon a time", "max_tokens": 40}}'
+        route, asked = "completions", '"prompt": "Once upon a time"'
+        if self.tokenizer.chat_template:
+            route, asked = "chat/completions", '"messages": [{"role": "user", "content": "Tell me a story."}]'
+        body = f'{{"model": "{self.model}", {asked}, "max_tokens": 40}}'
         return [
             f"{self.model}: {what}",
             *more,
             *([] if self.capture is None else [self.capture.describe()]),
             f"ready on {url}; try",
-            f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
+            f"  curl {url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{body}'",
         ]
 
 

@@ -156,7 +156,7 @@ class TrainConfig:
     pack: bool = option(True, "pack several documents into a row; without it, each has a padded row of its own")
     epochs: float | None = option(None, "passes over the data (default: 1 when neither --steps nor --minutes is given)")
     validate: str | None = option(None, "texts to validate on (default: rows of --data with split val)", path=True)
-    validate_prompts: int = option(32, "held-out prompts that the base continues for validation; 0: no validation")
+    validate_prompts: int = option(32, "prompts that the base continues for validation; 0: no validation")
     validate_tokens: int = option(64, "tokens of each continuation")
     report_to: tuple[str, ...] = option(
         (), "trackers to log to: tensorboard, wandb, trackio", type=names, metavar="NAME,..."

@@ -60,7 +60,7 @@ def train(
             the main process, or on all where they share the base. Its time is not counted.
         checkpoints: Where a checkpoint is written every `config.save_every` steps.
         resumed: The checkpoint that `drafter` was loaded from, where `batches` go on.
-        log: Prints a line of progress every `config.log_every` steps.
+        log: Prints a line of progress after the first step and every `config.log_every` steps.
         progress: Called with the progress in place of `log`.
 
     Raises `NotFiniteError` where the loss of a step was not finite. Nothing is written after that step.
@@ -70,21 +70,24 @@ def train(
     trainer.validate, trainer.checkpoints = validate, checkpoints
     show_progress = progress or (lambda numbers: log(str(numbers)))
     clock, meter = trainer.clock, trainer.meter
-    is_first_step = True
+    first_step: float | None = 0.0  # seconds of the first step, until its line is shown
     with trainer.teacher:
         for group in trainer.time_waiting(_groups(batches, config.accumulate)):
             fraction_done = clock.broadcast_fraction_done()
             if fraction_done >= 1:
                 break
             trainer.step(group, config.peak_lr * learning_rate_factor(fraction_done, config.warmup))
-            if is_first_step:
+            if first_step is not None:
                 meter.check_finite()  # waits: the first step compiles, and is not to be counted
+                first_step = clock.seconds - clock.state.seconds
                 clock.start()
-                is_first_step = False
-            if clock.step % config.log_every == 0:
-                trainer.read_meter()
-                numbers = trainer.progress()
-                accelerator.log(numbers.for_trackers(), step=clock.step)
+            due = clock.step % config.log_every == 0
+            if due or first_step is not None:  # a line that is due may be many minutes away
+                trainer.read_meter(reset=due)
+                numbers = trainer.progress(first_step)
+                first_step = None
+                if due:
+                    accelerator.log(numbers.for_trackers(), step=clock.step)
                 if accelerator.is_main_process:
                     show_progress(numbers)
             if config.validate_every and clock.step % config.validate_every == 0:
@@ -197,23 +200,30 @@ class Trainer:
                 return
             yield group
 
-    def read_meter(self) -> None:
-        """Wait for the device and bring the state up to date. Collective: call it on every rank."""
-        self.meter.read(self.clock.state)
+    def read_meter(self, *, reset: bool = True) -> None:
+        """Wait for the device and bring the state up to date, as `LossMeter.read` does. Call it on every rank."""
+        self.meter.read(self.clock.state, reset=reset)
         self._note_time()
 
-    def progress(self) -> Progress:
-        """Return the progress as of the last `read_meter`."""
+    def progress(self, first_step: float | None = None) -> Progress:
+        """Return the progress as of the last `read_meter`.
+
+        `first_step` holds the seconds that the first step of this run took, where that has just ended.
+        """
         clock, state = self.clock, self.clock.state
+        seconds = clock.seconds if first_step is None else first_step
+        tokens = state.tokens - (0 if first_step is None else self.tokens_before)
         return Progress(
             step=state.step,
             steps=clock.steps,
             fraction_done=clock.fraction_done,
             seconds=clock.seconds,
-            speed=state.tokens / max(clock.seconds, 1e-9),
+            speed=tokens / max(seconds, 1e-9),
             loss=state.loss,
             accuracy=state.accuracy,
             learning_rate=self.optimizer.param_groups[0]["lr"],
+            first_step=first_step,
+            whole=None if first_step is None else clock.estimate(first_step),
         )
 
     def gather_drafter(self) -> None:

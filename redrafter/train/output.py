@@ -97,13 +97,13 @@ def make_model_card(
     config: TrainConfig,
     result: TrainingState,
     validation: Stats | None,
-    prompts: int,
+    prompts: str,
     facts: dict[str, Any],
 ) -> str:
     """Compose the model card of a trained drafter: Markdown under a header in YAML, for README.md.
 
-    `validation` is the result of the last validation, on `prompts` prompts; None when there was none. `facts` are as
-    `make_provenance` makes them.
+    `validation` is the result of the last validation; None when there was none. `prompts` says on how many prompts of
+    which kind it was. `facts` are as `make_provenance` makes them.
     """
     base, tree = drafter.config.base_model or type(model).__name__, served_shape(drafter)
     measured = "not measured: there was nothing to validate on"
@@ -111,7 +111,7 @@ def make_model_card(
         share_by_depth = ", ".join(f"{count / max(validation.steps, 1):.2f}" for count in validation.accepted_by_depth)
         measured = (
             f"{validation.tokens_per_step:.2f} tokens per step, greedy, on texts that the base wrote from {prompts} "
-            f"held-out prompts ({tree.beams} beams x {tree.depth} tokens, {tree.nodes} nodes). Part of the steps in "
+            f"({tree.beams} beams x {tree.depth} tokens, {tree.nodes} nodes). Part of the steps in "
             f"which at least 1, 2, ... drafts were accepted: {share_by_depth}"
         )
     data = [

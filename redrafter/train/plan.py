@@ -6,6 +6,7 @@ with the rows of the data that its batch was made of.
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ MAX_SHOWN_CHARS = 40  # of the text of each
 
 # Of a held-out text, the share that is the prompt, and the most tokens of it.
 VALIDATION_PROMPT_SHARE, MAX_VALIDATION_PROMPT_TOKENS = 0.5, 64
+FEW_STEPS = 500  # optimizer steps that a new drafter needs at least to be worth measuring
+LARGE_SHARE = 0.5  # of the base's parameters; a drafter of more costs too much of a step of the base
+SHORT_LENGTH, SMALL_VOCABULARY = 512, 8192  # values that notes suggest
 LOGIT_COPIES = 5  # float32 tensors of a chunk: logits, two log-probabilities, two probabilities
 
 
@@ -65,8 +69,30 @@ def describe_plan(config: TrainConfig, windows: Windows, processes: int) -> list
         f"process{'es' if processes > 1 else ''}, at most {step_tokens:,} tokens",
         f"an epoch: {math.ceil(per_epoch / config.accumulate):,} steps",
         f"in all: {total}" + (f"; at most {config.minutes:g} minutes" if config.minutes else ""),
-        *untrained_pairs(config),
+        *notes(config, base, drafter, steps),
     ]
+
+
+def notes(config: TrainConfig, base: PreTrainedModel, drafter: Drafter, steps: int | None) -> list[str]:
+    """Return a line for each choice that makes a new drafter of little use. `steps` are those of the training."""
+    lines = untrained_pairs(config)
+    if config.drafter is not None:
+        return lines
+    shorter = f"--length {SHORT_LENGTH}" if row_length(config) > SHORT_LENGTH else "a smaller --length"
+    if steps is not None and steps < FEW_STEPS and not config.minutes:
+        lines.append(
+            f"note: {steps:,} steps are few for a new drafter: give more rows, --epochs or --steps, or {shorter}, "
+            "which makes more steps of the same rows"
+        )
+    share = drafter.num_parameters() / base.num_parameters()
+    if share >= LARGE_SHARE:
+        known = drafter.lm_head.out_features
+        head = f"--draft-vocab-size {SMALL_VOCABULARY}" if known > SMALL_VOCABULARY else "a smaller --draft-vocab-size"
+        lines.append(
+            f"note: the drafter is {share:.0%} as large as the base, so drafts cost much of what they save: give "
+            f"{head} (its head knows {known:,} ids), and {shorter} for faster steps"
+        )
+    return lines
 
 
 def untrained_pairs(config: TrainConfig) -> list[str]:
@@ -197,14 +223,46 @@ def show_first_document(config: TrainConfig, tokenizer: PreTrainedTokenizerBase)
     return format_sample(document, tokenizer)
 
 
-def validation_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context: int | None) -> list[list[int]]:
-    """Choose the held-out prompts that the base continues for validation.
+@dataclass(frozen=True)
+class ValidationPrompts:
+    """Prompts that the base continues for validation."""
 
-    `context` is the number of tokens of the base's context; None for no limit. Returns token ids of each prompt. Raises
-    `ArgumentError` where a validation was asked for and no prompt is left.
+    ids: list[list[int]]  # token ids of each
+    rows: int  # rows that they were chosen from
+    trained_on: int  # of these rows, those whose text or prompt is also that of a row to train on
+
+    @property
+    def kind(self) -> str:
+        """What the prompts are, for reports: held out, or how many of their rows are trained on."""
+        if not self.trained_on:
+            return "held-out prompts"
+        return f"prompts that are not held out ({self.trained_on:,} of {self.rows:,} rows are trained on too)"
+
+    def notes(self, config: TrainConfig) -> list[str]:
+        """Return a line where the validation says nothing, or little, of texts that were not trained on."""
+        if not self.ids and config.validate_prompts:
+            return [
+                "note: there are no rows to validate on, so the drafter is not measured, and the tree that it "
+                'drafts is not chosen: give --validate FILE, or rows with "split": "val"'
+            ]
+        if self.ids and self.trained_on:
+            return [
+                f"note: {self.trained_on:,} of the {self.rows:,} rows to validate on are trained on too, so a "
+                "validation says little of other texts: give --validate other rows"
+            ]
+        return []
+
+
+def validation_prompts(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, context: int | None
+) -> ValidationPrompts:
+    """Choose the prompts that the base continues for validation.
+
+    `context` is the number of tokens of the base's context; None for no limit. Raises `ArgumentError` where a
+    validation was asked for and no prompt is left.
     """
     rows = read_rows([config.validate] if config.validate else config.data)
-    held_out = (row for row in rows if row.split == "val" or (config.validate and row.split != "train"))
+    held_out = [row for row in rows if row.split == "val" or (config.validate and row.split != "train")]
     length = row_length(config)
     max_tokens = length if context is None else min(length, context - 1)
     chosen = sample_prompts(
@@ -221,7 +279,14 @@ def validation_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, 
             f"{config.validate or ', '.join(config.data)}: no prompt of 1 to {max_tokens} tokens to validate on; give "
             "--validate other rows and --validate-prompts more than 0, or leave these and --validate-every out"
         )
-    return chosen
+    trained = set(map(_prompt_of, _training_rows(config))) if chosen else set()
+    return ValidationPrompts(chosen, len(held_out), sum(_prompt_of(row) in trained for row in held_out))
+
+
+def _prompt_of(row: Row) -> int:
+    """Return a hash of what a row asks of the base: its text, its prompt, the turns of others, or its ids."""
+    turns = None if row.messages is None else [turn["content"] for turn in row.messages if turn["role"] != "assistant"]
+    return hash(repr((row.text or row.prompt, turns, row.ids)))
 
 
 def _training_rows(config: TrainConfig) -> Iterator[Row]:

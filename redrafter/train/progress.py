@@ -84,6 +84,8 @@ class Progress:
     loss: float  # mean loss since the last line
     accuracy: list[float]  # accuracy by draft step since the last line, as in `TrainingState`
     learning_rate: float  # learning rate of the last step
+    first_step: float | None = None  # seconds of the first step of this run, on its own line; `seconds` leaves them out
+    whole: float | None = None  # on that line, seconds of the whole run at this pace; None where nothing ends it
 
     @property
     def seconds_left(self) -> float | None:
@@ -94,10 +96,15 @@ class Progress:
 
     def __str__(self) -> str:
         whole = f"/{self.steps}" if self.steps else ""
-        left = f", {_format_time(max(self.seconds_left, 0))} left" if self.seconds_left is not None else ""
+        time = _format_time(self.seconds)
+        if self.seconds_left is not None:
+            time += f", {_format_time(max(self.seconds_left, 0))} left"
+        if self.first_step is not None:
+            time = f"{_format_time(self.first_step)} for the first step"
+            time += "" if self.whole is None else f", so about {_format_time(self.whole)} in all"
         right = " ".join(f"{share:.3f}" for share in self.accuracy)
         return (
-            f"step {self.step}{whole}  {_format_time(self.seconds)}{left}  {self.speed:,.0f} tokens/s  "
+            f"step {self.step}{whole}  {time}  {self.speed:,.0f} tokens/s  "
             f"loss {self.loss:.4f}  right {right}  lr {self.learning_rate:.1e}"
         )
 
@@ -148,6 +155,13 @@ class Clock:
         activities = self.state.seconds_by_activity
         activities[activity] = activities.get(activity, 0.0) + seconds
 
+    def estimate(self, step_seconds: float) -> float | None:
+        """Estimate the seconds of this run by those of its first step; None where only the data end it."""
+        by_steps = step_seconds * (self.steps - self.step + 1) if self.steps else math.inf
+        by_minutes = step_seconds + 60 * self.minutes - self._seconds_before if self.minutes else math.inf
+        seconds = min(by_steps, by_minutes)
+        return seconds if math.isfinite(seconds) else None
+
     @property
     def fraction_done(self) -> float:
         """Share of the training that is done by this process's clock; 1 or more at the end."""
@@ -197,10 +211,11 @@ class LossMeter:
             step, process = min((step, process) for process, step in enumerate(bad_steps) if step >= 0)
             raise NotFiniteError(step, process)
 
-    def read(self, state: TrainingState) -> None:
+    def read(self, state: TrainingState, *, reset: bool = True) -> None:
         """Bring loss and accuracy of a state up to date; where nothing was added since the last call, they stay.
 
-        It waits as `check_finite` does, and is collective as well.
+        Without `reset` the next call counts the same batches again. It waits as `check_finite` does, and is
+        collective as well.
         """
         self.check_finite()
         loss, weight, *counts = self.accelerator.gather(self._sums[None]).sum(dim=0).tolist()
@@ -209,7 +224,8 @@ class LossMeter:
         attempted, correct = counts[: len(counts) // 2], counts[len(counts) // 2 :]
         state.loss = loss / weight
         state.accuracy = [right / max(tried, 1) for right, tried in zip(correct, attempted, strict=True)]
-        self._sums.zero_()
+        if reset:
+            self._sums.zero_()
 
 
 class Console:

@@ -52,6 +52,27 @@ def test_a_report_has_a_row_for_each_concurrency_and_server(tmp_path, prompts):
     assert "first p50" in tables
 
 
+def test_rows_of_messages_are_asked_as_chats(tmp_path):
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    rows = [
+        {"messages": [*turns, {"role": "assistant", "content": "Me."}]},
+        {"prompt": "It was"},
+        {"turns": ["And?", "So?"]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with StubServer(lambda body: completion(["a", "b"])) as server:
+        words = ("--concurrency", "1", "--num-requests", "3", "--prompts", str(tmp_path / "rows.jsonl"))
+        document, _ = bench("--url", server.url, *words)
+    assert [load["failed"] for load in document["loads"]] == [0]
+    chat, text, questions = server.bodies[-3:]
+    assert (chat["messages"], "prompt" in chat) == (turns, False)
+    assert (text["prompt"], "messages" in text) == ("It was", False)
+    assert questions["messages"] == [{"role": "user", "content": "And?"}]
+    assert all(body["ignore_eos"] for body in server.bodies)
+    paths = [head.split()[1] for head in server.headers[-3:]]
+    assert paths == ["/v1/chat/completions", "/v1/completions", "/v1/chat/completions"]
+
+
 def test_four_requests_a_slot_are_sent_by_default(prompts):
     with StubServer(echo) as server:
         document, _ = bench("--url", server.url, "--concurrency", "1,3", "--num-prompts", "5", "--prompts", prompts)
@@ -140,12 +161,12 @@ def test_what_limits_a_measurement_is_told(monkeypatch, prompts):
         ("--api-key=two words", "an API key must be"),
         ("--json /nowhere/load.json", "cannot write /nowhere/load.json"),
         ("--prompts nowhere.txt", "nowhere.txt"),
-        ("--prompts {rows}", "p.jsonl:2 has no plain text"),
+        ("--prompts {rows}", "p.jsonl:2 has nothing to send to a server"),
         ("", "--url http://127.0.0.1:9: GET /v1/models: the connection failed"),
     ],
 )
 def test_what_cannot_be_asked_of_a_server_is_refused_in_one_line(capsys, tmp_path, args, message):
-    (tmp_path / "p.jsonl").write_text('{"text": "fine"}\n{"messages": [{"role": "user", "content": "hello"}]}')
+    (tmp_path / "p.jsonl").write_text('{"text": "fine"}\n{"input_ids": [1, 2], "loss_mask": [0, 1]}')
     words = [args] if "key" in args else args.format(rows=tmp_path / "p.jsonl").split()
     assert message in fails(capsys, "bench", "--url", "http://127.0.0.1:9", *words)
 

@@ -2,21 +2,25 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from helpers.command_line import fails
+from helpers.command_line import fails, ran
 from helpers.models import paged, tiny_drafter, tiny_model
 from redrafter import ReDrafter, boxed_pair
 from redrafter.app.loading import Pair
+from redrafter.app.options import LoadOptions
 from redrafter.bench.standing_batch import at_size
 from redrafter.bench.tuner import NO_MEMORY, Timing, Tuner, candidates, choose, deeper, table
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.cli import main
+from redrafter.convert.info import describe
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.call import Call
-from redrafter.engine.tuning import Tuning
+from redrafter.engine.tuning import Tuning, measured_on, tuning_path
+from redrafter.measure.report import facts, head
 from redrafter.measure.run import Workload
 from redrafter.model.target import Target
 from redrafter.tree import beam_search
@@ -82,7 +86,7 @@ def test_what_tune_writes_is_what_from_pretrained_picks_up(home, capsys):
 def test_the_table_is_printed_and_drawn(home, quick, capsys):
     pytest.importorskip("matplotlib")
     out, plot = home / "tuning.json", home / "tuning.png"
-    args = ["--batch-sizes", "1", "--beams", "1", "--lengths", "3", "--seconds", "0"]
+    args = ["--batch-sizes", "1", "--beams", "1", "--lengths", "3"]
     assert main(["tune", *args, "--out", str(out), "--plot", str(plot)]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].split()[0] == "batch"
@@ -153,7 +157,7 @@ def test_trees_that_rows_share_are_timed_at_large_batches_with_as_many_nodes_a_r
     monkeypatch.setattr(made, "tokens_per_step", lambda proposer: 1.0 + proposer.depth / 10)
     made.run([pair.proposer, replace(pair.proposer, beams=4, depth=4, nodes=17, shared_nodes=128)])
     assert [each.batch for each in made.timings if each.shape is not None and each.shape.shared_nodes] == [16, 64]
-    shapes = choose(made.timings, made.open_sizes)
+    shapes = choose(made.timings)
     assert shapes == {8: None, 16: TreeShape(4, 4, 17, 128), 64: TreeShape(4, 4, 17, 512), 200: None}
     assert "2/2, 4 x 4, 8 nodes a row, shared: 1.40 tokens a step; ms a step: 10.00 at 16, 10.00 at 64" in lines[-1]
 
@@ -223,7 +227,7 @@ def test_drafts_are_made_longer_while_that_pays(pair, monkeypatch, paying, depth
     made.run(candidates(pair.proposer, (5,), (3, 5)), (7, 10))
     shapes = [each.shape for each in made.timings if each.shape is not None]
     assert {shape.draft_len_per_beam for shape in shapes} == depths
-    assert choose(made.timings, made.open_sizes)[1].draft_len_per_beam == paying
+    assert choose(made.timings)[1].draft_len_per_beam == paying
     assert sum(line.startswith("deeper, 5 x ") for line in lines) == sum(
         shape.draft_len_per_beam > 5 for shape in shapes
     )
@@ -242,9 +246,8 @@ def test_the_fastest_is_chosen_and_off_where_none_is_worth_it():
         *(Timing(batch, SMALL, 2.0, ms) for batch, ms in ((1, 12.0), (2, 12.0), (4, 19.8))),
         *(Timing(batch, LARGE, 3.0, ms) for batch, ms in ((1, 15.0), (2, 20.0))),
     ]
-    shapes = choose(timings, set())
+    shapes = choose(timings)
     assert shapes == {1: LARGE, 2: SMALL, 4: None, 8: None}
-    assert choose(timings, {4, 8}) == {1: LARGE, 2: SMALL, 4: None}  # of 8 nothing is known
     rows = table(timings, shapes)
     assert [round(row["ratio"], 2) for row in rows] == [2.0, 1.67, 1.0, 1.0]
     assert rows[0]["tokens_per_second"] == pytest.approx(200)
@@ -264,14 +267,39 @@ def test_a_tree_is_not_followed_to_larger_batches_once_a_smaller_one_beats_it(pa
     }
     assert sizes[4] == {1, 2, 4}  # 300 x 4 nodes are too many
     assert sizes[16] == {1}
-    assert choose(made.timings, made.open_sizes)[300] is None
+    assert choose(made.timings)[300] is None
 
 
-def test_when_time_is_over_what_was_measured_counts(pair):
-    made = tuner(pair, seconds=0.0)
-    made.run(candidates(pair.proposer, (1,), (3, 5)), (7, 10))
-    assert [(each.batch, each.shape) for each in made.timings] == [(1, None), (1, SMALL)]
-    assert list(choose(made.timings, made.open_sizes)) == [1]
+def test_a_tune_whose_time_ends_early_writes_no_table(home, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("redrafter.bench.tuner.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def step_ms(self, proposer, size):
+        now[0] += 1.0
+        return 10.0 if proposer.depth else 1.0  # undrafted decoding is faster than these first trees
+
+    monkeypatch.setattr(Tuner, "step_ms", step_ms)
+    monkeypatch.setattr(Tuner, "tokens_per_step", lambda self, proposer: 1.0 + proposer.depth / 10)
+    args = ["tune", "--batch-sizes", "1,2", "--beams", "1", "--seconds", "2", "--out", str(home / "tuning.json")]
+    code, out, err = ran(*args)
+    assert (code, out) == (2, "")
+    assert "--seconds 2 ended after 1 trees, before all were measured, so no table is written" in err
+    assert not list(home.rglob("*.json"))
+    assert "more than 0" in fails(capsys, "tune", "--seconds", "0")
+
+
+def test_bench_and_info_name_the_table_in_use(home):
+    name = str(boxed_pair())
+    assert describe(name)["tuning"] == "none; redrafter tune measures one"
+    pair = Pair.load(LoadOptions())
+    path = tuning_path(pair.engine.target, pair.engine.drafter)
+    measured = measured_on(pair.engine.target, pair.engine.drafter)
+    Tuning({1: TreeShape(5, 5, 8), 2: None}, **measured, date="2026-01-02").write(path)
+    line = f"{path}, measured 2026-01-02: batch 1: 5 x 5, 8 nodes; batch 2: off"
+    assert describe(name)["tuning"] == [f"{measured['device']}, float32: {line}"]
+    for tuning, named in (("auto", line), (None, "rule, without a table of redrafter tune")):
+        work = tuner(ReDrafter.from_pretrained(boxed_pair(), tuning=tuning)).work
+        assert f"trees by {named}" in [*head(facts(work, {"model": "boxed", "prompts": "two"}, {}))]
 
 
 def test_a_batch_without_memory_is_left_out_and_prompts_are_written_on_fewer_at_a_time(pair, monkeypatch):
@@ -293,7 +321,7 @@ def test_a_batch_without_memory_is_left_out_and_prompts_are_written_on_fewer_at_
     monkeypatch.setattr(Call, "decode", full)
     monkeypatch.setattr(made, "step_ms", step_ms)
     made.run(candidates(pair.proposer, (1,), (3,)))
-    assert list(choose(made.timings, made.open_sizes)) == [1]
+    assert list(choose(made.timings)) == [1]
     assert any("does not fit" in line for line in lines)
     assert sizes == [5, 5, 4, 2, 2, 1]
 

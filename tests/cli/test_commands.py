@@ -150,6 +150,34 @@ def test_a_batch_prints_each_row_as_alone(generate, expected, tmp_path):
     assert out == generate(*prompts)[0]
 
 
+def test_rows_of_a_file_are_prompts_as_for_other_commands(generate, expected, tmp_path):
+    chat = {"messages": [{"role": "user", "content": "Zürich"}, {"role": "assistant", "content": "no"}]}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(
+        "\n".join(map(json.dumps, [chat, {"prompt": "10 €"}, {"text": "für"}, {"text": "no", "split": "train"}]))
+    )
+    out, _ = generate("--file", str(file))
+    texts = expected("u:Zürich\na:", templated=True), expected("10 €"), expected("für")
+    headings = "[1/3] Zürich", "[2/3] 10 €", "[3/3] für"
+    assert out == "".join(f"{line}\n{text}\n" for line, text in zip(headings, texts, strict=True))
+    out, _ = generate("--file", str(file), "--chat-template", "--json")
+    assert json.loads(out)["prompts"] == ["Zürich", "10 €", "für"]
+    assert json.loads(out)["texts"][1] == expected("u:10 €\na:", templated=True)
+    file.write_text('{"colour": "blue"}')
+    code, _, err = ran("generate", "--file", str(file))
+    assert (code, f"{file}:1: a row has one of text, messages" in err) == (2, True)
+
+
+def test_an_empty_text_of_a_model_with_a_chat_template_has_a_hint(generate, monkeypatch):
+    ends = str(byte_tokenizer().eos_token_id)
+    out, err = generate("Zürich", "--logit-bias", f"{ends}=100")
+    assert out.strip() == ""
+    assert "note: 1 of 1 texts are empty: the model has a chat template" in err
+    assert "add --chat-template" in err
+    assert "note:" not in generate("Zürich", "--chat-template", "--logit-bias", f"{ends}=100")[1]
+    assert "note:" not in generate("Zürich")[1]
+
+
 def test_stdin_is_one_prompt_without_its_last_newline(generate, expected, monkeypatch):
     typed(monkeypatch, "Zürich\nfür\n")
     assert generate()[0] == expected("Zürich\nfür") + "\n"

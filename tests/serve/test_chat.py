@@ -33,7 +33,7 @@ def refusal(path: str, body: dict[str, Any]) -> tuple[int, str, str | None]:
     """Return status, message and parameter of the error that a server says of a body."""
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(create_app(SimpleNamespace()))
+        transport = httpx.ASGITransport(create_app(SimpleNamespace(images=None)))
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
             return await client.post(f"/v1/{path}", json=body)
 
@@ -92,6 +92,43 @@ def test_an_error_names_the_field_and_the_real_reason(path, body, status, says):
     assert code == status, message
     assert message.startswith(says), message
     assert param is None or message.startswith(param)
+
+
+IMAGES = ("https://a.example/cat.png", "data:text/plain;base64,aGk=", "data:image/png;base64,%%%", 5)
+BLOCKS = (
+    {"type": "url", "url": IMAGES[0]},
+    {"type": "base64", "media_type": "image/svg+xml", "data": "AAAA"},
+    {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "role", "part"),
+    [
+        *(("chat/completions", "messages", "user", {"type": "image_url", "image_url": {"url": at}}) for at in IMAGES),
+        (
+            "chat/completions",
+            "messages",
+            "assistant",
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}},
+        ),
+        (
+            "chat/completions",
+            "messages",
+            "user",
+            {"type": "image_url", "image_url": {"url": IMAGES[0], "detail": "high"}},
+        ),
+        *(("responses", "input", "user", {"type": "input_image", "image_url": at}) for at in IMAGES),
+        ("responses", "input", "user", {"type": "input_image", "file_id": "f"}),
+        *(("messages", "messages", "user", {"type": "image", "source": source}) for source in BLOCKS),
+    ],
+)
+def test_an_image_of_any_form_has_one_answer_where_the_model_takes_none(url, path, field, role, part):
+    body = {field: [{"role": role, "content": [part]}], "max_tokens": 1, "model": None}
+    if path == "responses":
+        body["max_output_tokens"] = body.pop("max_tokens")
+    answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=300)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "this model takes no images")
 
 
 def test_what_is_null_is_as_if_left_out():

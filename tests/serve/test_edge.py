@@ -174,7 +174,13 @@ def test_keys_are_shown_nowhere(capsys, tmp_path):
     server = Server.__new__(Server)
     server.options, server.keys, server.model = ServeOptions(api_key=("geheim",)), ApiKeys(["geheim"]), "m"
     server.engine = SimpleNamespace(facts=SimpleNamespace(description=["what is served"]))
+    server.tokenizer = SimpleNamespace(chat_template=None)
     said = "\n".join(server.summary("http://127.0.0.1:8000"))
+    assert "curl http://127.0.0.1:8000/v1/completions" in said
+    server.tokenizer = SimpleNamespace(chat_template="a template")
+    chat = server.summary("http://127.0.0.1:8000")[-1]
+    assert "curl http://127.0.0.1:8000/v1/chat/completions" in chat
+    assert json.loads(chat.split("-d ")[1].strip("'"))["messages"] == [{"role": "user", "content": "Tell me a story."}]
     assert "Bearer $REDRAFTER_API_KEY" in said
     assert "geheim" not in said
 

@@ -42,6 +42,14 @@ def test_the_page_may_load_nothing_else(path, url):
     assert path not in httpx.get(f"{url}/openapi.json", timeout=300).json()["paths"]
 
 
+def test_the_page_names_the_default_temperature(url):
+    entry = httpx.get(f"{url}/v1/models", timeout=300).json()["data"][0]
+    assert entry["default_temperature"] == 1
+    html = files("redrafter.serve.routes").joinpath("page.html").read_text(encoding="utf-8")
+    assert "`${temperature} (default)`" in html
+    assert "model's\"" not in html
+
+
 @pytest.mark.parametrize("scheme", [0, 1])
 def test_drafts_differ_by_more_than_a_colour_and_all_text_can_be_read(scheme):
     html = files("redrafter.serve.routes").joinpath("page.html").read_text(encoding="utf-8")
@@ -84,6 +92,7 @@ class Stub:
     @property
     def model_entries(self) -> list[dict[str, Any]]:
         entry = {"object": "model", "created": 0, "owned_by": "redrafter", "max_model_len": 100, "parent": None}
+        entry["default_temperature"] = 0.6
         return [entry | {"id": name} for name in self.names]
 
     async def chat(self, body: Any, facts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -221,7 +230,7 @@ async def app(scope, receive, send):
     ("path", "where", "loading", "loaded"),
     [
         ("/", "empty", "is being loaded", "document.title == 'stub'"),
-        ("/docs", "wrong", "still being loaded", "document.getElementById('title').textContent == 'stub 1'"),
+        ("/docs", "wrong", "still compiling kernels", "document.getElementById('title').textContent == 'stub 1'"),
     ],
     ids=["chat", "docs"],
 )

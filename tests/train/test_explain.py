@@ -180,24 +180,41 @@ def test_a_context_counts_the_tokens_before_a_draft():
 def test_training_texts_are_the_learnt_parts_with_all_before_them(tmp_path):
     tokenizer = tiny_tokenizer()
     rows = [CHAT, {"text": "held out", "split": "val"}]
-    texts = read_training_texts([write(tmp_path / "rows.jsonl", rows)], tokenizer, 300, None, 0)
+    texts, _ = read_training_texts([write(tmp_path / "rows.jsonl", rows)], tokenizer, 300, None, 0, [0])
     learnt = sorted(map(tokenizer.decode, texts.continuations))
     assert learnt == ["<t>hm</t>yes</s>\n", "no</s>\n"]
     prompts = [tokenizer.decode(text[:begin]) for text, begin in zip(texts.tokens, texts.prompt_lengths, strict=True)]
     assert all(prompt.endswith("<|assistant|>\n") for prompt in prompts)
     with pytest.raises(ArgumentError, match="no row to train on"):
-        read_training_texts([write(tmp_path / "val.jsonl", rows[1:])], tokenizer, 300, None, 0)
+        read_training_texts([write(tmp_path / "val.jsonl", rows[1:])], tokenizer, 300, None, 0, [0])
 
 
 def test_training_texts_fit_the_context_and_are_chosen_by_the_seed(tmp_path, monkeypatch):
     monkeypatch.setattr(texts_module, "TRAINING_TEXTS", 3)
     data = [write(tmp_path / "rows.jsonl", [{"text": str(n) * 20} for n in range(9)])]
-    read = [read_training_texts(data, tiny_tokenizer(), 300, 12, seed) for seed in (0, 0, 1)]
+    read = [read_training_texts(data, tiny_tokenizer(), 300, 12, seed, [0])[0] for seed in (0, 0, 1)]
     assert read[0] == read[1] != read[2]
     assert len(read[0].tokens) == 3
     assert max(map(len, read[0].tokens)) == 12
     with pytest.raises(MismatchError, match="the base knows 10 ids"):
-        read_training_texts(data, tiny_tokenizer(), 10, None, 0)
+        read_training_texts(data, tiny_tokenizer(), 10, None, 0, [0])
+
+
+def test_data_compare_with_texts_of_the_same_temperature(tmp_path):
+    """Rows that a base wrote record their temperature; a corpus compares with what is sampled."""
+    rows = [{"text": f"{n} drawn at {n % 3}", "temperature": [0, 0.7, 1.0][n % 3]} for n in range(30)]
+    own, corpus = write(tmp_path / "own.jsonl", rows), write(tmp_path / "corpus.jsonl", [{"text": "a text"}])
+    tokenizer, found = tiny_tokenizer(), {}
+    for temperatures in ((0, 1), (0, 0.7), (0,)):
+        texts, recorded = read_training_texts([own], tokenizer, 300, None, 0, temperatures)
+        found[temperatures] = texts.temperature, {tokenizer.decode(text)[-1] for text in texts.tokens}
+        assert recorded
+    assert found == {(0, 1): (1.0, {"2"}), (0, 0.7): (0.7, {"1"}), (0,): (0, {"0"})}
+    with pytest.raises(ArgumentError, match=r"at temperature 0 or 0.7 or 1, .* add it to --temperatures 0.5"):
+        read_training_texts([own], tokenizer, 300, None, 0, (0.5,))
+    for temperatures, nearest in (((0, 0.9, 3), 0.9), ((0,), 0)):
+        texts, recorded = read_training_texts([corpus], tokenizer, 300, None, 0, temperatures)
+        assert (texts.temperature, recorded) == (nearest, False)
 
 
 @pytest.mark.parametrize(
@@ -249,8 +266,8 @@ def explanation(sampled: dict | None = None, **changes: object) -> dict:
     return {
         "tree": "2x1, 2 nodes", "beams": 2, "depth": 1, "nodes": 2, "lattice": 3, "head": 40, "vocabulary": 97,
         "temperatures": [measured | {"temperature": 0.0}, measured | {"temperature": 0.8} | (sampled or {})],
-        "data": ["a.jsonl"], "best_guess_on_data": [0.5], "form_prompts": 8, "plain": form(2.0),
-        "template": form(2.0),
+        "data": ["a.jsonl"], "best_guess_on_data": [0.5], "data_has_temperature": False, "data_temperature": 0.8,
+        "form_prompts": 8, "plain": form(2.0), "template": form(2.0),
     } | changes  # fmt: skip
 
 
@@ -277,9 +294,16 @@ def explanation(sampled: dict | None = None, **changes: object) -> dict:
         ({}, "at 33% of the drafts, where 33% of the misses are; it is not the cause"),
         ({"sampled": {"by_probability": buckets(a=(9, 9))}}, "certainty: no draft was missed"),
         ({"best_guess_on_data": [0.56]},
-         "training data: first guesses are right for 56% of the data and 50% of the base's own text: redrafter "
-         "regenerate --data a.jsonl --output own.jsonl ..., redrafter train --data own.jsonl ..."),
-        ({}, "50% of the data and 50% of the base's own text; it is not the cause"),
+         "training data: first guesses are right for 56% of the data and 50% of the base's own text at temperature "
+         "0.8: redrafter regenerate --data a.jsonl --output own.jsonl ..., redrafter train --data own.jsonl ..."),
+        ({"best_guess_on_data": [0.56], "data": ["own.jsonl", "own-2.jsonl"]},
+         "regenerate --data own.jsonl own-2.jsonl --output own-3.jsonl ..., redrafter train --data own-3.jsonl ..."),
+        ({"best_guess_on_data": [0.56], "data": ["own.jsonl"], "data_has_temperature": True},
+         "the base's own text, both at temperature 0.8: it learnt these rows by heart, so add others: redrafter "
+         "regenerate --data prompts.jsonl --output own-2.jsonl ..., redrafter train --data own.jsonl own-2.jsonl ..."),
+        ({"best_guess_on_data": [0.56], "sampled": {"best_guess": [0.4]}, "data_temperature": 0.0},
+         "56% of the data and 50% of the base's own text at temperature 0: "),
+        ({}, "50% of the data and 50% of the base's own text at temperature 0.8; it is not the cause"),
         ({"best_guess_on_data": None}, "redrafter evaluate --explain --data FILE"),
         ({"best_guess_on_data": [None]}, "training data: no text is long enough"),
         ({"template": form(3.0)}, "3.00 after the same as a user's turn: send chats"),
@@ -307,7 +331,8 @@ def test_texts_without_a_step_are_explained():
     counts = {"steps": 0, "all_accepted": 0, "text_ended": 0, "misses": [{}], "tried": [0], "accepted": [0]}
     none = {"temperature": 0.0, "tokens_per_step": None, "all_steps": counts, "by_context": [], "best_guess": [None]}
     none["by_probability"] = buckets(a=(0, 0))
-    assert len(list(advise(explanation(temperatures=[none], plain=None, template=None, form_prompts=0)))) == 5
+    changes = {"plain": None, "template": None, "form_prompts": 0, "data_temperature": 0.0}
+    assert len(list(advise(explanation(temperatures=[none], **changes)))) == 5
 
 
 def test_tables_have_a_column_for_each_class():

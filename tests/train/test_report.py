@@ -160,7 +160,7 @@ def test_trackers_get_loss_rate_accuracy_and_tokens_per_step():
     how = {"accelerator": accelerator, "validate": iter([1.5, 1.25]).__next__, "log": lines.append}
     result = train(model, random_drafter(model), batches, config, **how)
     assert [step for step, _ in logged] == [2, 3, 4, 4]
-    assert len(lines) == 2
+    assert len(lines) == 3  # the first step, and every other one
     assert logged[1][1] == {"tokens per step": 1.5}
     assert logged[3][1] == {"tokens per step": 1.25}
     assert set(logged[2][1]) == {"loss", "lr", "tokens/s", "accuracy/draft_1", "accuracy/draft_2"}

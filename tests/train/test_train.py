@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
-from helpers.chats import BYTES, tiny_tokenizer
+from helpers.chats import BYTES, tiny_tokenizer, write
 from helpers.command_line import fails
 from helpers.training import (
     CONTEXT,
@@ -197,6 +197,39 @@ def test_time_counts_on_without_what_is_beside_the_training(monkeypatch):
     assert clock.seconds == pytest.approx(36)
     shown = str(Progress(6, 24, 0.25, 600.0, 1234.5, 2.0, [0.5, 0.25], 1e-3))
     assert shown == "step 6/24  10:00, 30:00 left  1,234 tokens/s  loss 2.0000  right 0.500 0.250  lr 1.0e-03"
+    first = str(Progress(1, 24, 0.04, 0.0, 170.0, 2.0, [0.5], 1e-3, 12.0, 288.0))
+    assert first.startswith("step 1/24  0:12 for the first step, so about 4:48 in all  170 tokens/s  loss 2.0000")
+
+
+@pytest.mark.parametrize(
+    ("ends", "before", "whole"),
+    [
+        ({"steps": 10}, 0, 30),
+        ({"steps": 10}, 4, 18),  # resumed
+        ({"minutes": 1}, 0, 63),
+        ({"steps": 10, "minutes": 0.1}, 0, 9),
+        ({}, 0, None),
+    ],
+)
+def test_the_whole_time_is_estimated_by_the_first_step(ends, before, whole):
+    config = TrainConfig(cpu=True, **ends)
+    clock = Clock(config, new_accelerator(config), TrainingState(step=before + 1))
+    assert clock.estimate(3.0) == whole
+
+
+def test_the_first_step_is_shown_and_counts_in_the_next_line_too():
+    model, lines = tiny_model(), []
+    batches = batches_of(*[torch.ones(2, 12, dtype=torch.bool)] * 4)
+    config = TrainConfig(steps=4, draft_len=2, cpu=True, log_every=4)
+    result = train(model, random_drafter(model), batches, config, log=lines.append)
+    first, last = lines
+    assert re.match(r"step 1/4  \d:\d\d for the first step, so about \d:\d\d in all  [1-9]", first)
+    assert last.startswith("step 4/4  0:0")
+    rare = train(model, random_drafter(model), batches, replace(config, log_every=100), log=lambda _: None)
+    assert result.loss == rare.loss  # which is the mean of all four steps
+    lines.clear()
+    train(model, random_drafter(model), batches, replace(config, log_every=1), log=lines.append)
+    assert [line.split()[1] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
 
 
 def test_the_learning_rate_rises_and_falls():
@@ -209,7 +242,7 @@ def test_the_learning_rate_rises_and_falls():
     assert learning_rate_factor(0.5, 0) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("what", "step"), [("loss", 7), ("gradient", 3)])
+@pytest.mark.parametrize(("what", "step"), [("loss", 7), ("gradient", 2)])
 def test_what_is_not_finite_stops_a_training_and_is_named_by_its_step(what, step):
     model = tiny_model()
     drafter, lines = random_drafter(model), []
@@ -249,7 +282,9 @@ def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
     ids = torch.tensor([[1, 30, 40]])
     expected = engine.model.generate(ids, max_new_tokens=12, do_sample=False)
     assert torch.equal(engine.generate(ids, max_new_tokens=12, do_sample=False), expected)
-    assert all(word in said for word in ("frozen", "12 windows", "walked"))
+    assert all(
+        word in said for word in ("frozen", "12 windows", "walked", "right 0.5 0.4 ...: the drafter's best guess")
+    )
     card = (out / "README.md").read_text()
     assert ModelCard(card).data.to_dict() == {
         "library_name": "redrafter",
@@ -257,7 +292,8 @@ def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
         "tags": ["redrafter", "speculative-decoding"],
     }
     assert str(tmp_path) not in card
-    tree = f"1 held-out prompts ({chosen[1]} beams x {chosen[2]} tokens,"
+    kind = "prompts that are not held out (1 of 2 rows are trained on too)"
+    tree = f"1 {kind} ({chosen[1]} beams x {chosen[2]} tokens,"
     for words in ("data.jsonl", "--draft-vocab-size 40", f"{chosen[3]} tokens per step, greedy", tree):
         assert words in card
 
@@ -400,3 +436,45 @@ def test_flags_and_fields_have_the_same_defaults():
     with pytest.raises(SystemExit) as caught:
         parse(["--model", "m"])
     assert caught.value.code == 2
+
+
+def notes_of(capsys, words: list[str]) -> list[str]:
+    """Run a training. Returns the lines that are notes, or say what validated it."""
+    capsys.readouterr()
+    assert main(words) == 0
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith(("note:", "walked"))]
+
+
+def test_what_makes_a_drafter_of_little_use_is_noted(tmp_path, capsys):
+    """A few steps, a drafter that is large beside the base, and no rows to validate on."""
+    rows = [{"text": "to be or not to be, that is it"}] * 6
+    few, large, unmeasured = notes_of(capsys, command(tmp_path, "--steps", "2", rows=rows))
+    assert few.startswith("note: 2 steps are few for a new drafter: give more rows, --epochs or --steps")
+    assert "% as large as the base" in large
+    assert f"a smaller --draft-vocab-size (its head knows {VOCAB} ids), and a smaller --length" in large
+    assert unmeasured.startswith("note: there are no rows to validate on")
+    planned = command(tmp_path, "--steps", "2", "--dry-run", rows=rows)
+    assert notes_of(capsys, planned) == [few, large]
+    shorter = notes_of(capsys, [*planned, "--length", "100", "--draft-vocab-size", "9"])
+    assert not any(f"{VOCAB} ids" in line for line in shorter)
+    further = ["--drafter", str(tmp_path / "out"), "--validate-prompts", "0", "--overwrite"]
+    assert notes_of(capsys, command(tmp_path, "--steps", "1", *further, rows=rows)) == []
+
+
+def test_rows_to_validate_on_that_are_trained_on_are_not_called_held_out(tmp_path, capsys):
+    rows = [{"text": f"{n} men went to mow, went to mow a meadow"} for n in range(5)]
+    others = [{"text": f"{n} green bottles hanging on the wall"} for n in range(5)]
+    words = command(tmp_path, "--steps", "1", "--validate-tokens", "4", rows=rows)
+
+    def said(*validate: object) -> str:
+        path = write(tmp_path / "validate.jsonl", list(validate))
+        return "\n".join(notes_of(capsys, [*words, "--overwrite", "--validate", path]))
+
+    assert "5 of the 5 rows to validate on are trained on too" in said(*rows)
+    assert "prompts that are not held out (5 of 5 rows are trained on too)" in (tmp_path / "out/README.md").read_text()
+    assert "2 of the 7 rows to validate on are trained on too" in said(*rows[:2], *others)
+    held_out = said(*others)
+    assert "trained on" not in held_out
+    assert "held-out prompts" in held_out
+    same_file = "\n".join(notes_of(capsys, [*words, "--overwrite", "--validate", str(tmp_path / "data.jsonl")]))
+    assert "over 5 prompts that are not held out" in same_file

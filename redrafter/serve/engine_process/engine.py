@@ -12,6 +12,7 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.engine.engine import Engine
+from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError
 from redrafter.files.dtype_names import dtype_name
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
@@ -110,8 +111,10 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
     stored = "" if kv_dtype == "auto" else f" in {kv_dtype}"
     names = ", ".join(target.adapters.names)
     adapters = (f"adapters: {names}",) if names else ()
+    tuning = pair.engine.tuning if isinstance(pair.engine, ReDrafter) and options.speculate else None
     return (
         f"{target.name}, {dtype_name(target.dtype)} on {target.device}{weights}{invariant}; {drafts}",
+        *([] if tuning is None else [f"trees by {tuning.describe()}"]),
         *adapters,
         f"up to {options.max_batch_size} texts at once, of up to {scheduler.longest} tokens; "
         f"{scheduler.graphs.blocks.num_blocks * 16:,} tokens of keys and values{stored}{on_host}",

@@ -38,7 +38,7 @@ from redrafter.serve.engine_process.messages import (
     EngineFailed,
     Submit,
 )
-from redrafter.serve.engine_process.start import Channel, LoadEngine
+from redrafter.serve.engine_process.start import Channel, LoadEngine, LoadingStage
 from redrafter.serve.engine_process.worker import SharedWorker, Worker
 from redrafter.serve.log import start_logging
 
@@ -91,7 +91,8 @@ def _run(channel: Channel) -> int:
         pair = load_pair(request)
         _LOG.info("loaded %s in %.1f s", pair.name, time.monotonic() - began)
         engine = ServedEngine.of(pair, request.options, request.load)
-        if request.options.warm_up:
+        if request.options.warm_up and pair.engine.target.device.type == "cuda":
+            channel.send(LoadingStage("compiling kernels and capturing steps"))
             engine.warm_up()
     except ReDrafterError as error:
         channel.send(error)

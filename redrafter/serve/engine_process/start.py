@@ -60,6 +60,13 @@ class EngineFacts:
     kv_cache_dtype: str = "auto"  # format of stored keys and values; see `EngineOptions`
 
 
+@dataclass(frozen=True)
+class LoadingStage:
+    """What an engine does before it answers with its `EngineFacts`."""
+
+    doing: str  # such as "loading"; see `EngineProcess.doing`
+
+
 class EngineEndedError(ReDrafterError):
     """The engine's process has ended by itself."""
 
@@ -108,12 +115,15 @@ class EngineProcess:
     def __init__(self, request: LoadEngine) -> None:
         connection, self._process = start_interpreter(PROGRAM)
         self.channel = Channel(connection)
+        self.doing = "loading"  # what it does until it is loaded, as its last `LoadingStage` names it
         self.channel.send(request)
 
     def wait_until_loaded(self) -> EngineFacts:
         """Wait until the engine is loaded, and return what it says of itself, or raise why it cannot be loaded."""
         try:
-            answer: EngineFacts | ReDrafterError = self.channel.receive()
+            answer: EngineFacts | LoadingStage | ReDrafterError = self.channel.receive()
+            while isinstance(answer, LoadingStage):
+                self.doing, answer = answer.doing, self.channel.receive()
         except EOFError:
             raise EngineEndedError(f"{self.describe_end()}: nothing is served") from None
         if isinstance(answer, ReDrafterError):

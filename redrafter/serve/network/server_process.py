@@ -63,22 +63,30 @@ class ServerProcess:
         # Shown while the model loads: their scripts ask again until it is there.
         self._loading_pages = {"/": page("page.html", 503), "/docs": page("docs.html", 503)}
         self._ending: asyncio.Future[None] | None = None
+        self._doing: Callable[[], str] = lambda: "loading"  # what is waited for until then
         self._engine_end: str | None = None  # how the engine has ended by itself
         self._accept_error_at = -ACCEPT_ERROR_LOG_SECONDS  # when such an error was last logged
         config = http_config(self._answer, self._connections, options)
         self._http = uvicorn.Server(config)
         self._http.capture_signals = nullcontext  # type: ignore[assignment, method-assign]  # ours are set below
 
-    def run(self, load: Callable[[], "Server"], ready: Callable[["Server"], object]) -> None:
+    def run(
+        self,
+        load: Callable[[], "Server"],
+        ready: Callable[["Server"], object],
+        doing: Callable[[], str] = lambda: "loading",
+    ) -> None:
         """Serve until SIGINT or SIGTERM.
 
         The first signal lets running requests end within `--drain-timeout`; a second one drops them. `load` is called
         in a thread, while every request is answered with 503; what it raises ends the server. `ready` is called with
-        what was loaded, once it is served.
+        what was loaded, once it is served. `doing` returns what `load` waits for, such as "loading", for the log and
+        those who ask meanwhile.
 
         Raises:
             EngineEndedError: The engine has ended by itself; running requests have got an error.
         """
+        self._doing = doing
         try:
             asyncio.run(self._serve(load, ready))
         finally:
@@ -100,7 +108,7 @@ class ServerProcess:
         try:
             began, loading = time.monotonic(), asyncio.ensure_future(asyncio.to_thread(load))
             while not (await asyncio.wait([loading], timeout=LOADING_LOG_SECONDS))[0]:
-                _LOG.info("still loading after %.0f s", time.monotonic() - began)
+                _LOG.info("still %s after %.0f s", self._doing(), time.monotonic() - began)
             loaded = loading.result()
             gc.collect()
             gc.freeze()  # what is loaded stays; collecting it takes 0.3 s, in which no row steps
@@ -123,7 +131,7 @@ class ServerProcess:
             return
         if scope["path"] == "/v1/health/live":
             return await Response()(scope, receive, send)
-        refusal = ApiError(503, "the model is still being loaded", code="loading")
+        refusal = ApiError(503, f"the model is still {self._doing()}", code="loading")
         answer = self._loading_pages.get(scope["path"]) or error_answer(refusal, scope["path"])
         answer.headers["Retry-After"] = "5"
         await answer(scope, receive, send)

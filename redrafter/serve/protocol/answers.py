@@ -36,7 +36,10 @@ class ModelHealth(_Answer):
 
 
 class Model(_Answer):
-    """A served model, or an adapter of `parent`."""
+    """A served model, or an adapter of `parent`.
+
+    `default_temperature` is that of requests without one: of the model's generation config, or else 1.
+    """
 
     id: str
     object: Literal["model"]
@@ -44,6 +47,7 @@ class Model(_Answer):
     owned_by: str
     max_model_len: int
     parent: str | None
+    default_temperature: float | None = None
 
 
 class Models(_Answer):

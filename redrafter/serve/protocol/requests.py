@@ -199,7 +199,7 @@ class Message(Strict):
     @model_validator(mode="after")
     def _check_images(self) -> "Message":
         if self.images and self.role != "user":
-            raise ValueError("images are read in messages of the user alone")
+            raise PydanticCustomError("image", "images are read in messages of the user alone")
         return self
 
     @property

@@ -28,7 +28,7 @@ from redrafter.serve.protocol.answers import (
     answer_responses,
     error_responses,
 )
-from redrafter.serve.protocol.fields import MAX_PARTS, Ids, Strict, field_path
+from redrafter.serve.protocol.fields import IMAGE_TAG, MAX_PARTS, Ids, Strict, field_path
 from redrafter.serve.protocol.requests import (
     MAX_TOOLS,
     ApiError,
@@ -87,7 +87,7 @@ def create_app(
     app = FastAPI(title="redrafter", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     add_guards(app, policy, max_body_bytes)
-    _handle_errors(app)
+    _handle_errors(app, server)
 
     chat_page, docs_page, locked_docs_page = page("page.html"), page("docs.html"), page("docs.html", 401)
 
@@ -196,7 +196,7 @@ def _event(part: dict[str, Any]) -> str:
     return f"data: {json.dumps(part, ensure_ascii=False)}\n\n"
 
 
-def _handle_errors(app: FastAPI) -> None:
+def _handle_errors(app: FastAPI, server: "Server") -> None:
     def respond(
         request: Request,
         status: int,
@@ -248,6 +248,9 @@ def _handle_errors(app: FastAPI) -> None:
         kind, param, message = first["type"], field_path(first), first["msg"].removeprefix("Value error, ")
         if kind == "json_invalid":
             return respond(request, 400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}")
+        if (IMAGE_TAG in first["loc"] or kind == "image") and isinstance(server.images, str):
+            # How an image is to be sent would mislead a client whose image would be refused then too.
+            return respond(request, 400, server.images, (param or "").partition(".")[0] or None, "no_images")
         if kind == "extra_forbidden":
             return respond(request, 400, f"{param} is not supported", param, "unsupported_parameter")
         if kind == "unsupported":

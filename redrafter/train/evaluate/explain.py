@@ -41,18 +41,21 @@ class OtherTexts:
     """Holds the texts that an evaluation is compared with, which are read before anything is measured."""
 
     training: Texts | None  # texts of the drafter's training data; None if none was given
+    has_temperature: bool  # whether their rows record the temperature that a base wrote them at
     plain: list[list[int]]  # token ids of some prompts as plain text; none without a chat template
     templated: list[list[int]]  # token ids of the same prompts in the chat template
 
     @classmethod
     def read(cls, pair: Pair, options: EvaluateOptions, max_tokens: int) -> "OtherTexts":
         """Read the texts for a pair, with prompts of `max_tokens` tokens at most; raises as the readers do."""
-        target, training = pair.engine.target, None
+        target, training, has_temperature = pair.engine.target, None, False
         if options.data:
-            context = target.fixed_rope_context
-            training = read_training_texts(options.data, pair.tokenizer, target.vocab_size, context, options.seed)
+            limits = target.vocab_size, target.fixed_rope_context
+            training, has_temperature = read_training_texts(
+                options.data, pair.tokenizer, *limits, options.seed, options.written_temperatures
+            )
         source = PromptSource(options.prompts, pair.tokenizer, seed=options.seed, **options.cut)
-        return cls(training, *source.in_both_forms(max_tokens))
+        return cls(training, has_temperature, *source.in_both_forms(max_tokens))
 
 
 def explain(
@@ -67,7 +70,8 @@ def explain(
     """Explain the acceptance of a pair, as the JSON document has it.
 
     `categories` holds the number of prompts of each category; the texts are in the order of the categories. In what is
-    returned, `best_guess_on_data` is None without training data; `plain` and `template` without a chat template.
+    returned, `best_guess_on_data` is None without training data; `plain` and `template` without a chat template. The
+    data compare with the base's text at `data_temperature`.
     """
     target = pair.engine.target
     on_data = None
@@ -88,6 +92,8 @@ def explain(
         "temperatures": [explain_temperature(drafter, target, written, shape, categories) for written in texts],
         "data": list(options.data),
         "best_guess_on_data": on_data,
+        "data_has_temperature": others.has_temperature,
+        "data_temperature": None if others.training is None else others.training.temperature,
         "form_prompts": len(others.plain),
         "plain": plain,
         "template": template,

@@ -18,7 +18,7 @@ DEEPER_SHARE = 0.25  # of all steps, which accepted all drafts: deeper drafts wo
 BETTER = 1.1  # times as good; what is closer than that counts as equal
 BETTER_GUESSES = 0.05  # of all guesses; the same for shares of right guesses
 MIN_DRAFTS = 100  # of a bucket whose acceptance is compared
-TRAIN = "redrafter regenerate --data {} --output own.jsonl ..., redrafter train --data own.jsonl ..."
+TRAIN = "redrafter regenerate --data {data} --output {output} ..., redrafter train --data {output} ..."
 NOT_THE_CAUSE = "it is not the cause"
 
 REPEATED_TOKENS = 4  # tokens of a run that counts as repeated if it occurred before
@@ -244,7 +244,8 @@ def format_explanation(document: dict[str, Any]) -> Iterator[str]:
         f"the base's text, temperature {one['temperature']:g}": one["best_guess"] for one in document["temperatures"]
     }
     if document["best_guess_on_data"] is not None:
-        guesses[", ".join(document["data"])] = document["best_guess_on_data"]
+        written = f", temperature {document['data_temperature']:g}" if document["data_has_temperature"] else ""
+        guesses[", ".join(document["data"]) + written] = document["best_guess_on_data"]
     depths = _depths(document["depth"])
     yield ""
     yield from format_table(["best guess is right", *depths], ((name, *shares) for name, shares in guesses.items()))
@@ -311,7 +312,7 @@ def advise(explanation: dict[str, Any]) -> Iterator[str]:
         yield f"certainty: {found}, where {share:.0%} of the misses are; {mend}"
     else:
         yield "certainty: no draft was missed"
-    yield _data(explanation, last["best_guess"][0])
+    yield _data(explanation)
     yield _template(explanation["plain"], explanation["template"])
     yield _context(last["by_context"])
 
@@ -325,7 +326,8 @@ def _advise_on_misses(explanation: dict[str, Any], counts: dict[str, Any], tempe
         f"--draft-vocab-size {min(2 * head, vocabulary)} ...",
         "near_miss": f"just behind the beams: redrafter evaluate --shapes {2 * beams}x{depth}, and if that pays "
         f"--num-beams {2 * beams}",
-        "wrong_guess": "far from the beams, which only training mends: " + TRAIN.format("prompts.jsonl"),
+        "wrong_guess": "far from the beams, which only training mends: "
+        + TRAIN.format(data="prompts.jsonl", output="own.jsonl"),
         "node_budget": f"drafted and not verified, for {explanation['nodes']} of {lattice} nodes are: redrafter tune, "
         f"or --node-budget {lattice}",
     }
@@ -353,17 +355,27 @@ def _temperature(measured: list[dict[str, Any]]) -> str:
     return f"temperature: {found}; {NOT_THE_CAUSE if greedy[0] < BETTER * per_step else mend}"
 
 
-def _data(explanation: dict[str, Any], own: float | None) -> str:
-    """Say whether the drafter guesses the text that it was trained on better than the base's own."""
+def _data(explanation: dict[str, Any]) -> str:
+    """Say whether the drafter guesses its training data better than the base's own text of the same temperature."""
     if explanation["best_guess_on_data"] is None:
         return "training data: not compared; to do so: redrafter evaluate --explain --data FILE"
-    trained = explanation["best_guess_on_data"][0]
+    trained, temperature, data = (explanation[name] for name in ("best_guess_on_data", "data_temperature", "data"))
+    trained = trained[0]
+    own = next(one["best_guess"][0] for one in explanation["temperatures"] if one["temperature"] == temperature)
     if trained is None or own is None:
         return "training data: no text is long enough to compare; give another file: --data FILE"
+    both = ", both" if explanation["data_has_temperature"] else ""
     found = f"first guesses are right for {trained:.0%} of the data and {own:.0%} of the base's own text"
+    found += f"{both} at temperature {temperature:g}"
     if trained < own + BETTER_GUESSES:
         return f"training data: {found}; {NOT_THE_CAUSE}"
-    return f"training data: {found}: {TRAIN.format(' '.join(explanation['data']))}"
+    # An output must not be one of the files that the commands read.
+    names = ["own.jsonl", *(f"own-{number}.jsonl" for number in range(2, len(data) + 2))]
+    output = next(name for name in names if name not in data)
+    if not explanation["data_has_temperature"]:
+        return f"training data: {found}: {TRAIN.format(data=' '.join(data), output=output)}"
+    more = f"redrafter regenerate --data prompts.jsonl --output {output} ..., redrafter train --data"
+    return f"training data: {found}: it learnt these rows by heart, so add others: {more} {' '.join(data)} {output} ..."
 
 
 def _template(plain: dict[str, Any] | None, template: dict[str, Any] | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from redrafter.app.flags import format_value
 from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.data.documents import encode_documents
 from redrafter.data.prompts import encode_prompt, sample_prompts
@@ -285,21 +286,48 @@ def cut_prompt(ids: list[int], length: int, bos: int | None) -> list[int]:
 
 
 def read_training_texts(
-    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, vocabulary: int, context: int | None, seed: int
-) -> Texts:
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: int,
+    context: int | None,
+    seed: int,
+    temperatures: Collection[float],
+) -> tuple[Texts, bool]:
     """Read some texts of a drafter's training data, as training reads them.
 
-    `context` is the number of tokens of the base's context; None for no limit. Returns each part of a text that is
-    learnt, with all before it as its prompt.
+    A drafter guesses greedy texts more often than sampled ones, so only texts of one temperature compare. Of rows that
+    record theirs, as `redrafter regenerate` writes them, those of the highest one that is among `temperatures` are
+    read. Other rows were not drawn from a model, and compare with its texts at the temperature that is nearest to 1.
+
+    Args:
+        files: Sources of the data.
+        tokenizer: Tokenizer of the base.
+        vocabulary: Ids that the base knows.
+        context: Tokens of the base's context; None for no limit.
+        seed: Seed of the choice of texts.
+        temperatures: Temperatures of the base's own texts that they are compared with.
+
+    Returns:
+        Each part of a text that is learnt, with all before it as its prompt, at the temperature of the texts that they
+        compare with; and whether the rows record that temperature.
 
     Raises:
-        ArgumentError: There is no row to train on.
+        ArgumentError: There is no row to train on, or none of these temperatures.
         CheckpointError: A row cannot be read or teaches nothing.
         MismatchError: A row has ids of another tokenizer.
     """
     rows = [row for row in read_rows(files) if row.split in (None, "train")]
     if not rows:
         raise ArgumentError(f"--data {' '.join(files)}: no row to train on; rows of split val and test are not")
+    recorded = {row.temperature for row in rows if row.temperature is not None}
+    comparable = recorded & set(temperatures)
+    if recorded and not comparable:
+        raise ArgumentError(
+            f"--data {' '.join(files)} was written at temperature {' or '.join(f'{t:g}' for t in sorted(recorded))}, "
+            f"and compares with texts of the same one: add it to --temperatures {format_value(tuple(temperatures))}"
+        )
+    temperature = max(comparable) if recorded else min(temperatures, key=lambda value: abs(value - 1))
+    rows = [row for row in rows if not recorded or row.temperature == temperature]
     choice = random.Random(seed)
     choice.shuffle(rows)
     length = DEFAULT_LENGTH if context is None else min(DEFAULT_LENGTH, context)
@@ -314,4 +342,4 @@ def read_training_texts(
             if learnt:
                 tokens.append(ids[:end])
                 prompt_lengths.append(begin)
-    return Texts(tokens, prompt_lengths, [False] * len(tokens))
+    return Texts(tokens, prompt_lengths, [False] * len(tokens), temperature), bool(recorded)
