@@ -52,7 +52,8 @@ def test_sequences_side_by_side_write_what_each_writes_alone(feature, engine, sc
     assert [sequence.sink.tokens for sequence in sequences] == expected
     if isinstance(made.engine, ReDrafter):
         accepted = sum(sequence.stats.accepted for sequence in sequences)
-        assert accepted > sum(sequence.stats.draft_steps for sequence in sequences) / 3, "few drafts are accepted"
+        steps = sum(sequence.stats.draft_steps for sequence in sequences)
+        assert accepted > steps, "few drafts are accepted"
     if dense:
         return
     nothing_is_held(served)
