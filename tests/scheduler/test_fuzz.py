@@ -154,7 +154,8 @@ class Episode:
             nothing_is_held(self._served)
             managers = self._served.graphs.blocks, self._served.graphs.draft_blocks
             counts["onboarded"] = sum(blocks.onboarded for blocks in managers if blocks is not None)
-        assert not (self._served.clients or self._served.running or self._served.waiting), self
+        for left in (self._served.clients, self._served.running, self._served.waiting):
+            assert not left, self
         counts["preempted"] = self._served.preempted
         return counts
 
@@ -273,7 +274,6 @@ def test_random_episodes_write_what_plain_decoding_writes(kind):
     counts = Counter[str]()
     for seed in range(FIRST_SEED, FIRST_SEED + EPISODES):
         counts += Episode(kind, seed, on_host=seed % 2 == 0).run()
-    print(kind, dict(counts))
     assert counts["accepted"] > counts["sequences"], counts
     assert counts["reused"], counts
     assert counts["onboarded"], counts
