@@ -1,11 +1,9 @@
 """Operators for code on tensors, in addition to Cosmic Ray's: calls, arguments, indices and statements left out."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import parso
 from cosmic_ray.operators.operator import Example, Operator
-from parso.python.tree import Name, PythonNode
+from parso.python.tree import Name
 from parso.tree import NodeOrLeaf
 
 Position = tuple[tuple[int, int], tuple[int, int]]
@@ -55,17 +53,14 @@ class SwapArguments(Replacement):
 
     def sources(self, node: NodeOrLeaf) -> Iterator[str]:
         parts = parts_of(node)
+        codes = [part.get_code(include_prefix=at > 0) for at, part in enumerate(parts)]
         for at, part in enumerate(parts[1:], start=1):
-            inner = part.children[1] if len(part.children) == 3 and part.children[0].value == "(" else None
-            if inner is None or inner.type != "arglist":
+            if part.children[0].value != "(" or part.children[1].type != "arglist":
                 continue
-            given = inner.children[::2]
+            given = part.children[1].children[::2]
             if len(given) == 3 and all(each.type not in ("argument", "operator") for each in given):
                 first, second, third = (each.get_code().strip() for each in given)
-                call = f"({first}, {third}, {second})"
-                yield "".join(x.get_code(include_prefix=i > 0) for i, x in enumerate(parts[:at])) + call + "".join(
-                    x.get_code() for x in parts[at + 1 :]
-                )
+                yield "".join([*codes[:at], f"({first}, {third}, {second})", *codes[at + 1 :]])
 
     @classmethod
     def examples(cls) -> Sequence[Example]:
@@ -100,7 +95,11 @@ class RemoveStatement(Replacement):
         calls = bool(parts_of(what)) and what.children[-1].children[0].value == "("
         target = what.children[0] if what.type == "expr_stmt" else None
         augmented = target is not None and what.children[1].type == "operator" and what.children[1].value != "="
-        if calls or augmented or (target is not None and bool(parts_of(target)) and what.children[1].type == "operator"):
+        if (
+            calls
+            or augmented
+            or (target is not None and bool(parts_of(target)) and what.children[1].type == "operator")
+        ):
             yield "pass\n"
 
     @classmethod
