@@ -11,7 +11,7 @@ TRANSFORMERS ?= pinned
 BENCHMARKS := build/benchmarks
 HELD_OUT := tests/data/held_out.jsonl
 
-.PHONY: benchmarks demo test test-variants test-slow test-all zoo hostile lint check docs format clean
+.PHONY: benchmarks demo test test-variants test-slow test-all zoo mutants hostile lint check docs format clean
 
 demo: $(READY)
 	$(BIN)/redrafter generate --compare --max-new-tokens 120 --temperature 0.7 --seed 1 \
@@ -45,6 +45,10 @@ benchmarks: $(READY)
 
 zoo: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m zoo
+
+# Faults planted one at a time in the code that decides tokens; MUTANTS has options, such as "--count 50".
+mutants: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m mutants $(MUTANTS)
 
 hostile: $(READY)
 	PYTHONPATH=tests $(BIN)/python tests/serve/fuzz_server.py --requests 8000 $(if $(SCHEMATHESIS),--schemathesis $(SCHEMATHESIS))

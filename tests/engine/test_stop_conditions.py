@@ -38,6 +38,25 @@ def test_stop_strings_stop_where_model_generate_stops(llama, depth):
     assert expected.shape[1] < plain.shape[1]
 
 
+@pytest.mark.parametrize("depth", [1, 6])
+def test_drafts_that_follow_a_stop_string_are_not_counted_as_accepted(llama, depth):
+    tokenizer = letters()
+    plain = llama.generate(IDS[:1], max_new_tokens=30, do_sample=False, eos_token_id=None)
+    arguments = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "tokenizer": tokenizer}
+    engine, ends = scripted_engine(llama, plain, 1, depth), set()
+    for end in range(4, 18):
+        stop = tokenizer.decode(plain[0, IDS.shape[1] + end - 2 : IDS.shape[1] + end])
+        out = engine.generate(IDS[:1], stop_strings=[stop], return_dict_in_generate=True, **arguments)
+        written, stats = out.sequences.shape[1] - IDS.shape[1], out.stats
+        whole, rest = divmod(written - 1, depth + 1)  # all drafts are right, and no step drew the first token
+        assert stats.steps == whole + (rest > 0)
+        assert stats.drafted == depth * stats.steps
+        assert stats.accepted == sum(stats.accepted_by_depth) == depth * whole + min(rest, depth)
+        assert stats.emitted == written - 1
+        ends.add(rest)
+    assert ends == set(range(depth + 1)), "the string ended after each node of a tree"
+
+
 def test_a_users_own_criterion_is_asked_about_every_token_and_named_in_a_warning(llama):
     class StopAt(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):

@@ -173,17 +173,17 @@ def mtp_checkpoint(place: Path, name: str, *, sharded: bool = False, **changes: 
     return place
 
 
-def add_mtp(model: PreTrainedModel, place: Path) -> None:
+def add_mtp(model: PreTrainedModel, place: Path, form: Form | None = None) -> None:
     """Write a random MTP layer for a model of any type into a directory, beside the model's own weights if any."""
     file = place / "model.safetensors"
-    tensors = mtp_tensors(model, Form(lambda: model, QWEN, _decoder("mtp.layers.0.")))
+    tensors = mtp_tensors(model, form or Form(lambda: model, QWEN, _decoder("mtp.layers.0.")))
     save_file((load_file(file) if file.exists() else {}) | tensors, file, metadata={"format": "pt"})
 
 
-def random_mtp(target: Target) -> MTPDrafter:
-    """Make an MTP layer for a target, with random weights."""
+def random_mtp(target: Target, form: Form | None = None) -> MTPDrafter:
+    """Make an MTP layer for a target, with random weights, of its family's form or one that fits most models."""
     place = Path(mkdtemp())
-    add_mtp(target.model, place)
+    add_mtp(target.model, place, form)
     drafter = load_mtp(str(place), target)
     assert drafter is not None
     return drafter

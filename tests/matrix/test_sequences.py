@@ -1,12 +1,15 @@
 """Sequences of every feature, drafted for in every way, write side by side what each writes alone.
 
 They come one by one, some begin alike, some verify no drafts; blocks are many or few, on the device or on the host.
+True paths are written into the trees of untrained drafters, so that drafts of all of them are accepted.
 """
 
 import pytest
 
 from helpers.features import ALIKE, FEATURES, OWN_WAYS, SIMPLE, case, pair, written_alone
+from helpers.right_drafts import RightDrafts
 from helpers.scheduling import dense_scheduler, launch_ahead, nothing_is_held, run, scheduler
+from redrafter import ReDrafter
 from redrafter.cache import block_manager
 
 MEMORIES: dict[str, dict] = {
@@ -43,9 +46,14 @@ def test_sequences_side_by_side_write_what_each_writes_alone(feature, engine, sc
     if order == "ahead":
         launch_ahead(monkeypatch)
     served = dense_scheduler(made.engine, 3) if dense else scheduler(made.engine, **MEMORIES[memory])
-    with made.watched():
+    drafts = RightDrafts([[*each.prompt, *tokens] for each, tokens in zip(sequences, expected, strict=True)])
+    with made.watched(), drafts.drafted():
         run(served, sequences, apart=1)
     assert [sequence.sink.tokens for sequence in sequences] == expected
+    if isinstance(made.engine, ReDrafter):
+        accepted = sum(sequence.stats.accepted for sequence in sequences)
+        steps = sum(sequence.stats.draft_steps for sequence in sequences)
+        assert accepted > steps, "few drafts are accepted"
     if dense:
         return
     nothing_is_held(served)

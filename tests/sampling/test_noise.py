@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from redrafter.sampling.noise import gumbel
+from redrafter.sampling.noise import ACCEPT, DRAFT, branch, gumbel, streams
 
 IDS = torch.arange(500)
 
@@ -25,6 +25,15 @@ def test_the_stream_is_that_of_the_published_generator():
     state = torch.tensor([1234567]) + (torch.arange(3) + 1) * noise.GAMMA
     outputs = [value % 2**64 for value in noise.mix(state).tolist()]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_a_seed_has_the_same_noise_in_every_version():
+    seeds, positions = torch.tensor([3, 1 << 40]), torch.tensor([[0], [7]])
+    assert branch(seeds, DRAFT).tolist() == [3768710290976403573, -6876903479599513362]
+    assert branch(seeds, ACCEPT).tolist() == [-7247550404934420262, -2737591804719522787]
+    assert streams(seeds, positions).tolist() == [[8883187925210353900], [7849264056826424574]]
+    expected = torch.tensor([[[0.1455783397, 1.6828247309]], [[0.5281530619, 0.0837517902]]])
+    torch.testing.assert_close(gumbel(seeds, positions, torch.tensor([0, 96])), expected)
 
 
 def test_noise_is_gumbel_distributed_and_finite():

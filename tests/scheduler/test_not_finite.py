@@ -21,6 +21,7 @@ from helpers.scheduling import (
     nothing_is_held,
     same_alone,
     scheduler,
+    until_stepping,
 )
 from redrafter import DraftTarget, Engine
 from redrafter.drafting.eagle import EagleDrafter
@@ -204,3 +205,16 @@ def test_a_largest_logit_that_is_infinite_is_an_error_and_one_that_is_never_writ
             patch.setattr(engine.model.lm_head, "forward", changed)
             serve(served, each)
             check(engine, [] if failing else [each], [each] if failing else [])
+
+
+@CACHES
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_single_infinite_logit_ends_a_row_that_is_drawn_by_rejection_sampling(on, value, monkeypatch):
+    engine = rejecting()
+    served, each = on(engine), make_sequence([5, 6, 7], 40, KINDS["sampled"])
+    until_stepping(served, each)
+    head = engine.model.lm_head.forward
+    changed = lambda hidden: head(hidden).index_fill(-1, torch.tensor([90]), value)  # noqa: E731
+    monkeypatch.setattr(engine.model.lm_head, "forward", changed)
+    go_on(served)
+    check(engine, [], [each])

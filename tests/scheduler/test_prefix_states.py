@@ -10,9 +10,11 @@ import torch
 from helpers.features import make_engine
 from helpers.models import tiny_model
 from helpers.recurrent import generated_alone, recurrent_model
+from helpers.right_drafts import RightDrafts
 from helpers.scheduling import (
     KINDS,
     Sink,
+    alone,
     launch_ahead,
     make_sequence,
     run,
@@ -96,6 +98,20 @@ def test_the_next_turn_of_a_chat_continues_in_the_last_answer(model, name, order
     # What is new, and less than a block of the answer; two where drafts lag. A step that goes past the end loses it.
     late = sorted(read[1:])[: 2 if order == "ahead" or name != "undrafted" else 3]
     assert max(late) <= 3 + 16 * (2 if "draft model" in name else 1)
+
+
+@pytest.mark.parametrize("model", ["mamba2", "lfm2"])
+def test_the_next_turn_of_a_chat_continues_in_an_answer_that_branches_were_accepted_of(model):
+    engine, plain = (make_engine(name, recurrent_model(model)) for name in ("drafter", "undrafted"))
+    served, prompt = scheduler(engine), SYSTEM
+    for turn in range(5):
+        sequence = make_sequence([*prompt, 5 + turn, 9, 11], 37, GREEDY)
+        drafts = RightDrafts([[*sequence.prompt, *alone(plain, sequence)]], turn, share=1)
+        with drafts.drafted():
+            run_as_alone(served, [sequence])
+        assert drafts.off_chain > 5
+        assert sequence.reused >= len(prompt) - 32 or not turn
+        prompt = list(sequence.tokens)
 
 
 def test_rows_that_move_keep_their_states():

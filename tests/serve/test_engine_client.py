@@ -70,6 +70,37 @@ def client(served):
     nothing_is_held(served)
 
 
+@pytest.mark.parametrize("stop", [2, 5, 6, 8, 10, 11, 12])
+def test_the_server_counts_drafts_before_a_stop_string_as_an_engine_does_that_ends_there(stop):
+    def find_stop(new: Sequence[int]) -> int | None:
+        return new.index(stop) if stop in new else None
+
+    steps = [
+        SequenceDelta([1]),  # drawn after the prompt
+        SequenceDelta([2, 3, 4, 5, 6], drafted=7, copied=2, copies=3),  # four drafts, then a draw
+        SequenceDelta([7, 8], drafted=7, copied=1, copies=3),
+        SequenceDelta([9, 10, 11, 12], drafted=7, copied=3, copies=3),
+    ]
+    engines_own, cut_by_server = make_sequence([5], 40, GREEDY), make_sequence([5], 40, GREEDY)
+    engines_own.stats, cut_by_server.stats = (Stats(accepted_by_depth=[0] * 4) for _ in range(2))
+    engines_own.find_stop = find_stop
+    served = ServedSequence([5], frozenset(), Stats(accepted_by_depth=[0] * 4), find_stop)
+    written = []
+    for step in steps:
+        mine, taken = engines_own.append(step), served.take(cut_by_server.append(step))
+        assert (taken.tokens, taken.accepted, taken.copied, taken.finish) == (
+            mine.tokens,
+            mine.accepted,
+            mine.copied,
+            mine.finish,
+        )
+        written += taken.tokens
+        if served.ended:
+            break
+    assert written == list(range(1, stop + 1))
+    assert served.stats == engines_own.stats
+
+
 async def test_a_slow_listener_gets_more_at_once(client, engine):
     for pause in (0.0, 0.3):
         heard = []
