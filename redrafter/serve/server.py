@@ -40,13 +40,14 @@ from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
 from redrafter.serve.capture import Capture
 from redrafter.serve.config import ServeOptions
+from redrafter.serve.encoding import EncodingThreads
 from redrafter.serve.engine_process.client import EngineClient, ServedSequence, Stopped
 from redrafter.serve.engine_process.messages import Submit
 from redrafter.serve.engine_process.start import EngineProcess
 from redrafter.serve.images import ImageReader
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
-from redrafter.serve.network.guards import AccessPolicy
+from redrafter.serve.network.guards import SMALL_BODY_BYTES, AccessPolicy
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.fields import MAX_PROMPTS, StreamOptions
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, Message
@@ -91,6 +92,7 @@ class Server:
         self.created = int(time.time())
         if options.capture is not None:
             self.capture = Capture(options, self.tokenizer)
+        self._encoding = EncodingThreads()
         self.metrics = Metrics(self.engine, self.model, self.capture)
         self.engine.on_delta = self._observe
         self.prompts = Prompts(
@@ -130,7 +132,7 @@ class Server:
     @cached_property
     def counting_prompts(self) -> Prompts:
         """A reader of prompts that are only tokenized, which may be longer than the context."""
-        return replace(self.prompts, context=MAX_CONTEXTS * self.context)
+        return self.prompts.with_context(MAX_CONTEXTS * self.context)
 
     @property
     def thinks(self) -> bool:
@@ -170,7 +172,7 @@ class Server:
     async def completion(self, request: CompletionRequest, facts: Facts) -> Answer:
         """Answer a request for completions, and add to the facts that are logged of it."""
         self.check_model(request.model)
-        prompts = await asyncio.to_thread(self.prompts.encode_prompts, request.prompt)
+        prompts = await self.encode(lambda asked, _: self.prompts.encode_prompts(asked.prompt), request, None, facts)
         copies, kept = request.copies, request.n or 1
         # Of more texts than are asked for, the best ones are chosen by their log-probabilities.
         logprobs = 0 if copies > kept and request.logprobs is None else request.logprobs
@@ -181,7 +183,7 @@ class Server:
         max_new_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         choices = []
         for ids in prompts:
-            echo = decode_tokens(self.tokenizer, ids, True) if request.echo else ""
+            echo = await asyncio.to_thread(decode_tokens, self.tokenizer, ids, True) if request.echo else ""
             choices += [CompletionChoice(ids, *self._served(request, params), echo=echo) for _ in range(copies)]
         asked = Submit([choice.prompt for choice in choices], max_new_tokens, params, grammar)
         return await self._serve(request, asked, choices, facts, (copies, kept))
@@ -224,13 +226,15 @@ class Server:
         messages: Sequence[Message] | None,
         facts: Facts,
     ) -> T:
-        """Encode a request in a thread; one whose messages have images, when it is its client's turn.
+        """Encode a request in a thread, when it is its client's turn.
 
         `encode` is called with the request and a process that decodes its images, None where it has none.
         """
+        client = str(facts.get("client", ""))
         if isinstance(self.images, str) or not any(message.images for message in messages or ()):
-            return await asyncio.to_thread(encode, request, None)
-        return await self.images.run(lambda decoder: encode(request, decoder), str(facts.get("client", "")))
+            large = facts.get("body_bytes", 0) > SMALL_BODY_BYTES
+            return await self._encoding.run(lambda: encode(request, None), client, large)
+        return await self.images.run(lambda decoder: encode(request, decoder), client)
 
     def _served(self, request: AnyRequest, params: SamplingParams) -> tuple[Any, ...]:
         """Return the arguments of a choice that all texts of a request share."""

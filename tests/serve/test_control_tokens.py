@@ -15,6 +15,7 @@ pytest.importorskip("fastapi")
 
 from redrafter import boxed_pair
 from redrafter.serve.control_tokens import ControlTokens, choose_marker
+from redrafter.serve.encoding import LONG_TEXT, TextEncoder
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 
@@ -86,6 +87,34 @@ KINDS: dict[str, Callable[[], Any]] = {
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request) -> Any:
     return KINDS[request.param]()
+
+
+def test_a_long_text_has_the_ids_of_one_call_of_the_tokenizer(tokenizer):
+    """It is encoded in a process of its own."""
+    made, pieces = (
+        random.Random(4),
+        [
+            *SPECIAL,
+            "<tool_call>",
+            "<table>",
+            " ",
+            "  ",
+            "\n",
+            "a",
+            "b" * 40,
+            "c d",
+            "é",
+            "\u0301",
+            "\U0001f600",
+            "<|",
+            "7",
+        ],
+    )
+    text = "".join(made.choices(pieces, k=20_000))
+    assert len(text) > LONG_TEXT
+    for added in (False, True):
+        ids = TextEncoder(tokenizer).encode(text, "prompt", add_special_tokens=added)
+        assert ids == tokenizer(text, add_special_tokens=added).input_ids
 
 
 def prompts(tokenizer: Any, **options: bool) -> Prompts:
