@@ -11,6 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -47,7 +48,7 @@ class ControlTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, encoder: TextEncoder | None = None):
         """Read the control tokens of a tokenizer and its template; `encoder` encodes with that tokenizer."""
-        self._tokenizer, self._encoder = tokenizer, encoder or TextEncoder(tokenizer)
+        self._tokenizer, self.encoder = tokenizer, encoder or TextEncoder(tokenizer)
         added = [token for token in tokenizer.added_tokens_decoder.values() if len(token.content.strip()) > 1]
         self._special = {token.content for token in added if token.special}
         self._all = self._special | {token.content for token in added if token.content in template}
@@ -56,6 +57,11 @@ class ControlTokens:
         self._beginnings = {name[:size] for name in self._all for size in range(1, len(name))}
         self._ends = {name[size:] for name in self._all for size in range(1, len(name))}
         self._suffix = secrets.token_hex(8)
+
+    def prepare(self) -> None:
+        """Make what the first text that spells a control token needs: it stops all threads for tenths of a second."""
+        with suppress(ApiError):  # no message is refused before it is sent
+            self._renamed_tokenizer  # noqa: B018  # a cached property
 
     def mark_message(self, message: Mapping[str, Any], marker: str) -> dict[str, Any]:
         """Return a message, as chat templates read it, with `marker` in the control tokens that it spells."""
@@ -97,7 +103,7 @@ class ControlTokens:
         """
         plain = _remove_markers(text, marker)
         if plain == text:
-            return plain, self._encoder.encode(text, "messages")
+            return plain, self.encoder.encode(text, "messages")
         renamed = self._any_pattern.sub(lambda match: match[0] + self._suffix, text)
         encoder, original_ids = self._renamed_tokenizer
         tokens = encoder.encode(_remove_markers(renamed, marker), "messages")

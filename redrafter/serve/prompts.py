@@ -121,6 +121,7 @@ class Prompts:
     special_tokens_in_content: bool = False  # whether a control token that a message spells counts as one
     reasoning_parser: str = "auto"  # vLLM's name of the parser of its thoughts
     images: ImageReader | str = "this model takes no images"  # what reads them, or why none are read
+    control: ControlTokens | None = None  # those of the tokenizer and its template; None: they are read when needed
 
     @property
     def template(self) -> ChatTemplate:
@@ -151,11 +152,11 @@ class Prompts:
 
     @cached_property
     def _encoder(self) -> TextEncoder:
-        return TextEncoder(self.tokenizer)
+        return TextEncoder(self.tokenizer) if self.control is None else self.control.encoder
 
     @cached_property
     def _control(self) -> ControlTokens:
-        return ControlTokens(self.tokenizer, self.template.text, self._encoder)
+        return self.control or ControlTokens(self.tokenizer, self.template.text, self._encoder)
 
     def encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of one text, with the tokenizer's special tokens around it if `add_special_tokens`."""

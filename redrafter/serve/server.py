@@ -40,6 +40,7 @@ from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
 from redrafter.serve.capture import Capture
 from redrafter.serve.config import ServeOptions
+from redrafter.serve.control_tokens import ControlTokens
 from redrafter.serve.encoding import EncodingThreads
 from redrafter.serve.engine_process.client import EngineClient, ServedSequence, Stopped
 from redrafter.serve.engine_process.messages import Submit
@@ -48,7 +49,7 @@ from redrafter.serve.images import ImageReader
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
 from redrafter.serve.network.guards import SMALL_BODY_BYTES, AccessPolicy
-from redrafter.serve.prompts import Prompts
+from redrafter.serve.prompts import ChatTemplate, Prompts
 from redrafter.serve.protocol.fields import MAX_PROMPTS, StreamOptions
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, Message
 from redrafter.serve.routes.app import create_app
@@ -81,6 +82,7 @@ class Server:
     operators: ApiKeys = field(default_factory=ApiKeys)  # of those who may change the engine; without any, nobody may
     images: ImageReader | str = Prompts.images  # what reads the images of chats, or why none are read
     traces: "Traces | None" = None  # where spans of requests go
+    control: ControlTokens | None = Prompts.control  # of the tokenizer and its template, if they are read already
     capture: Capture | None = field(default=None, init=False)  # where texts are written for training
 
     def __post_init__(self) -> None:
@@ -103,6 +105,7 @@ class Server:
             options.special_tokens_in_content,
             options.reasoning_parser,
             self.images,
+            self.control,
         )
         policy = AccessPolicy.of(self.keys, options, self.operators)
         self.app = create_app(self, policy, options.max_body_size, options.allow_runtime_lora_updating)
@@ -380,6 +383,10 @@ def load_server(
         raise
     if template is not None:
         tokenizer.chat_template = template
+    control = None
+    if tokenizer.chat_template:
+        control = ControlTokens(tokenizer, ChatTemplate(tokenizer).text)
+        control.prepare()
     facts = process.wait_until_loaded()
     images: ImageReader | str = Server.images
     if facts.image_inputs and not options.max_images:
@@ -397,7 +404,7 @@ def load_server(
 
         traces = Traces(options.otlp_traces_endpoint)
     engine = EngineClient(process.channel, facts, process)
-    return Server(engine, tokenizer, options, keys, operators or ApiKeys(), images, traces)
+    return Server(engine, tokenizer, options, keys, operators or ApiKeys(), images, traces, control)
 
 
 def _grammar_source(request: AnyRequest) -> GrammarSource | None:

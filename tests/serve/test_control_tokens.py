@@ -14,6 +14,7 @@ from helpers import tokenizers
 pytest.importorskip("fastapi")
 
 from redrafter import boxed_pair
+from redrafter.serve import control_tokens
 from redrafter.serve.control_tokens import ControlTokens, choose_marker
 from redrafter.serve.encoding import LONG_TEXT, TextEncoder
 from redrafter.serve.prompts import Prompts
@@ -115,6 +116,16 @@ def test_a_long_text_has_the_ids_of_one_call_of_the_tokenizer(tokenizer):
     for added in (False, True):
         ids = TextEncoder(tokenizer).encode(text, "prompt", add_special_tokens=added)
         assert ids == tokenizer(text, add_special_tokens=added).input_ids
+
+
+def test_a_copy_of_the_tokenizer_is_made_before_a_message_needs_it(tokenizer, monkeypatch):
+    """To make it stops all threads, for a second with 128,000 tokens."""
+    body, control = chat_body("a <s> b"), ControlTokens(tokenizer, tokenizer.chat_template)
+    expected = encoded(tokenizer, body)
+    control.prepare()
+    monkeypatch.setattr(control_tokens, "Tokenizer", None)  # nothing can be made of it
+    made = Prompts(tokenizer, "mine", len(tokenizer), 1 << 16, control=control)
+    assert made.encode_chat(ChatRequest.model_validate(body))[0] == expected
 
 
 def prompts(tokenizer: Any, **options: bool) -> Prompts:
