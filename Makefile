@@ -52,6 +52,7 @@ mutants: $(READY)
 
 hostile: $(READY)
 	PYTHONPATH=tests $(BIN)/python tests/serve/fuzz_server.py --requests 8000 $(if $(SCHEMATHESIS),--schemathesis $(SCHEMATHESIS))
+	PYTHONPATH=tests $(BIN)/python tests/serve/fuzz_fairness.py $(if $(GOALS),--goals)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -11,12 +11,14 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from redrafter.serve.encoding import TextEncoder
 from redrafter.serve.protocol.requests import ApiError
 
 _MARKERS = range(0xE000, 0xF8FF)  # code points of private use
@@ -44,8 +46,9 @@ class ControlTokens:
     `<tool_call>`. In messages of the assistant only special tokens are marked: the model writes the others itself.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, encoder: TextEncoder | None = None):
+        """Read the control tokens of a tokenizer and its template; `encoder` encodes with that tokenizer."""
+        self._tokenizer, self.encoder = tokenizer, encoder or TextEncoder(tokenizer)
         added = [token for token in tokenizer.added_tokens_decoder.values() if len(token.content.strip()) > 1]
         self._special = {token.content for token in added if token.special}
         self._all = self._special | {token.content for token in added if token.content in template}
@@ -54,6 +57,11 @@ class ControlTokens:
         self._beginnings = {name[:size] for name in self._all for size in range(1, len(name))}
         self._ends = {name[size:] for name in self._all for size in range(1, len(name))}
         self._suffix = secrets.token_hex(8)
+
+    def prepare(self) -> None:
+        """Make what the first text that spells a control token needs: it stops all threads for tenths of a second."""
+        with suppress(ApiError):  # no message is refused before it is sent
+            self._renamed_tokenizer  # noqa: B018  # a cached property
 
     def mark_message(self, message: Mapping[str, Any], marker: str) -> dict[str, Any]:
         """Return a message, as chat templates read it, with `marker` in the control tokens that it spells."""
@@ -95,10 +103,10 @@ class ControlTokens:
         """
         plain = _remove_markers(text, marker)
         if plain == text:
-            return plain, list(self._tokenizer(text, add_special_tokens=False).input_ids)
+            return plain, self.encoder.encode(text, "messages")
         renamed = self._any_pattern.sub(lambda match: match[0] + self._suffix, text)
-        tokenizer, original_ids = self._renamed_tokenizer
-        tokens = tokenizer.encode(_remove_markers(renamed, marker), add_special_tokens=False).ids
+        encoder, original_ids = self._renamed_tokenizer
+        tokens = encoder.encode(_remove_markers(renamed, marker), "messages")
         return plain, [original_ids.get(token, token) for token in tokens]
 
     def _mark_edges(self, text: str, marker: str) -> str:
@@ -114,7 +122,7 @@ class ControlTokens:
         return text[:begin] + before + middle + after + text[begin + len(middle) :]
 
     @cached_property
-    def _renamed_tokenizer(self) -> tuple[Tokenizer, dict[int, int]]:
+    def _renamed_tokenizer(self) -> tuple[TextEncoder, dict[int, int]]:
         """A copy of the tokenizer with renamed control tokens, and original ids of added tokens by ids in the copy."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
@@ -128,7 +136,9 @@ class ControlTokens:
         _rename(spec["model"], names)
         tokenizer = Tokenizer.from_str(json.dumps(spec))
         copied_ids = {name: tokenizer.token_to_id(name) for name in original_ids}
-        return tokenizer, {token: original_ids[name] for name, token in copied_ids.items() if token is not None}
+        return TextEncoder(tokenizer), {
+            token: original_ids[name] for name, token in copied_ids.items() if token is not None
+        }
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:

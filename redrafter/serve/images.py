@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakValueDictionary
 
 from redrafter.errors import first_line
 from redrafter.sandbox.frames import receive_frame, send_frame
 from redrafter.sandbox.process import SandboxedProcess, Zygote, zygote_of
 from redrafter.serve.config import ServeOptions
+from redrafter.serve.encoding import ClientTurns
 from redrafter.serve.engine_process.client import Stopped
 from redrafter.serve.protocol.requests import DATA_URL, ApiError
 
@@ -35,8 +35,7 @@ class ImageReader:
     def __init__(self, processor: Any, names: Collection[str], options: ServeOptions | None = None):
         """Make a reader of the processor beside a model, with the names of what the model takes of images."""
         self._processor, self._names, self.options = processor, frozenset(names), options or ServeOptions()
-        self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+        self._turns = ClientTurns(MAX_AT_ONCE, MAX_AT_ONCE_PER_CLIENT)
         self._threads = ThreadPoolExecutor(MAX_AT_ONCE, "redrafter-images")
         self._processes: set[SandboxedProcess] = set()
         self._held: Counter[str] = Counter()  # bytes by client
@@ -49,12 +48,12 @@ class ImageReader:
         nobody waits for a request any more, its process is ended at once, and its turn when its thread is free again.
         `encode` is called with a process that decodes the images. Raises `Stopped` once the reader is closed.
         """
-        async with self._clients.setdefault(client, asyncio.Semaphore(MAX_AT_ONCE_PER_CLIENT)):
+        async with self._turns.of(client):
             while not self._closed and (
                 self._held[client] > MAX_HELD_BYTES // 2 or self._held.total() > MAX_HELD_BYTES
             ):
                 await asyncio.sleep(POLL_SECONDS)
-            async with self._turns:
+            async with self._turns.all:
                 loop = asyncio.get_running_loop()
                 process = await loop.run_in_executor(self._threads, self.new_process)
                 self._processes.add(process)

@@ -4,7 +4,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from redrafter.errors import first_line
 from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks, thought_marks
 from redrafter.serve.control_tokens import ControlTokens, choose_marker
+from redrafter.serve.encoding import TextEncoder
 from redrafter.serve.images import ImageReader
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, Message, TextPart, ToolCall
 from redrafter.serve.tools import describe_tools, template_tools
@@ -120,6 +121,7 @@ class Prompts:
     special_tokens_in_content: bool = False  # whether a control token that a message spells counts as one
     reasoning_parser: str = "auto"  # vLLM's name of the parser of its thoughts
     images: ImageReader | str = "this model takes no images"  # what reads them, or why none are read
+    control: ControlTokens | None = None  # those of the tokenizer and its template; None: they are read when needed
 
     @property
     def template(self) -> ChatTemplate:
@@ -140,14 +142,26 @@ class Prompts:
         added = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
         return thought_marks(self.reasoning_parser, self.template.text, added)
 
+    def with_context(self, context: int) -> "Prompts":
+        """Return a reader with another context, which shares the processes of this one."""
+        other = replace(self, context=context)
+        other.__dict__["_encoder"] = self._encoder
+        if self.tokenizer.chat_template:
+            other.__dict__["_control"] = self._control
+        return other
+
+    @cached_property
+    def _encoder(self) -> TextEncoder:
+        return TextEncoder(self.tokenizer) if self.control is None else self.control.encoder
+
     @cached_property
     def _control(self) -> ControlTokens:
-        return ControlTokens(self.tokenizer, self.template.text)
+        return self.control or ControlTokens(self.tokenizer, self.template.text, self._encoder)
 
     def encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of one text, with the tokenizer's special tokens around it if `add_special_tokens`."""
         self._check_size(text, "prompt")
-        return self._checked(list(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids), "prompt")
+        return self._checked(self._encoder.encode(text, "prompt", add_special_tokens=add_special_tokens), "prompt")
 
     def encode_prompts(self, prompt: str | list[Any]) -> list[list[int]]:
         """Return the token ids of each prompt of a completion request: a text or token ids, or a list of such."""
@@ -228,7 +242,7 @@ class Prompts:
     def _checked(self, prompt: str | list[int], param: str) -> list[int]:
         if isinstance(prompt, str):
             self._check_size(prompt, param)
-            prompt = list(self.tokenizer(prompt).input_ids)
+            prompt = self._encoder.encode(prompt, param, add_special_tokens=True)
         if not prompt:
             raise ApiError(400, "the prompt is empty", param)
         if (bad := next((token for token in prompt if token >= self.vocabulary), None)) is not None:
@@ -246,7 +260,7 @@ class Prompts:
             ) from error
         size, count = CHUNK_CHARACTERS * self.context, 0
         for begin in range(0, len(text), size) if len(text) > size else ():
-            count += len(self.tokenizer(text[begin : begin + size], add_special_tokens=False).input_ids)
+            count += len(self._encoder.encode(text[begin : begin + size], param))
             if count > 2 * self.context:  # not exact: the end of a chunk may cut a token
                 raise self._too_long(f"more than {self.context}", param)
 

@@ -40,14 +40,16 @@ from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
 from redrafter.serve.capture import Capture
 from redrafter.serve.config import ServeOptions
+from redrafter.serve.control_tokens import ControlTokens
+from redrafter.serve.encoding import EncodingThreads
 from redrafter.serve.engine_process.client import EngineClient, ServedSequence, Stopped
 from redrafter.serve.engine_process.messages import Submit
 from redrafter.serve.engine_process.start import EngineProcess
 from redrafter.serve.images import ImageReader
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
-from redrafter.serve.network.guards import AccessPolicy
-from redrafter.serve.prompts import Prompts
+from redrafter.serve.network.guards import SMALL_BODY_BYTES, AccessPolicy
+from redrafter.serve.prompts import ChatTemplate, Prompts
 from redrafter.serve.protocol.fields import MAX_PROMPTS, StreamOptions
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, Message, TooManyTokensError
 from redrafter.serve.routes.app import create_app
@@ -80,6 +82,7 @@ class Server:
     operators: ApiKeys = field(default_factory=ApiKeys)  # of those who may change the engine; without any, nobody may
     images: ImageReader | str = Prompts.images  # what reads the images of chats, or why none are read
     traces: "Traces | None" = None  # where spans of requests go
+    control: ControlTokens | None = Prompts.control  # of the tokenizer and its template, if they are read already
     capture: Capture | None = field(default=None, init=False)  # where texts are written for training
 
     def __post_init__(self) -> None:
@@ -91,6 +94,7 @@ class Server:
         self.created = int(time.time())
         if options.capture is not None:
             self.capture = Capture(options, self.tokenizer)
+        self._encoding = EncodingThreads()
         self.metrics = Metrics(self.engine, self.model, self.capture)
         self.engine.on_delta = self._observe
         self.prompts = Prompts(
@@ -101,6 +105,7 @@ class Server:
             options.special_tokens_in_content,
             options.reasoning_parser,
             self.images,
+            self.control,
         )
         policy = AccessPolicy.of(self.keys, options, self.operators)
         self.app = create_app(self, policy, options.max_body_size, options.allow_runtime_lora_updating)
@@ -131,7 +136,7 @@ class Server:
     @cached_property
     def counting_prompts(self) -> Prompts:
         """A reader of prompts that are only tokenized, which may be longer than the context."""
-        return replace(self.prompts, context=MAX_CONTEXTS * self.context)
+        return self.prompts.with_context(MAX_CONTEXTS * self.context)
 
     @property
     def thinks(self) -> bool:
@@ -171,7 +176,7 @@ class Server:
     async def completion(self, request: CompletionRequest, facts: Facts) -> Answer:
         """Answer a request for completions, and add to the facts that are logged of it."""
         self.check_model(request.model)
-        prompts = await asyncio.to_thread(self.prompts.encode_prompts, request.prompt)
+        prompts = await self.encode(lambda asked, _: self.prompts.encode_prompts(asked.prompt), request, None, facts)
         copies, kept = request.copies, request.n or 1
         # Of more texts than are asked for, the best ones are chosen by their log-probabilities.
         logprobs = 0 if copies > kept and request.logprobs is None else request.logprobs
@@ -184,7 +189,7 @@ class Server:
             max_new_tokens = self._check_room(max(map(len, prompts)), request.max_tokens, "max_tokens")
         choices = []
         for ids in prompts:
-            echo = decode_tokens(self.tokenizer, ids, True) if request.echo else ""
+            echo = await asyncio.to_thread(decode_tokens, self.tokenizer, ids, True) if request.echo else ""
             choices += [CompletionChoice(ids, *self._served(request, params), echo=echo) for _ in range(copies)]
         asked = Submit([choice.prompt for choice in choices], max_new_tokens, params, grammar)
         return await self._serve(request, asked, choices, facts, (copies, kept))
@@ -230,13 +235,15 @@ class Server:
         messages: Sequence[Message] | None,
         facts: Facts,
     ) -> T:
-        """Encode a request in a thread; one whose messages have images, when it is its client's turn.
+        """Encode a request in a thread, when it is its client's turn.
 
         `encode` is called with the request and a process that decodes its images, None where it has none.
         """
+        client = str(facts.get("client", ""))
         if isinstance(self.images, str) or not any(message.images for message in messages or ()):
-            return await asyncio.to_thread(encode, request, None)
-        return await self.images.run(lambda decoder: encode(request, decoder), str(facts.get("client", "")))
+            large = facts.get("body_bytes", 0) > SMALL_BODY_BYTES
+            return await self._encoding.run(lambda: encode(request, None), client, large)
+        return await self.images.run(lambda decoder: encode(request, decoder), client)
 
     def _check_room(self, prompt: int, asked: int, param: str) -> int:
         """Return the number of tokens asked for, or raise `TooManyTokensError` if the context has no room for them."""
@@ -391,6 +398,10 @@ def load_server(
         raise
     if template is not None:
         tokenizer.chat_template = template
+    control = None
+    if tokenizer.chat_template:
+        control = ControlTokens(tokenizer, ChatTemplate(tokenizer).text)
+        control.prepare()
     facts = process.wait_until_loaded()
     images: ImageReader | str = Server.images
     if facts.image_inputs and not options.max_images:
@@ -408,7 +419,7 @@ def load_server(
 
         traces = Traces(options.otlp_traces_endpoint)
     engine = EngineClient(process.channel, facts, process)
-    return Server(engine, tokenizer, options, keys, operators or ApiKeys(), images, traces)
+    return Server(engine, tokenizer, options, keys, operators or ApiKeys(), images, traces, control)
 
 
 def _grammar_source(request: AnyRequest) -> GrammarSource | None:

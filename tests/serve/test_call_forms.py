@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from redrafter import boxed_pair
 from redrafter.cli import main
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.arguments import as_json, parameter_types
-from redrafter.serve.answers.call_forms import FORMS, PARSERS, call_form
+from redrafter.serve.answers.call_forms import PARSERS, call_form
 from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.answers.thoughts import PARSERS as THOUGHTS
 from redrafter.serve.answers.thoughts import ThoughtMarks
@@ -194,21 +193,6 @@ def test_random_marks_are_read_alike_however_they_come_and_one_call_where_no_mor
         assert options["parallel_calls"] or len(whole[2]) <= 1
     two = next(text for text in texts if len(WRITTEN[parser][text][2]) == 2)
     assert read(form(TOOLS, parallel_calls=False), [two])[2] == F
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_long_text_is_read_in_linear_time(form):
-    """A reader that read any text twice would take minutes."""
-    begun = form.begins[-1].replace("<function=", "<function=f>").replace("<tool_call>", "<tool_call>f")
-    argument = "o".join(getattr(form, "key_marks", ("", ""))) + '{"'.join(getattr(form, "value_marks", ("", "")))
-    before = time.process_time()
-    for again in {*form.marks, " ", "[f(i=", argument} - {""}:
-        reader, text = form(TOOLS, thoughts=THOUGHTS["qwen3"]), begun + again * (60_000 // len(again))
-        for begin in range(0, len(text), 4):
-            reader.push(text[begin : begin + 4])
-        reader.push("", last=True)
-        form(TOOLS).push(text * 3, last=True)
-    assert time.process_time() - before < 12
 
 
 def test_what_is_certain_comes_at_once():

@@ -14,7 +14,9 @@ from helpers import tokenizers
 pytest.importorskip("fastapi")
 
 from redrafter import boxed_pair
+from redrafter.serve import control_tokens
 from redrafter.serve.control_tokens import ControlTokens, choose_marker
+from redrafter.serve.encoding import LONG_TEXT, TextEncoder
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 
@@ -86,6 +88,44 @@ KINDS: dict[str, Callable[[], Any]] = {
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request) -> Any:
     return KINDS[request.param]()
+
+
+def test_a_long_text_has_the_ids_of_one_call_of_the_tokenizer(tokenizer):
+    """It is encoded in a process of its own."""
+    made, pieces = (
+        random.Random(4),
+        [
+            *SPECIAL,
+            "<tool_call>",
+            "<table>",
+            " ",
+            "  ",
+            "\n",
+            "a",
+            "b" * 40,
+            "c d",
+            "é",
+            "\u0301",
+            "\U0001f600",
+            "<|",
+            "7",
+        ],
+    )
+    text = "".join(made.choices(pieces, k=20_000))
+    assert len(text) > LONG_TEXT
+    for added in (False, True):
+        ids = TextEncoder(tokenizer).encode(text, "prompt", add_special_tokens=added)
+        assert ids == tokenizer(text, add_special_tokens=added).input_ids
+
+
+def test_a_copy_of_the_tokenizer_is_made_before_a_message_needs_it(tokenizer, monkeypatch):
+    """To make it stops all threads, for a second with 128,000 tokens."""
+    body, control = chat_body("a <s> b"), ControlTokens(tokenizer, tokenizer.chat_template)
+    expected = encoded(tokenizer, body)
+    control.prepare()
+    monkeypatch.setattr(control_tokens, "Tokenizer", None)  # nothing can be made of it
+    made = Prompts(tokenizer, "mine", len(tokenizer), 1 << 16, control=control)
+    assert made.encode_chat(ChatRequest.model_validate(body))[0] == expected
 
 
 def prompts(tokenizer: Any, **options: bool) -> Prompts:

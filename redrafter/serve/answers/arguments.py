@@ -1,6 +1,8 @@
 """Arguments that models write without quotes, as JSON of the types that a tool's schema gives to them."""
 
+import ast
 import json
+import re
 from typing import Any
 from urllib.parse import unquote
 
@@ -15,6 +17,14 @@ JSON_TYPES: dict[str, Any] = {
     "null": type(None),
 }
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+# What literals consist of. The prefix of an f-string is no part of them: `ast` takes quadratic time for its fields.
+_LITERAL_TOKEN = re.compile(
+    r"""\s+|[\[\](){},:+-]|[rRuU]?(?:"[^"\\]*(?:\\.[^"\\]*)*"|'[^'\\]*(?:\\.[^'\\]*)*')"""
+    r"|(?:True|False|None)\b|[0-9.][\w.]*",
+    re.DOTALL,
+)
+MAX_LITERAL_TOKENS = 1 << 14  # of a value that is not JSON: `ast` takes about 20 ms and 10 MiB for so many
 
 
 def parameter_types(parameters: Any, name: str) -> set[str]:
@@ -84,6 +94,19 @@ def as_json(written: str, types: set[str] | None) -> str | None:
     if kind == "number" and "number" not in types and "integer" in types and value.is_integer():
         return f"{int(value)}"
     return written if kind in types or (kind == "integer" and "number" in types) else None
+
+
+def python_as_json(source: str) -> str:
+    """Return a value in Python as JSON: that of a literal, or else its source as a text."""
+    if (written := as_json(source, None)) is not None:
+        return written
+    other, count = _LITERAL_TOKEN.subn("", source)
+    try:
+        value = source if other or count > MAX_LITERAL_TOKENS else ast.literal_eval(source)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return json.dumps(source, ensure_ascii=False)
+    return json.dumps(value) if _LONE_SURROGATE.search(text) else text
 
 
 def _look_up(value: Any, key: str) -> Any:

@@ -4,14 +4,13 @@ Each is a reader of its own, which `call_form` chooses by the chat template, or 
 An argument or a call is told as soon as it is certain, and the result does not depend on the pieces of the text.
 """
 
-import ast
 import json
 import re
 import uuid
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from redrafter.serve.answers.arguments import as_json, parameter_types
+from redrafter.serve.answers.arguments import as_json, parameter_types, python_as_json
 from redrafter.serve.answers.lark import Argument, CalledTool, LarkWriter
 from redrafter.serve.answers.reader import SPACE, ChatReader, Steps
 from redrafter.serve.answers.thoughts import PARSERS as THOUGHTS
@@ -22,7 +21,6 @@ _PLAIN_NAME = re.compile(r"[\w.-]+")
 _XML_NAME = re.compile(r"[^\s<>]([^\n<>]*[^\s<>])?")
 _PYTHON = re.compile(r"""["'(){}\[\],]""")
 _PYTHON_STRINGS = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _nothing() -> None:
@@ -138,7 +136,8 @@ class DeepSeekCalls(ChatReader):
 class PythonicCalls(_NamedArguments):
     """Calls as a list in Python: `[f(a=1, b="x"), g()]`, at the beginning of the text or after `<|python_tag|>`.
 
-    A value is a literal; one that is none, such as a variable, becomes a text.
+    A value is a literal. Any other, such as a variable or an f-string, becomes a text, as does a literal of more than
+    `arguments.MAX_LITERAL_TOKENS` that is not JSON.
     """
 
     parsers = ("pythonic", "llama4_pythonic")
@@ -178,7 +177,7 @@ class PythonicCalls(_NamedArguments):
             if not (yield from self._skip_python()):
                 self.cut = True
                 return True
-            self._add(f"{opening}{json.dumps(key)}: {_python_as_json(self.text[begin : self._at].strip())}")
+            self._add(f"{opening}{json.dumps(key)}: {python_as_json(self.text[begin : self._at].strip())}")
             opening = ", "
             yield from self._skip_literal(",")
 
@@ -225,17 +224,6 @@ class PythonicCalls(_NamedArguments):
             return lark.json(schema, tool.parameters)
         rest = [kind for kind in listed if kind not in names]
         return f"({' | '.join([*named, *([lark.json(schema | {'type': rest}, tool.parameters)] if rest else [])])})"
-
-
-def _python_as_json(source: str) -> str:
-    if (written := as_json(source, None)) is not None:
-        return written
-    try:
-        value = ast.literal_eval(source)
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return json.dumps(source, ensure_ascii=False)
-    return json.dumps(value) if _LONE_SURROGATE.search(text) else text
 
 
 class XmlCalls(_NamedArguments):

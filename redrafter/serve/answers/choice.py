@@ -135,7 +135,9 @@ class Choice(ServedSequence):
             sizes = (size for stop in self._stops for size in range(1, len(stop)) if self._held.endswith(stop[:size]))
             end = len(self._held) - (0 if self.finish is not None else max(sizes, default=0))
             ready, self._held = self._held[:end], self._held[end:]
-        self.text += ready
+        so_far, self.text = self.text, ""
+        so_far += ready  # in place, as in `ChatReader.push`
+        self.text = so_far
         return ready
 
     def draft_runs(self, spans: Iterable[tuple[int, int]] | None = None, before: str = "") -> dict[str, Any]:

@@ -129,6 +129,7 @@ class ChatChoice(Choice):
         self._may_lack_content = bool(tools or thoughts is not None)
         # Where each token's text ends, to count those of thoughts.
         self._token_ends: array[int] | None = None if thoughts is None else array("l")
+        self._counted = self._thought_tokens = 0  # thoughts that have ended and were counted, and their tokens
 
     def _decode(self, tokens: Sequence[int], drafted: bool) -> None:
         if self._token_ends is None or not tokens:
@@ -140,22 +141,32 @@ class ChatChoice(Choice):
     @property
     def reasoning_tokens(self) -> int:
         """Tokens of thoughts and of their marks, as far as the text has been read."""
-        ends, count = self._token_ends or (), 0
-        for begin, end in self._reader.thought_spans:
-            count += bisect_right(ends, end) - (bisect_right(ends, begin) if begin else 0)
-        return count
+        ends, spans = self._token_ends or (), self._reader.thought_spans
+
+        def count(begin: int, end: int) -> int:
+            return bisect_right(ends, end) - (bisect_right(ends, begin) if begin else 0)
+
+        # Each is counted once, however often a stream asks. The tokens of one that ends with the text may be missing.
+        while self._counted < len(spans) and spans[self._counted][1] < (ends[-1] if ends else 0):
+            self._thought_tokens += count(*spans[self._counted])
+            self._counted += 1
+        return self._thought_tokens + sum(count(*span) for span in spans[self._counted :])
 
     def format_choice(self, index: int) -> dict[str, Any]:
         """Return an entry of `choices` of a whole answer."""
         message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
         calls: list[dict[str, Any]] = []
+        arguments: list[list[str]] = []
         for delta, _ in self._reader.push(self.text, last=True):
             for call in delta.pop("tool_calls", ()):
                 if "id" in call:
                     calls.append({name: value for name, value in call.items() if name != "index"})
+                    arguments.append([])
                 else:
-                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+                    arguments[-1].append(call["function"]["arguments"])
             message |= delta
+        for call, pieces in zip(calls, arguments, strict=True):
+            call["function"]["arguments"] = "".join(pieces)
         if calls:
             message["tool_calls"] = calls
         elif "reasoning_content" not in message:

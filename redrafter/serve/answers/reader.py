@@ -138,8 +138,9 @@ class ChatReader:
             The deltas of OpenAI's message that the text makes certain, each with the spans of the text that are its
             content. A call begins with a delta of its own, and those of its arguments, as the model wrote them, follow.
         """
-        self.text += text
-        self._last = last
+        so_far, self.text = self.text, ""
+        so_far += text  # CPython extends a local variable in place, where `self.text += text` would copy all of it
+        self.text, self._last = so_far, last
         next(self._steps, None)
         thoughts, spans, calls = self._thoughts, self._content, self._calls
         self._thoughts, self._content, self._calls = "", [], []

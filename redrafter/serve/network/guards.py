@@ -312,7 +312,10 @@ class JsonRequest(Request):
     async def json(self) -> Any:
         """Return the value of the body."""
         if not hasattr(self, "_json"):
-            self._json = await self.limits.parse(await self.body(), _loads)
+            body = await self.body()
+            self.scope["facts"]["body_bytes"] = len(body)
+            self._json = await self.limits.parse(body, _loads)
+            del body
             self._body = b""  # it may be large, and a stream may last
         return self._json
 

@@ -268,6 +268,9 @@ def _refusal(reason: str) -> Callable[[], Awaitable[None]]:
 _ADAPTERS_CLOSED = "adapters are not changed while this server runs: start it with --allow-runtime-lora-updating"
 
 
+TOKENS_PER_PIECE = 1 << 11  # of an answer, which take 2 ms to write
+
+
 class TokenizeRequest(Strict):
     """A prompt, or messages that the chat template writes as one.
 
@@ -345,11 +348,24 @@ def add_token_routes(app: FastAPI, server: "Server") -> None:
         return server.model_entry(model)
 
     @app.post("/tokenize", response_model=TokenizeAnswer, **options)
-    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         server.check_model(body.model)
         ids = await server.encode(encode, body, body.messages, request.scope["facts"])
-        names = server.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-        return {"count": len(ids), "max_model_len": server.context, "tokens": ids, "token_strs": names}
+        head = json.dumps({"count": len(ids), "max_model_len": server.context})
+        parts = [ids[begin : begin + TOKENS_PER_PIECE] for begin in range(0, len(ids), TOKENS_PER_PIECE)]
+
+        async def pieces() -> AsyncIterator[str]:
+            yield f'{head[:-1]}, "tokens": ['
+            for number, part in enumerate(parts):
+                yield ", " * (number > 0) + json.dumps(part)[1:-1]
+                await asyncio.sleep(0)  # serves others: an answer may have millions of tokens
+            yield '], "token_strs": ' + ("[" if body.return_token_strs else "null}")
+            for number, part in enumerate(parts if body.return_token_strs else ()):
+                yield ", " * (number > 0) + json.dumps(server.tokenizer.convert_ids_to_tokens(part))[1:-1]
+                await asyncio.sleep(0)
+            yield "]}" if body.return_token_strs else ""
+
+        return StreamingResponse(pieces(), media_type="application/json")
 
     @app.post("/detokenize", response_model=DetokenizeAnswer, **options)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:

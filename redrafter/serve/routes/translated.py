@@ -44,8 +44,13 @@ class PartWriter(ABC):
         self.stop: str | None = None
         self.told: dict[str, Any] = {}
         self._kind: Kind | None = None  # of the open part
-        self._written = ""  # of the open part
+        self._pieces: list[str] = []  # of the open part
         self._call: int | None = None  # the number of the open call
+
+    @property
+    def _written(self) -> str:
+        """Text of the open part."""
+        return "".join(self._pieces)
 
     @abstractmethod
     def _begin(self, kind: Kind, call: dict[str, Any]) -> Iterator[Event]:
@@ -86,7 +91,7 @@ class PartWriter(ABC):
     def _extend(self, kind: Kind, piece: str) -> Iterator[Event]:
         if kind != self._kind:
             yield from self._open(kind)
-        self._written += piece
+        self._pieces.append(piece)
         yield from self._tell(piece)
 
     def _open(self, kind: Kind, call: dict[str, Any] | None = None) -> Iterator[Event]:
@@ -97,7 +102,7 @@ class PartWriter(ABC):
     def _close(self, cut: bool) -> Iterator[Event]:
         if self._kind is not None:
             yield from self._end(cut)
-            self._kind, self._written, self._call = None, "", None
+            self._kind, self._pieces, self._call = None, [], None
 
     def close(self) -> Iterator[Event]:
         """Complete the last part, of an answer that has ended; it is an empty text where there is none."""

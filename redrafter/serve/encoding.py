@@ -1,0 +1,129 @@
+"""Encode texts without slowing others down: long ones in processes, and requests when it is their client's turn."""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
+from typing import TypeVar
+from weakref import WeakValueDictionary
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from redrafter.sandbox.frames import receive_frame, send_frame
+from redrafter.sandbox.process import SandboxedProcess, Zygote, zygote_of
+from redrafter.serve.protocol.requests import ApiError
+
+LONG_TEXT = 1 << 13  # characters; a shorter one takes about 3 ms, twice as long as starting a process for it
+WAIT_SECONDS = 120.0  # wall-clock time to encode one text, on a machine that is busy
+# Requests that are encoded at once in all and of one client, by whether their bodies are large.
+AT_ONCE = {False: (4, 2), True: (2, 1)}
+T = TypeVar("T")
+
+
+class TextEncoder:
+    """Encodes texts with one tokenizer.
+
+    Long texts are encoded in processes of low priority, since a thread of the server would take the engine's cores for
+    seconds, and Python's lock to make a list of each of the encoding's parts. Tokenizers that are not of the
+    `tokenizers` library, or that override how texts are encoded, encode in the calling thread.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | Tokenizer):
+        self._tokenizer = tokenizer
+        self._backend: Tokenizer | None = None
+        self._splits_special = False
+        if isinstance(tokenizer, Tokenizer):
+            self._backend = tokenizer
+        elif isinstance(tokenizer, PreTrainedTokenizerFast):
+            derived = takewhile(lambda kind: kind is not PreTrainedTokenizerFast, type(tokenizer).__mro__)
+            if not any({"__call__", "_encode_plus"} & {*vars(kind)} for kind in derived):
+                self._backend, self._splits_special = tokenizer.backend_tokenizer, tokenizer.split_special_tokens
+
+    def encode(self, text: str, param: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a text, which is about the field `param` of a request.
+
+        Raises:
+            ApiError: The text takes too long or too much memory.
+        """
+        if self._backend is not None and len(text) > LONG_TEXT:
+            return self._encode_apart(text, param, add_special_tokens)
+        if isinstance(self._tokenizer, Tokenizer):  # as a batch: `encode` would keep the lock of all threads
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+
+    def _encode_apart(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
+        process = SandboxedProcess(lambda: zygote_of(self, self._start))
+        connection = process.connection
+        try:
+            connection.settimeout(WAIT_SECONDS)
+            send_frame(connection, b"1" if add_special_tokens else b"0")
+            send_frame(connection, text.encode())
+            return array("I", bytes(receive_frame(connection))).tolist()
+        except (EOFError, OSError) as error:
+            what = "the prompt takes too long or too much memory to be tokenized: shorten it"
+            raise ApiError(400, what, param, "prompt_too_complex") from error
+        finally:
+            process.end()
+
+    def _start(self) -> Zygote:
+        assert self._backend is not None
+        spec = self._backend.to_str().encode()
+        return Zygote("redrafter.serve.encoding_process", [spec, b"1" if self._splits_special else b"0"])
+
+
+class ClientTurns:
+    """Says how many pieces of work run at once: so many in `all`, and fewer of each client.
+
+    So the work of others continues while one client has much of it.
+    """
+
+    def __init__(self, at_once: int, at_once_per_client: int):
+        self.all = asyncio.Semaphore(at_once)
+        self._at_once_per_client = at_once_per_client
+        self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    def of(self, client: str) -> asyncio.Semaphore:
+        """Return the turns of a client, which it takes before one of all."""
+        return self._clients.setdefault(client, asyncio.Semaphore(self._at_once_per_client))
+
+
+class EncodingThreads:
+    """Threads in which requests are encoded, when it is their client's turn; those with large bodies have their own."""
+
+    def __init__(self) -> None:
+        self._turns = {large: ClientTurns(*counts) for large, counts in AT_ONCE.items()}
+        most = sum(count for count, _ in AT_ONCE.values())
+        self._threads = ThreadPoolExecutor(most, "redrafter-encoding")
+
+    async def run(self, encode: Callable[[], T], client: str, large: bool) -> T:
+        """Return the result of encoding a request of a client, whose body is large or not.
+
+        After a large one, the client's next turn comes once as much time has passed as its thread has computed for.
+        """
+        turns = self._turns[large]
+        own = turns.of(client)
+        await own.acquire()
+        seconds = 0.0
+
+        def timed() -> T:
+            nonlocal seconds
+            begin = time.thread_time()
+            try:
+                return encode()
+            finally:
+                seconds = time.thread_time() - begin
+
+        loop = asyncio.get_running_loop()
+        try:
+            async with turns.all:
+                work = loop.run_in_executor(self._threads, timed)
+                try:
+                    return await asyncio.shield(work)
+                except asyncio.CancelledError:
+                    await asyncio.gather(work, return_exceptions=True)  # its thread is free again
+                    raise
+        finally:
+            loop.call_later(seconds if large else 0, own.release)

@@ -1,0 +1,183 @@
+"""Encoding of long texts, and turns of clients whose requests are encoded."""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+pytest.importorskip("fastapi")
+
+from helpers.chats import tiny_tokenizer
+from helpers.processes import children, soon
+from redrafter.sandbox.process import zygote_of
+from redrafter.serve import encoding
+from redrafter.serve.encoding import LONG_TEXT, ClientTurns, EncodingThreads, TextEncoder
+from redrafter.serve.encoding_process import NICENESS
+from redrafter.serve.prompts import Prompts
+from redrafter.serve.protocol.requests import ApiError, ChatRequest
+from redrafter.serve.routes import app
+
+MARKS = "a b c <|user|> <|im_end|> "
+
+
+@contextmanager
+def longest_wait() -> Iterator[list[float]]:
+    """The longest time for which another thread did not get Python's lock, in a list that is filled in the end."""
+    ended, waits = threading.Event(), [0.0]
+
+    def wait() -> None:
+        last = time.perf_counter()
+        while not ended.is_set():
+            time.sleep(0.0005)
+            now = time.perf_counter()
+            waits.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    longest = list[float]()
+    try:
+        yield longest
+    finally:
+        ended.set()
+        thread.join()
+        longest.append(max(waits))
+
+
+def test_no_thread_waits_for_all_of_a_long_chat_that_spells_control_tokens():
+    tokenizer = tiny_tokenizer()
+    prompts = Prompts(tokenizer, "mine", len(tokenizer), 1 << 20)
+    request = ChatRequest.model_validate({"messages": [{"role": "user", "content": MARKS * 20_000}]})
+    prompts.encode_chat(request)  # starts the process from which others are forked
+    shares = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        with longest_wait() as longest:
+            prompts.encode_chat(request)
+        shares.append(longest[0] / (time.perf_counter() - begin))
+    assert min(shares) < 0.5, shares
+
+
+def niceness(process: str) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[16])
+
+
+def test_a_long_text_is_encoded_in_a_process_of_low_priority(pair):
+    encoder, done = TextEncoder(pair[1]), threading.Event()
+    encoder.encode("a" * (LONG_TEXT + 1), "prompt")
+    zygote = zygote_of(encoder, lambda: pytest.fail("it has ended"))
+    thread = threading.Thread(target=lambda: (encoder.encode("a b c " * 50_000, "prompt"), done.set()))
+    thread.start()
+    priorities = set[int]()
+    while not done.is_set():
+        for child in children(zygote.pid):
+            with suppress(FileNotFoundError):
+                priorities.add(niceness(f"{child}"))
+        time.sleep(0.001)
+    thread.join()
+    assert max(priorities) == min(niceness("self") + NICENESS, 19)
+    assert soon(lambda: not children(zygote.pid))
+
+
+def test_a_short_text_and_a_tokenizer_with_code_of_its_own_need_no_process(monkeypatch, pair):
+    class Own(PreTrainedTokenizerFast):
+        def _encode_plus(self, *args: Any, **how: Any) -> Any:
+            return super()._encode_plus(*args, **how)
+
+    monkeypatch.setattr(encoding, "SandboxedProcess", lambda _: pytest.fail("a process was started"))
+    assert TextEncoder(pair[1]).encode("a", "prompt") == pair[1]("a", add_special_tokens=False).input_ids
+    own = Own(tokenizer_object=tiny_tokenizer().backend_tokenizer)
+    text = "a b c " * LONG_TEXT
+    assert TextEncoder(own).encode(text, "prompt") == own(text, add_special_tokens=False).input_ids
+
+
+def test_a_text_that_takes_too_long_is_refused(monkeypatch, pair):
+    monkeypatch.setattr(encoding, "WAIT_SECONDS", 0.01)
+    with pytest.raises(ApiError, match="too long or too much memory") as error:
+        TextEncoder(pair[1]).encode("a b c " * 100_000, "messages")
+    assert (error.value.status, error.value.param) == (400, "messages")
+
+
+def test_a_client_with_many_requests_leaves_turns_to_others():
+    async def main() -> None:
+        turns, order = EncodingThreads(), list[str]()
+        held = threading.Event()
+
+        def work(name: str, wait: bool) -> Callable[[], None]:
+            def run() -> None:
+                order.append(name)
+                if wait:
+                    held.wait(60)
+
+            return run
+
+        greedy = [asyncio.create_task(turns.run(work("greedy", True), "a", True)) for _ in range(8)]
+        await asyncio.sleep(0.05)
+        await turns.run(work("large", False), "b", True)
+        await turns.run(work("small", False), "a", False)
+        assert order == ["greedy", "large", "small"]
+        held.set()
+        await asyncio.gather(*greedy)
+        assert order.count("greedy") == 8
+
+    asyncio.run(main())
+
+
+def test_a_client_pauses_after_a_large_request_for_as_long_as_it_computed():
+    def compute() -> tuple[float, float]:
+        begin, now = time.perf_counter(), time.thread_time()
+        while time.thread_time() - now < 0.1:
+            pass
+        return begin, time.perf_counter()
+
+    async def main() -> None:
+        turns = EncodingThreads()
+        (_, end), (begin, _) = await asyncio.gather(*(turns.run(compute, "a", True) for _ in range(2)))
+        assert begin - end > 0.09
+
+    asyncio.run(main())
+
+
+def test_a_request_whose_client_has_left_keeps_its_turn_until_its_thread_is_free():
+    async def main() -> None:
+        turns, held, order = EncodingThreads(), threading.Event(), list[str]()
+        left = asyncio.create_task(turns.run(lambda: held.wait(60), "a", True))
+        await asyncio.sleep(0.05)
+        left.cancel()
+        following = asyncio.create_task(turns.run(lambda: order.append("following"), "a", True))
+        await asyncio.sleep(0.05)
+        assert not order
+        held.set()
+        await following
+        assert left.cancelled()
+
+    asyncio.run(main())
+
+
+def test_turns_of_clients_are_forgotten():
+    turns = ClientTurns(4, 2)
+    first = turns.of("a")
+    assert turns.of("a") is first
+    assert turns.of("b") is not first
+
+
+def test_an_answer_of_many_tokens_comes_in_pieces(monkeypatch, url, pair):
+    monkeypatch.setattr(app, "TOKENS_PER_PIECE", 7)
+    text = "".join(random.Random(3).choices('The sea "é\\\n<> ', k=500))
+    ids = pair[1](text).input_ids
+    names = pair[1].convert_ids_to_tokens(ids)
+    for asked, told in ((True, names), (False, None)):
+        with httpx.stream("POST", f"{url}/tokenize", json={"prompt": text, "return_token_strs": asked}) as answer:
+            assert "content-length" not in answer.headers
+            answer.read()
+            assert answer.json()["tokens"] == ids
+            assert answer.json()["token_strs"] == told
+            assert answer.json()["count"] == len(ids)
