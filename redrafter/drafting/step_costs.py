@@ -26,6 +26,10 @@ ASSUMED_DRAFT = 0.2
 # Of the boxed pair on one core: a search of one level by its rows, and each further level by the beams of all rows.
 ASSUMED_SEARCHES: Curve = ((1, 0.12), (8, 0.14), (32, 0.25), (64, 0.4))
 ASSUMED_LEVELS: Curve = ((1, 0.04), (8, 0.06), (40, 0.2), (160, 0.6))
+# A step of a model whose weights are far larger than a CPU's caches, by its tokens: SmolLM2-135M on one core, between
+# bfloat16 and float32.
+LARGE_STEPS: Curve = ((1, 1.0), (4, 1.4), (8, 1.7), (12, 2.0), (26, 2.9), (64, 6.0), (256, 22.0))
+LARGE_BYTES = 2e8  # of such a model
 
 
 @dataclass(frozen=True)
@@ -54,16 +58,25 @@ class StepCosts:
             object.__setattr__(self, name, tuple(zip(numbers, times, strict=True)))
 
     @classmethod
-    def assumed(cls, device: str, share: float, depth: int) -> "StepCosts":
+    def assumed(cls, device: str, draft: float, forward: float, depth: int) -> "StepCosts":
         """Return what steps are taken to cost where nothing was measured.
 
         Args:
             device: Type of the device.
-            share: Bytes of the weights that a draft reads, in those that a forward of the target reads.
+            draft: Bytes of the weights that a draft reads.
+            forward: Bytes of the weights that a forward of the target reads.
             depth: Levels of that draft.
         """
-        if device == "cpu":  # small weights stay in its caches
-            return cls(ASSUMED_STEPS["cpu"], ASSUMED_TREES["cpu"], ASSUMED_SEARCHES, ASSUMED_LEVELS)
+        share = draft / forward
+        if device == "cpu":
+            heavy = min(forward / LARGE_BYTES, 1.0)  # small weights stay in its caches
+            search = share / depth
+            return cls(
+                _between(ASSUMED_STEPS["cpu"], LARGE_STEPS, heavy),
+                _between(ASSUMED_TREES["cpu"], LARGE_STEPS, heavy),
+                _between(ASSUMED_SEARCHES, tuple((n, search * time) for n, time in LARGE_STEPS), heavy),
+                _between(ASSUMED_LEVELS, tuple((n, search * time) for n, time in LARGE_STEPS), heavy),
+            )
         level: Curve = ((1, max(share, ASSUMED_DRAFT) / depth),)
         return cls(ASSUMED_STEPS["cuda"], ASSUMED_TREES["cuda"], level, level)
 
@@ -106,3 +119,9 @@ def time_at(curve: Curve, number: int) -> float:
     after = min(bisect_right(curve, number, key=lambda point: point[0]), len(curve) - 1)
     (low, before), (high, later) = curve[after - 1], curve[after]
     return before + (later - before) * (number - low) / (high - low)
+
+
+def _between(first: Curve, second: Curve, share: float) -> Curve:
+    """Return the curve that is so far from the first to the second."""
+    numbers = sorted({number for number, _ in (*first, *second)})
+    return tuple((n, (1 - share) * time_at(first, n) + share * time_at(second, n)) for n in numbers)
