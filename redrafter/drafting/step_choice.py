@@ -15,9 +15,11 @@ from redrafter.drafting.step_times import ENOUGH, StepTimes
 from redrafter.tree.likelihood import LIKELIHOODS
 
 # What drafts may lose before they have gained anything, in steps without drafts, and what each such step adds to it.
-ALLOWED, ALLOWED_SHARE = 4.0, 0.01
+ALLOWED, ALLOWED_SHARE = 3.0, 0.01
 FEWEST = 5  # rows of steps before drafts are judged
-RETRY = 8  # steps at least between two that try drafts which do not pay, or as many as rows that were seen in vain
+# Steps at least between two that try drafts which do not pay, or as many as rows that were seen in vain. Each time they
+# are twice as many as the time before, while nothing is gained.
+RETRY, LONGEST_RETRY = 8, 128
 RECHECK = 4  # steps after which other kinds of steps are looked at again
 MARGIN = 1.05  # times the tokens per time of the kind in use, or of steps without drafts, that another must promise
 LEAST_SHARE = 0.1  # of what a step's drafts tell of those that may come, beside what earlier ones told
@@ -129,7 +131,7 @@ class Allowance:
 
     def __init__(self) -> None:
         """Begin with all that may be lost."""
-        self._left, self._waited, self._rows, self.pays = ALLOWED, RETRY, 0, True
+        self._left, self._waited, self._rows, self._retry, self.pays = ALLOWED, 0, 0, RETRY, True
 
     def drafts(self, rows: int, loss: float) -> bool:
         """Decide whether the next step drafts; to be called once for each step.
@@ -139,8 +141,10 @@ class Allowance:
             loss: What a step that tries drafts in vain loses, in steps without drafts.
         """
         self._waited += 1
-        if self._left > 0 and (self.pays or (self._waited > max(RETRY, rows) and self._left >= loss)):
-            self._waited = 0
+        if self._left > 0 and self.pays:
+            return True
+        if self._waited > max(self._retry, rows) and self._left >= loss:
+            self._waited, self._retry = 0, min(2 * self._retry, LONGEST_RETRY)
             return True
         self._left = min(self._left + ALLOWED_SHARE, ALLOWED)
         return False
@@ -155,6 +159,10 @@ class Allowance:
         """
         self._left, self._rows = min(self._left + gained, ALLOWED), self._rows + rows
         self.pays = pays or self._rows < FEWEST
+        if gained > 0:
+            self._retry = RETRY
+        if self.pays:
+            self._waited = 0
 
 
 class Experience:

@@ -134,7 +134,8 @@ class Engine(Changeable):
         # Ranks must agree, and their parts of the target may differ in size.
         alone, proposer = self.target.ranks.size == 1, self.proposer
         read = proposer.draft_bytes if alone and isinstance(proposer, SearchProposer) else 0
-        return StepCosts.assumed(self.target.device.type, read, forward_bytes(self.model), max(proposer.depth, 1))
+        device, itemsize = self.target.device.type, self.target.dtype.itemsize
+        return StepCosts.assumed(device, read, forward_bytes(self.model), max(proposer.depth, 1), itemsize)
 
     def make_graphs(self, rows: int = MOST_ROWS, max_rows: int | None = None, *, reuse: bool = True) -> PagedMemory:
         """Take memory for a paged cache, for at most `rows` rows of the longest text, and prepare the models' forwards.
