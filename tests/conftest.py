@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from helpers.models import tiny_model
 from helpers.progress import FolderProgress
-from redrafter import ReDrafter
+from redrafter.engine.engine import Engine
 
 # Folders whose parametrised tests are seldom fast; tests/matrix chooses by itself.
 COSTLY = {
@@ -129,8 +129,9 @@ def _quiet() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _drafting(monkeypatch) -> None:
-    """Let engines draft in every step, though the random drafters of tests gain little."""
-    monkeypatch.setattr(ReDrafter, "pauses", False)
+    """Let engines draft in every step, though the random drafters of tests gain little, and no clock decide."""
+    monkeypatch.setattr(Engine, "pauses", False)
+    monkeypatch.setattr(Engine, "clock", None)
 
 
 @pytest.fixture(scope="session")

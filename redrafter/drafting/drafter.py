@@ -125,8 +125,10 @@ class RecurrentDrafter(DrafterModel):
     def prepare(self, target: Target) -> None:
         """Tabulate the cell's product with embeddings on a GPU, where the table takes a small part of its memory.
 
-        A table that there is already is made anew, of the weights as they are now.
+        A table that there is already is computed again, of the weights as they are now.
         """
+        if self.shortlist is None:
+            super().prepare(target)
         wanted = self.embedded is not None
         if target.device.type == "cuda" and self.config.rnn and not wanted:
             memory = torch.cuda.get_device_properties(target.device).total_memory
@@ -190,6 +192,8 @@ class RecurrentDrafter(DrafterModel):
         unread += layer_bytes(self.rnn_gate, 1 / 3, with_bias=False) if gated else 0
         whole = sum(weight.nbytes for weight in self.parameters()) - never
         gathered = 0
+        if self.int8_head is not None:
+            whole += self.int8_head.num_bytes - layer_bytes(self.lm_head)
         if config.head_shortlist is not None:
             whole -= layer_bytes(self.lm_head)
             rows = config.head_shortlist * (1 + (depth - 1) * config.draft_beams)  # the first step has one beam
@@ -262,7 +266,7 @@ class RecurrentDrafter(DrafterModel):
             Logits `[..., V']` over the drafter's vocabulary and the new state `[..., D]`.
         """
         x, state = self.advance(embedding, state, start, read, embedded)
-        return self.lm_head(x), state
+        return self.score(x), state
 
     forward = step
 
@@ -372,7 +376,8 @@ class RecurrentDrafter(DrafterModel):
         """Set training or evaluation mode; training drops the table that `tabulate` made."""
         if mode:
             self.embedded = None
-        return super().train(mode)
+        super().train(mode)
+        return self
 
 
 AutoModel.register(DrafterConfig, RecurrentDrafter, exist_ok=True)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.drafting.drafter_config import AnyDrafterConfig
+from redrafter.drafting.int8_head import Int8Head
 from redrafter.drafting.low_rank import LowRankLinear
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
@@ -55,6 +56,7 @@ class DrafterModel(PreTrainedModel):
         proposer_class: What drafts with it.
         identity_fields: Sizes and settings in its config that tell it from others.
         unquantized: What stays as it is where the drafter is quantised; None for nothing.
+        int8_head: The head in 8 bits, for drafts on a CPU, after `prepare`; None where it is used as it is.
         text_commands: Commands that draft over given texts with it: "evaluate" by `read_texts`, "train" by `unroll`.
     """
 
@@ -66,6 +68,7 @@ class DrafterModel(PreTrainedModel):
     lm_head: nn.Linear
     draft_ids: Tensor | None
     unquantized: nn.Module | None = None
+    int8_head: Int8Head | None = None
     text_commands: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Any):
@@ -108,7 +111,19 @@ class DrafterModel(PreTrainedModel):
         return module.to(target.device, target.dtype).eval()
 
     def prepare(self, target: Target) -> None:
-        """Compute beforehand what makes drafting for a target faster on its device."""
+        """Compute beforehand what makes drafting for a target faster on its device, of the weights as they are now."""
+        self.int8_head = Int8Head.of(getattr(self, "lm_head", None))
+
+    def train(self, mode: bool = True) -> Any:
+        """Set training or evaluation mode; training drops what `prepare` computed."""
+        if mode:
+            self.int8_head = None
+        return super().train(mode)
+
+    def score(self, x: Tensor) -> Tensor:
+        """Return logits `[..., V']` of the head's inputs `[..., R]`, as drafts need them."""
+        logits: Tensor = (self.int8_head or self.lm_head)(x)
+        return logits
 
     def identity(self) -> list[Any]:
         """Return sizes and settings that tell the drafter from others, beside norms of `told_by`."""

@@ -194,7 +194,7 @@ class EagleDrafter(DrafterModel):
             each beam with the new one at the end.
         """
         x, hidden, path = self.advance(embedding, hidden, position, path, past)
-        return self.lm_head(x), hidden, path
+        return self.score(x), hidden, path
 
     forward = step
 

@@ -8,21 +8,28 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
 
-from redrafter.drafting.draft_length import FIRST_PAUSE, WINDOW, Pause
+from redrafter.drafting.draft_length import WINDOW
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
 from redrafter.drafting.step_costs import StepCosts
+from redrafter.drafting.step_times import ENOUGH, StepTimes
 from redrafter.tree.likelihood import LIKELIHOODS
 
-FEWEST, FEWEST_AFTER_PAUSE = 8, 1  # rows of steps by which drafts are judged at first, and after a pause
-LEAST_ROWS = 2  # of a step that has fewer, in that count: four steps are enough
-HOPELESS, HOPELESS_PAUSE = 0.85, 64  # of the tokens per time of steps without drafts; steps of a pause after less
+# What drafts may lose before they have gained anything, in steps without drafts, and what each such step adds to it.
+ALLOWED, ALLOWED_SHARE = 3.0, 0.01
+FEWEST = 5  # rows of steps before drafts are judged
+# Steps at least between two that try drafts which do not pay, or as many as rows that were seen in vain. Each time they
+# are twice as many as the time before, while nothing is gained.
+RETRY, LONGEST_RETRY = 8, 128
 RECHECK = 4  # steps after which other kinds of steps are looked at again
 MARGIN = 1.05  # times the tokens per time of the kind in use, or of steps without drafts, that another must promise
 LEAST_SHARE = 0.1  # of what a step's drafts tell of those that may come, beside what earlier ones told
 # Drafts of each likelihood that are taken to be accepted as the drafter's others are, and those, beside what was seen.
-PRIOR_OF_EACH, PRIOR_OF_ALL = 2.0, 2.0
+PRIOR_OF_EACH, PRIOR_OF_ALL = 4.0, 8.0
+PRIOR_ROWS = 8  # rows of steps that what is taken of a drafter, or known from earlier texts, counts as
+PRIOR_COPIED = 1.0  # drafts of a match that are taken to be accepted
 VERIFIED_ROWS, VERIFIED_STEPS = 256, 64  # rows of steps, and steps, by which drafts of a likelihood are judged
-FORGOTTEN = 0.7  # part of what is known of drafts that still counts after a pause began
+# Parts of what is known of drafts that still count for another batch, and where they are tried after a while.
+FORGOTTEN, FORGOTTEN_BY_RETRY = 0.7, 0.9
 UNLIKELY = 0.004  # part of the drafts that is accepted of those that are less likely than all `LIKELIHOODS`
 RECALL = 0.01  # by how much levels that a step did not search turn to what those above them promise
 
@@ -81,7 +88,7 @@ class Promise:
         self._accepted = [keep * old + new for old, new in zip(self._accepted, accepted, strict=True)]
         self.rates = self._rates()
         self._deepen(len(searched))
-        share = min(max(rows / (self._seen + rows), rows / WINDOW, LEAST_SHARE), 1.0)
+        share = min(max(rows / (PRIOR_ROWS + self._seen + rows), rows / WINDOW, LEAST_SHARE), 1.0)
         self._seen += rows
         for level, counts in zip(self.levels, searched, strict=False):
             narrow = _first(level, beams)  # what is less likely than all beams of this search stays as it was
@@ -94,11 +101,10 @@ class Promise:
         for above, below in zip(self.levels[last - 1 :], self.levels[last:], strict=False):
             below[:] = [n + RECALL * (self._ratio * more - n) for n, more in zip(below, above, strict=True)]
 
-    def forget(self) -> None:
-        """Trust less in what became of drafts so far, since they are not tried for a while."""
-        self._verified, self._accepted = (
-            [FORGOTTEN * n for n in counts] for counts in (self._verified, self._accepted)
-        )
+    def forget(self, kept: float = FORGOTTEN) -> None:
+        """Trust less in what became of drafts so far, since other texts follow, or none were tried for a while."""
+        self._seen = 0.0
+        self._verified, self._accepted = ([kept * n for n in counts] for counts in (self._verified, self._accepted))
         self.rates = self._rates()
 
 
@@ -116,60 +122,130 @@ def _share(drafting: int) -> float:
     return min(max(drafting / WINDOW, LEAST_SHARE), 1.0)
 
 
+class Allowance:
+    """Bounds the time that drafts lose, so that decoding with them is hardly ever slower than without.
+
+    Drafts may lose some steps' time, and a small part of the time of all later steps; what they gain pays that back.
+    A few unlucky steps so cost a text none of its drafts, and drafts that go on losing are left out of most steps.
+    """
+
+    def __init__(self) -> None:
+        """Begin with all that may be lost."""
+        self._left, self._waited, self._rows, self._retry, self.pays = ALLOWED, 0, 0, RETRY, True
+
+    def drafts(self, rows: int, loss: float) -> bool:
+        """Decide whether the next step drafts; to be called once for each step.
+
+        Args:
+            rows: Rows of the step. Those of one step are as much evidence as so many steps of one row.
+            loss: What a step that tries drafts in vain loses, in steps without drafts.
+        """
+        self._waited += 1
+        if self._left > 0 and self.pays:
+            return True
+        if self._waited > max(self._retry, rows) and self._left >= loss:
+            self._waited, self._retry = 0, min(2 * self._retry, LONGEST_RETRY)
+            return True
+        self._left = min(self._left + ALLOWED_SHARE, ALLOWED)
+        return False
+
+    def observe(self, rows: int, gained: float, *, pays: bool) -> None:
+        """Record a step with drafts of so many rows.
+
+        Args:
+            rows: Rows that took drafts.
+            gained: What it has gained, in steps without drafts; less than 0 for a loss.
+            pays: Whether drafts promise to pay from now on.
+        """
+        self._left, self._rows = min(self._left + gained, ALLOWED), self._rows + rows
+        self.pays = pays or self._rows < FEWEST
+        if gained > 0:
+            self._retry = RETRY
+        if self.pays:
+            self._waited = 0
+
+
+class Experience:
+    """What became of earlier drafts, with which an engine's later batches begin.
+
+    Attributes:
+        promise: What is known of a search's drafts.
+        copied: Drafts that were accepted of a row, and that only the text had, in steps that copy beside a search.
+        copied_alone: The same in all steps that copy, which is what copying alone may rely on.
+        allowances: Of numbers of rows that are alike.
+    """
+
+    def __init__(self, quality: float = QUALITY, copied: float = 0.0):
+        """Begin with a drafter of some quality, as `Promise` has it, and with what copies are taken to bring."""
+        self.promise, self.copied, self.copied_alone = Promise(quality), copied, copied
+        self.allowances: dict[int, Allowance] = defaultdict(Allowance)
+
+    def allowance(self, size: int) -> Allowance:
+        """Return that of steps of so many rows."""
+        return self.allowances[(size - 1).bit_length()]
+
+
 class StepChoice:
     """Chooses what each step drafts, by what steps cost and by what became of the drafts of earlier ones.
 
-    Steps that search nothing tell nothing of a search's drafts. So these are tried again after pauses, each of which is
-    twice as long as the one before it, while they promise fewer tokens for their time. Steps of a pause copy drafts
-    from the text where that pays, and draft nothing elsewhere. What is decided follows from the costs and from the
-    tokens of earlier steps alone.
+    Steps that search nothing say nothing of a search's drafts. So while these promise fewer tokens for their time, they
+    are tried again as often as `Allowance` permits. Other steps copy drafts from the text where that pays, and draft
+    nothing elsewhere. What is decided follows from the costs and from the tokens of earlier steps alone.
 
     Attributes:
         ratios: By number of rows, the time of a step with drafts in steps without, where it is not from the costs.
+        times: What times steps, where their costs are not known beforehand.
     """
 
     def __init__(
         self,
-        costs: StepCosts,
+        costs: StepCosts | StepTimes,
         kinds: Mapping[int, Sequence[Proposer]],
         plain: Proposer,
         ratios: Mapping[int, float],
-        quality: float = QUALITY,
+        experience: Experience | None = None,
         copying: Mapping[int, Proposer] | None = None,
+        beside: Mapping[int, Sequence[Proposer]] | None = None,
         reading: float = 0.0,
     ):
-        """Begin with what is best for a drafter of some quality.
+        """Begin with what is best by the experience.
 
         Args:
             costs: What steps take.
             kinds: What may draft for each number of rows that steps are made for; nothing where drafts never pay.
             plain: The proposer that drafts nothing.
             ratios: As the attribute.
-            quality: That of `Promise`, before any step.
+            experience: What became of drafts in earlier batches; None for nothing.
             copying: What copies drafts from the text and searches none, by rows; None for nothing.
+            beside: The kinds with what they copy from the text, where steps know whether it has something to copy; None
+                for nothing.
             reading: Time that each token in the cache adds to a step, whatever it drafts.
         """
         self._costs, self._kinds, self._plain, self.ratios = costs, kinds, plain, ratios
+        self.times = costs if isinstance(costs, StepTimes) else None
         self._reading, self._cached = reading, 0  # tokens in the cache, before the step that was chosen last
-        self._copying = copying or {}
-        self._promise = Promise(quality)
-        # Drafts that were accepted of a row and step, and that only the text had: of steps that copy beside a search,
-        # and of all steps, which is what copying alone may rely on.
-        self._copied = self._copied_alone = 0.0
-        self._pauses: dict[int, Pause] = {}  # of numbers of rows that are alike
+        self._copying, self._experience = copying or {}, experience or Experience()
+        self._knows_matches = beside is not None
+        self._beside = {(size, id(each.without_text)): each for size, of in (beside or {}).items() for each in of}
+        self._experience.promise.forget()
         self._steps: dict[int, int] = defaultdict(int)
         self._used = {size: max(of, key=partial(self._value, size, size, size, 0)) for size, of in kinds.items() if of}
 
     @property
     def proposers(self) -> list[Proposer]:
         """All that may draft, whatever the number of rows."""
-        return [self._plain, *self._copying.values(), *chain.from_iterable(self._kinds.values())]
+        return [
+            self._plain,
+            *self._copying.values(),
+            *self._beside.values(),
+            *chain.from_iterable(self._kinds.values()),
+        ]
 
     def first(self, size: int) -> Proposer:
         """Return what the next step of so many rows drafts with, if it does not pause."""
         return self._used.get(size, self._plain)
 
-    def choose(self, size: int, rows: int, drafting: int, more: int, cached: int) -> Proposer:
+    def choose(self, size: int, rows: int, drafting: int, more: int, cached: int, match: bool = True) -> Proposer:
         """Return the proposer of the next step; to be called once for each step.
 
         Args:
@@ -178,24 +254,36 @@ class StepChoice:
             drafting: How many of those take drafts.
             more: Tokens of prompts that it reads.
             cached: Tokens of all rows that are in the cache.
+            match: Whether a text may have something to copy.
         """
-        used, self._cached = self.first(size), cached
-        if used is self._plain or self._pause(size).skip():
-            value = partial(self._value, size, rows, drafting, more)
-            copying = self._copying.get(size, self._plain)
+        self._cached = cached
+        if self.times is not None and self.times.wants(size, self._plain, ENOUGH):
+            return self._plain  # all other steps are compared with it
+        value, kinds = partial(self._value, size, rows, drafting, more), self._kinds.get(size, ())
+        cheapest = min(kinds, key=partial(self._cost, size), default=self._plain)
+        usable = cheapest.depth and (match or isinstance(_search(cheapest), SearchProposer))
+        allowance = self._experience.allowance(size)
+        if not usable or not allowance.drafts(rows, self._cost(size, cheapest) - 1):
+            copying = self._copying.get(size, self._plain) if match else self._plain
             return copying if value(copying) >= MARGIN * value(self._plain) else self._plain
-        if self._pause(size).trying:  # the cheapest kind tells as much of what others promise
-            return min(self._kinds[size], key=partial(self._costs.of, rows=size))
+        if not allowance.pays:  # the cheapest kind tells as much of what others promise
+            self._experience.promise.forget(FORGOTTEN_BY_RETRY)
+            return cheapest
         self._steps[size] += 1
-        if self._steps[size] % RECHECK == 0 and len(self._kinds[size]) > 1:
-            value = partial(self._value, size, rows, drafting, 0)
-            best = max(self._kinds[size], key=value)
+        used = self._used[size]
+        if self._steps[size] % RECHECK == 0 and len(kinds) > 1:
+            best = max(kinds, key=partial(self._value, size, rows, drafting, 0))
             if value(best) > MARGIN * value(used):
                 self._used[size] = used = best
+        if match and (both := self._beside.get((size, id(used)))) is not None:
+            best = max(used, both, self._copying.get(size, used), key=value)
+            if best is used:
+                self._experience.copied += RECALL * (PRIOR_COPIED - self._experience.copied)
+            used = best
         if not more:
             return used
         # Other trees would be steps of other shapes, for as long as prompts are read alone.
-        return max(used, self._plain, key=partial(self._value, size, rows, drafting, more))
+        return max(used, self._plain, key=value)
 
     def observe(
         self,
@@ -203,62 +291,61 @@ class StepChoice:
         rows: int,
         proposer: Proposer,
         drafting: int,
+        accepted: int,
         copied: int,
         outcomes: Sequence[Sequence[int]],
     ) -> None:
-        """Take note of a step with drafts.
+        """Record a step with drafts.
 
         Args:
             size: Rows that the step was made for.
             rows: How many of them there were.
             proposer: What drafted.
             drafting: How many rows took drafts, at least 1.
-            copied: Drafts that were accepted, and that only the text had.
+            accepted: Drafts that were accepted.
+            copied: Those of them that only the text had.
             outcomes: What became of the drafts by their likelihood, as `count_outcomes` has it.
         """
-        self._note_copies(drafting, copied)
-        search = proposer.without_text or proposer
-        if not search.depth:
+        known, search = self._experience, _search(proposer)
+        share, gained = _share(drafting), accepted
+        if isinstance(search, SearchProposer):
+            gained = copied
+            known.promise.observe(drafting, search.beams, outcomes)
+            if search is not proposer:
+                known.copied += share * (copied / drafting - known.copied)
+        known.copied_alone += share * (gained / drafting - known.copied_alone)
+        if not (kinds := self._kinds.get(size)):
             return
-        assert isinstance(search, SearchProposer)
-        self._promise.observe(drafting, search.beams, outcomes)
-        if search is not proposer:
-            self._copied += _share(drafting) * (copied / drafting - self._copied)
-        if self._kinds[size]:
-            value = partial(self._value, size, rows, drafting, 0)
-            best = max(map(value, self._kinds[size]))
-            without = max(map(value, (self._plain, self._copying.get(size, self._plain))))
-            at_least = HOPELESS_PAUSE if best < HOPELESS * without else FIRST_PAUSE
-            rows_judged = max(drafting, LEAST_ROWS)
-            if self._pause(size).judge(rows_judged, pays=best >= MARGIN * without, at_least=at_least):
-                self._promise.forget()
+        allowance, value = known.allowance(size), partial(self._value, size, rows, drafting, 0)
+        # Where steps know of matches, copies are no rival of a search: it is left out in steps that have some to copy.
+        copying = self._plain if self._knows_matches else self._copying.get(size, self._plain)
+        pays = max(map(value, kinds)) >= MARGIN * max(value(self._plain), value(copying))
+        allowance.observe(drafting, (rows + accepted) / rows - self._cost(size, proposer), pays=pays)
 
-    def note_no_match(self, drafting: int) -> None:
-        """Take note that a step of so many rows, at least 1, copies and drafts nothing, as no text has a match."""
-        self._note_copies(drafting, 0)
-
-    def _note_copies(self, drafting: int, copied: int) -> None:
-        self._copied_alone += _share(drafting) * (copied / drafting - self._copied_alone)
-
-    def _pause(self, size: int) -> Pause:
-        return self._pauses.setdefault((size - 1).bit_length(), Pause(FEWEST, FEWEST_AFTER_PAUSE))
+    def _cost(self, size: int, proposer: Proposer) -> float:
+        """Return the time of a step with a proposer, in steps without drafts."""
+        if proposer.depth and (ratio := self.ratios.get(size)) is not None:
+            return ratio
+        read = self._reading * self._cached
+        return (self._costs.of(proposer, size) + read) / (self._costs.of(self._plain, size) + read)
 
     def _value(self, size: int, rows: int, drafting: int, more: int, proposer: Proposer) -> float:
         """Return the tokens that a step with a proposer promises, per time."""
-        read = self._reading * self._cached
-        cost = self._costs.of(proposer, size, more) + read
-        if not proposer.depth:
-            return rows / cost
-        search = proposer.without_text or proposer
-        if not search.depth:
-            return (rows + drafting * self._copied_alone) / cost
-        assert isinstance(search, SearchProposer)
+        known, read = self._experience, self._reading * self._cached
+        cost, search = self._costs.of(proposer, size, more) + read, _search(proposer)
+        if not isinstance(search, SearchProposer):
+            return (rows + drafting * known.copied_alone * bool(proposer.depth)) / cost
         drafts = search.nodes - 1.0
         if search.shared_nodes is not None:
             drafts = (step_tokens(search, size) - size) / max(drafting, 1)
-        gained = self._promise.accepted(search.beams, search.depth, drafts)
+        gained = known.promise.accepted(search.beams, search.depth, drafts)
         if search is not proposer:
-            gained += self._copied
+            gained += known.copied
         if (ratio := self.ratios.get(size)) is not None:
             cost = ratio * (self._costs.of(self._plain, size, more) + read)
         return (rows + drafting * gained) / cost
+
+
+def _search(proposer: Proposer) -> Proposer:
+    """Return what drafts but for what is copied beside it."""
+    return proposer.without_text or proposer

@@ -26,6 +26,13 @@ ASSUMED_DRAFT = 0.2
 # Of the boxed pair on one core: a search of one level by its rows, and each further level by the beams of all rows.
 ASSUMED_SEARCHES: Curve = ((1, 0.12), (8, 0.14), (32, 0.25), (64, 0.4))
 ASSUMED_LEVELS: Curve = ((1, 0.04), (8, 0.06), (40, 0.2), (160, 0.6))
+# A step of a model whose weights are far larger than a CPU's caches, by its tokens and the bytes of a weight:
+# SmolLM2-135M on one core. In float32, products of two and three tokens take longer there than those of four.
+LARGE_STEPS: Mapping[int, Curve] = {
+    4: ((1, 1.0), (2, 1.4), (4, 1.4), (6, 1.6), (12, 1.8), (26, 2.6), (64, 5.0), (256, 18.0)),
+    2: ((1, 1.0), (2, 1.02), (4, 1.18), (6, 1.2), (12, 1.45), (26, 2.2), (64, 4.5), (256, 16.0)),
+}
+LARGE_BYTES = 2e8  # of such a model
 
 
 @dataclass(frozen=True)
@@ -54,16 +61,23 @@ class StepCosts:
             object.__setattr__(self, name, tuple(zip(numbers, times, strict=True)))
 
     @classmethod
-    def assumed(cls, device: str, share: float, depth: int) -> "StepCosts":
+    def assumed(cls, device: str, draft: float, forward: float, depth: int, itemsize: int = 2) -> "StepCosts":
         """Return what steps are taken to cost where nothing was measured.
 
         Args:
             device: Type of the device.
-            share: Bytes of the weights that a draft reads, in those that a forward of the target reads.
+            draft: Bytes of the weights that a draft reads.
+            forward: Bytes of the weights that a forward of the target reads.
             depth: Levels of that draft.
+            itemsize: Bytes of a weight.
         """
-        if device == "cpu":  # small weights stay in its caches
-            return cls(ASSUMED_STEPS["cpu"], ASSUMED_TREES["cpu"], ASSUMED_SEARCHES, ASSUMED_LEVELS)
+        share = draft / forward
+        if device == "cpu":
+            large, much = LARGE_STEPS[4 if itemsize >= 4 else 2], min(forward / LARGE_BYTES, 1.0)
+            search = tuple((n, share / depth * time) for n, time in large)
+            light = ASSUMED_STEPS["cpu"], ASSUMED_TREES["cpu"], ASSUMED_SEARCHES, ASSUMED_LEVELS  # in its caches
+            pairs = zip(light, (large, large, search, search), strict=True)
+            return cls(*(_between(small, more, much) for small, more in pairs))
         level: Curve = ((1, max(share, ASSUMED_DRAFT) / depth),)
         return cls(ASSUMED_STEPS["cuda"], ASSUMED_TREES["cuda"], level, level)
 
@@ -106,3 +120,9 @@ def time_at(curve: Curve, number: int) -> float:
     after = min(bisect_right(curve, number, key=lambda point: point[0]), len(curve) - 1)
     (low, before), (high, later) = curve[after - 1], curve[after]
     return before + (later - before) * (number - low) / (high - low)
+
+
+def _between(first: Curve, second: Curve, share: float) -> Curve:
+    """Return the curve that is so far from the first to the second."""
+    numbers = sorted({number for number, _ in (*first, *second)})
+    return tuple((n, (1 - share) * time_at(first, n) + share * time_at(second, n)) for n in numbers)

@@ -2,9 +2,11 @@
 
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,8 +19,10 @@ from transformers.generation.streamers import BaseStreamer
 from redrafter.cache.to_device import made_on_host
 from redrafter.checkpoints.adapters import read_adapter
 from redrafter.drafting.draft_length import AdaptiveDraftLength
-from redrafter.drafting.proposer import PlainProposer, Proposer
+from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer
 from redrafter.drafting.step_choice import StepChoice
+from redrafter.drafting.step_costs import StepCosts
+from redrafter.drafting.step_times import Clock, StepTimes
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
     check_bound,
@@ -37,6 +41,7 @@ from redrafter.engine.modes import kv_dtype_of, make_batch_invariant, use_kv_cac
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import AdapterNames, OwnArguments, Request, Seed, read_request, row_adapters
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
+from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.supported import check_autocast
 from redrafter.model.target import Target
 from redrafter.scheduler.paged_memory import MOST_ROWS, PagedMemory
@@ -71,8 +76,13 @@ class Engine(Changeable):
         draft_vocabulary: What the draft model has for each of the target's tokens; None where its ids are the target's.
         rejection_sampling: Whether sampled drafts are kept by rejection sampling; sampled tokens are then not those of
             undrafted decoding.
+        pauses: Whether steps draft other trees, or nothing for a while, where drafts gain less than they cost. It
+            changes no token.
+        clock: Times the first steps of each kind on a CPU, by the calling thread's own time; None to time none.
     """
 
+    pauses = True
+    clock: Clock | None = staticmethod(time.thread_time)
     do_sample: bool | None = None
     draft_vocabulary: VocabularyMap | None = None
     rejection_sampling = False
@@ -111,6 +121,21 @@ class Engine(Changeable):
     def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
         """Return what chooses the proposer of each step of such numbers of rows; None for `proposer_for` alone."""
         return None
+
+    @cached_property
+    def _times(self) -> StepTimes:
+        """What the engine's steps take on a CPU, and, until that is measured, are taken to cost there."""
+        clock = self.clock if self.target.ranks.size == 1 else None  # ranks must agree
+        return StepTimes(self._assumed, self.plain, clock)
+
+    @cached_property
+    def _assumed(self) -> StepCosts:
+        """What steps are taken to cost where nothing was measured."""
+        # Ranks must agree, and their parts of the target may differ in size.
+        alone, proposer = self.target.ranks.size == 1, self.proposer
+        read = proposer.draft_bytes if alone and isinstance(proposer, SearchProposer) else 0
+        device, itemsize = self.target.device.type, self.target.dtype.itemsize
+        return StepCosts.assumed(device, read, forward_bytes(self.model), max(proposer.depth, 1), itemsize)
 
     def make_graphs(self, rows: int = MOST_ROWS, max_rows: int | None = None, *, reuse: bool = True) -> PagedMemory:
         """Take memory for a paged cache, for at most `rows` rows of the longest text, and prepare the models' forwards.

@@ -1,5 +1,6 @@
 """PromptLookup: a Hugging Face model whose own text drafts for it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,11 @@ from transformers import PreTrainedModel
 
 from redrafter.checkpoints.models import bind
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
+from redrafter.drafting.step_choice import PRIOR_COPIED, Experience, StepChoice
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import split_keywords, takes_options
 from redrafter.model.target import Target
+from redrafter.scheduler.paged_memory import PagedMemory
 
 
 class PromptLookup(Engine):
@@ -21,6 +24,16 @@ class PromptLookup(Engine):
         ids = engine.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=100)
         ```
     """
+
+    _experience: Experience | None = None
+
+    def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
+        """Return what leaves drafts out of a CPU's steps while they do not pay; None on a GPU or with `pauses` off."""
+        if not self.pauses or self.target.device.type != "cpu":
+            return None
+        self._experience = self._experience or Experience(copied=PRIOR_COPIED)
+        kinds = {size: [self.proposer] for size in sizes}
+        return StepChoice(self._times, kinds, self.plain, {}, self._experience)
 
     @classmethod
     @takes_options

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from redrafter.checkpoints.models import bind, check_quantization
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
-from redrafter.drafting.step_choice import QUALITY, StepChoice
+from redrafter.drafting.step_choice import PRIOR_COPIED, QUALITY, Experience, StepChoice
 from redrafter.drafting.step_costs import StepCosts, time_at
+from redrafter.drafting.step_times import StepTimes
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
@@ -25,7 +25,6 @@ from redrafter.engine.tree_shapes import QUALITIES, SHARING_ROWS, best_shapes
 from redrafter.engine.tuning import Tuning, find_tuning, text_nodes
 from redrafter.files.checkpoint_kind import check_drafter
 from redrafter.formats.sources import load_foreign
-from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import bucket
 from redrafter.scheduler.paged_memory import PagedMemory
@@ -39,8 +38,6 @@ class ReDrafter(Engine):
     """A target with its drafter: a recurrent one, an EAGLE-3 head, an MTP layer or a DFlash drafter.
 
     Attributes:
-        pauses: Whether steps draft other trees, or nothing for a while, where drafts gain less than they cost. It
-            changes no token.
         adapts: Whether steps choose their trees by costs and gains, as nobody has asked for one.
 
     Example:
@@ -50,7 +47,6 @@ class ReDrafter(Engine):
         ```
     """
 
-    pauses = True
     proposer: SearchProposer
     drafter: Drafter
 
@@ -93,6 +89,7 @@ class ReDrafter(Engine):
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
         self._measured: StepCosts | None = None
         self._reading: float | None = None
+        self._experience: Experience | None = None  # of the drafter, with earlier texts
         self._best: dict[tuple[StepCosts, int, bool, tuple[float, ...]], list[TreeShape]] = {}
         self._proposers: dict[tuple[int, int, int, int | None], SearchProposer] = {}
         self._proposed: dict[TreeShape, SearchProposer] = {}  # the same by the shape that was asked for
@@ -191,6 +188,7 @@ class ReDrafter(Engine):
     def derive(self) -> None:
         """Make the drafter's tables anew; see `Engine.derive`."""
         super().derive()
+        self._experience = None
         self.drafter.prepare(self.target)
 
     def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
@@ -202,11 +200,12 @@ class ReDrafter(Engine):
         if not self.pauses:
             return None
         costs, qualities = self.step_costs(graphs), QUALITIES[self.target.device.type]
+        assumed = costs if isinstance(costs, StepCosts) else self._assumed
         kinds, ratios = {}, {}
         for size in sizes:
             if self.adapts:
                 # Where several are best for some drafter, they are at hand for a bad one and a good one.
-                shapes = self._best_shapes(costs, size, qualities)
+                shapes = self._best_shapes(assumed, size, qualities)
                 kinds[size] = [self._proposer_of(shape, size) for shape in shapes]
                 continue
             kinds[size] = [self.proposer_for(size)]
@@ -214,20 +213,31 @@ class ReDrafter(Engine):
                 ratios[size] = ratio
         searching = {size: [each for each in of if each.depth] for size, of in kinds.items()}
         copying = {size: each for size in sizes if (each := self._with_copies(self.plain, size)).depth}
+        beside = None
+        if self.target.device.type == "cpu":  # whose steps know whether a text has something to copy
+            beside = {size: [each for each in of if each.without_text] for size, of in searching.items()}
+            searching = {size: [each.without_text or each for each in of] for size, of in searching.items()}
         reading = 0.0  # on a CPU, which reads keys and values anew for each node
         if graphs is not None and self.target.device.type == "cuda":  # steps are measured with short texts
             with self._lock:  # once, as ranks agree on it
                 if self._reading is None:
                     self._reading = time_to_read(graphs, costs.of(self.plain, 1))
                 reading = self._reading
-        return StepChoice(costs, searching, self.plain, ratios, copying=copying, reading=reading)
+        if self._experience is None:
+            self._experience = Experience(copied=0.0 if beside is None else PRIOR_COPIED)
+        return StepChoice(costs, searching, self.plain, ratios, self._experience, copying, beside, reading)
 
-    def step_costs(self, graphs: PagedMemory | None) -> StepCosts:
-        """Return what steps take: from the tuning; else measured once on a GPU's paged cache, and assumed elsewhere."""
+    def step_costs(self, graphs: PagedMemory | None) -> StepCosts | StepTimes:
+        """Return what steps take.
+
+        It comes from the tuning; else it is measured, once on a GPU's paged cache and on a CPU by the first steps of
+        each kind, and assumed elsewhere.
+        """
         if self._tuned_costs is not None:
             return self._tuned_costs
-        # What else a CPU does stretches its steps, and what was measured in such a moment would be kept.
-        if graphs is None or self.target.device.type == "cpu":
+        if self.target.device.type == "cpu":
+            return self._times
+        if graphs is None:
             return self._assumed
         with self._lock:
             if self._measured is None:
@@ -237,12 +247,6 @@ class ReDrafter(Engine):
     @property
     def _tuned_costs(self) -> StepCosts | None:
         return None if self.tuning is None else self.tuning.costs
-
-    @cached_property
-    def _assumed(self) -> StepCosts:
-        # Ranks must agree, and their parts of the target may differ in size.
-        read = self.proposer.draft_bytes if self.target.ranks.size == 1 else 0
-        return StepCosts.assumed(self.target.device.type, read / forward_bytes(self.model), self.proposer.depth)
 
     def _best_shapes(self, costs: StepCosts, rows: int, qualities: tuple[float, ...]) -> list[TreeShape]:
         share = self.target.varlen.ok and rows >= SHARING_ROWS

@@ -98,6 +98,7 @@ class CapturedStep:
             asked for: a graph would hold them for good, beside those of every other graph.
         report: What `StepOutput.pack_for_host` says of it, overwritten likewise.
         graph: The captured step; None where it cannot be captured and runs as it is.
+        ran: Whether it has run, so that a run pays for nothing that only first ones pay for.
     """
 
     def __init__(
@@ -116,9 +117,11 @@ class CapturedStep:
         self.state, self.proposer, self.target, self.sampler = state, proposer, target, sampler
         self.cache, self.draft_cache, self.chunks = cache, draft_cache, chunks
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.ran = False
 
     def run(self) -> None:
         """Take the step uncaptured, in place."""
+        self.ran = True
         state, self.output = step(
             self.state, self.proposer, self.target, self.cache, self.sampler, self.draft_cache, self.chunks
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.draft_length import TEXT_GAIN, AdaptiveDraftLength, DraftGain
+from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import Proposer, State, step_tokens
 from redrafter.drafting.step_choice import StepChoice
 from redrafter.drafting.vocabulary_map import VocabularyMap
@@ -173,6 +174,8 @@ class RunningBatch:
         self._proposers = {size: first(size) if speculate else models.plain for size in self.sizes}
         every = [*self._proposers.values(), *([] if self.choice is None else self.choice.proposers)]
         self.depth = max(proposer.depth for proposer in every)
+        copies = any(proposer.without_text or isinstance(proposer, PromptLookupProposer) for proposer in every)
+        self._knows_matches = copies and self.target.device.type == "cpu"
         self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in every)
         self.text_gain = DraftGain(TEXT_GAIN)
         self._translates = speculate and models.draft_vocabulary is not None
@@ -294,7 +297,14 @@ class RunningBatch:
         Returns the step, and its output, which the next step may overwrite.
         """
         step = self.prepare_step(chunks)
-        report = step.replay()
+        times = None if self.choice is None or chunks or not step.ran else self.choice.times
+        size = len(step.state.length)
+        if times is not None and times.clock is not None and times.wants(size, step.proposer):
+            began = times.clock()
+            report = step.replay()
+            times.observe(size, step.proposer, times.clock() - began)
+        else:
+            report = step.replay()
         return LaunchedStep.of(tuple(self.rows), step.output, report, step.proposer), step.output
 
     def prepare_step(self, chunks: Sequence[Chunk] = ()) -> CapturedStep:
@@ -360,22 +370,18 @@ class RunningBatch:
         if self.draft_lengths is not None:
             return self.draft_lengths.choose([sequence.index for sequence in self.rows])
         proposer = self._proposers[size := self._sizes[len(self.rows)]]
-        if self.choice is not None:
-            more = room_for(chunks) * TOKENS_PER_CHUNK
-            cached = sum(len(sequence.tokens) for sequence in self.rows)
-            proposer = self.choice.choose(size, len(self.rows), asked.speculate, more, cached)
         # On a GPU another kind of step would have to be captured, which costs more than nodes that are copied in vain.
-        if proposer.without_text is None or self.target.device.type != "cpu":
-            return proposer
         # A CPU's step is read before the next one, so all tokens are known. Where none match, none are searched for.
-        match = any(
+        match = not self._knows_matches or any(
             row.params.speculate and row.repeats.has_match(row.tokens, row.piece.tokens if row.piece else None)
             for row in self.rows
         )
-        if match and self.text_gain.should_draft():
+        if self.choice is not None:
+            more = room_for(chunks) * TOKENS_PER_CHUNK
+            cached = sum(len(sequence.tokens) for sequence in self.rows)
+            return self.choice.choose(size, len(self.rows), asked.speculate, more, cached, match)
+        if proposer.without_text is None or not self._knows_matches or (match and self.text_gain.should_draft()):
             return proposer
-        if self.choice is not None and not proposer.without_text.depth:
-            self.choice.note_no_match(asked.speculate)
         return proposer.without_text
 
     def _make_step(self, key: StepKey, proposer: Proposer, chunks: PromptChunks | None) -> CapturedStep:

@@ -368,15 +368,16 @@ class Scheduler:
                 self.prefiller.pace.measure(forward.size, seconds)
             return
         step = forward
-        rows = copied = 0  # of rows that took drafts
+        rows = accepted = copied = 0  # of rows that took drafts
         for sequence, drawn in step.read():
             sequence.launched -= 1
             if sequence.ended:
                 continue
             if drawn.drafted is not None:
-                rows, copied = rows + 1, copied + drawn.copied
+                right = max(len(drawn.tokens) - 1, 0)
+                rows, accepted, copied = rows + 1, accepted + right, copied + drawn.copied
                 if self.batch.draft_lengths is not None:
-                    self.batch.draft_lengths.observe(sequence.index, max(len(drawn.tokens) - 1, 0), step.levels)
+                    self.batch.draft_lengths.observe(sequence.index, right, step.levels)
             try:
                 delta = sequence.append(drawn)
             except Exception as error:  # of a criterion of this text
@@ -395,7 +396,7 @@ class Scheduler:
             self.batch.text_gain.observe(rows, rows + copied)
         if rows and step.proposer is not None and self.batch.choice is not None:
             written = len(step.sequences)
-            self.batch.choice.observe(step.size, written, step.proposer, rows, copied, step.outcomes())
+            self.batch.choice.observe(step.size, written, step.proposer, rows, accepted, copied, step.outcomes())
 
 
 def check_paged(models: Models) -> None:

@@ -14,7 +14,7 @@ from redrafter import ReDrafter
 from redrafter.drafting import step_choice
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
-from redrafter.drafting.step_choice import FEWEST, HOPELESS_PAUSE, LEAST_ROWS, Promise, StepChoice
+from redrafter.drafting.step_choice import Experience, Promise, StepChoice
 from redrafter.drafting.step_costs import StepCosts, time_at
 from redrafter.engine.step_timing import time_to_read
 from redrafter.engine.tree_shapes import best_shapes
@@ -29,7 +29,7 @@ from redrafter.tree.token_tree import tree_of
 FLAT = ((1, 1.0), (4096, 1.001))  # the time of a step that is bound by memory
 RISING = ((1, 1.0), (2, 2.0))  # and by arithmetic
 FREE = ((1, 0.0),)
-GPU = StepCosts.assumed("cuda", 0.1, 5)
+GPU = StepCosts.assumed("cuda", 0.1, 1.0, 5)
 
 
 def priced(steps, searches, levels) -> StepCosts:
@@ -114,7 +114,7 @@ def test_a_narrow_search_leaves_what_is_known_of_a_wide_one():
 def choice(
     costs: StepCosts, *kinds: SearchProposer, size: int = 1, quality: float = 0.5, reading: float = 0.0
 ) -> StepChoice:
-    return StepChoice(costs, {size: kinds}, PlainProposer(), {}, quality, reading=reading)
+    return StepChoice(costs, {size: kinds}, PlainProposer(), {}, Experience(quality), reading=reading)
 
 
 def steps(chosen: StepChoice, count: int, accepted: float, size: int = 1, cached: int = 0) -> list[int]:
@@ -125,7 +125,7 @@ def steps(chosen: StepChoice, count: int, accepted: float, size: int = 1, cached
         depths.append(proposer.depth)
         if proposer.depth:
             right = sum(dice.random() < accepted for _ in range(size * proposer.depth))
-            chosen.observe(size, size, proposer, size, 0, outcomes(proposer.depth, likely=size, accepted=right))
+            chosen.observe(size, size, proposer, size, right, 0, outcomes(proposer.depth, likely=size, accepted=right))
     return depths
 
 
@@ -134,8 +134,8 @@ def test_a_good_drafter_is_searched_deeper_and_a_bad_one_pauses():
     kinds = search(1, 1, 2), search(1, 5, 6)
     assert steps(choice(levels, *kinds), 100, accepted=1.0)[-60:] == [5] * 60
     depths = steps(choice(levels, *kinds), 400, accepted=0.0)
-    assert 0 not in depths[: FEWEST // LEAST_ROWS]
-    assert depths.count(0) > 0.95 * len(depths)
+    assert 0 not in depths[:4], "a few unlucky steps end no drafts"
+    assert depths.count(0) > 0.8 * len(depths)
     assert set(depths[-300:]) == {0, 1}  # what is tried again is what costs least
 
 
@@ -171,8 +171,8 @@ def test_one_step_of_four_rows_begins_no_pause():
 
 
 def test_drafts_that_gain_nothing_pause_for_long_at_once():
-    depths = steps(choice(priced(FLAT, ((1, 0.5),), FREE), search(1, 2, 3), size=64), HOPELESS_PAUSE, 0.0, size=64)
-    assert depths == [2] + [0] * (HOPELESS_PAUSE - 1)
+    depths = steps(choice(priced(FLAT, ((1, 0.5),), FREE), search(1, 2, 3), size=64), 64, 0.0, size=64)
+    assert depths == [2] + [0] * 63
 
 
 @pytest.mark.parametrize(
@@ -182,34 +182,34 @@ def test_steps_of_a_pause_copy_from_the_text_where_that_alone_pays(searched, cop
     both = TextBeside(search(1, 3, 4), 4)
     alone = TextBeside(PlainProposer(), 4)
     costs = priced(((1, 1.0), (5, 1.1), (9, 1.15)), ((1, 0.3),), FREE)
-    chosen = StepChoice(costs, {1: [both]}, PlainProposer(), {}, 0.5, {1: alone})
+    chosen = StepChoice(costs, {1: [both]}, PlainProposer(), {}, Experience(0.5), {1: alone})
     dice, taken = random.Random(0), []
     for _ in range(400):
         proposer = chosen.choose(1, 1, 1, 0, 0)
         taken.append({id(both): "searched", id(alone): "copied"}.get(id(proposer), "none"))
         if proposer.depth:
-            found = outcomes(3, likely=1, accepted=sum(dice.random() < searched for _ in range(3)))
-            chosen.observe(1, 1, proposer, 1, dice.random() < copied, found if proposer is both else [])
+            right = sum(dice.random() < searched for _ in range(3)) if proposer is both else 0
+            found, more = outcomes(3, likely=1, accepted=right), dice.random() < copied
+            chosen.observe(1, 1, proposer, 1, right + more, more, found if proposer is both else [])
     assert taken[0] == "searched"
-    assert taken[-200:].count(kind) > 180
+    assert taken[-200:].count(kind) > 170
     assert {"searched", kind} >= set(taken[100:])
 
 
 def test_a_text_that_repeated_itself_does_not_keep_later_ones_from_being_drafted_for():
     both, alone = TextBeside(search(1, 3, 4), 4), TextBeside(PlainProposer(), 4)
     costs = priced(((1, 1.0), (5, 1.1), (9, 1.15)), ((1, 0.3),), FREE)
-    chosen, taken = StepChoice(costs, {1: [both]}, PlainProposer(), {}, 0.5, {1: alone}), []
+    chosen, taken = StepChoice(costs, {1: [both]}, PlainProposer(), {}, Experience(0.5), {1: alone}), []
     for step in range(600):
         repeats = step < 200
         taken.append(proposer := chosen.choose(1, 1, 1, 0, 0))
         if proposer is both:
             right = 0 if repeats else 3
-            chosen.observe(1, 1, both, 1, 4 * repeats, outcomes(3, likely=1, accepted=right))
-        elif proposer is alone and repeats:
-            chosen.observe(1, 1, alone, 1, 4, [])
+            copied = 4 * repeats
+            chosen.observe(1, 1, both, 1, right + copied, copied, outcomes(3, likely=1, accepted=right))
         elif proposer is alone:
-            chosen.note_no_match(1)
-    assert taken[100:200].count(alone) > 90
+            chosen.observe(1, 1, alone, 1, 4 * repeats, 4 * repeats, [])
+    assert taken[100:200].count(alone) > 80
     assert taken[-200:].count(both) == 200
 
 
@@ -250,8 +250,8 @@ def often(monkeypatch):
     monkeypatch.setattr(ReDrafter, "pauses", True)
     monkeypatch.setattr(step_choice, "RECHECK", 1)
     monkeypatch.setattr(step_choice, "MARGIN", 1.0)
-    monkeypatch.setattr(step_choice, "HOPELESS_PAUSE", 3)
-    monkeypatch.setattr(step_choice, "FIRST_PAUSE", 2)
+    monkeypatch.setattr(step_choice, "RETRY", 2)
+    monkeypatch.setattr(step_choice, "ALLOWED_SHARE", 1.0)
 
 
 def switching(engine: ReDrafter) -> ReDrafter:
@@ -299,12 +299,12 @@ def test_served_rows_write_what_each_writes_alone_whatever_drafts(often, monkeyp
 
 @pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
 def test_steps_follow_from_costs_and_tokens_alone(llama, how, often, monkeypatch):
-    engine = ReDrafter(Target(llama), tiny_drafter(draft_beams=3, draft_len_per_beam=4))
     ids, mask = uneven_batch(5)
     runs = []
     for _ in range(2):
+        engine = ReDrafter(Target(llama), tiny_drafter(draft_beams=3, draft_len_per_beam=4))
         with monkeypatch.context() as patch:
-            taken = noted(patch, RunningBatch, "prepare_step", lambda step, *_: id(step.proposer))
+            taken = noted(patch, RunningBatch, "prepare_step", lambda step, *_: str(step.proposer.sizes))
             out = engine.generate(ids, mask, max_new_tokens=40, eos_token_id=None, **how)
             runs.append((out.tolist(), taken))
     assert runs[0] == runs[1]

@@ -63,7 +63,7 @@ def test_drafts_that_a_long_text_never_takes_are_left_out_of_most_steps(model, p
     same_undrafted(engine, prompt, max_new_tokens=200, **unknown, **how)
     with_drafts = taken[: len(taken) - 199]  # those of the call that may draft
     assert len(with_drafts) == 199
-    assert 0 < sum(map(bool, with_drafts)) < 10
+    assert 0 < sum(map(bool, with_drafts)) < 20
 
 
 def test_a_long_prompt_beside_short_rows_changes_no_token(model, prompt, monkeypatch):

@@ -57,7 +57,7 @@ def load_engine(folder: Path, kind: str, method: str, tp_size: int) -> Engine:
     """Load a tiny model, on a CPU in double precision, with what drafts for it."""
     dtype = torch.float32 if torch.cuda.is_available() else torch.float64
     load: dict[str, Any] = {"dtype": dtype, "tp_size": tp_size, "experts_implementation": "eager"}
-    ReDrafter.pauses = False
+    Engine.pauses = False
     if method == "drafter":
         return ReDrafter.from_pretrained(folder / kind, folder / "drafter", tuning=None, **load)
     if method == "astray":  # every rank has a drafter of its own

@@ -1,0 +1,52 @@
+"""A drafter's head in 8 bits, for drafts on a CPU, whose memory gives most of a draft's time to the head.
+
+Each level of a search reads the head whole. With 49,152 ids of 512 features in float32 that took one core 9.6 ms for
+one beam and 18.4 ms for five, and 2.8 and 4.4 ms in 8 bits; in bfloat16 6.1 and 7.0 ms. Drafts are rounded, and no text
+is, as the target verifies them.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+LEAST_WEIGHTS = 1 << 22  # fewer stay in a CPU's caches as they are
+
+
+class Int8Head(NamedTuple):
+    """The weight of a head, rounded to 8 bits.
+
+    Attributes:
+        weight: The weight divided by its scales, transposed, `[R, V']` int8.
+        scale: What each id's weights are multiplied by, `[V']` float32.
+    """
+
+    weight: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, head: nn.Module | None) -> "Int8Head | None":
+        """Return the rounded weight of a head; None where the head is small, or no faster in 8 bits."""
+        if type(head) is not nn.Linear or head.bias is not None or head.weight.numel() < LEAST_WEIGHTS:
+            return None
+        if head.weight.device.type != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX512":
+            return None
+        rounded, scale = _round(head.weight.detach())
+        return cls(rounded.t(), scale[:, 0])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return logits `[..., V']` float32 of inputs `[..., R]`, which are rounded too."""
+        rounded, scale = _round(x.flatten(0, -2))
+        product = torch._int_mm(rounded, self.weight) * self.scale
+        return product.mul_(scale).unflatten(0, x.shape[:-1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a product reads."""
+        return self.weight.nbytes + self.scale.nbytes
+
+
+def _round(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows `[N, R]` divided by their scales, int8, and the scales, `[N, 1]` float32."""
+    scale = x.abs().amax(dim=1, keepdim=True).float().clamp_(min=1e-30) / 127
+    return (x / scale).round_().to(torch.int8), scale

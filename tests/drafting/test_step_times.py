@@ -1,0 +1,137 @@
+"""What a CPU's steps take, by their own times, and that drafts which do not pay are left out by them."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from helpers.generation import noted, same_undrafted
+from helpers.models import DRAFTER_ALONE, tiny_drafter, uneven_batch
+from redrafter import PromptLookup, ReDrafter, boxed_pair
+from redrafter.drafting.proposer import PlainProposer, SearchProposer
+from redrafter.drafting.step_choice import ALLOWED, ALLOWED_SHARE, StepChoice
+from redrafter.drafting.step_costs import StepCosts
+from redrafter.drafting.step_times import ENOUGH, SAMPLES, StepTimes
+from redrafter.engine.engine import Engine
+from redrafter.model.target import Target
+from redrafter.scheduler.captured_step import CapturedStep
+from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.tree.likelihood import LIKELIHOODS
+
+SAMPLED = {"do_sample": True, "seed": 3}
+PLAIN = PlainProposer()
+COSTS = StepCosts(((1, 1.0), (8, 1.7)), ((1, 1.0), (8, 1.7)), ((1, 0.1),), ((1, 0.1),))
+
+
+def search(depth: int) -> SearchProposer:
+    return SearchProposer(None, None, 1, depth, 1 + depth)  # nothing drafts here
+
+
+def timed(times: StepTimes, proposer, *seconds: float, rows: int = 1) -> None:
+    for each in seconds:
+        times.observe(rows, proposer, each)
+
+
+def test_a_kind_costs_what_its_shortest_steps_took():
+    times, kind = StepTimes(COSTS, PLAIN, lambda: 0.0), search(3)
+    assert times.of(kind, 1) == COSTS.of(kind, 1)
+    timed(times, PLAIN, 0.3, 0.2)
+    timed(times, kind, 0.9)
+    assert times.of(kind, 1) == COSTS.of(kind, 1), "one step may have been stretched"
+    timed(times, kind, 0.5)
+    assert times.of(kind, 1) == pytest.approx(2.5)
+    assert times.of(PLAIN, 1) == 1
+    assert times.wants(1, kind)
+    timed(times, kind, *(SAMPLES - 2) * [0.6])
+    assert not times.wants(1, kind), "later steps decide nothing"
+
+
+def test_a_kind_that_was_not_timed_is_corrected_as_the_one_most_like_it():
+    times, known, other = StepTimes(COSTS, PLAIN, lambda: 0.0), search(2), search(5)
+    timed(times, PLAIN, *ENOUGH * [0.1])
+    excess = COSTS.of(known, 1) - 1
+    timed(times, known, *ENOUGH * [0.1 * (1 + 3 * excess)])
+    for rows in (1, 4):
+        plain = COSTS.of(PLAIN, rows)
+        assert times.of(other, rows) == pytest.approx(plain + 3 * (COSTS.of(other, rows) - plain))
+
+
+@dataclass
+class Work:
+    """Stands for a clock: every step takes the time that is set for what drafts."""
+
+    drafted: float
+    seconds: float = 0.0
+    steps: list[bool] = field(default_factory=list)
+
+    def install(self, monkeypatch) -> None:
+        run = CapturedStep.run
+
+        def counted(step: CapturedStep) -> None:
+            self.steps.append(step.proposer.depth > 0)
+            self.seconds += self.drafted if self.steps[-1] else 1.0
+            run(step)
+
+        monkeypatch.setattr(CapturedStep, "run", counted)
+        monkeypatch.setattr(Engine, "clock", staticmethod(lambda: self.seconds))
+        monkeypatch.setattr(Engine, "pauses", True)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("drafts", "how"), [("drafter", {}), ("drafter", {"do_sample": True, "seed": 3}), ("text", {})]
+)
+def test_steps_that_a_cpu_finds_slow_draft_no_more(llama, drafts, rows, how, monkeypatch):
+    work = Work(drafted=9.0)
+    work.install(monkeypatch)
+    engine = ReDrafter(Target(llama), tiny_drafter()) if drafts == "drafter" else PromptLookup.from_pretrained(llama)
+    ids, mask = uneven_batch(rows)
+    same_undrafted(engine, ids, mask, max_new_tokens=60, eos_token_id=None, **how)
+    first = sum(work.steps)
+    assert first, "their time is found by drafting"
+    engine.generate(ids, mask, max_new_tokens=60, eos_token_id=None, **how)
+    assert first < 8
+    assert sum(work.steps) == first, "what was learnt is kept for the next call"
+
+
+def test_drafts_lose_a_bounded_part_of_the_time_whatever_they_cost():
+    dice = random.Random(0)
+    for trial in range(60):
+        cost, right, rows = dice.uniform(0.05, 3), dice.random() ** 2, dice.choice([1, 4, 32])
+        costs = StepCosts(((1, 1.0), (4096, 1.001)), ((1, 1.0), (4096, 1.001)), ((1, cost),), ((1, 0.0),))
+        chosen = StepChoice(costs, {rows: [search(2)]}, PLAIN, {})
+        time, tokens = 0.0, 0
+        for _ in range(400):
+            proposer = chosen.choose(rows, rows, rows, 0, 0)
+            time, tokens = time + costs.of(proposer, rows), tokens + rows
+            if proposer.depth:
+                accepted = sum(dice.random() < right for _ in range(2 * rows))
+                counts = [[n] * len(LIKELIHOODS) for n in (2 * rows, accepted, rows, rows)]
+                chosen.observe(rows, rows, proposer, rows, accepted, 0, counts)
+                tokens += accepted
+        lost = time - tokens / rows
+        assert lost <= ALLOWED + ALLOWED_SHARE * 400 + cost + 0.5, (trial, cost, right, rows)
+
+
+def test_a_few_unlucky_first_steps_cost_a_short_answer_none_of_its_drafts(monkeypatch):
+    monkeypatch.setattr(Engine, "pauses", True)
+    engine = ReDrafter.from_pretrained(boxed_pair(), dtype=torch.float32, device="cpu")
+    tokenizer = AutoTokenizer.from_pretrained(boxed_pair())
+    ids = tokenizer("She said that", add_special_tokens=False, return_tensors="pt").input_ids
+    stats = engine.generate(ids, max_new_tokens=40, do_sample=False, return_dict_in_generate=True).stats
+    assert stats.plain_steps <= stats.steps // 4
+    assert stats.tokens_per_step > 3
+
+
+def test_a_bad_drafter_is_tried_less_in_later_calls(llama, monkeypatch):
+    monkeypatch.setattr(Engine, "pauses", True)
+    drafter = tiny_drafter(draft_vocab_size=40)
+    engine = ReDrafter(Target(llama), drafter, options=DRAFTER_ALONE)
+    taken = noted(monkeypatch, RunningBatch, "prepare_step", lambda step, *_: step.proposer.depth > 0)
+    unknown = {"suppress_tokens": drafter.draft_ids.tolist()}  # to the drafter is all that the text may say
+    for _ in range(2):
+        engine.generate(torch.tensor([[50, 60, 70]]), max_new_tokens=60, eos_token_id=None, do_sample=False, **unknown)
+    first, later = sum(taken[:59]), sum(taken[59:])
+    assert 0 < later < first
