@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import bind, check_quantization
+from redrafter.drafting.drafter_model import check_draft_ids
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
@@ -76,6 +77,7 @@ class ReDrafter(Engine):
         check_bound(type(self), target, Target)
         check_bound(type(self), drafter, Drafter)
         config = drafter.config
+        check_draft_ids(drafter.draft_ids, config.draft_vocab_size, config.vocab_size, "the drafter")
         shape, depth = shape or TreeShape(), config.draft_len_per_beam
         self.adapts = tuning is None and shape == TreeShape()
         if target.device.type == "cpu" and shape.node_budget is None:
