@@ -259,8 +259,10 @@ class ReDrafter(Engine):
 
     def _with_copies(self, proposer: Proposer, rows: int) -> Proposer:
         """Return a proposer that also copies from the text, or the same one where that is off or costs much."""
-        # Recurrent layers are called once for each level, and a chain would add as many levels as it has drafts.
-        copies = self.options.draft_from_text and proposer.shared_nodes is None and not self.target.keeps_states
+        # Recurrent layers are called once for each level, and a chain adds as many levels as it has drafts: on a GPU in
+        # every step, on a CPU only where the text has a match.
+        costly = self.target.keeps_states and self.target.device.type != "cpu"
+        copies = self.options.draft_from_text and proposer.shared_nodes is None and not costly
         costs = self._tuned_costs or self._measured
         count = text_nodes(rows, proposer.nodes, self.target.device.type, costs) if copies else 0
         if not count:
