@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.generation import ON_BOTH_CACHES, same_undrafted
-from helpers.models import tiny_drafter, uneven_batch
+from helpers.models import tiny_drafter, tiny_model, uneven_batch
 from helpers.recurrent import generated_alone, recurrent_model
 from redrafter import DraftTarget, PromptLookup, ReDrafter, UnsupportedError
 
@@ -39,13 +39,18 @@ def test_a_hybrid_drafts_for_a_hybrid(architecture, draft_architecture, shape, b
 
 @ON_BOTH_CACHES
 @pytest.mark.parametrize("architecture", ["lfm2", "mamba2"])
-def test_drafts_are_copied_from_the_text_too(architecture, on):
+@pytest.mark.parametrize("drafts", ["drafter", "draft model"])
+def test_drafts_are_copied_from_the_text_too(architecture, on, drafts):
     """Chains of copies hang on nodes of any level, as their states must."""
     model = copy.deepcopy(recurrent_model(architecture))
     model.generation_config.eos_token_id = None
     hidden, vocabulary = model.config.hidden_size, model.config.vocab_size
-    drafter = tiny_drafter(hidden_size=hidden, vocab_size=vocabulary)
-    engine = on(ReDrafter.from_pretrained(model, drafter, num_beams=3, draft_len_per_beam=3, node_budget=6))
+    if drafts == "drafter":
+        drafter = tiny_drafter(hidden_size=hidden, vocab_size=vocabulary)
+        engine = on(ReDrafter.from_pretrained(model, drafter, num_beams=3, draft_len_per_beam=3, node_budget=6))
+    else:
+        small = tiny_model("llama", vocab_size=vocabulary, max_position_embeddings=384)
+        engine = on(DraftTarget.from_pretrained(model, small, num_beams=3, draft_len=3, node_budget=6))
     engine.pauses, copied, draw = False, 0, torch.Generator().manual_seed(1)
     for seed in range(3):
         part = torch.randint(3, 90, (1, 9), generator=draw).repeat(1, 4)
