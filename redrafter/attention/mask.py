@@ -6,7 +6,8 @@ chunks, only those that are near enough by position. Masks are additive floats: 
 silently wrong.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -76,6 +77,31 @@ def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+
+def attend_to_seen(
+    attend: Callable[[Tensor, Tensor], Tensor], key: Tensor, value: Tensor, seen: Callable[[], Tensor]
+) -> Tensor:
+    """Attend on a CPU so that nothing reaches a token that does not see it, whatever it holds.
+
+    An additive mask and a weight of 0 hide no NaN: 0 * NaN is NaN. The result tells whether there is one, as it reaches
+    all tokens; so keys and values, many more numbers, are looked at only where the result is not finite.
+
+    Args:
+        attend: Attends to keys and values under the mask; returns `[..., heads, M, dv]`.
+        key: Keys, `[..., H, S, d]`.
+        value: Values, `[..., H, S, dv]`.
+        seen: Returns which slots each token sees, `[..., M, S]` bool.
+
+    Returns:
+        What `attend` returns, NaN for tokens that see a slot with a number that is not finite.
+    """
+    out = attend(key, value)
+    if math.isfinite(out.sum(dtype=torch.float32)):
+        return out
+    lost = ~(key.isfinite().all(-1) & value.isfinite().all(-1)).all(-2)  # [..., S]
+    out = attend(*(x.masked_fill(lost[..., None, :, None], 0) for x in (key, value)))
+    return out.masked_fill((seen() & lost[..., None, :]).any(-1)[..., None, :, None], torch.nan)
 
 
 @dataclass(frozen=True)

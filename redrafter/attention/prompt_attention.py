@@ -6,8 +6,9 @@ window needs a mask only along its edge, for a block of tokens at a time. What a
 with its own tokens, never with the square of a prompt.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from redrafter.attention.mask import AttentionKind, additive_mask
+from redrafter.attention.mask import AttentionKind, additive_mask, attend_to_seen
 from redrafter.attention.tree_attention import explicit_attention, register_attention
 from redrafter.attention.tree_plan import RUNNING_PLAN
 from redrafter.kernels.cache_format import read_slots, write_slots
@@ -160,12 +161,22 @@ def prompt_attention(
     for piece, (k, v) in zip(plan.pieces, attended, strict=True):
         for first, end, reach in _blocks(kind, piece):
             offset, size, seen = behind + first - piece.first, end - first, end - reach
-            block = (queries.narrow(2, offset, size), k.narrow(1, reach, seen), v.narrow(1, reach, seen))
+            attend: Callable[[Tensor, Tensor], Tensor]
             if softcap:
-                attention = _attend_by_scores(*block, kind, scale, softcap, s_aux)
+                attend = partial(
+                    _attend_by_scores,
+                    queries.narrow(2, offset, size),
+                    kind=kind,
+                    scale=scale,
+                    softcap=softcap,
+                    sinks=s_aux,
+                )
             else:
                 mask = plan.window_edge_mask(size, seen, dtype) if _is_past_window(kind, first) else None
-                attention = _attend(*block, mask, scale, s_aux)
+                attend = partial(_attend, queries.narrow(2, offset, size), mask=mask, scale=scale, sinks=s_aux)
+            attention = attend_to_seen(
+                attend, k.narrow(1, reach, seen), v.narrow(1, reach, seen), partial(_seen_by_last, size, seen, kind)
+            )
             out_by_head.narrow(2, offset, size).copy_(attention)
         behind += piece.count
     return out[None], None
@@ -202,6 +213,13 @@ def _blocks(kind: AttentionKind, piece: Piece) -> Iterator[tuple[int, int, int]]
             end = min(end, kind.window)
         yield first, end, reach
         first = end
+
+
+def _seen_by_last(count: int, slots: int, kind: AttentionKind) -> Tensor:
+    """Return which of some slots each of the last `count` tokens sees, where all may be in one chunk, `[n, S]` bool."""
+    slot = torch.arange(slots)
+    token = slot[slots - count :, None]
+    return (slot <= token) if kind.window is None else (slot <= token) & (slot > token - kind.window)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
@@ -241,14 +259,9 @@ def _attend_by_scores(
     """Attend as `_attend` does, with capped scores: some tokens at a time, so that scores do not fill the memory."""
     count, slots = q.shape[2], k.shape[1]
     size = max(MAX_SCORES // (q.shape[0] * q.shape[1] * slots), 1)
-    slot = torch.arange(slots)
     parts = []
     for first in range(0, count, size):
-        token = slot[slots - count :][first : first + size, None]
-        seen = slot <= token  # [n, S]
-        if kind.window is not None:
-            seen &= slot > token - kind.window
         queries = q[:, :, first : first + size].flatten(0, 1)[None]
-        mask = additive_mask(seen[None], q.dtype)
+        mask = additive_mask(_seen_by_last(count, slots, kind)[None, first : first + size], q.dtype)
         parts.append(explicit_attention(queries, k[None], v[None], mask, scale, softcap, sinks)[0])
     return torch.cat(parts, dim=1).unflatten(0, q.shape[:2])

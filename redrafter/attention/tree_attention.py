@@ -8,7 +8,7 @@ cache object.
 
 import itertools
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from redrafter import kernels
 from redrafter.attention.invariant_attention import invariant_attention
+from redrafter.attention.mask import attend_to_seen
 from redrafter.attention.tree_plan import RUNNING_PLAN, Plan, attention_operator
 from redrafter.kernels.attention_inputs import AttentionInputs
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -97,11 +98,13 @@ def tree_attention_reference(inputs: AttentionInputs) -> Tensor:
             visible = visible & (at - position < inputs.window)
         if inputs.chunk_size:
             visible = visible & (at // inputs.chunk_size == position // inputs.chunk_size)
-        scores = scores.masked_fill(~visible, -torch.inf)
+        # A value that is not finite reaches those that see it through their scores, and no others: 0 * NaN is NaN.
+        lost = ~v.isfinite().all(-1)  # [S, Hq]
+        scores = scores.masked_fill(lost.mT[:, None], torch.nan).masked_fill(~visible, -torch.inf)
         if inputs.sinks is not None:
             scores = torch.cat([scores, repeat(inputs.sinks.float(), "h -> h n 1", n=count)], dim=-1)
         weights = scores.softmax(-1)[..., : len(slots)]
-        out[tokens] = torch.einsum("hns,shd->nhd", weights, v.float()).to(out.dtype)
+        out[tokens] = torch.einsum("hns,shd->nhd", weights, v.float().masked_fill(lost[..., None], 0)).to(out.dtype)
 
     for row, (first, end) in enumerate(itertools.pairwise(rows.starts.tolist())):
         held = nodes - new + end - first  # of a ragged tree, the first nodes alone
@@ -138,12 +141,15 @@ def gathered_attention(plan: Plan, inputs: AttentionInputs) -> Tensor:
         )
         q = rearrange(part.by_row(query), "b m (h g) d -> b h (g m) d", g=group)
         mask = part.mask(inputs.window, inputs.chunk_size, query.dtype, group)
-        if plain:
-            attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=inputs.scale)
-        else:
-            attended = explicit_attention(q, k, v, mask, inputs.scale, inputs.softcap, inputs.sinks)
+        attended = attend_to_seen(partial(_attend_rows, inputs, q, mask), k, v, partial(torch.eq, mask[:, 0], 0))
         out[part.tokens] = part.flat(rearrange(attended, "b h (g m) d -> b m (h g) d", g=group))
     return out
+
+
+def _attend_rows(inputs: AttentionInputs, query: Tensor, mask: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    if inputs.softcap or inputs.sinks is not None:
+        return explicit_attention(query, key, value, mask, inputs.scale, inputs.softcap, inputs.sinks)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=inputs.scale)
 
 
 def explicit_attention(

@@ -50,7 +50,7 @@ class _Layer(CacheLayerMixin):
         heads, S, dim]`.
         """
         slots = self._cache.written[key_states.device]
-        for store, states in zip(self.stores, (key_states, value_states), strict=False):
+        for store, states in zip(self.stores, self._cache.finite_nodes(key_states, value_states), strict=False):
             store.index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
         if self._cache.contiguous:
             return self.keys.contiguous(), self.values.contiguous()
@@ -59,7 +59,8 @@ class _Layer(CacheLayerMixin):
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store the new keys `[B, N, dim]` of an indexer, and return those in the window, `[B, S, dim]`."""
         slots = self._cache.written[indexer_key_states.device]
-        self.stores[2].index_copy_(0, slots, indexer_key_states.flatten(0, 1)[:, None])
+        [states] = self._cache.finite_nodes(indexer_key_states[:, None])
+        self.stores[2].index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
         return self.index_keys[:, 0]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -108,6 +109,8 @@ class DenseCache(KVCache, Cache):
         contiguous: Whether attention is given contiguous copies, as by transformers' own cache.
         layers: A view of each layer, as transformers calls what a model's layers write to.
         written: The slots that the next forward stores its tokens in, `[B * N]` or `[T]` int64, on each device.
+        sums: Sums of the keys and values of each node of the trees of the last forward, `[B, N]` float32, not finite
+            for nodes of which any number is not; None where its tokens were no trees with drafts.
     """
 
     layers: list[Any]
@@ -127,6 +130,7 @@ class DenseCache(KVCache, Cache):
         self.states = StatesOfRows(RowStates(kept, rows)) if kept else None
         self.contiguous, self.for_model = contiguous, self
         self.rows, self.window, self.committed, self.capacity = rows, 0, 0, 0
+        self.sums: Tensor | None = None
         self.has_drafter_layer = shapes[-1].of_drafter
         self._shapes, self._all_rows = shapes, rows
         self._devices = {shape.device for shape in shapes}
@@ -218,13 +222,30 @@ class DenseCache(KVCache, Cache):
         yield part
         self.write_rows(rows.tolist(), part, range(len(rows)))
 
-    def write_after(self, length: Tensor, nodes: int) -> None:
-        """Let the next forward store its `nodes` nodes after each row's committed tokens, `length` `[B]`."""
+    def write_after(self, length: Tensor, nodes: int, *, drafts: bool = False) -> None:
+        """Let the next forward store its `nodes` nodes after each row's committed tokens, `length` `[B]`.
+
+        With `drafts`, they are nodes of trees, of which some may not be kept; see `finite_nodes`.
+        """
+        self.sums = torch.zeros(len(length), nodes, dtype=torch.float32, device=length.device) if drafts else None
         slots = self.slots(length[:, None] + torch.arange(nodes, device=length.device))
         self.written = {device: slots.to(device) for device in self._devices}
 
+    def finite_nodes(self, *states: Tensor) -> Sequence[Tensor]:
+        """Return keys and values `[B, heads, N, dim]` of drafts, with zeros for what is not finite.
+
+        A mask hides no NaN from nodes that do not see it, in this forward or in a later one over the same slots, as
+        0 * NaN is NaN. The nodes that hold some are found by `sums`, since their logits are not finite either.
+        """
+        if self.sums is None:
+            return states
+        for x in states:  # a sum is not finite where any of its terms is not, and stays so
+            self.sums += x.sum((1, 3), dtype=torch.float32).to(self.sums.device)
+        return [x.nan_to_num(0, 0, 0) for x in states]
+
     def plan_prefill(self, pieces: Sequence[Piece], kinds: Sequence[AttentionKind]) -> PromptPlan:
         """Let the next forward store its tokens, which are those of all pieces in turn, in the slots of their rows."""
+        self.sums = None
         slots = torch.cat([piece.row * self.capacity + torch.arange(piece.first, piece.end) for piece in pieces])
         self.written = {device: slots.to(device) for device in self._devices}
         return PromptPlan(pieces, kinds, slots)

@@ -160,10 +160,12 @@ class StatesOfRows:
         parents = tree.parents.expand(len(nodes), -1, -1).gather(2, index)  # [L, B, W]
         roots = torch.where(index[0] == 0, before, 1 + before + parents[0]).clamp(0, self._count - 2)
         entries = torch.where(nodes == new, self._count - 1, (1 + before + index).clamp(0, self._count - 2))
-        # Nodes of a level are successive in their row's tree, so a parent's place among them follows from the first.
-        rows, width = index.shape[1:]
+        # Where each node is among those of its level: grafted nodes, the last of a tree, are of any level.
+        (rows, width), beam = index.shape[1:], torch.arange(index.shape[2], device=index.device)
+        within = nodes.new_zeros(rows, new + 1)
+        within.scatter_(1, nodes.transpose(0, 1).flatten(1), beam.repeat(rows, len(nodes)))
         first = torch.arange(rows, device=index.device)[:, None] * width
-        above_level = (first + (parents - index[:, :, :1].roll(1, dims=0)).clamp(0, width - 1)).flatten(1)
+        above_level = (first + within.expand(len(nodes), -1, -1).gather(2, (parents - above).clamp(min=0))).flatten(1)
         return TreeLevels(nodes, above_level, self._of_all_rows(entries).flatten(), self._of_all_rows(roots).flatten())
 
     def _of_all_rows(self, entries: Tensor) -> Tensor:

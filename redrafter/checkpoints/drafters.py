@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from redrafter.checkpoints.merged import Defaults, find_defaults_file
 from redrafter.checkpoints.models import quantize_drafter
 from redrafter.checkpoints.mtp import holds_mtp, load_mtp
+from redrafter.drafting.drafter_model import check_draft_ids
 from redrafter.drafting.drafter_types import Drafter, DrafterArchitecture, open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
@@ -76,7 +77,14 @@ def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:
 
 
 def check_fits_target(drafter: Drafter, target: Target) -> None:
-    """Raise `MismatchError` unless a drafter has the sizes and the embedding norms of a target."""
+    """Raise unless a drafter has the sizes and the embedding norms of a target, and ids that it can draft.
+
+    Raises:
+        MismatchError: It was made for another target.
+        CheckpointError: Its ids are wrong; see `check_draft_ids`.
+    """
+    config = drafter.config
+    check_draft_ids(drafter.draft_ids, config.draft_vocab_size, config.vocab_size, "the drafter")
     name = f"{target.model.config.name_or_path or 'the target'} ({target.name})"
     embedding_size = target.embedding.weight.shape[-1]
     if embedding_size != target.hidden_size:
@@ -84,7 +92,7 @@ def check_fits_target(drafter: Drafter, target: Target) -> None:
             f"{name} has embeddings of {embedding_size} and a head that reads {target.hidden_size}; a drafter needs "
             "one size of both, so use DraftTarget or PromptLookup"
         )
-    check_fits_base(drafter.config, target.hidden_size, target.vocab_size, [embedding_norms(target.embedding)], name)
+    check_fits_base(config, target.hidden_size, target.vocab_size, [embedding_norms(target.embedding)], name)
 
 
 def check_fits_base(

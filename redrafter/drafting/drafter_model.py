@@ -17,6 +17,7 @@ from redrafter.drafting.low_rank import LowRankLinear
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
+from redrafter.files.dtype_names import dtype_name
 from redrafter.kernels.linear_operators import float8_linear, has_thin_kernel, thin_linear
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.linear_layers import Float8Linear
@@ -243,6 +244,35 @@ class DrafterModel(PreTrainedModel):
         wanted = cls.config_class.model_type
         if isinstance(source, Path) and (found := read_json(source / "config.json").get("model_type")) != wanted:
             raise CheckpointError(f"{source} is a drafter of the type {found}, and this needs one of the type {wanted}")
+
+
+def check_draft_ids(
+    ids: Tensor | None, size: int | None, vocab_size: int, name: object, what: str = "draft_ids"
+) -> None:
+    """Raise `CheckpointError` unless `ids` are different ids of the base, one for each of the drafter's own.
+
+    Else siblings of a tree would be one token, or a node none of the base's.
+
+    Args:
+        ids: The base's id of each of the drafter's ids, `[V']` int64; None where it has all ids of its base.
+        size: V', or None likewise.
+        vocab_size: V, ids of the base.
+        name: What the drafter is called in messages.
+        what: What the ids are called there.
+    """
+    count, wanted = (0 if ids is None else ids.numel()), size or 0
+    if count != wanted:
+        raise CheckpointError(f"{name} has {what} of {count} ids instead of {wanted}")
+    if ids is None:
+        return
+    if ids.dtype != torch.int64:
+        raise CheckpointError(f"{name} has {what} as {dtype_name(ids.dtype)}; ids are int64")
+    if len(outside := ids[(ids < 0) | (ids >= vocab_size)]):
+        raise CheckpointError(f"{name} has {what} outside of the {vocab_size} ids of its base, such as {outside[0]}")
+    found, counts = ids.unique(return_counts=True)
+    if len(found) < count:
+        again = found[counts.argmax()]
+        raise CheckpointError(f"{name} has {what} that are not different ids of its base: {again} occurs twice")
 
 
 def drafter_layer(

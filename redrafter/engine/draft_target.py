@@ -114,7 +114,7 @@ class DraftTarget(Engine):
     def proposer_for(self, rows: int) -> Proposer:
         """Return the proposer for a batch of `rows` rows, beside which drafts may be copied from the text."""
         proposer, target = self._by_length[self.draft_len], self.target
-        states = target.keeps_states or proposer.model.keeps_states
+        states = proposer.model.keeps_states or (target.keeps_states and target.device.type != "cpu")
         if (
             not self.options.draft_from_text
             or self.adaptive

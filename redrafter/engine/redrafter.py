@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import bind, check_quantization
+from redrafter.drafting.drafter_model import check_draft_ids
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
@@ -72,6 +73,7 @@ class ReDrafter(Engine):
         check_bound(type(self), target, Target)
         check_bound(type(self), drafter, Drafter)
         config = drafter.config
+        check_draft_ids(drafter.draft_ids, config.draft_vocab_size, config.vocab_size, "the drafter")
         shape, depth = shape or TreeShape(), config.draft_len_per_beam
         self.adapts = tuning is None and shape == TreeShape()
         if target.device.type == "cpu" and shape.node_budget is None:
@@ -261,8 +263,10 @@ class ReDrafter(Engine):
 
     def _with_copies(self, proposer: Proposer, rows: int) -> Proposer:
         """Return a proposer that also copies from the text, or the same one where that is off or costs much."""
-        # Recurrent layers are called once for each level, and a chain would add as many levels as it has drafts.
-        copies = self.options.draft_from_text and proposer.shared_nodes is None and not self.target.keeps_states
+        # Recurrent layers are called once for each level, and a chain adds as many levels as it has drafts: on a GPU in
+        # every step, on a CPU only where the text has a match.
+        costly = self.target.keeps_states and self.target.device.type != "cpu"
+        copies = self.options.draft_from_text and proposer.shared_nodes is None and not costly
         costs = self._tuned_costs or self._measured
         count = text_nodes(rows, proposer.nodes, self.target.device.type, costs) if copies else 0
         if not count:

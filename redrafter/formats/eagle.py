@@ -21,6 +21,7 @@ import torch
 from transformers import AutoConfig
 
 from redrafter.drafting.drafter_config import DEFAULT_ROPE, ROPE_TYPES, EagleConfig
+from redrafter.drafting.drafter_model import check_draft_ids
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import SPECULATORS_KEY, config_errors
 from redrafter.formats.tensors import LazyTensor, memory_tensor
@@ -176,10 +177,7 @@ def draft_ids(
         return {}
     offsets = tensors["d2t"].read(0, tensors["d2t"].length).long()
     ids = offsets + torch.arange(len(offsets))
-    if len(ids) != (size or vocab_size):
-        raise CheckpointError(f"{directory} has d2t of {len(ids)} ids instead of {size or vocab_size}")
-    if len(ids.unique()) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise CheckpointError(f"{directory} has d2t that does not map to different ids of its base's {vocab_size}")
+    check_draft_ids(ids, size or vocab_size, vocab_size, directory, "d2t")
     if "t2d" in tensors:
         known = tensors["t2d"].read(0, tensors["t2d"].length).bool()
         if len(known) != vocab_size or not torch.equal(known.nonzero().flatten(), ids.sort().values):

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
 from redrafter.checkpoints.merged import Defaults, TreeShape
+from redrafter.drafting.drafter_model import check_draft_ids
 from redrafter.drafting.drafter_types import DRAFTER_CLASSES, Drafter, DrafterArchitecture, make_drafter
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, config_errors, kind_of, read_json
@@ -248,10 +249,9 @@ def _check_tensors(drafter: SourceDrafter, source_name: Callable[[str], str]) ->
         if tensor.dtype not in ((torch.int64,) if name == "draft_ids" else FLOAT_DTYPES):
             short = dtype_name(tensor.dtype)
             raise CheckpointError(f"{directory} has {tensor.name} as {short}, which a drafter cannot be computed in")
-    if (draft_ids := drafter.tensors.get("draft_ids")) is not None:
-        ids = draft_ids.read(0, draft_ids.length)  # [V']
-        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-            raise CheckpointError(f"{directory} has draft_ids outside of the {config.vocab_size} ids of its base")
+    draft_ids = drafter.tensors.get("draft_ids")
+    ids = None if draft_ids is None else draft_ids.read(0, draft_ids.length)
+    check_draft_ids(ids, config.draft_vocab_size, config.vocab_size, directory)
 
 
 def _open_tensors(directory: Path) -> dict[str, LazyTensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE, TOKENS_PER_CHUNK, AttentionInputs
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.kernels.cache_tiles import attending_sizes, cached_at, from_cache, round_trip, store_new
+from redrafter.kernels.cache_tiles import attending_sizes, cached_at, from_cache, is_lost, round_trip, store_new
 
 TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU
 SHORT_CONTEXT_TOKENS = 2048  # for rows that are no longer, merging many splits costs more than it saves
@@ -232,6 +232,8 @@ def _attend_kernel(
             v = tl.load(V + other[:, None] * v_token + head * v_head + dv, held[:, None] & (dv < DV), 0.0)
             # As every later forward will read them, or a token's text would depend on what was read beside it.
             k, v = round_trip(k, KEYS, q, LARGEST), round_trip(v, VALUES, q, LARGEST)
+            lost = is_lost(v, LARGEST)
+            v = tl.where(lost[:, None], 0.0, v).to(q.dtype)
             if CHAIN:
                 visible = live[:, None] & _is_near(n + node[:, None], n + j[None, :], WINDOW, CHUNK)
             else:
@@ -239,14 +241,15 @@ def _attend_kernel(
                 if WINDOW > 0 or CHUNK > 0:
                     level = tl.load(DEPTH + row * all_nodes + cached + j, held, 0).to(tl.int32)
                     visible = visible & _is_near(n + depth[:, None], n + level[None, :], WINDOW, CHUNK)
-            x = tl.where(visible, _scores(q, k, scale, SOFTCAP), float("-inf"))
+            x = tl.where(lost[None, :], float("nan"), _scores(q, k, scale, SOFTCAP))
+            x = tl.where(visible, x, float("-inf"))
             top, total, acc = _update_softmax(x, unit, v, top, total, acc)
 
     if SPLIT:
         index = out * splits + split
         tl.store(TOPS + index * 2, top, live)
         tl.store(TOPS + index * 2 + 1, total, live)
-        attended = live & (total > 0)
+        attended = live & (total != 0)  # also what is NaN
         tl.store(PART + index[:, None] * DV + dv, acc, attended[:, None] & (dv < DV))
     else:
         if HAS_SINKS:
@@ -284,8 +287,8 @@ def _merge_splits_kernel(
     if HAS_SINKS:
         sink = tl.load(SINKS + out % QUERY_HEADS).to(tl.float32) * LOG2E
         best = tl.maximum(best, sink)
-    weight = tl.where(total > 0, tl.exp2(tl.where(total > 0, top - best, 0.0)), 0.0)
-    part = tl.load(PART + index[:, None] * DV + dv, (total > 0)[:, None] & (dv < DV), 0.0)
+    weight = tl.where(total != 0, tl.exp2(tl.where(total != 0, top - best, 0.0)), 0.0)
+    part = tl.load(PART + index[:, None] * DV + dv, (total != 0)[:, None] & (dv < DV), 0.0)
     whole = tl.sum(total * weight, 0)
     if HAS_SINKS:
         whole += tl.exp2(sink - best)

@@ -46,6 +46,19 @@ def round_trip(x, STORE, q, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def is_lost(value, LARGEST: tl.constexpr):
+    """Return which of a tile of values `[S, DV]` hold a number that is not finite, and in FP8 will not be.
+
+    The value of such a token is taken for 0 and its key for NaN. So it reaches the tokens that see it, by their scores,
+    and no others: these have a weight of 0 for it, and 0 * NaN is NaN.
+    """
+    finite = value == value
+    if LARGEST == 0:
+        finite = tl.abs(value) < float("inf")
+    return tl.max(tl.where(finite, 0, 1), 1) > 0
+
+
+@triton.jit
 def cached_at(STORE, TABLE, s, seen, blocks, stride, head, WIDTH: tl.constexpr, PAGE: tl.constexpr):
     """Return the addresses of a head's keys or values at positions of the row whose blocks `TABLE` has."""
     page = tl.load(TABLE + s // PAGE, seen & (s // PAGE < blocks), 0).to(tl.int64)
@@ -62,6 +75,9 @@ def store_new(
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     key = tl.load(K + token[:, None] * k_token + head * k_head + dk, own[:, None] & (dk < DK), 0.0)
     value = tl.load(V + token[:, None] * v_token + head * v_head + dv, own[:, None] & (dv < DV), 0.0)
+    lost = is_lost(value, LARGEST)
+    key = tl.where(lost[:, None], float("nan"), key).to(K.dtype.element_ty)
+    value = tl.where(lost[:, None], 0.0, value).to(V.dtype.element_ty)
     inside = own & (position // PAGE < blocks)
     k_at = cached_at(KEYS, TABLE, position, inside, blocks, cache_k, head, DK, PAGE)
     v_at = cached_at(VALUES, TABLE, position, inside, blocks, cache_v, head, DV, PAGE)

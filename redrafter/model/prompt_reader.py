@@ -99,7 +99,8 @@ class PromptReader:
             pieces = [Piece(row, first, first + count) for row, (first, count) in enumerate(spans) if count]
             read = start + offset  # [B]
             positions = read[:, None] + torch.arange(size, device=device)  # [B, size]
-            tokens = chain(prompts.tokens.gather(1, positions.clamp(max=width - 1)))
+            # Where a row has no more tokens, its last one stands again: any other might be one that gives a NaN.
+            tokens = chain(prompts.tokens.gather(1, positions.minimum(length[:, None] - 1).clamp(0, width - 1)))
             if paged:
                 tokens = replace(tokens, counts=to_device(sizes, device, torch.long), total=sum(sizes))
             last = length - 1 - read  # [B], the node of the last prompt token, if it is here

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from redrafter.attention.mask import TreeSlots, additive_mask
 from redrafter.attention.tree_plan import ChunkEnds
-from redrafter.cache.dense import CACHE_NAME, cache_argument
+from redrafter.cache.dense import CACHE_NAME, DenseCache, cache_argument
 from redrafter.errors import UnsupportedError
 from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, join_hidden
 from redrafter.model.lora import AdapterSlots
@@ -101,7 +101,8 @@ class TreeForward(ABC):
         self._kinds, self._slot_readers, self._mixers = traits.kinds, traits.slot_readers, traits.mixers
         self._cache_argument = cache_argument(bound.model.forward) or CACHE_NAME
         self._thread: int | None = None  # the one that runs the forward; None where other threads' are recorded too
-        self._index: Tensor | None = None  # `[B, R]` int64; this and the next two hold something only during a call
+        self._index: Tensor | None = None  # `[B, R]` int64; this and the next three hold something only during a call
+        self._written: DenseCache | None = None  # the cache that the model writes to
         self._head_inputs: tuple[Tensor, ...] = ()
         self._aux_outputs: tuple[Tensor, ...] = ()
 
@@ -129,7 +130,7 @@ class TreeForward(ABC):
                     patch.run_uncompiled(self.bound.compiled_parts)
                 yield patch
         finally:
-            self._index, self._head_inputs, self._aux_outputs = None, (), ()
+            self._index, self._written, self._head_inputs, self._aux_outputs = None, None, (), ()
 
     def _record_head_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """Record the hidden states of all tokens, and pass only those of selected ones on to the LM head.
@@ -139,9 +140,11 @@ class TreeForward(ABC):
         if self._thread is not None and self._thread != threading.get_ident():
             return None  # it is a forward of another thread, which computes what the model alone gives
         hidden, index = args[0], self._index
+        if self._written is not None and (sums := self._written.sums) is not None:
+            hidden = hidden.masked_fill(~sums.isfinite().to(hidden.device)[..., None], torch.nan)
         self._head_inputs = (*self._head_inputs, hidden)
         if index is None:
-            return args
+            return hidden, *args[1:]
         return hidden.gather(1, index.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])), *args[1:]
 
     def _record_aux_output(self, _: nn.Module, __: Any, output: Any) -> None:
@@ -176,7 +179,8 @@ class PaddedForward(TreeForward):
         bound, tree, length, cache, places = self.bound, batch.tree, batch.length, batch.cache, batch.places
         assert batch.chunks is None, "chunks are read on a paged cache"
         new, mixing = tree.new, None
-        cache.write_after(length + (tree.tokens.shape[1] - new), new)
+        nodes = tree.tokens.shape[1]
+        cache.write_after(length + (nodes - new), new, drafts=nodes > 1 and batch.pieces is None)
         positions = places if batch.position_shift is None else places + batch.position_shift[:, None]
         if bound.context is not None:
             # Nodes past the end of the context are never kept; they only must not index past a table.
@@ -194,7 +198,7 @@ class PaddedForward(TreeForward):
             if bound.rope is not None:
                 at_least = torch.zeros_like(length) if batch.rope_lengths is None else batch.rope_lengths
                 bound.rope.apply(patch, lambda: at_least[:, None])
-            self._index = index
+            self._index, self._written = index, cache
             mask = None if cache.committed else self._mask(slots)
             out = self._call_model(tree.tokens[:, -new:], positions, cache, attention_mask=mask)
             hidden = self._recorded_hidden().to(bound.device)  # [B, M, F]

@@ -45,7 +45,8 @@ class Path:
 def accept(tree: Tree, drawn: Tensor, max_depth: int) -> Path:
     """Accept the root, and every node whose parent is accepted and whose token was drawn at its parent.
 
-    Siblings have different tokens, so the accepted nodes are one path.
+    Siblings have different tokens, so these nodes are one path. It is read upwards from the deepest of them, and so is
+    a path whatever was drafted.
 
     Args:
         tree: The verified tree.
@@ -61,7 +62,9 @@ def accept(tree: Tree, drawn: Tensor, max_depth: int) -> Path:
         confirmed &= torch.arange(nodes, device=drawn.device) < tree.counts[:, None]
     confirmed[:, 0] = True
     accepted = ~(tree.ancestors & ~confirmed[:, None, :]).any(dim=-1)  # [B, N]: the node and its ancestors agree
-    level = torch.where(accepted, tree.depth, max_depth + 1)  # other nodes go to a column that is cut off
+    length, end = tree.depth.masked_fill(~accepted, -1).max(dim=1)  # [B] each
+    on_path = tree.ancestors.gather(1, end[:, None, None].expand(rows, 1, nodes)).squeeze(1)  # [B, N]
+    level = torch.where(on_path, tree.depth, max_depth + 1)  # other nodes go to a column that is cut off
     path = torch.zeros(rows, max_depth + 2, dtype=torch.long, device=drawn.device)
     path.scatter_(1, level, torch.arange(nodes, device=drawn.device).expand(rows, nodes))
-    return Path(path[:, : max_depth + 1], accepted.sum(dim=1) - 1)
+    return Path(path[:, : max_depth + 1], length)

@@ -7,6 +7,7 @@ from redrafter.attention.prompt_attention import Piece
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.states import RowStates, StateCopies, StateShape, StatesOfRows
+from redrafter.drafting.prompt_lookup import graft
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import Tree, chain, tree_of
@@ -74,6 +75,17 @@ def test_a_tree_may_be_grown_level_by_level():
         walk(grown, tree_of(*cut, level).last_level(end - max(2 * level - 1, 0)), length)
     grown.commit(length, Path(torch.tensor([[0, 2, 4]] * 2), torch.tensor([2, 2])), BOTH)
     assert kept(grown) == [7135, 8135]
+
+
+@pytest.mark.parametrize(
+    ("copied", "path", "expected"),
+    [([9, 6, 7, 8], [0, 5, 6], 7196), ([2, 6, 7, 8], [0, 1, 5, 6], 71267), ([2, 4, 7, 8], [0, 1, 3, 5, 6], 712478)],
+)
+def test_states_after_grafted_nodes_continue_those_after_their_own_parents(copied, path, expected):
+    states, length = states_after(7, 8), torch.tensor([5, 5])
+    walk(states, graft(a_tree(), torch.tensor([copied] * 2)), length)
+    states.commit(length, Path(torch.tensor([path] * 2), torch.tensor([len(path) - 1] * 2)), BOTH)
+    assert kept(states)[0] == expected
 
 
 def test_a_draft_models_states_stay_a_token_behind():

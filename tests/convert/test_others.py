@@ -116,8 +116,8 @@ CONFIGS: list[tuple[Callable[..., Path], dict, str]] = [
 ]
 TENSORS: list[tuple[Callable[..., Path], dict[str, torch.Tensor | None], str]] = [
     (eagle_dir, {"d2t": None}, "no tensor d2t"),
-    (eagle_dir, {"d2t": torch.zeros(40).long() - torch.arange(40)}, "does not map to different ids"),
-    (eagle_dir, {"d2t": torch.full((40,), VOCAB)}, "does not map to different ids"),
+    (eagle_dir, {"d2t": torch.zeros(40).long() - torch.arange(40)}, "d2t that are not different ids"),
+    (eagle_dir, {"d2t": torch.full((40,), VOCAB)}, "d2t outside of the"),
     (eagle_dir, {"fc.weight": None}, "no tensor fc.weight"),
     (eagle_dir, {"midlayer.extra.weight": torch.ones(2)}, "midlayer.extra.weight, which its config does not ask for"),
     (zlab, {"hidden_norm.weight": None}, "no tensor hidden_norm.weight"),

@@ -12,13 +12,23 @@ import pytest
 import torch
 from transformers import LogitsProcessor, set_seed
 
-from helpers.generation import Collect, Steps, noted, same_as_model, same_undrafted
+from helpers.generation import ON_BOTH_CACHES, Collect, Steps, noted, same_as_model, same_undrafted
 from helpers.models import HIDDEN, VOCAB, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
-from redrafter import ArgumentError, DraftTarget, Engine, MismatchError, PromptLookup, ReDrafter, UnsupportedError
+from redrafter import (
+    ArgumentError,
+    CheckpointError,
+    DraftTarget,
+    Engine,
+    MismatchError,
+    PromptLookup,
+    ReDrafter,
+    UnsupportedError,
+)
 from redrafter.engine import call
 from redrafter.engine.call import ColumnStream
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import row_seeds
+from redrafter.formats.sources import open_drafter
 
 IDS, MASK = uneven_batch()
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -177,6 +187,48 @@ def test_a_reduced_draft_vocabulary_changes_no_token(llama):
     engine = with_tree(llama, drafter, 5, 5)
     same_as_model(engine, IDS, MASK, **GREEDY)
     same_undrafted(engine, IDS, MASK, max_new_tokens=12, do_sample=True, seed=4)
+
+
+WRONG_IDS = {
+    "a token twice": (torch.arange(20) // 2 * 2, "not different ids of its base: 0 occurs twice"),
+    "an id past the end": (torch.arange(20) + VOCAB - 10, f"outside of the {VOCAB} ids of its base, such as {VOCAB}"),
+    "a negative id": (torch.arange(20) - 1, "such as -1"),
+    "another dtype": (torch.arange(20).int(), "as int32; ids are int64"),
+    "too few": (torch.arange(19), "of 19 ids instead of 20"),
+    "none": (None, "of 0 ids instead of 20"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_IDS)
+def test_ids_that_a_drafter_cannot_draft_are_refused_wherever_it_comes_from(llama, tmp_path, wrong):
+    ids, message = WRONG_IDS[wrong]
+    drafter, good = tiny_drafter(draft_vocab_size=20), tiny_drafter(draft_vocab_size=20)
+    drafter.draft_ids = ids
+    engine = with_tree(llama, good, 2, 2)
+    entries = [
+        lambda: ReDrafter.from_pretrained(llama, drafter),
+        lambda: ReDrafter(engine.target, drafter),
+        lambda: engine.change_drafter(drafter),
+    ]
+    if wrong in ("a token twice", "an id past the end", "a negative id"):  # else no such file can be loaded
+        drafter.save_pretrained(tmp_path)
+        entries += [lambda: ReDrafter.from_pretrained(llama, tmp_path), lambda: engine.change_drafter(tmp_path)]
+        entries += [lambda: open_drafter(tmp_path)]
+    for enter in entries:
+        with pytest.raises(CheckpointError, match=message):
+            enter()
+    same_as_model(engine, IDS, MASK, **GREEDY)
+
+
+@ON_BOTH_CACHES
+def test_siblings_with_one_token_change_no_text(llama, on):
+    """Drafters that would propose them are refused; acceptance does not rely on that."""
+    drafter = tiny_drafter(draft_vocab_size=VOCAB)
+    engine = on(with_tree(llama, drafter, 2, 4))
+    engine.pauses = False
+    drafter.draft_ids.copy_(torch.arange(VOCAB) // 2 * 2)
+    for seed in range(4):
+        same_undrafted(engine, IDS, MASK, do_sample=True, temperature=0.3, seed=seed, max_new_tokens=40)
 
 
 def test_the_defaults_come_from_the_drafters_config(llama):

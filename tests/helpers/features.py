@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from helpers.adapters import adapted, saved
 from helpers.context_drafter import checked_windows, context_drafter
 from helpers.dflash import DFLASH_FORMS, checked_blocks, random_block_drafter
 from helpers.eagle import EAGLE_FORMS, checked_drafts, random_head
-from helpers.models import CHUNKED, tiny_drafter, tiny_model, uneven_batch
+from helpers.models import CHUNKED, script_of_rows, tiny_drafter, tiny_model, uneven_batch
 from helpers.mtp import checked_layers, random_mtp
 from helpers.recurrent import generated_alone, recurrent_model
 from helpers.scheduling import KINDS, alone, make_sequence, seeing_sequence
@@ -29,12 +30,13 @@ from helpers.seeing_models import UNEVEN, prompts_with_images, tiny_seeing_model
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.checkpoints.merged import TreeShape
-from redrafter.drafting.prompt_lookup import PromptLookupProposer, TextBeside
-from redrafter.drafting.proposer import PlainProposer
+from redrafter.drafting.prompt_lookup import PromptLookupProposer, TextBeside, graft
+from redrafter.drafting.proposer import PlainProposer, State
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import Tuning
 from redrafter.model.target import Target
 from redrafter.scheduler.sequence import TokenSequence
+from redrafter.tree.token_tree import Tree
 
 NEW = 24
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
@@ -134,10 +136,38 @@ def sharing(model: PreTrainedModel, options: EngineOptions, drafter: Any = None)
     return ReDrafter(Target(model), drafter, tuning=tuning, options=options)
 
 
+@dataclass
+class Grafted:
+    """Grafts onto the drafts of another proposer what a row is known to continue with, as if it had been copied.
+
+    Random models repeat themselves too seldom for copies that are right, or for any at all.
+
+    Attributes:
+        copying: The other proposer and the number of nodes that are added.
+        known: Texts that rows may write, padded on the right, `[lines, T]`.
+    """
+
+    copying: TextBeside
+    known: Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.long))
+
+    model = shared_nodes = without_text = None
+    nodes = property(lambda self: self.copying.nodes)
+    depth = property(lambda self: self.copying.depth)
+    sizes = property(lambda self: self.copying.sizes)
+    scratch_slots = property(lambda self: self.copying.scratch_slots)
+
+    def propose(self, state: State, *args: Any) -> Tree:
+        tree = self.copying.without_text.propose(state, *args)
+        lines = script_of_rows(self.known, state)
+        index = state.length[:, None] + 1 + torch.arange(tree.levels + self.copying.draft_len)
+        return graft(tree, lines.gather(1, index.clamp(max=lines.shape[1] - 1)))
+
+
 def beside_text(engine: ReDrafter) -> ReDrafter:
-    """Add what the text says to the drafts of an engine, whatever its rows pay for the nodes."""
-    both = TextBeside(engine.proposer, 3)
+    """Add what the text says to the drafts of every step of an engine, whatever these cost and gain."""
+    both = Grafted(TextBeside(engine.proposer, 3))
     engine.proposer_for = lambda rows: both
+    engine.pauses = False
     return engine
 
 
@@ -246,6 +276,11 @@ class Pair:
         """Arguments of `generate` that name the rows' adapters."""
         return {"adapter": list(ROWS)} if self.feature.adapters else {}
 
+    def expect(self, texts: Sequence[Sequence[int]]) -> None:
+        """Let an engine that copies from texts copy from these, which are about to be written."""
+        if isinstance(proposer := self.engine.proposer_for(1), Grafted):
+            proposer.known = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
+
     def sequences(self) -> list[TokenSequence]:
         """Return sequences of all kinds: some begin alike, some verify no drafts, some have adapters or images."""
         made, kinds = Random(4), list(KINDS.values())
@@ -307,6 +342,7 @@ OWN_WAYS = {
 OWN_WAYS |= {(feature, "draft model's tree") for feature in ("convolutions", "states", "fp8", "invariant")}
 OWN_WAYS |= {("images", "drafter's chain")}
 OWN_WAYS |= {("adapters", name) for name in ("prompt lookup", "draft model")}
+OWN_WAYS |= {("convolutions", "drafter and text")}
 # Those where either is the first of its kind.
 SIMPLE = {("text", engine) for engine in ENGINES} | {(feature, "drafter") for feature in FEATURES}
 # And what layers attend to, with all that drafts.
@@ -317,7 +353,7 @@ NO_MTP = ("window", "chunks", "learned positions", "states", "convolutions", "si
 PAIRS = [of for of in PAIRS if of[0] not in NO_MTP or not of[1].startswith("MTP")]
 # What these ask of a model another engine asks too, so they meet only some of the layers.
 ALIKE = ("DSpark", "DFlash2", "MTP and text", "EAGLE and text", "drafter and text")
-PAIRS = [of for of in PAIRS if of[1] not in ALIKE or of[0] in ("text", "latent keys", "convolutions")]
+PAIRS = [of for of in PAIRS if of[1] not in ALIKE or of[0] in ("text", "latent keys", "convolutions", "states")]
 
 
 def case(*names: str, fast: bool) -> Any:

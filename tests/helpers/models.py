@@ -166,7 +166,7 @@ class Scripted:
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: None = None, draft_cache: None = None
     ) -> Tree:
         """Return a tree whose first beam follows the script."""
-        rows, script = len(state.length), self._script_of_rows(state)
+        rows, script = len(state.length), script_of_rows(self.script, state)
         index = state.length[:, None] + 1 + torch.arange(self.depth)
         scripted = script.gather(1, index.clamp(max=self.script.shape[1] - 1)) + self.offset  # [B, K]
         beam = torch.arange(self.beams)
@@ -177,12 +177,13 @@ class Scripted:
         parents = torch.where(depth <= 1, 0, 1 + (depth - 2) * self.beams)  # all hang on the first beam
         return tree_of(tokens, parents.expand(rows, -1), depth.expand(rows, -1), self.depth)
 
-    def _script_of_rows(self, state: State) -> Tensor:
-        """Return the line of the script that agrees with each row's text in most tokens, since rows change places."""
-        width = min(self.script.shape[1], state.tokens.shape[1])
-        same = state.tokens[:, None, :width] == self.script[:, :width]  # [B, lines, T]
-        known = torch.arange(width) <= state.length[:, None, None]
-        return self.script[(same & known).sum(dim=-1).argmax(dim=1)]
+
+def script_of_rows(script: Tensor, state: State) -> Tensor:
+    """Return the line of a script `[lines, T]` that agrees with each row's text in most tokens; rows change places."""
+    width = min(script.shape[1], state.tokens.shape[1])
+    same = state.tokens[:, None, :width] == script[:, :width]  # [B, lines, T]
+    known = torch.arange(width) <= state.length[:, None, None]
+    return script[(same & known).sum(dim=-1).argmax(dim=1)]
 
 
 def row_texts(sequences: Tensor, mask: Tensor) -> Tensor:

@@ -228,3 +228,52 @@ def test_large_keys_and_values_stay_finite(attend, kv_dtype):
     assert attend(large).isfinite().all()
     assert pool_of(large.keys).float().isfinite().all()
     assert pool_of(large.values).float().abs().max() == torch.finfo(kv_dtype).max
+
+
+@every
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maximum
+@each(
+    dict(lengths=[37, 0], nodes=9, number=torch.nan),
+    dict(lengths=[20], nodes=5, chunks=[(9, 20)], room=2, number=torch.inf),
+    slow=[
+        dict(lengths=[300, 5], nodes=9, window=40, number=torch.inf),  # committed tokens are split
+        dict(lengths=[50, 3], nodes=9, softcap=2.0, sinks=True, group=4, dtype=HALF, number=-torch.inf),
+        dict(lengths=[40], nodes=70, causal=True, number=torch.nan),
+        dict(lengths=[20, 7] * 34, nodes=3, number=torch.inf),  # so many rows that nothing is split
+    ],
+)
+def test_a_value_that_is_not_finite_reaches_no_token_that_does_not_see_it(attend, how):
+    number, how = how["number"], {name: x for name, x in how.items() if name != "number"}
+    inputs, expected = problem(**how), attend(problem(**how))
+    _, depth, ancestors, _ = inputs.rows.by_row()
+    sees = torch.zeros(len(expected), dtype=torch.bool, device=DEVICE)
+    if "chunks" in how:
+        token = 5 + 12
+        sees[token : 5 + 20] = True
+    else:
+        token = 2
+        near = depth[0] - depth[0, token] < how.get("window", 99)
+        sees[: how["nodes"]] = ancestors[0, :, token] & near
+    inputs.value[token, 0, 3] = number
+    found, heads = attend(inputs), how.get("group", 2)  # query heads that share the key head
+    assert torch.equal(found[~sees], expected[~sees])
+    assert torch.equal(found[:, heads:], expected[:, heads:])
+    assert not found[sees][:, :heads].isfinite().all(-1).any()
+
+
+@every
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_a_stored_value_that_was_not_finite_reaches_no_node_that_does_not_see_it(attend):
+    """A draft model grows its trees level by level, and reads the upper nodes from the cache."""
+    whole, inputs, clean = problem([37], 20), problem([37], 20, new=4), problem([37], 20, new=4)
+    ancestors, table = inputs.rows.by_row()[2][0], inputs.rows.by_row()[3][0]
+    seen = ancestors[:, :16].sum(0)
+    node = int(((seen > 0) & (seen < 4)).nonzero()[0])
+    whole.value[node] = torch.nan
+    attend(whole)
+    slot = int(table[(37 + node) // BLOCK_SIZE]) * BLOCK_SIZE + (37 + node) % BLOCK_SIZE
+    inputs.keys[slot], inputs.values[slot] = whole.keys[slot], whole.values[slot]
+    clean.keys[slot], clean.values[slot] = problem([37], 20).keys[slot], 0
+    found, expected, sees = attend(inputs), attend(clean), ancestors[:, node]
+    assert torch.equal(found[~sees], expected[~sees])
+    assert found[sees].isnan().all()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers.features import FEATURES, GREEDY, NEW, PAIRS, SAMPLED, SIMPLE, case, pair
-from helpers.models import paged
+from helpers.models import paged, row_texts
 
 # A batch on a paged cache is among the fast cases of test_sequences.
 FAST = {(*of, "dense" if "dense" in FEATURES[of[0]].caches else "own") for of in SIMPLE} | {
@@ -20,10 +20,18 @@ def test_a_batch_is_what_plain_decoding_writes(feature, engine, cache):
     made.engine.drop_graphs()
     cached = paged(made.engine) if cache == "paged" else made.engine
     batch = made.batch()
+    plain = [cached.generate(**batch, **made.rows, **draws, speculate=False) for draws in (GREEDY, SAMPLED)]
+    if not made.feature.images:
+        made.expect([text for texts in plain for text in row_texts(texts, batch["attention_mask"]).tolist()])
     with made.watched():
-        greedy, sampled = (cached.generate(**batch, **made.rows, **draws) for draws in (GREEDY, SAMPLED))
-    for found, draws in ((greedy, GREEDY), (sampled, SAMPLED)):
-        assert torch.equal(found, cached.generate(**batch, **made.rows, **draws, speculate=False))
+        outs = [
+            cached.generate(**batch, **made.rows, **draws, return_dict_in_generate=True) for draws in (GREEDY, SAMPLED)
+        ]
+    greedy, sampled = (out.sequences for out in outs)
+    assert torch.equal(greedy, plain[0])
+    assert torch.equal(sampled, plain[1])
+    if engine.endswith("and text"):
+        assert all(out.stats.copied > NEW for out in outs), "few copies were accepted, and hardly any state kept"
     if made.greedy_texts is not None:
         assert torch.equal(greedy, made.greedy_texts)
     if not made.feature.images:

@@ -48,6 +48,17 @@ def test_a_confirmed_node_below_an_unconfirmed_one_is_not_kept():
     assert path.nodes.tolist() == [[0, 0, 0]]
 
 
+def test_of_siblings_with_one_token_one_path_is_kept():
+    """No drafter that is sound proposes them."""
+    tree = small_tree([[0, 1, 1, 2, 2]])  # nodes 1 and 2 are alike, and so are 3 and 4 below node 1
+    for draws in itertools.product(range(3), repeat=5):
+        path = accept(tree, torch.tensor([draws]), 2)
+        kept = path.nodes[0, : path.accepted[0] + 1].tolist()
+        assert tree.depth[0, kept].tolist() == [*range(len(kept))]
+        assert all(tree.parents[0, node] == above for above, node in itertools.pairwise(kept))
+        assert all(tree.tokens[0, node] == draws[above] for above, node in itertools.pairwise(kept))
+
+
 def test_rows_are_independent():
     tree = small_tree([[0, 1, 2, 1, 2], [0, 5, 6, 7, 8]])
     drawn = torch.tensor([[2, 0, 0, 0, 0], [5, 8, 0, 0, 9]])
