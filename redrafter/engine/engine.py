@@ -37,6 +37,7 @@ from redrafter.engine.modes import kv_dtype_of, make_batch_invariant, use_kv_cac
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import AdapterNames, OwnArguments, Request, Seed, read_request, row_adapters
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
+from redrafter.model.lora import LoraWeights
 from redrafter.model.supported import check_autocast
 from redrafter.model.target import Target
 from redrafter.scheduler.paged_memory import MOST_ROWS, PagedMemory
@@ -197,7 +198,7 @@ class Engine(Changeable):
         assert other.draft_model is None or other.draft_model is self.draft_model
         other.lender = None if other is self else self
 
-    def load_adapter(self, name: str, path: str | Path) -> None:
+    def load_adapter(self, name: str, path: str | Path | LoraWeights) -> None:
         """Load a LoRA adapter beside the model, for the texts that ask for it by name.
 
         Engines on one target share its adapters. What drafts stays as it is: it changes no token, but where an adapter
@@ -205,7 +206,7 @@ class Engine(Changeable):
 
         Args:
             name: What to call it.
-            path: Directory that PEFT's `save_pretrained` wrote.
+            path: Directory that PEFT's `save_pretrained` wrote, or what `read_adapter` has read of one.
 
         Raises:
             ArgumentError: The name is taken, or `max_loras` or `max_lora_rank` leave no room.
@@ -215,7 +216,8 @@ class Engine(Changeable):
         """
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"the name of an adapter is a text, got {name!r}")
-        weights, graphs = read_adapter(path), (self.lender or self).graphs
+        weights = path if isinstance(path, LoraWeights) else read_adapter(path)
+        graphs = (self.lender or self).graphs
         with nullcontext() if graphs is None else graphs.lock:  # nothing is captured meanwhile
             self.target.adapters.load(name, weights, self.options.max_loras, self.options.max_lora_rank)
 
