@@ -108,6 +108,17 @@ class NewWeights:
                 place.copy_(numbers.to(place.dtype))  # rounded where they are: what is half written has no way back
 
 
+def hold_in_memory(module: nn.Module) -> None:
+    """Copy weights that are mapped from files into memory, so that the files may be written again while they are used.
+
+    transformers leaves weights mapped that stay on the host in the dtype in which they are stored.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        plain = type(tensor) in (Tensor, nn.Parameter)  # others, of quantisers, may have no storage
+        if plain and not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
+
+
 def snapshot(module: nn.Module) -> dict[str, Tensor]:
     """Return a copy on the host of a module's weights, as `NewWeights.of` takes them."""
     with torch.no_grad():

@@ -149,6 +149,21 @@ def test_weights_and_drafters_that_were_read_need_no_file_any_more(tmp_path):
     check_writes_as(engine, new)
 
 
+def test_the_files_of_a_model_may_be_written_again_while_it_is_used(tmp_path):
+    """A directory that is updated in place is the one that was loaded, as where a trainer always saves to the same."""
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "base")
+    tiny_drafter().save_pretrained(tmp_path / "drafter")
+    engine = ReDrafter.from_pretrained(tmp_path / "base", tmp_path / "drafter", device="cpu")
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    for file in tmp_path.rglob("*.safetensors"):
+        os.truncate(file, 10)
+    check_writes_as(engine, model)
+    other().save_pretrained(tmp_path / "base")
+    engine.update_weights(tmp_path / "base")
+    check_writes_as(engine, other())
+
+
 def test_weights_that_are_not_finite_are_written_and_named():
     engine, new = drafting(), {name: x.clone() for name, x in other().state_dict().items()}
     assert engine.update_weights(new) == []
