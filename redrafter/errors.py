@@ -13,6 +13,7 @@ A message says what was wrong, what was found, and what to type instead. The com
 line and exits with code 2.
 """
 
+import re
 from collections.abc import Iterable
 
 __all__ = [
@@ -25,10 +26,20 @@ __all__ = [
     "ReDrafterError",
     "UnsupportedError",
     "did_you_mean",
+    "ends_device",
     "first_line",
     "how_to_install",
 ]
 
+# Errors of CUDA of which its reference says that any further work returns the same error until the process ends:
+# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html. torch and Triton quote CUDA's words for them.
+_LASTING_ERRORS = re.compile(
+    r"(?:CUDA|HIP)\b.*(?:uncorrectable ECC error|uncorrectable NVLink error|an illegal memory access was encountered"
+    r"|the launch timed out and was terminated|context is destroyed|device-side assert triggered|hardware stack error"
+    r"|an illegal instruction was encountered|misaligned address|operation not supported on global/shared address space"
+    r"|invalid program counter|unspecified launch failure|unspecified launch error|unknown error)",
+    re.DOTALL,
+)
 CLOSE_RATIO = 0.75  # of difflib: `prot` is close to `port`, and `host` is not
 
 
@@ -73,6 +84,19 @@ def first_line(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def ends_device(error: BaseException) -> bool:
+    """Tell whether an error, or one that it was raised from, leaves a GPU with which this process cannot continue.
+
+    CUDA returns such an error from every later call. Others pass, such as a lack of memory or a capture that failed.
+    """
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, RuntimeError) and _LASTING_ERRORS.search(str(chain)):
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

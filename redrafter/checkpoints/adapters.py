@@ -1,5 +1,6 @@
 """Read LoRA adapters in PEFT's format from directories, without PEFT."""
 
+import io
 import math
 import re
 from collections.abc import Mapping
@@ -7,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
+from redrafter.files.regular_file import read_regular
+from redrafter.files.stored_tensors import read_safetensors
 from redrafter.model.lora import LoraWeights, merge_into
 
 CONFIG_FILE = "adapter_config.json"
@@ -101,15 +103,16 @@ def _unsupported(path: str | Path, reason: str) -> UnsupportedError:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    file = next((folder / name for name in WEIGHTS_FILES if (folder / name).is_file()), None)
+    file = next((folder / name for name in WEIGHTS_FILES if (folder / name).exists()), None)
     if file is None:
         raise CheckpointError(f"{folder} has no {' and no '.join(WEIGHTS_FILES)}")
+    if file.suffix == ".safetensors":
+        return read_safetensors([file])
+    content = io.BytesIO(read_regular(file))
     try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
+        tensors = torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle raises any for a file that is none, or that holds code
-        raise CheckpointError(f"cannot read {file}: {first_line(error)}") from error
+        raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{file} does not hold tensors by name")
     return tensors

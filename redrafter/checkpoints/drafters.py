@@ -13,6 +13,7 @@ from redrafter.drafting.drafter_types import Drafter, DrafterArchitecture, open_
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.model.target import Target
+from redrafter.model.weights import hold_in_memory
 from redrafter.parallel.launched import launched_processes
 
 NORM_ROWS = 8  # rows of the embedding table whose norms tell one base from another
@@ -56,6 +57,7 @@ def load_drafter(
         drafter = open_drafter_model(drafter)
     check_fits_target(drafter, target)
     module = drafter.placed(target)
+    hold_in_memory(module)  # an MTP layer is read from the files of its base
     if quantization is not None:
         quantize_drafter(module)
     return module, defaults

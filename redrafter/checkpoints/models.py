@@ -33,6 +33,7 @@ from redrafter.files.dtype_names import dtype_name
 from redrafter.model.linear_layers import is_quantized, quantize_linears
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
+from redrafter.model.weights import hold_in_memory
 from redrafter.parallel.ranks import join_ranks
 
 QUANTIZED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -136,7 +137,10 @@ def load_model(
     with _device_errors(device):
         if quantization is not None:
             quantize_model(model, str(name), device)
-        return model if device is None else model.to(device)
+        if device is not None:
+            model.to(device)
+        hold_in_memory(model)
+        return model
 
 
 def find_model_file(model: str, name: str) -> str | None:

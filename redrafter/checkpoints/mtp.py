@@ -22,11 +22,10 @@ from redrafter.drafting.drafter_config import MTPConfig
 from redrafter.drafting.mtp import ATTENTION_NAME, DraftedEntries, MTPDrafter, Past
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
+from redrafter.files.stored_tensors import INDEX_FILE, WEIGHTS_FILE
 from redrafter.model.forward_batch import decoder_stack
 from redrafter.model.patch import MODEL_ERRORS
 from redrafter.model.target import Target
-
-WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,22 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from redrafter.checkpoints.models import load_model
-from redrafter.errors import ArgumentError, CheckpointError, first_line
-from redrafter.files.dtype_names import dtype_name
+from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
+from redrafter.files.stored_tensors import SUFFIX, read_safetensors, weight_files
 from redrafter.model.target import Target
+from redrafter.model.weights import listed
 
-SUFFIX = ".safetensors"
+_WRONG = {"missing": "missing_keys", "unknown": "unexpected_keys"}  # what transformers reports
 
 
 def read_weights(source: "str | Path | Mapping[str, Tensor]", target: Target) -> Mapping[str, Tensor]:
     """Return the weights that a source holds for a target, by the names of its model's `state_dict`.
+
+    Files are read whole into memory: what becomes of them later changes nothing.
 
     Args:
         source: A directory as `save_pretrained` writes it, or with files of safetensors alone; such a file; or the
@@ -26,6 +27,7 @@ def read_weights(source: "str | Path | Mapping[str, Tensor]", target: Target) ->
     Raises:
         ArgumentError: The source is none of these.
         CheckpointError: A file cannot be read.
+        MismatchError: A directory holds what is no weight of the model, lacks one, or has one of another shape.
     """
     if isinstance(source, Mapping):
         return source
@@ -33,28 +35,48 @@ def read_weights(source: "str | Path | Mapping[str, Tensor]", target: Target) ->
         raise ArgumentError(f"weights are a directory, a file or tensors by name, got {type(source).__name__}")
     path = Path(source)
     try:
-        files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path] if path.is_file() else []
+        has_config = (path / "config.json").is_file()
+        if path.is_dir():
+            # Of a model's directory, those that save_pretrained writes: others may be there in other formats.
+            files = (has_config and weight_files(path)[0]) or sorted(path.glob(f"*{SUFFIX}"))
+        else:
+            files = [path] if path.suffix == SUFFIX and path.exists() else []
     except (OSError, ValueError) as error:  # ValueError: NUL in a name
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
-    if not files or files[0].suffix != SUFFIX:
+    if not files:
         raise CheckpointError(
             f"{path} holds no weights: give a {SUFFIX} file, or a directory of this machine with some"
         )
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            weights |= load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from error
-    if _same_names(weights, target.model) or not (path / "config.json").is_file():
+    weights = read_safetensors(files)
+    own = target.model.state_dict(keep_vars=True)
+    if not has_config or weights.keys() <= own.keys():  # tied ones may be left out
         return weights
-    # Checkpoints of some architectures have other names than the modules, which transformers alone knows.
-    model = load_model(path, dtype=dtype_name(target.dtype), device="cpu", trust_remote_code=False)
+    return _renamed(weights, target, path)
+
+
+def _renamed(weights: Mapping[str, Tensor], target: Target, path: Path) -> Mapping[str, Tensor]:
+    """Return weights by the names of a target's modules, which in checkpoints of some architectures have others.
+
+    transformers alone knows these names. It ignores tensors that it does not know, which are refused here.
+    """
+    kind: Any = type(target.model)
+    try:
+        model, info = kind.from_pretrained(
+            None,
+            config=target.model.config,
+            state_dict=dict(weights),
+            dtype=target.dtype,
+            ignore_mismatched_sizes=True,  # they are named below
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be loaded as {target.name}: {first_line(error)}") from error
+    shapes = sorted(info["mismatched_keys"])
+    wrong = [
+        *(f"{what} {listed(sorted(info[key]))}" for what, key in _WRONG.items() if info[key]),
+        *(f"{name} of shape {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in shapes),
+    ]
+    if wrong:
+        raise MismatchError(f"{path} has not the weights of {target.name}, and none was written: {'; '.join(wrong)}")
     loaded: dict[str, Tensor] = model.state_dict()
     return loaded
-
-
-def _same_names(weights: Mapping[str, Tensor], model: nn.Module) -> bool:
-    """Tell whether weights have the names of a model's own; tied ones may be left out."""
-    own = model.state_dict(keep_vars=True)
-    return weights.keys() <= own.keys()

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from redrafter.attention.mask import additive_mask
 from redrafter.cache.kv_cache import KVCache
@@ -23,6 +24,7 @@ from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.errors import CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import ASSISTANT_MODEL_TYPES, load_error
+from redrafter.files.stored_tensors import read_directory
 from redrafter.kernels.cache_format import read_slots
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
@@ -113,16 +115,22 @@ class AssistantDrafter(DrafterModel):
             raise UnsupportedError(
                 f"{name} is a {config['model_type']}, which this version of transformers does not have: update it"
             )
+        source, loader = Path(name) / kwargs.get("subfolder", ""), cast("Any", AutoModelForCausalLM)
+        read = read_directory(source) if source.is_dir() else None
         try:
             with all_layers_shared():
-                loader: Any = AutoModelForCausalLM
-                assistant, info = loader.from_pretrained(name, *args, dtype="auto", output_loading_info=True, **kwargs)
+                if read is not None:  # transformers would map its files, and so depend on them
+                    form = AutoConfig.from_pretrained(source)
+                    loader, name, kwargs = MODEL_FOR_CAUSAL_LM_MAPPING[type(form)], None, {"config": form}
+                assistant, info = loader.from_pretrained(
+                    name, *args, dtype="auto", output_loading_info=True, state_dict=read, **kwargs
+                )
         except Exception as error:
-            raise load_error("drafter", name, error) from error
+            raise load_error("drafter", source, error) from error
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[what]:
                 raise CheckpointError(
-                    f"{name} does not hold this drafter: {what.replace('_', ' ')} {', '.join(map(str, info[what]))}"
+                    f"{source} does not hold this drafter: {what.replace('_', ' ')} {', '.join(map(str, info[what]))}"
                 )
         return cls(AssistantConfig.from_dict(config), assistant.eval().requires_grad_(False))
 

@@ -18,6 +18,7 @@ from redrafter.drafting.proposer import SearchProposer
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
 from redrafter.files.dtype_names import dtype_name
+from redrafter.files.stored_tensors import read_directory
 from redrafter.kernels.linear_operators import float8_linear, has_thin_kernel, thin_linear
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.linear_layers import Float8Linear
@@ -220,13 +221,19 @@ class DrafterModel(PreTrainedModel):
         cls._check_type(source)
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # they are named below
+        place = name
+        if isinstance(source, Path):  # transformers would map its files, and so depend on them
+            place, kwargs["state_dict"] = None, read_directory(source)
+            kwargs.setdefault("config", str(source))
+            kwargs.pop("subfolder", None)
         try:
-            loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+            loaded: Any = super().from_pretrained(place, *args, output_loading_info=True, **kwargs)
         except Exception as error:
             if isinstance(error, ArgumentError):
                 raise
             raise load_error("drafter", source, error) from error
         model, info = loaded
+        model.config.name_or_path = model.name_or_path = str(name)
         wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys")}
         wrong["unexpected_keys"] = [key for key in wrong["unexpected_keys"] if key != "emb_norm.weight"]
         wrong["mismatched_keys"] = [

@@ -34,7 +34,7 @@ class Changeable:
         self._gate, self._calls = threading.RLock(), 0  # calls that are being decoded
         self._derived_of = self.target.version  # what `derive` has made was made of these weights
 
-    def update_weights(self, weights: str | Path | Mapping[str, Tensor]) -> None:
+    def update_weights(self, weights: str | Path | Mapping[str, Tensor]) -> list[str]:
         """Write new weights of the target in the place of the old ones, so that captured steps are kept.
 
         What was made of the old weights is made anew: FP8 copies, and tables of drafters; stored prefixes are
@@ -42,22 +42,32 @@ class Changeable:
 
         Args:
             weights: A directory that `save_pretrained` wrote or a .safetensors file, or tensors by the names of the
-                model's `state_dict`, on any device. Numbers are rounded to the model's dtype.
+                model's `state_dict`, on any device. Numbers are rounded to the model's dtype. Files are read whole
+                into memory first; they must be regular ones.
+
+        Returns:
+            Names of tensors in which numbers are NaN or infinite, as where training has diverged. They are written:
+            texts that need these numbers end with `NotFiniteError`.
 
         Raises:
             ArgumentError: A call of `generate` runs, or the engine is asleep.
-            CheckpointError: A file cannot be read.
+            CheckpointError: A file cannot be read, or changes while it is read.
             MismatchError: Names, shapes or kinds of numbers are not the model's; no weight was written then.
             UnsupportedError: Processes share the model, or another library has quantised it.
         """
-        self._make(UpdateWeights(self, weights))
+        change = UpdateWeights(self, weights)
+        self._make(change)
+        return list(change.not_finite)
 
-    def change_drafter(self, drafter: Drafter | str | Path | None = None) -> None:
+    def change_drafter(self, drafter: Drafter | str | Path | None = None) -> list[str]:
         """Let another drafter of the same form draft from now on, whose weights are written in place.
 
         Args:
             drafter: A directory of this machine or a loaded drafter; None for the one that drafted before the last
                 change.
+
+        Returns:
+            Names of its tensors in which numbers are NaN or infinite, with which it drafts nothing useful.
 
         Raises:
             ArgumentError: A call of `generate` runs, the engine is asleep, or there is no drafter before.
@@ -65,7 +75,9 @@ class Changeable:
             MismatchError: It has another form, or was made for another base.
             UnsupportedError: Nothing that was trained for the target drafts here, or processes share the model.
         """
-        self._make(ChangeDrafter(self, drafter))
+        change = ChangeDrafter(self, drafter)
+        self._make(change)
+        return list(change.not_finite)
 
     def sleep(self) -> None:
         """Give memory back until `wake`: that of keys and values and, on a GPU, of weights, which go to the host.

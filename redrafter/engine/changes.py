@@ -93,6 +93,7 @@ class UpdateWeights(EngineChange):
             )
         self._engine = engine
         self._new = NewWeights.of(target.model, read_weights(weights, target), target.name)
+        self.not_finite = self._new.not_finite
 
     def apply(self, memory: PagedMemory | None) -> bool:
         """Write the weights; see `EngineChange.apply`."""
@@ -131,6 +132,7 @@ class ChangeDrafter(EngineChange):
             weights = drafter.state_dict()
         self.forgets = engine.target.drafter_layer is not None  # which the drafter's own weights have made
         self._new = NewWeights.of(mine, weights, "the drafter")
+        self.not_finite = self._new.not_finite
 
     def apply(self, memory: PagedMemory | None) -> bool:
         """Write the weights; see `EngineChange.apply`."""

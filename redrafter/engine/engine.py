@@ -42,6 +42,7 @@ from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import AdapterNames, OwnArguments, Request, Seed, read_request, row_adapters
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.model.linear_layers import forward_bytes
+from redrafter.model.lora import LoraWeights
 from redrafter.model.supported import check_autocast
 from redrafter.model.target import Target
 from redrafter.scheduler.paged_memory import MOST_ROWS, PagedMemory
@@ -222,7 +223,7 @@ class Engine(Changeable):
         assert other.draft_model is None or other.draft_model is self.draft_model
         other.lender = None if other is self else self
 
-    def load_adapter(self, name: str, path: str | Path) -> None:
+    def load_adapter(self, name: str, path: str | Path | LoraWeights) -> None:
         """Load a LoRA adapter beside the model, for the texts that ask for it by name.
 
         Engines on one target share its adapters. What drafts stays as it is: it changes no token, but where an adapter
@@ -230,7 +231,7 @@ class Engine(Changeable):
 
         Args:
             name: What to call it.
-            path: Directory that PEFT's `save_pretrained` wrote.
+            path: Directory that PEFT's `save_pretrained` wrote, or what `read_adapter` has read of one.
 
         Raises:
             ArgumentError: The name is taken, or `max_loras` or `max_lora_rank` leave no room.
@@ -240,7 +241,8 @@ class Engine(Changeable):
         """
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"the name of an adapter is a text, got {name!r}")
-        weights, graphs = read_adapter(path), (self.lender or self).graphs
+        weights = path if isinstance(path, LoraWeights) else read_adapter(path)
+        graphs = (self.lender or self).graphs
         with nullcontext() if graphs is None else graphs.lock:  # nothing is captured meanwhile
             self.target.adapters.load(name, weights, self.options.max_loras, self.options.max_lora_rank)
 

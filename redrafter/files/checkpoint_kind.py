@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.errors import ArgumentError, CheckpointError, ReDrafterError, first_line
+from redrafter.files.regular_file import read_regular
 
 MODEL_TYPE = "redrafter"  # `model_type` in the config.json of this project's drafters
 EAGLE_MODEL_TYPE = "redrafter_eagle3"  # the same of EAGLE-3 heads in the form of this project
@@ -162,11 +163,10 @@ def config_errors(directory: Path, what: str) -> Iterator[None]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object."""
+    """Read a regular file that holds one JSON object."""
+    content = read_regular(file)
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+        value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -1,5 +1,6 @@
 """What a conversion reads: a base model and a drafter in any of the formats, as configs and tensors not yet loaded."""
 
+import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,12 +18,11 @@ from redrafter.drafting.drafter_model import check_draft_ids
 from redrafter.drafting.drafter_types import DRAFTER_CLASSES, Drafter, DrafterArchitecture, make_drafter
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, config_errors, kind_of, read_json
-from redrafter.files.dtype_names import dtype_name
+from redrafter.files.dtype_names import SAFETENSORS_CODES, dtype_name
+from redrafter.files.regular_file import read_regular
+from redrafter.files.stored_tensors import INDEX_FILE, WEIGHTS_FILE
 from redrafter.formats import apple, dflash, eagle, trtllm
 from redrafter.formats.tensors import (
-    INDEX_FILE,
-    SAFETENSORS_CODES,
-    WEIGHTS_FILE,
     LazyTensor,
     check_tensors,
     memory_tensor,
@@ -173,10 +173,13 @@ def is_pair(kind: str) -> bool:
     return kind in ("merged checkpoint", "TensorRT-LLM ReDrafter checkpoint")
 
 
-def open_drafter(directory: Path, recurrence: str | None = None) -> SourceDrafter:
+def open_drafter(directory: Path, recurrence: str | None = None, *, whole: bool = False) -> SourceDrafter:
     """Read the config of a drafter and the headers of its weights.
 
-    `recurrence` is that of a TensorRT-LLM checkpoint's drafter, which the checkpoint does not hold.
+    Args:
+        directory: Where it is.
+        recurrence: That of a TensorRT-LLM checkpoint's drafter, which the checkpoint does not hold.
+        whole: Whether to read the weights of another project's drafter into memory too, and need no file later.
 
     Raises:
         CheckpointError: When a tensor or file is missing, is not expected or has another shape; it is named.
@@ -204,7 +207,7 @@ def open_drafter(directory: Path, recurrence: str | None = None) -> SourceDrafte
         tensors = apple.rename_tensors(stored, config.num_draft_layers, directory)
         source_name = partial(apple.to_apple_name, layers=config.num_draft_layers)
     elif (foreign := FOREIGN.get(kind)) is not None:
-        stored = _open_tensors(directory)
+        stored = _open_tensors(directory, whole=whole)
         config = foreign.to_redrafter_config(read_json(directory / "config.json"), stored, directory)
         tensors = foreign.split_tensors(stored, config, directory)
     elif kind == "TensorRT-LLM ReDrafter checkpoint":
@@ -228,7 +231,7 @@ def load_foreign(name: str | Path) -> Drafter | None:
     directory = Path(name)
     if not (directory / "config.json").is_file() or kind_of(directory) not in FOREIGN:
         return None
-    return open_drafter(directory).load()
+    return open_drafter(directory, whole=True).load()
 
 
 def _check_tensors(drafter: SourceDrafter, source_name: Callable[[str], str]) -> None:
@@ -254,14 +257,18 @@ def _check_tensors(drafter: SourceDrafter, source_name: Callable[[str], str]) ->
     check_draft_ids(ids, config.draft_vocab_size, config.vocab_size, directory)
 
 
-def _open_tensors(directory: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of a directory's safetensors files, or of its pickle if there are none."""
-    has_safetensors = (directory / INDEX_FILE).is_file() or (directory / WEIGHTS_FILE).is_file()
+def _open_tensors(directory: Path, *, whole: bool = False) -> dict[str, LazyTensor]:
+    """Return the tensors of a directory's safetensors files, or of its pickle if there are none.
+
+    With `whole` they are read into memory at once.
+    """
+    has_safetensors = (directory / INDEX_FILE).exists() or (directory / WEIGHTS_FILE).exists()
     file = next((directory / name for name in PICKLE_FILES if (directory / name).is_file()), None)
     if file is None or has_safetensors:
-        return open_directory(directory)
+        return open_directory(directory, whole=whole)
+    content = io.BytesIO(read_regular(file)) if whole else file
     try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+        tensors = torch.load(content, map_location="cpu", weights_only=True, mmap=not whole and is_zipfile(file))
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{file} holds more than tensors, and code in it would be run, so it is not loaded; save the state dict of "

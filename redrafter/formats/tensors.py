@@ -14,26 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
-from redrafter.files.checkpoint_kind import config_errors, read_json
-from redrafter.files.dtype_names import dtype_name
+from redrafter.files.checkpoint_kind import config_errors
+from redrafter.files.dtype_names import SAFETENSORS_CODES, SAFETENSORS_DTYPES, dtype_name
+from redrafter.files.stored_tensors import INDEX_FILE, WEIGHTS_FILE, read_directory, weight_files
 
-WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-# Names of number formats in a file, from https://github.com/huggingface/safetensors, "Format".
-SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-SAFETENSORS_CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 WRITE_BLOCK_BYTES = 32 << 20  # in memory at once, about
 MAX_FILE_BYTES = 5 << 30  # of a file of a model's weights
 
@@ -67,24 +51,19 @@ class LazyTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def open_directory(directory: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of a directory that `save_pretrained` wrote: of one file, or of several and an index."""
-    indexed: set[str] = set()
-    if (directory / INDEX_FILE).is_file():
-        weight_map = read_json(directory / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{directory / INDEX_FILE} has no weight_map")
-        for name in weight_map.values():
-            if not isinstance(name, str) or Path(name).name != name:
-                raise CheckpointError(f"{directory / INDEX_FILE} names {name!r}, which is no file of that directory")
-        indexed, files = set(weight_map), sorted(set(weight_map.values()))
-    elif (directory / WEIGHTS_FILE).is_file():
-        files = [WEIGHTS_FILE]
-    else:
+def open_directory(directory: Path, *, whole: bool = False) -> dict[str, LazyTensor]:
+    """Return the tensors of a directory that `save_pretrained` wrote: of one file, or of several and an index.
+
+    With `whole` they are read into memory at once, as `read_directory` reads them.
+    """
+    if whole:
+        return {name: memory_tensor(name, tensor) for name, tensor in read_directory(directory).items()}
+    files, indexed = weight_files(directory)
+    if not files:
         raise CheckpointError(f"{directory} has no {WEIGHTS_FILE}; save the model with save_pretrained")
     tensors: dict[str, LazyTensor] = {}
     for file in files:
-        tensors |= open_file(directory / file)
+        tensors |= open_file(file)
     if missing := indexed - tensors.keys():
         raise CheckpointError(f"{directory / INDEX_FILE} names tensors that no file has: {min(missing)}")
     return tensors

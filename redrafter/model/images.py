@@ -91,6 +91,8 @@ class ImageInputs:
             asked = {"attention_mask": torch.ones_like(prompt), "custom_generate": keep}
             model.generate(prompt, **asked, **_NO_DRAWS, **given)
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or "CUDA" in str(error):
+                raise  # these say nothing of the images
             raise ArgumentError(f"the model cannot read these images: {first_line(error)}") from error
         [row] = split_rows(prepared, prompt, torch.ones_like(prompt, dtype=torch.bool), model)
         if row is None:

@@ -25,10 +25,12 @@ class NewWeights:
 
     Attributes:
         pairs: Tensors of the module and what each becomes.
+        not_finite: Names of those that become NaN or infinite somewhere, perhaps as the module's dtype rounds them.
         quantised: Our FP8 layers and the weights, not quantised, that each is made of.
     """
 
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    not_finite: list[str] = field(default_factory=list)
     quantised: list[tuple[Float8Linear, Tensor]] = field(default_factory=list)
 
     @classmethod
@@ -44,17 +46,18 @@ class NewWeights:
         """
         new, wrong = cls(), list[str]()
         if odd := [key for key, tensor in weights.items() if not isinstance(tensor, Tensor)]:
-            raise ArgumentError(f"weights are tensors by name, and {_listed(odd)} is none")
+            raise ArgumentError(f"weights are tensors by name, and {listed(odd)} is none")
         places: dict[str, Tensor] = module.state_dict(keep_vars=True)
         float8 = {f"{prefix}.weight": x for prefix, x in module.named_modules() if isinstance(x, Float8Linear)}
         scales = {key.removesuffix("weight") + "weight_scale" for key in float8}
         given = {id(places[key]) for key in weights if key in places}
         missing = [key for key, x in places.items() if id(x) not in given and key not in scales]
         if missing:
-            wrong.append(f"missing {_listed(missing)}")
+            wrong.append(f"missing {listed(missing)}")
         if unknown := [key for key in weights if key not in places]:
-            wrong.append(f"unknown {_listed(unknown)}")
+            wrong.append(f"unknown {listed(unknown)}")
         written: dict[int, tuple[str, Tensor]] = {}
+        quantised: set[str] = set()  # names of scales that belong to weights which are FP8 already
         for key, tensor in weights.items():
             if key not in places or key in scales:
                 continue
@@ -63,19 +66,27 @@ class NewWeights:
                 wrong.append(f"{key} of shape {tuple(tensor.shape)} instead of {tuple(place.shape)}")
             elif not _alike(tensor.dtype, place.dtype) or (key in float8 and tensor.dtype.itemsize == 1):
                 if key in float8 and tensor.dtype == place.dtype and scale in weights:
-                    new.pairs.extend([(place, tensor), (places[scale], weights[scale])])
+                    quantised.add(scale)
+                    given_scale, wanted_scale = weights[scale], places[scale]
+                    if (given_scale.shape, given_scale.dtype) != (wanted_scale.shape, wanted_scale.dtype):
+                        found, wanted = (f"{tuple(x.shape)} {dtype_name(x.dtype)}" for x in (given_scale, wanted_scale))
+                        wrong.append(f"{scale} of shape {found} instead of {wanted}")
+                    new.pairs.extend([(place, tensor), (wanted_scale, given_scale)])
                     continue
                 found, wanted = (dtype_name(x.dtype) for x in (tensor, place))
                 wrong.append(f"{key} of {found}, which does not become {wanted}")
             elif (tied := written.setdefault(id(place), (key, tensor)))[0] != key:
-                if tied[1] is not tensor and not torch.equal(tied[1], tensor.to(tied[1])):
+                if tied[1] is not tensor and not torch.allclose(tied[1], tensor.to(tied[1]), 0, 0, equal_nan=True):
                     wrong.append(f"{key}, which is tied to {tied[0]}, with other numbers than that")
             elif key in float8:
                 new.quantised.append((float8[key], tensor))
             else:
                 new.pairs.append((place, tensor))
+        if idle := [key for key in weights if key in scales - quantised]:
+            wrong.append(f"scales of weights that are not FP8: {listed(idle)}")
         if wrong:
             raise MismatchError(f"these are not the weights of {name}, and none was written: {'; '.join(wrong)}")
+        new.not_finite.extend(_not_finite({key: (weights[key], places[key].dtype) for key in weights}))
         return new
 
     def write(self) -> None:
@@ -97,10 +108,40 @@ class NewWeights:
                 place.copy_(numbers.to(place.dtype))  # rounded where they are: what is half written has no way back
 
 
+def hold_in_memory(module: nn.Module) -> None:
+    """Copy weights that are mapped from files into memory, so that the files may be written again while they are used.
+
+    transformers leaves weights mapped that stay on the host in the dtype in which they are stored.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        plain = type(tensor) in (Tensor, nn.Parameter)  # others, of quantisers, may have no storage
+        if plain and not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
+
+
 def snapshot(module: nn.Module) -> dict[str, Tensor]:
     """Return a copy on the host of a module's weights, as `NewWeights.of` takes them."""
     with torch.no_grad():
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in module.state_dict().items()}
+
+
+def _not_finite(weights: Mapping[str, tuple[Tensor, torch.dtype]]) -> list[str]:
+    """Return the names of tensors with numbers that are NaN or infinite, or are so in the dtype that goes with each."""
+    extremes: dict[torch.device, list[tuple[str, Tensor]]] = {}  # `[2]` float64 each
+    for name, (tensor, dtype) in weights.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        if tensor.dtype.itemsize == 1:  # aminmax knows no FP8
+            tensor = tensor.bfloat16()
+        least_and_most = torch.stack(torch.aminmax(tensor.detach()))  # NaN if any number is
+        if dtype.itemsize > 1:  # what becomes FP8 is scaled before it is rounded
+            least_and_most = least_and_most.to(dtype)
+        extremes.setdefault(tensor.device, []).append((name, least_and_most.double()))
+    names = []
+    for named in extremes.values():  # one wait for each device
+        finite = torch.stack([values for _, values in named]).isfinite().all(dim=1).tolist()
+        names += [name for (name, _), each in zip(named, finite, strict=True) if not each]
+    return names
 
 
 def _alike(given: torch.dtype, wanted: torch.dtype) -> bool:
@@ -110,7 +151,8 @@ def _alike(given: torch.dtype, wanted: torch.dtype) -> bool:
     return given == wanted or (given.is_floating_point and wanted.is_floating_point)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Return names for a message, the first `MOST_NAMED` of many."""
     more = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 

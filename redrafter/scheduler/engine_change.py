@@ -6,6 +6,7 @@ with the tokens that they have: a text is never read by one set of weights and c
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from redrafter.scheduler.paged_memory import PagedMemory
 
@@ -18,11 +19,13 @@ class EngineChange(ABC):
         asleep: Whether nothing can be computed after it.
         same_models: Whether the target and what drafts for it are the same after it, so that what was learnt of how
             drafts are accepted holds.
+        not_finite: Names of tensors that it writes in which numbers are NaN or infinite.
     """
 
     forgets = True
     asleep = False
     same_models = False
+    not_finite: Sequence[str] = ()
 
     @abstractmethod
     def apply(self, memory: PagedMemory | None) -> bool:

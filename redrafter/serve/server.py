@@ -43,7 +43,7 @@ from redrafter.serve.config import ServeOptions
 from redrafter.serve.control_tokens import ControlTokens
 from redrafter.serve.encoding import EncodingThreads
 from redrafter.serve.engine_process.client import EngineClient, ServedSequence, Stopped
-from redrafter.serve.engine_process.messages import Submit
+from redrafter.serve.engine_process.messages import EngineError, Submit
 from redrafter.serve.engine_process.start import EngineProcess
 from redrafter.serve.images import ImageReader
 from redrafter.serve.metrics import Metrics
@@ -160,7 +160,7 @@ class Server:
             raise ApiError(404, f"No adapter found for '{path}': it is no directory of the server", "lora_path")
         try:
             await self.engine.change_adapters(name, path)
-        except Stopped:
+        except (Stopped, EngineError):
             raise
         except ReDrafterError as error:
             raise ApiError(400, str(error), "lora_path") from error
@@ -278,7 +278,14 @@ class Server:
         owner = client if len(self.keys) > 1 else ""
         salt = json.dumps([owner, request.cache_salt]) if owner or request.cache_salt else None
         # The engine refuses an adapter that was unloaded a moment ago.
-        asked = replace(asked, client=client, priority=request.priority, cache_salt=salt, adapter=choices[0].adapter)
+        asked = replace(
+            asked,
+            client=client,
+            priority=request.priority,
+            cache_salt=salt,
+            adapter=choices[0].adapter,
+            request_id=str(facts.get("id", "")),
+        )
         if self.capture is not None and asked.images is None and self.capture.wants(client):
             for choice in choices:
                 choice.recorded = []

@@ -1,16 +1,19 @@
 """An engine that is changed between calls (weights, drafter, sleep) writes what plain decoding writes."""
 
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from helpers.models import tiny_drafter, tiny_model
 from redrafter import ArgumentError, CheckpointError, DraftTarget, Engine, MismatchError, ReDrafter, UnsupportedError
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.models import quantize_model
 from redrafter.drafting.proposer import PlainProposer
+from redrafter.engine.changes import ChangeDrafter, UpdateWeights
 from redrafter.model.linear_layers import quantize_weight
 from redrafter.model.target import Target
 from redrafter.model.weights import NewWeights, ParkedMemory, snapshot
@@ -112,11 +115,100 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(tmp_path):
     assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])  # of the second, checkpoints have names of their own
+def test_a_directory_with_a_tensor_that_the_model_has_not_is_refused(tmp_path, model_type):
+    other(model_type).save_pretrained(tmp_path)
+    engine = ReDrafter(Target(tiny_model(model_type)), tiny_drafter())
+    before, file = snapshot(engine.model), tmp_path / "model.safetensors"
+    stored = load_file(file)
+    cases = {
+        "unknown model.layers.0.mlp.extra.weight": stored | {"model.layers.0.mlp.extra.weight": torch.ones(3)},
+        r"lm_head.weight of shape \(96, 32\) instead of \(97, 32\)": stored
+        | {"lm_head.weight": stored["lm_head.weight"][1:].clone()},
+        "missing model.norm.weight": {name: x for name, x in stored.items() if name != "model.norm.weight"},
+    }
+    for told, tensors in cases.items():
+        save_file(tensors, file)
+        with pytest.raises(MismatchError, match=told):
+            engine.update_weights(tmp_path)
+    assert all(torch.equal(x, before[key]) for key, x in engine.model.state_dict().items())
+
+
+def test_weights_and_drafters_that_were_read_need_no_file_any_more(tmp_path):
+    """Truncating a file that is still mapped ends the process, so its map is looked for instead."""
+    engine, new = drafting(), other()
+    new.save_pretrained(tmp_path / "base")
+    better = tiny_drafter(base_embedding_norms=embedding_norms(engine.target.embedding))
+    better.save_pretrained(tmp_path / "drafter")
+    changes = UpdateWeights(engine, tmp_path / "base"), ChangeDrafter(engine, tmp_path / "drafter")
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    for file in tmp_path.rglob("*.safetensors"):
+        os.truncate(file, 10)
+    for change in changes:
+        change.apply(None)
+    check_writes_as(engine, new)
+
+
+def test_the_files_of_a_model_may_be_written_again_while_it_is_used(tmp_path):
+    """A directory that is updated in place is the one that was loaded, as where a trainer always saves to the same."""
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "base")
+    tiny_drafter().save_pretrained(tmp_path / "drafter")
+    engine = ReDrafter.from_pretrained(tmp_path / "base", tmp_path / "drafter", device="cpu")
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    for file in tmp_path.rglob("*.safetensors"):
+        os.truncate(file, 10)
+    check_writes_as(engine, model)
+    other().save_pretrained(tmp_path / "base")
+    engine.update_weights(tmp_path / "base")
+    check_writes_as(engine, other())
+
+
+def test_weights_that_are_not_finite_are_written_and_named():
+    engine, new = drafting(), {name: x.clone() for name, x in other().state_dict().items()}
+    assert engine.update_weights(new) == []
+    new["model.norm.weight"][3] = torch.nan
+    new["lm_head.weight"][2, 1] = -torch.inf
+    assert engine.update_weights(new) == ["model.norm.weight", "lm_head.weight"]
+    half = drafting(tiny_model("llama").half())
+    new = {name: x.clone() for name, x in other().state_dict().items()}
+    new["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e6
+    assert half.update_weights(new) == ["model.layers.0.mlp.up_proj.weight"], "float16 ends at 65,504"
+    quantised = tiny_model("llama")
+    quantize_model(quantised, "tiny")
+    assert drafting(quantised).update_weights(new) == [], "FP8 is scaled"
+    scale = "model.layers.0.mlp.up_proj.weight_scale"
+    assert drafting(quantised).update_weights(snapshot(quantised) | {scale: torch.full((48,), torch.nan)}) == [scale]
+    worse = tiny_drafter()
+    worse.lm_head.weight.data[0, 0] = torch.nan
+    assert engine.change_drafter(worse) == ["lm_head.weight"]
+
+
+def test_scales_of_fp8_weights_that_do_not_fit_are_refused():
+    quantised = tiny_model("llama")
+    quantize_model(quantised, "tiny")
+    engine, weight = drafting(quantised), "model.layers.0.mlp.up_proj.weight"
+    before, scale = snapshot(quantised), f"{weight}_scale"
+    wrong = {
+        rf"{scale} of shape \(1,\) float32 instead of \(48,\) float32": {scale: torch.ones(1)},
+        rf"{scale} of shape \(48,\) float16 instead of \(48,\) float32": {scale: torch.ones(48).half()},
+        f"scales of weights that are not FP8: {scale}": {weight: torch.ones(48, 32)},
+    }
+    for told, tensors in wrong.items():
+        with pytest.raises(MismatchError, match=told):
+            engine.update_weights(before | tensors)
+    after = snapshot(quantised)
+    assert all(torch.equal(x.view(torch.uint8), before[key].view(torch.uint8)) for key, x in after.items())
+
+
 def test_tied_weights_may_be_given_once_and_not_with_two_values():
     engine, new = drafting(tiny_model("llama", tie_word_embeddings=True)), other(tie_word_embeddings=True)
     weights = dict(new.state_dict())
     with pytest.raises(MismatchError, match=r"lm_head.weight, which is tied to model.embed_tokens.weight"):
         engine.update_weights(weights | {"lm_head.weight": weights["lm_head.weight"] + 1})
+    nan = torch.full_like(weights["lm_head.weight"], torch.nan)
+    tied = {"lm_head.weight": nan, "model.embed_tokens.weight": nan.clone()}
+    assert set(drafting(tiny_model("llama", tie_word_embeddings=True)).update_weights(weights | tied)) == tied.keys()
     del weights["lm_head.weight"]
     engine.update_weights(weights)
     check_writes_as(engine, new)

@@ -330,7 +330,7 @@ OTHER_LAYERS = [
 NOT_WHOLE = [
     (lambda folder: folder.joinpath("adapter_config.json").unlink(), "has no adapter_config.json"),
     (lambda folder: folder.joinpath("adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
-    (lambda folder: folder.joinpath("adapter_model.safetensors").write_bytes(b"no"), "cannot read"),
+    (lambda folder: folder.joinpath("adapter_model.safetensors").write_bytes(b"no"), "cannot be read"),
     (lambda folder: folder.joinpath("adapter_config.json").write_text("{"), "is not JSON"),
     (lambda folder: change_tensors(folder, lambda name, x: x / 0), "not finite"),
     (lambda folder: change_tensors(folder, lambda name, x: None if "lora_B" in name else x), "has no base_model"),

@@ -1,6 +1,8 @@
 """An operator changes the engine of a running server: who may, what texts are written, and what is refused."""
 
 import asyncio
+import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ import torch
 
 pytest.importorskip("fastapi")
 
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.engine_in_thread import EngineThread, ServerHere
@@ -24,6 +27,7 @@ from redrafter.errors import ArgumentError
 from redrafter.model.target import Target
 from redrafter.serve.config import ServeOptions, check_replicated
 from redrafter.serve.engine_process.engine import ServedEngine
+from redrafter.serve.engine_process.worker import CHANGES
 from redrafter.serve.network.api_keys import OPERATOR_KEY_VARIABLE, ApiKeys, collect_operator_keys
 from redrafter.serve.server import load_server
 
@@ -203,6 +207,7 @@ def test_a_drafter_is_swapped_under_streams_without_a_changed_text(http, served,
         "drafter": str(folders / "drafter"),
         "previous_drafter": None,
         "drafter_number": 1,
+        "not_finite": [],
     }
     complete(http, 40)
     back = operate(http, "/v1/drafter", {"previous": True}).json()
@@ -246,6 +251,59 @@ def test_what_does_not_fit_is_refused_by_name_and_texts_go_on(http, folders, tmp
         answer = operate(http, path, body)
         assert (answer.status_code, told in answer.text) == (status, True), (path, body, answer.text)
     assert complete(http).json()["choices"][0]["text"] == before
+
+
+def test_files_that_are_no_regular_ones_or_are_cut_short_stop_nobody(http, served, tmp_path):
+    """Each was read while Python's lock was held, or stayed mapped: one stopped the engine, and the other ended it."""
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "model.safetensors")
+    shutil.copytree(boxed_pair(), tmp_path / "cut")
+    for file in (tmp_path / "cut").rglob("model.safetensors"):
+        os.truncate(file, file.stat().st_size // 2)
+    shutil.copytree(boxed_pair() / "drafter", tmp_path / "drafter", ignore=lambda *_: ["model.safetensors"])
+    os.mkfifo(tmp_path / "drafter" / "model.safetensors")
+    cases = [
+        ("/v1/update_weights", "pipe", "model.safetensors cannot be read: it is no regular file"),
+        ("/v1/update_weights", "cut", "model.safetensors cannot be read: it is cut short"),
+        ("/v1/drafter", "drafter", "model.safetensors cannot be read: it is no regular file"),
+        ("/v1/drafter", "cut/drafter", "model.safetensors cannot be read: it is cut short"),
+    ]
+    before = complete(http).json()["choices"][0]["text"]
+    started, parts = threading.Event(), []
+    worker = threading.Thread(target=stream, args=(served.url, 200, started, parts))
+    worker.start()
+    assert started.wait(60)
+    for path, folder, told in cases:
+        answer = operate(http, path, {"path": str(tmp_path / folder)}, timeout=60)
+        assert (answer.status_code, told in answer.text) == (400, True), (path, folder, answer.text)
+    worker.join(120)
+    assert parts
+    assert not worker.is_alive()
+    assert complete(http).json()["choices"][0]["text"] == before
+
+
+def test_weights_that_are_not_finite_are_named_in_the_answer(http, folders, tmp_path):
+    weights = load_file(folders / "base" / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, tmp_path / "diverged.safetensors")
+    answer = operate(http, "/v1/update_weights", {"path": str(tmp_path / "diverged.safetensors")})
+    assert (answer.status_code, answer.json()["not_finite"]) == (200, ["model.norm.weight"])
+    assert complete(http).status_code == 500
+    answer = operate(http, "/v1/update_weights", {"path": str(folders / "base")})
+    assert (answer.status_code, answer.json()["not_finite"]) == (200, [])
+    assert complete(http).status_code == 200
+
+
+def test_an_error_that_nobody_expected_in_a_change_is_told_without_its_text(http, served, folders, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: invalid argument, at 0x7f00")
+
+    for kind in ("update_weights", "change_drafter"):
+        monkeypatch.setitem(CHANGES, kind, fail)
+    for path in ("/v1/update_weights", "/v1/drafter"):
+        answer = operate(http, path, {"path": str(folders / "base")})
+        assert (answer.status_code, "CUDA" in answer.text, "log" in answer.text) == (500, False, True)
+    assert complete(http).status_code == 200
 
 
 def test_a_server_that_sleeps_refuses_what_comes_and_what_runs_goes_on_when_it_wakes(http, served):

@@ -93,7 +93,7 @@ class Choice(ServedSequence):
                 if isinstance(delta.error, ArgumentError):
                     raise ApiError(400, f"{delta.error}")
                 named = isinstance(delta.error, ReDrafterError)
-                raise ApiError(500, f"{delta.error}" if named else f"the engine failed: {delta.error}")
+                raise ApiError(500, f"{delta.error}" if named else "the engine failed")
             shown = delta.tokens
             self.token_count += len(shown)
             if delta.finish == "stop" and shown and shown[-1] in self.stop_token_ids:

@@ -164,7 +164,7 @@ class EngineClient:
         self._numbers = count()
         self._texts: dict[int, tuple[DeltaStream, ServedSequence]] = {}  # those that have not ended, by number
         self._streams: set[DeltaStream] = set()  # those that somebody receives from
-        self._changes: dict[int, concurrent.futures.Future[None]] = {}  # that the engine has not answered
+        self._changes: dict[int, concurrent.futures.Future[Answered]] = {}  # that the engine has not answered
         self._draining = self._stopping = False
         self._failure: str | None = None  # as the engine has told it
         self._thread = threading.Thread(target=self._run, name="redrafter-receiver", daemon=True)
@@ -256,21 +256,22 @@ class EngineClient:
         """
         await self._change(lambda number: ChangeAdapters(number, name, path))
 
-    async def change_engine(self, kind: str, path: str | None = None) -> None:
+    async def change_engine(self, kind: str, path: str | None = None) -> tuple[str, ...]:
         """Change the engine between two steps; see `ChangeEngine`.
 
-        Raises as `change_adapters` does.
+        Returns the names of tensors that were written in which numbers are NaN or infinite. Raises as
+        `change_adapters` does.
         """
-        await self._change(lambda number: ChangeEngine(number, kind, path))
+        return (await self._change(lambda number: ChangeEngine(number, kind, path))).not_finite
 
-    async def _change(self, make: Callable[[int], ChangeAdapters | ChangeEngine]) -> None:
+    async def _change(self, make: Callable[[int], ChangeAdapters | ChangeEngine]) -> Answered:
         """Send a request for a change, made of its number, and wait until the engine has answered."""
         if not self.alive:
             raise Stopped
-        number, change = next(self._numbers), concurrent.futures.Future[None]()
+        number, change = next(self._numbers), concurrent.futures.Future[Answered]()
         self._changes[number] = change
         self._send(make(number))
-        await asyncio.wrap_future(change)
+        return await asyncio.wrap_future(change)
 
     def _send(self, request: Submit | ChangeAdapters | ChangeEngine) -> None:
         self._channel.send(request)
@@ -297,7 +298,7 @@ class EngineClient:
             self._failure = message.reason
         elif isinstance(message, Answered):
             if message.numbers[0] in self._changes:
-                _settle(self._changes.pop(message.numbers[0]), message.error)
+                _settle(self._changes.pop(message.numbers[0]), message.error or message)
             elif message.error is not None:
                 [stream] = {self._texts.pop(number)[0] for number in message.numbers}
                 stream.fail(message.error)
@@ -348,13 +349,13 @@ def _weight(delta: SequenceDelta) -> int:
     return len(delta.tokens) + sum(len(likeliest) for _, likeliest in delta.logprobs or ())
 
 
-def _settle(change: "concurrent.futures.Future[None]", error: Exception | None) -> None:
+def _settle(change: "concurrent.futures.Future[Answered]", outcome: Answered | Exception) -> None:
     if not change.set_running_or_notify_cancel():
         return  # nobody waits for it any more
-    if error is None:
-        change.set_result(None)
+    if isinstance(outcome, Exception):
+        change.set_exception(outcome)
     else:
-        change.set_exception(error)
+        change.set_result(outcome)
 
 
 def _wake(streams: Iterable[DeltaStream]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from redrafter.errors import ReDrafterError
 from redrafter.grammar.source import GrammarSource
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.logprobs import PromptScore
@@ -24,6 +25,7 @@ class Submit:
     adapter: str | None = None  # name of the LoRA adapter of all texts; None for the model alone
     # What the model takes of the images in each of the prompts, which are equal. It may be hundreds of megabytes.
     images: dict[str, Any] | None = None
+    request_id: str = ""  # by which logs name the request
     numbers: tuple[int, ...] = ()  # number of each text, which the client gives it
 
 
@@ -58,10 +60,18 @@ class ChangeEngine:
 
 @dataclass(frozen=True)
 class Answered:
-    """The answer to a request for a change, and to a `Submit` that is not served: why; None where all is changed."""
+    """The answer to a request for a change, and to a `Submit` that is not served: why; None where all is changed.
+
+    `not_finite` has the names of tensors of new weights in which numbers are NaN or infinite.
+    """
 
     numbers: tuple[int, ...]
-    error: Exception | None
+    error: ReDrafterError | None
+    not_finite: tuple[str, ...] = ()
+
+
+class EngineError(ReDrafterError):
+    """Something failed for a reason within the engine, which its log has: the message names none of it."""
 
 
 @dataclass(frozen=True)

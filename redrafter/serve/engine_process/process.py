@@ -24,9 +24,10 @@ from weakref import WeakSet, WeakValueDictionary
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.program import run_command
-from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.errors import ArgumentError, ReDrafterError, ends_device
 from redrafter.grammar.grammar import Grammar, GrammarProcess
 from redrafter.grammar.source import GrammarSource
+from redrafter.scheduler.engine_change import EngineChange
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
@@ -35,6 +36,7 @@ from redrafter.serve.engine_process.messages import (
     Cancel,
     ChangeAdapters,
     ChangeEngine,
+    EngineError,
     EngineFailed,
     Submit,
 )
@@ -198,32 +200,36 @@ class _EngineServer:
     def _change(self, message: ChangeAdapters | ChangeEngine) -> None:
         if isinstance(message, ChangeEngine):
             return self._change_engine(message)
-        error: Exception | None = None
+        error: ReDrafterError | None = None
         try:
             self._worker.change_adapters(message.name, message.path)
         except Exception as failure:
-            error = _sendable(failure, "an adapter could not be changed")
+            error = self._sendable(failure, f"the adapter {message.name!r} could not be changed")
         return self._channel.send(Answered((message.number,), error))
 
     def _change_engine(self, message: ChangeEngine) -> None:
-        def answer(error: Exception | None) -> None:
-            self._channel.send(Answered((message.number,), error))
+        def answer(outcome: EngineChange | ReDrafterError) -> None:
+            if isinstance(outcome, ReDrafterError):
+                return self._channel.send(Answered((message.number,), outcome))
+            return self._channel.send(Answered((message.number,), None, tuple(outcome.not_finite)))
 
         try:
             self._worker.change_engine(message.kind, message.path, answer)
         except Exception as failure:
-            answer(_sendable(failure, "the engine could not be changed"))
+            answer(self._sendable(failure, "the engine could not be changed"))
+
+    def _sendable(self, error: Exception, what: str) -> ReDrafterError:
+        """Return an error as clients may get it; of one that is no error of the user, that is `what` failed alone."""
+        if isinstance(error, ReDrafterError):
+            return error
+        _LOG.error("%s", what, exc_info=error)
+        if ends_device(error):
+            self._worker.fail(error)
+        return EngineError(f"{what}; the engine's log has the reason")
 
     def _refuse(self, request: Submit, error: Exception) -> None:
-        self._channel.send(Answered(request.numbers, _sendable(error, "a request could not be begun")))
-
-
-def _sendable(error: Exception, what: str) -> Exception:
-    """Return an error as the server may get it: one that is no error of the user is logged, with what it prevented."""
-    if isinstance(error, ReDrafterError):
-        return error
-    _LOG.error(what, exc_info=error)
-    return RuntimeError(str(error))  # another library's may not be picklable
+        what = f"the request {request.request_id} could not be begun"
+        self._channel.send(Answered(request.numbers, self._sendable(error, what)))
 
 
 @dataclass

@@ -8,10 +8,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
+from redrafter.checkpoints.adapters import read_adapter
 from redrafter.engine.changes import ChangeDrafter, Sleep, UpdateWeights, Wake
 from redrafter.engine.engine import Engine
-from redrafter.errors import ReDrafterError, first_line
+from redrafter.errors import ReDrafterError, ends_device, first_line
 from redrafter.grammar.grammar import Grammar
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.images import ImageInputs
@@ -20,7 +22,7 @@ from redrafter.scheduler.logprobs import PromptScore
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
-from redrafter.serve.engine_process.messages import Cancel, EngineLoad, Submit, Written
+from redrafter.serve.engine_process.messages import Cancel, EngineError, EngineLoad, Submit, Written
 from redrafter.serve.engine_process.start import LoadEngine
 
 _LOG = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ CHANGES: dict[str, Callable[[Engine, str | None], EngineChange]] = {
     "update_weights": lambda engine, path: UpdateWeights(engine, path or ""),
     "change_drafter": ChangeDrafter,
 }
+Done: TypeAlias = Callable[[EngineChange | ReDrafterError], object]  # is called with a change, or why it was not made
+MAX_FAILED_ROUNDS = 8  # in a row, without one that wrote a token: by then, what made them fail is there in every round
 STOP_SECONDS = 10.0  # seconds for which `stop` waits for the current round
 IDLE_SECONDS = 5.0  # after which idle ranks hear that there is nothing to do, long before they would give up
 ENDED_SECONDS = 0.2  # after which a process whose connections are closed is known to have ended
@@ -48,13 +52,20 @@ class Worker:
         self.failure: str | None = None  # why the rounds have failed, in a few words
         self._work = threading.Event()
         self._sequences: dict[int, TokenSequence] = {}  # those that have not ended, by number
+        self._requests: dict[int, str] = {}  # ids of their requests
         self._deltas: list[tuple[int, SequenceDelta]] = []  # not sent yet
         self._prompts: dict[int, tuple[int, float | None, list[PromptScore]]] = {}  # likewise
         self._reused: dict[int, int] = {}  # reused tokens of prompts, as they were sent
         self._load = EngineLoad()  # as it was sent
-        self._changes: deque[tuple[EngineChange, Callable[[Exception | None], object]]] = deque()  # to be made
+        self._changes: deque[tuple[EngineChange, Done]] = deque()  # to be made
         self._drafter = 0  # how often the drafter was changed
+        self._given_up: set[str] = set()  # ids of requests that an error has ended, until it is logged
+        self._wrote = False  # whether this round has drawn a token
+        self._failed = False  # whether this round has failed
+        self._failed_rounds = 0  # in a row
+        self._broken: Exception | None = None  # what other work on the device has left, so that no round can succeed
         self._stopping = False
+        scheduler.on_failure = self._round_failed
         self._thread = threading.Thread(target=self._run, name="redrafter-engine", daemon=True)
 
     def start(self) -> None:
@@ -66,6 +77,11 @@ class Worker:
         self._stopping = True
         self._work.set()
         self._thread.join(timeout=STOP_SECONDS)
+
+    def fail(self, error: Exception) -> None:
+        """End the rounds with an error of other work on the device than theirs; from any thread."""
+        self._broken = error
+        self._work.set()
 
     def submit(self, request: Submit, grammar: Grammar | None) -> None:
         """Queue the texts of a request with its compiled grammar.
@@ -93,10 +109,12 @@ class Worker:
                 for index, (number, prompt) in enumerate(zip(request.numbers, request.prompts, strict=True))
             }
             self._sequences.update(sequences)  # first: a delta may come before `submit` has returned
+            self._requests.update(dict.fromkeys(sequences, request.request_id))
             self.scheduler.submit(*sequences.values())
         except Exception:
             for number in request.numbers:
                 self._sequences.pop(number, None)
+                self._requests.pop(number, None)
             if adapter is not None:
                 adapters.release(adapter, len(request.numbers))
             raise
@@ -110,19 +128,20 @@ class Worker:
         """
         engine = self.scheduler.engine
         assert isinstance(engine, Engine), "what is served is an engine"
+        weights = None if path is None else read_adapter(path)  # first: while the lock is held, no step is launched
         with self.scheduler.graphs.lock:  # nothing is captured meanwhile, which others' work would end
-            if path is None:
+            if weights is None:
                 engine.unload_adapter(name)
             else:
-                engine.load_adapter(name, path)
+                engine.load_adapter(name, weights)
 
-    def change_engine(self, kind: str, path: str | None, done: Callable[[Exception | None], object]) -> None:
+    def change_engine(self, kind: str, path: str | None, done: "Done") -> None:
         """Prepare a change of the engine, here, and let the rounds' thread make it between two rounds.
 
         Args:
             kind: Which one, of `CHANGES`.
             path: A directory or a file for it, or None.
-            done: Called in the rounds' thread, once it is made, or with why it was not.
+            done: Called in the rounds' thread with the change, once it is made, or with why it was not.
 
         Raises:
             ReDrafterError: It is found impossible.
@@ -143,23 +162,26 @@ class Worker:
             scores = [] if number in self._reused else sequence.prompt_scores
             self._prompts[number] = sequence.reused, sequence.queued, scores
             self._reused[number] = sequence.reused
-        if delta.error is not None and not isinstance(delta.error, ReDrafterError):
-            delta = replace(delta, error=RuntimeError(str(delta.error)))  # another library's may not be picklable
+        if delta.error is not None and not isinstance(delta.error, ReDrafterError):  # its text is for the log alone
+            request = self._requests[number]
+            self._given_up.add(request)
+            what = f"the engine failed while it wrote this answer; its log has the reason under the id {request}"
+            delta = replace(delta, error=EngineError(what))
+        self._wrote |= bool(delta.tokens)
         self._deltas.append((number, delta))
         if delta.finish is not None:
-            del self._sequences[number], self._reused[number]
+            del self._sequences[number], self._reused[number], self._requests[number]
             if sequence.adapter is not None:
                 self.scheduler.engine.target.adapters.release(sequence.adapter)
 
     def _run(self) -> None:
         try:
             while self._continues():
+                if self._broken is not None:
+                    raise self._broken
                 self._make_changes()
                 if not self.scheduler.idle:
-                    self.scheduler.read()
-                    self._report()  # a first token does not wait for the step
-                    self.scheduler.step()
-                    self._report()
+                    self._run_round()
             self.scheduler.asleep = False  # what waits is told that it ends
             while not self.scheduler.idle:
                 self.scheduler.cancel_all()
@@ -169,23 +191,48 @@ class Worker:
         finally:  # no reader may wait for a thread that is gone
             self._on_end()
 
+    def _run_round(self) -> None:
+        self._wrote = self._failed = False
+        self.scheduler.read()
+        self._report()  # a first token does not wait for the step
+        self.scheduler.step()
+        if self._wrote and not self._failed:  # a round that only reads a part of a prompt shows nothing
+            self._failed_rounds = 0
+        self._report()
+
+    def _round_failed(self, error: Exception, count: int) -> None:
+        """Log an error that has ended sequences, or raise it, which ends the engine, if later rounds would fail too."""
+        if not isinstance(error, ReDrafterError):
+            self._failed_rounds += not self._failed
+            self._failed = True
+        if ends_device(error) or self._failed_rounds >= MAX_FAILED_ROUNDS:
+            raise error
+        requests = ", of the requests " + ", ".join(sorted(self._given_up)) if self._given_up else ""
+        self._given_up.clear()
+        _LOG.error("a round failed: %d texts are given up%s", count, requests, exc_info=error)
+
     def _make_changes(self) -> None:
         while self._changes:
             change, done = self._changes.popleft()
             self.scheduler.settle()
             self._report()  # what was drawn before counts for the drafter of its time
-            error: Exception | None = None
+            outcome: EngineChange | ReDrafterError = change
             try:
                 self.scheduler.change(change)
                 self._drafter += isinstance(change, ChangeDrafter)
             except ReDrafterError as refusal:
-                error = refusal
+                if ends_device(refusal):  # it was raised from such an error
+                    raise
+                outcome = refusal
             self._report()
-            done(error)
+            done(outcome)
 
     def _explain(self, error: BaseException) -> str:
-        _LOG.error("the engine failed: nothing is served any more", exc_info=error)
-        return f"the engine failed ({type(error).__name__})"
+        times = f" in {self._failed_rounds} rounds in a row" if self._failed_rounds >= MAX_FAILED_ROUNDS else ""
+        why = ", after which CUDA computes nothing in this process" if ends_device(error) else ""
+        reason = f"the engine failed{times} ({type(error).__name__}){why}"
+        _LOG.error("%s: nothing is served any more", reason, exc_info=error)
+        return reason
 
     def _continues(self) -> bool:
         """Wait for work, and return whether to continue."""
@@ -288,4 +335,4 @@ def follow(request: LoadEngine) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 hears them too, lets texts end, and then ends this one
     worker = SharedWorker(engine.scheduler, lambda written: None, lambda: None, lambda request, error: None)
-    return 0 if worker.run_here() else 1
+    return 0 if worker.run_here() else 2

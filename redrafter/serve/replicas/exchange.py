@@ -1,12 +1,14 @@
 """A request on its way from a router to a replica, where an ASGI application answers it in parts."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message, Scope
 
+_LOG = logging.getLogger(__name__)
 Headers = list[tuple[bytes, bytes]]
 LEAVING_SECONDS = 5.0  # in which an application must have ended once it was told that its client has left
 
@@ -58,6 +60,7 @@ async def answer_parts(app: ASGIApp, call: HttpCall) -> AsyncGenerator[AnswerPar
     request: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
     starts: list[AnswerStart] = []  # at most one, not yielded yet
     body: list[bytes] = []  # likewise
+    whole = False  # whether the last part of the body was sent
     news, left = asyncio.Event(), asyncio.Event()
 
     async def receive() -> Message:
@@ -67,11 +70,13 @@ async def answer_parts(app: ASGIApp, call: HttpCall) -> AsyncGenerator[AnswerPar
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
+        nonlocal whole
         if message["type"] == "http.response.start":
             headers = [(bytes(name), bytes(value)) for name, value in message["headers"]]
             starts.append(AnswerStart(message["status"], headers))
         elif message["type"] == "http.response.body":
             body.append(message.get("body", b""))
+            whole = not message.get("more_body", False)
         news.set()
 
     running = asyncio.ensure_future(app(dict(call.scope), receive, send))
@@ -84,7 +89,10 @@ async def answer_parts(app: ASGIApp, call: HttpCall) -> AsyncGenerator[AnswerPar
                 part = AnswerPart(starts.pop() if starts else None, b"".join(body))
                 body.clear()
                 yield part
-        running.result()
+        if not whole or running.cancelled():
+            running.result()
+        elif (error := running.exception()) is not None:  # Starlette raises it again after it has answered with 500
+            _LOG.error("%s %s failed", call.scope["method"], call.scope["path"], exc_info=error)
     finally:
         left.set()
         if not running.done():

@@ -234,6 +234,14 @@ def _handle_errors(app: FastAPI, server: "Server") -> None:
         _LOG.error("a request failed: %s", error)
         return respond(request, 500, str(error))
 
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        """Answer without the text of an error that nobody expected, which the log has."""
+        request_id = request.scope.get("facts", {}).get("id", "")
+        what = f"the server failed on this request; its log has the reason under the id {request_id}"
+        # The layer that adds this header has ended with the error.
+        return respond(request, 500, what, **{"X-Request-Id": request_id})
+
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         return respond(request, error.status_code, str(error.detail), **(error.headers or {}))
@@ -394,7 +402,7 @@ class UnloadAdapterRequest(Strict):
 def add_adapter_routes(app: FastAPI, server: "Server", allowed: bool) -> None:
     """Add the routes, which do nothing but refuse where adapters may not be changed."""
     options: dict[str, Any] = {"response_class": PlainTextResponse}
-    options["responses"] = error_responses(400, 401, 404, 408, 413, 422, 503)
+    options["responses"] = error_responses(400, 401, 404, 408, 413, 422, 500, 503)
 
     def check_allowed() -> None:
         if not allowed:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, StrictBool, model_validator
 
 from redrafter.errors import CacheFullError, ReDrafterError
 from redrafter.serve.engine_process.client import Stopped
+from redrafter.serve.engine_process.messages import EngineError
 from redrafter.serve.network.guards import OperatorRoute
 from redrafter.serve.protocol.answers import error_responses
 from redrafter.serve.protocol.fields import Strict
@@ -57,6 +58,16 @@ class EngineState(BaseModel):
     drafter_number: int
 
 
+class ChangedEngine(EngineState):
+    """The state after new weights were written.
+
+    `not_finite` has the names of tensors in which numbers are NaN or infinite, as where training has diverged: texts
+    that need these numbers end with an error.
+    """
+
+    not_finite: list[str]
+
+
 class OperatedEngine:
     """The engine as its operators change it, one change after the other."""
 
@@ -77,15 +88,15 @@ class OperatedEngine:
             drafter_number=load.drafter,
         )
 
-    async def change(self, kind: str, path: str | None = None) -> EngineState:
+    async def change(self, kind: str, path: str | None = None) -> ChangedEngine:
         """Make a change of the engine, and return the state after it; raise `ApiError` if it is refused."""
         if path is not None and not await asyncio.to_thread(_is_there, path, kind):
             what = "directory" if kind == "change_drafter" else "directory or file"
             raise ApiError(404, f"there is no {what} {path!r} on the server's machine", "path")
         async with self._turn:
             try:
-                await self._server.engine.change_engine(kind, path)
-            except Stopped:
+                not_finite = await self._server.engine.change_engine(kind, path)
+            except (Stopped, EngineError):
                 raise
             except CacheFullError as error:
                 raise ApiError(503, str(error)) from error
@@ -93,7 +104,7 @@ class OperatedEngine:
                 raise ApiError(400, str(error), None if path is None else "path") from error
             if kind == "change_drafter":
                 self._drafter, self._previous = (self._previous if path is None else path), self._drafter
-        return self.state
+        return ChangedEngine(**self.state.model_dump(), not_finite=list(not_finite))
 
 
 def _is_there(path: str, kind: str) -> bool:
@@ -105,7 +116,8 @@ def add_operator_routes(app: FastAPI, server: "Server") -> None:
     """Add the routes, each of which checks the operator's key."""
     operated, routes = OperatedEngine(server), APIRouter(route_class=OperatorRoute)
     options: dict[str, Any] = {"response_model": EngineState}
-    options["responses"] = error_responses(400, 401, 403, 404, 408, 413, 422, 503)
+    options["responses"] = error_responses(400, 401, 403, 404, 408, 413, 422, 500, 503)
+    changing = options | {"response_model": ChangedEngine}
 
     @routes.post("/v1/sleep", **options)
     async def sleep(body: NoFields | None = None) -> EngineState:
@@ -115,12 +127,12 @@ def add_operator_routes(app: FastAPI, server: "Server") -> None:
     async def wake(body: NoFields | None = None) -> EngineState:
         return await operated.change("wake")
 
-    @routes.post("/v1/update_weights", **options)
-    async def update_weights(body: WeightsRequest) -> EngineState:
+    @routes.post("/v1/update_weights", **changing)
+    async def update_weights(body: WeightsRequest) -> ChangedEngine:
         return await operated.change("update_weights", body.path)
 
-    @routes.post("/v1/drafter", **options)
-    async def change_drafter(body: DrafterRequest) -> EngineState:
+    @routes.post("/v1/drafter", **changing)
+    async def change_drafter(body: DrafterRequest) -> ChangedEngine:
         return await operated.change("change_drafter", body.path)
 
     @routes.get("/v1/drafter", **options)

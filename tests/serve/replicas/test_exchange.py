@@ -69,3 +69,15 @@ async def test_an_application_that_does_not_listen_is_cancelled(monkeypatch):
     await leave(app)
     await asyncio.sleep(0)
     assert ended
+
+
+async def test_an_error_that_was_answered_is_no_part_of_the_answer(caplog):
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send(body(b"the server failed") | {"more_body": False})
+        raise RuntimeError("broken")  # as Starlette does
+
+    call = HttpCall({"type": "http", "method": "POST", "path": "/v1/completions"}, b"")
+    parts = [part async for part in answer_parts(app, call)]
+    assert b"".join(part.body for part in parts) == b"the server failed"
+    assert "/v1/completions failed" in caplog.text

@@ -1,0 +1,38 @@
+"""Read files that others name, without waiting for a writer: regular ones alone."""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+
+from redrafter.errors import CheckpointError, first_line
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[FileIO]:
+    """Open a regular file to read it, in a context in which errors of reading become `CheckpointError`.
+
+    Raises:
+        CheckpointError: It cannot be read, or is a FIFO, a device, a socket or a directory.
+    """
+
+    def open_at_once(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # or a FIFO would wait for somebody who writes
+
+    try:
+        with open(path, "rb", buffering=0, opener=open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise CheckpointError(f"{path} cannot be read: it is no regular file, but a device or a pipe")
+            yield file
+    except (OSError, ValueError) as error:  # ValueError: NUL in a name
+        raise CheckpointError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or first_line(error)}"
+        ) from error
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file; raise as `open_regular` does."""
+    with open_regular(path) as file:
+        return file.readall()
