@@ -23,6 +23,7 @@ from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.templates import find_template
 from redrafter.checkpoints.adapters import read_adapter, split_name
 from redrafter.checkpoints.merged import boxed_pair
+from redrafter.checkpoints.models import device_error
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError, first_line
@@ -185,4 +186,4 @@ def _check_device(flag: str, device: str) -> None:
     try:
         torch.empty(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        raise ArgumentError(f"--{flag} {device} cannot be used: {first_line(error)}") from error
+        raise device_error(f"--{flag} {device}", device, error) from error

@@ -172,7 +172,31 @@ def _device_errors(device: Any) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ArgumentError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
+        raise device_error(f"device={str(device)!r}", device, error) from error
+
+
+def device_error(typed: str, device: Any, error: Exception) -> ArgumentError:
+    """Return the error for a device that torch cannot use, with what to do about it.
+
+    Args:
+        typed: How the user named the device, such as `--device cuda`.
+        device: The device, or its name.
+        error: What torch raised.
+    """
+    kind, _, index = str(device).partition(":")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    reason, advice = first_line(error).partition(". ")[0].rstrip("."), None
+    if "device type at start of device string" in reason:
+        reason, advice = "torch knows no such device", "take cpu, or cuda or cuda:0 where there is a GPU"
+    elif kind not in ("cpu", "cuda", "None"):
+        advice = "take cpu, or cuda or cuda:0 where there is a GPU"
+    elif kind == "cuda" and not torch.backends.cuda.is_built():
+        advice = f"torch {torch.__version__} is built without CUDA: install a build with it (pytorch.org), or take cpu"
+    elif kind == "cuda" and not count:
+        advice = "torch finds no NVIDIA GPU: see whether nvidia-smi and CUDA_VISIBLE_DEVICES show one, or take cpu"
+    elif kind == "cuda" and index.isdecimal() and int(index) >= count:
+        advice = f"the GPUs here are {', '.join(f'cuda:{number}' for number in range(count))}"
+    return ArgumentError(f"{typed} cannot be used: {reason}" + ("" if advice is None else f"; {advice}"))
 
 
 def check_loaded_size(model: Any, tp_size: int) -> None:
