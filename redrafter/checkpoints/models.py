@@ -24,11 +24,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
-from transformers.utils.hub import cached_file
 
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line
-from redrafter.files.checkpoint_kind import check_path, load_error, wrong_kind_error
+from redrafter.files.checkpoint_kind import check_path, check_source, load_error, wrong_kind_error
 from redrafter.files.dtype_names import dtype_name
 from redrafter.model.linear_layers import is_quantized, quantize_linears
 from redrafter.model.supported import base_of
@@ -112,7 +111,7 @@ def load_model(
         _check_no_load_keywords(kwargs)
         with _device_errors(device):
             return base_of(name) if device is None else base_of(name).to(device)
-    check_path(str(name))
+    (check_path if kwargs.get("local_files_only") else check_source)(str(name))
     _check_reserved_keywords(kwargs)
     if tp_size != 1:
         split_device(device)
@@ -137,17 +136,6 @@ def load_model(
         if quantization is not None:
             quantize_model(model, str(name), device)
         return model if device is None else model.to(device)
-
-
-def find_model_file(model: str, name: str) -> str | None:
-    """Return the path of a file in a model's directory or repository, downloaded if need be.
-
-    None where there is no such file, or the hub cannot be asked.
-    """
-    try:
-        return cached_file(model, name, _raise_exceptions_for_missing_entries=False)
-    except OSError:
-        return None  # loading the model says what is wrong
 
 
 def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, Any]) -> Any:

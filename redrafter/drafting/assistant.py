@@ -53,10 +53,6 @@ class AssistantConfig(AnyDrafterConfig):
         self.hidden_size, self.vocab_size = self.backbone_hidden_size, self.text_config.get("vocab_size", 0)
         super().__post_init__(**kwargs)
 
-    def describe(self) -> dict[str, Any]:
-        """Return what this kind of drafter alone has to say of itself; see `AnyDrafterConfig.describe`."""
-        return {"layers": self.text_config.get("num_hidden_layers")}
-
 
 @contextmanager
 def all_layers_shared() -> Iterator[None]:

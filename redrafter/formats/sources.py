@@ -17,11 +17,10 @@ from redrafter.drafting.drafter_types import DRAFTER_CLASSES, Drafter, DrafterAr
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, config_errors, kind_of, read_json
 from redrafter.files.dtype_names import dtype_name
+from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
 from redrafter.formats import apple, dflash, eagle, trtllm
 from redrafter.formats.tensors import (
-    INDEX_FILE,
     SAFETENSORS_CODES,
-    WEIGHTS_FILE,
     LazyTensor,
     check_tensors,
     memory_tensor,

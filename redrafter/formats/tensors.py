@@ -10,29 +10,15 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
-from redrafter.files.checkpoint_kind import config_errors, read_json
+from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
+from redrafter.files.checkpoint_kind import config_errors
 from redrafter.files.dtype_names import dtype_name
+from redrafter.files.headers import DTYPE_NAMES, Header, read_file_headers, read_headers
 
-WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-# Names of number formats in a file, from https://github.com/huggingface/safetensors, "Format".
-SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+SAFETENSORS_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in DTYPE_NAMES.items()}
 SAFETENSORS_CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 WRITE_BLOCK_BYTES = 32 << 20  # in memory at once, about
 MAX_FILE_BYTES = 5 << 30  # of a file of a model's weights
@@ -69,40 +55,17 @@ class LazyTensor:
 
 def open_directory(directory: Path) -> dict[str, LazyTensor]:
     """Return the tensors of a directory that `save_pretrained` wrote: of one file, or of several and an index."""
-    indexed: set[str] = set()
-    if (directory / INDEX_FILE).is_file():
-        weight_map = read_json(directory / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{directory / INDEX_FILE} has no weight_map")
-        for name in weight_map.values():
-            if not isinstance(name, str) or Path(name).name != name:
-                raise CheckpointError(f"{directory / INDEX_FILE} names {name!r}, which is no file of that directory")
-        indexed, files = set(weight_map), sorted(set(weight_map.values()))
-    elif (directory / WEIGHTS_FILE).is_file():
-        files = [WEIGHTS_FILE]
-    else:
-        raise CheckpointError(f"{directory} has no {WEIGHTS_FILE}; save the model with save_pretrained")
-    tensors: dict[str, LazyTensor] = {}
-    for file in files:
-        tensors |= open_file(directory / file)
-    if missing := indexed - tensors.keys():
-        raise CheckpointError(f"{directory / INDEX_FILE} names tensors that no file has: {min(missing)}")
-    return tensors
+    return {name: _file_tensor(name, header) for name, header in read_headers(directory).items()}
 
 
 def open_file(file: Path) -> dict[str, LazyTensor]:
     """Return the tensors of a safetensors file by their names; of the file, only the header is read."""
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  not a dict
-            return {
-                name: _file_tensor(file, name, tuple(x.get_shape()), str(x.get_dtype())) for name, x in slices.items()
-            }
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is missing, cut short or no safetensors file: {first_line(error)}") from error
+    return {name: _file_tensor(name, header) for name, header in read_file_headers(file).items()}
 
 
-def _file_tensor(file: Path, name: str, shape: tuple[int, ...], code: str) -> LazyTensor:
+def _file_tensor(name: str, header: Header) -> LazyTensor:
+    file, shape, code = header
+
     def read(first: int, last: int) -> Tensor:
         with safe_open(file, framework="pt") as tensors:
             return tensors.get_slice(name)[first:last] if shape else tensors.get_tensor(name)

@@ -27,8 +27,8 @@ from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.model.target import Target
 from redrafter.train.regenerate import answer_writer
 from redrafter.train.regenerate.answer_writer import Task, choose_batch, ids_after
-from redrafter.train.regenerate.command import load, parse, regenerate
-from redrafter.train.regenerate.config import RegenerateConfig
+from redrafter.train.regenerate.command import load, regenerate
+from redrafter.train.regenerate.config import RegenerateConfig, parse
 from redrafter.train.regenerate.journal import Journal, merge
 
 CONTEXT, EOS = 160, 2
