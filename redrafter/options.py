@@ -12,7 +12,8 @@ def option(default: Any, help: str, **argument: Any) -> Any:
         help: What the field does, for the help of its flag. Where the field is true by default it begins with a verb,
             as the help of its flag `--no-...` is derived from it.
         argument: Further arguments of `ArgumentParser.add_argument`, such as `choices`, `metavar`, `type`, `required`;
-            `path=True` for a flag that names a file or a directory; and `commands`, names of the commands that have the
+            `path=True` for a flag that names a file or a directory; `names`, which of the checks of
+            `redrafter.app.paths` its value gets; and `commands`, names of the commands that have the
             flag, where not all do.
     """
     return field(default=default, metadata={"help": help, **argument})

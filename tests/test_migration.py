@@ -48,7 +48,7 @@ def parse(command: str, words: list[str]) -> dict[str, Any]:
     if command == "serve":
         return vars(serve_command.build_parser().parse_args(words))
     if command == "convert":
-        return vars(convert_config.build_parser("redrafter convert").parse_args(words))
+        return vars(convert_config.build_parser().parse_args(words))
     if command == "train":
         return vars(train_config.parse(["--model", "m", "--data", "d", "--output", "o", *words]))
     return vars(build_parser().parse_args([command, *words]))

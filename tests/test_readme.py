@@ -1,13 +1,18 @@
 """What the README and the notebook show runs as it stands."""
 
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from redrafter import Engine, EngineOptions, __version__
+from redrafter.engine.arguments import read_arguments
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,5 +44,22 @@ def test_the_notebook_runs(tmp_path):
     assert "tokens per step" in run(program, tmp_path)
 
 
+def test_generate_has_each_argument_of_the_readmes_table_and_no_option_of_engines_is_among_them():
+    table = (ROOT / "README.md").read_text().split("| argument | meaning |\n")[1].split("\n\n")[0]
+    cells = "".join(row.split("|")[1] for row in table.splitlines())
+    named = set(re.findall(r"`(\w+)(?:=\w+)?`", cells))
+    assert {"seed", "speculate", "grammar"} <= named
+    read_arguments(dict.fromkeys(named - inspect.signature(Engine.generate).parameters.keys()))  # refuses any other
+    assert not {item.name for item in fields(EngineOptions)} & set(re.findall(r"`(\w+)", table))
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 125
+
+
+def test_the_citation_names_this_version_and_the_licence_of_the_package():
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert re.search(rf"^version: {re.escape(__version__)}$", cited, re.MULTILINE)
+    assert re.search(r"^license: Apache-2\.0$", cited, re.MULTILINE)
+    for field in ("cff-version", "message", "title", "authors"):  # those that the format requires
+        assert re.search(rf"^{field}:", cited, re.MULTILINE)

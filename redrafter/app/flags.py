@@ -101,7 +101,7 @@ def add_options(
     for item in sorted(fields(options), key=lambda item: item.name in inherited):
         if item.name in without or command not in item.metadata.get("commands", command):
             continue
-        argument = {key: value for key, value in item.metadata.items() if key not in ("path", "commands")}
+        argument = {key: value for key, value in item.metadata.items() if key not in ("path", "names", "commands")}
         negated = item.default is True
         kind = next(arm for arm in union_arms(hints[item.name]) if arm is not type(None))
         if kind is bool and "type" not in argument:

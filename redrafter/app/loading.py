@@ -21,12 +21,13 @@ from redrafter.app.engines import (
 )
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.templates import find_template
-from redrafter.checkpoints.adapters import read_adapter, split_name
+from redrafter.checkpoints.adapters import read_adapter
 from redrafter.checkpoints.merged import boxed_pair
+from redrafter.checkpoints.models import device_error
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError, first_line
-from redrafter.files.checkpoint_kind import SHAPE_FILE, check_path
+from redrafter.files.checkpoint_kind import SHAPE_FILE, check_source, split_adapter
 from redrafter.measure.run import Prompts, Run, pad_token_of, timed_run
 from redrafter.parallel.launched import launched_processes
 from redrafter.sampling.params import NUMBERS
@@ -57,7 +58,7 @@ def check_options(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadO
         if name == "":
             raise ArgumentError("--model, --drafter and --draft-model need a name, got an empty one")
         if name is not None:
-            check_path(name)
+            check_source(name)
     options, draft = apply_draft_target_config(options, draft)
     shared, default = launched_processes() > 1, "cuda" if torch.cuda.is_available() else "cpu"
     if shared and options.tuning not in ("auto", "none"):
@@ -135,7 +136,7 @@ class Pair:
             if getattr(options, name, None) is not None:
                 arguments[name] = getattr(options, name)
         if options.adapter is not None:
-            arguments["adapter"], path = split_name(options.adapter)
+            arguments["adapter"], path = split_adapter(options.adapter)
             if arguments["adapter"] not in self.engine.adapters:
                 weights = read_adapter(path)
                 self.engine.target.adapters.load(arguments["adapter"], weights, 1, weights.rank)
@@ -185,4 +186,4 @@ def _check_device(flag: str, device: str) -> None:
     try:
         torch.empty(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        raise ArgumentError(f"--{flag} {device} cannot be used: {first_line(error)}") from error
+        raise device_error(f"--{flag} {device}", device, error) from error

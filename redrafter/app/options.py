@@ -26,10 +26,16 @@ class LoadOptions(EngineOptions):
     """Which model and drafter to load, and how."""
 
     model: str | None = option(
-        None, "hub id or directory of the target, or of a merged checkpoint (default: the boxed pair)", metavar="M"
+        None,
+        "hub id or directory of the target, or of a merged checkpoint (default: the boxed pair)",
+        metavar="M",
+        names="model",
     )
     drafter: str | None = option(
-        None, "hub id or directory of the drafter (default: the one in the checkpoint of the target)", metavar="D"
+        None,
+        "hub id or directory of the drafter (default: the one in the checkpoint of the target)",
+        metavar="D",
+        names="drafter",
     )
     num_beams: int | None = option(
         None, "beams of the drafter's search; the text does not depend on it (default: the checkpoint's)"
@@ -45,6 +51,7 @@ class LoadOptions(EngineOptions):
         "file with the best tree shape for each batch size: auto takes the one that `redrafter tune` wrote for this "
         "pair and device, if there is one; none takes no file. The three flags above win over the file",
         metavar="FILE|auto|none",
+        names="tuning",
     )
     dtype: str = option("auto", "number format", choices=("auto", "float32", "bfloat16", "float16"), type=dtype_word)
     device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: cuda if there is a GPU, else cpu)")
@@ -68,6 +75,7 @@ class DraftOptions:
         None,
         "hub id or directory of a smaller LM to draft with; one with another tokenizer drafts the tokens of both",
         metavar="D",
+        names="model",
     )
     prompt_lookup: bool = option(False, "draft the tokens that followed the same tokens earlier in the text")
     draft_len: int | None = option(None, "tokens drafted per step by --draft-model or --prompt-lookup (default: 4)")
@@ -118,12 +126,17 @@ class SuiteOptions:
         "answers; tables by category",
         metavar="DIR",
         path=True,
+        names="suite",
     )
     chat_template: str | None = option(
-        None, "with --suite: chat template in Jinja (default: the model's own)", metavar="FILE", path=True
+        None, "with --suite: chat template in Jinja (default: the model's own)", metavar="FILE", path=True, names="file"
     )
-    csv: str | None = option(None, "with --suite: also write the tables as CSV", metavar="FILE", path=True)
-    markdown: str | None = option(None, "with --suite: also write the tables as Markdown", metavar="FILE", path=True)
+    csv: str | None = option(
+        None, "with --suite: also write the tables as CSV", metavar="FILE", path=True, names="new file"
+    )
+    markdown: str | None = option(
+        None, "with --suite: also write the tables as Markdown", metavar="FILE", path=True, names="new file"
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -177,7 +190,10 @@ class GenerationOptions:
         (), "end the answer after these tokens too, beside the model's own end tokens", type=integers, metavar="ID,..."
     )
     adapter: str | None = option(
-        None, "LoRA adapter to generate with: a directory that PEFT wrote, or name=directory", metavar="PATH"
+        None,
+        "LoRA adapter to generate with: a directory that PEFT wrote, or name=directory",
+        metavar="PATH",
+        names="adapter",
     )
     speculate: bool = option(True, "draft tokens for the model to verify")
 

@@ -22,6 +22,7 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         commands: Parsers of the commands by name, where `add_commands` was called; else empty.
+        option_types: Dataclasses that the flags are made from, where they are known.
     """
 
     def __init__(self, **kwargs: Any):
@@ -29,6 +30,7 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(**kwargs)
         self.commands: Mapping[str, Parser] = {}
+        self.option_types: tuple[type, ...] = ()
 
     def add_commands(self) -> Any:
         """Add a first word that chooses a command, as `args.command`; return the object that parsers are added to."""

@@ -7,6 +7,7 @@ Where torchrun has started several processes, all run the same command on the sa
 all of them; rank 0 says it, and torchrun, as soon as one process ends with an error, ends the others.
 """
 
+import importlib
 import logging
 import os
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from io import TextIOBase
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
 from redrafter.parallel.launched import launched_processes, process_rank
@@ -69,21 +70,34 @@ def print_message(kind: str, message: object) -> None:
 
 
 def _show_own_messages_only() -> None:
-    import huggingface_hub
-    import transformers
-
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("redrafter: %(message)s"))
     logger = logging.getLogger("redrafter")
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.INFO)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    huggingface_hub.logging.set_verbosity_error()
 
     warnings.simplefilter("ignore")
     warnings.filterwarnings("always", category=UserWarning, module=r"redrafter(\.|$)")
     warnings.showwarning = lambda message, *_, **__: print_message("warning", message)
+
+
+def import_libraries(module: str) -> Any:
+    """Import a module of this package that needs torch and transformers, and silence what these log.
+
+    A command calls it once its options are checked, so that a mistake in them is reported without waiting for these.
+    """
+    silence_libraries()
+    return importlib.import_module(module)
+
+
+def silence_libraries() -> None:
+    """Let transformers and huggingface_hub log errors alone."""
+    import huggingface_hub
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    huggingface_hub.logging.set_verbosity_error()
 
 
 def run_rank(name: str, command: Callable[[], int]) -> int:

@@ -7,8 +7,8 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from redrafter.checkpoints.models import find_model_file
 from redrafter.errors import ArgumentError
+from redrafter.files.hub import find_model_file
 
 # Files beside a model that transformers does not read into the tokenizer; it reads chat_template.jinja itself.
 _EXTRA_TEMPLATE_FILES = ("chat_template.j2", "chat_template.json")

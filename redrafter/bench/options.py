@@ -18,7 +18,7 @@ NOT_IN_COMPARE = ("frequency_penalty", "presence_penalty", "logit_bias", "bad_wo
 class MeasureOptions(PromptOptions):
     """The prompts that a command measures with."""
 
-    prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE")
+    prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE", names="prompts")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,7 +40,10 @@ class CompareOptions(MeasureOptions):
     )
     disable_output_comparison: bool = option(False, "do not compare the outputs, and do not fail when they differ")
     output: str | None = option(
-        None, "also write the JSON document, with all texts and their differences, to a file", metavar="FILE"
+        None,
+        "also write the JSON document, with all texts and their differences, to a file",
+        metavar="FILE",
+        names="new file",
     )
 
     def __post_init__(self) -> None:
@@ -84,8 +87,10 @@ class TuneOptions(WorkOptions):
     seconds: float | None = option(
         None, "measure for at most this long, and write nothing if trees are left then (default: as long as it takes)"
     )
-    out: str | None = option(None, "file to write (default: where from_pretrained looks)", metavar="FILE")
-    plot: str | None = option(None, "also draw a figure; needs matplotlib", metavar="FILE.png")
+    out: str | None = option(
+        None, "file to write (default: where from_pretrained looks)", metavar="FILE", names="new file"
+    )
+    plot: str | None = option(None, "also draw a figure; needs matplotlib", metavar="FILE.png", names="picture")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +125,9 @@ class BenchOptions(WorkOptions):
         type=names,
         metavar="WHICH,...",
     )
-    assistant_model: str | None = option(None, "draft model of assisted (default: prompt lookup)", metavar="M")
+    assistant_model: str | None = option(
+        None, "draft model of assisted (default: prompt lookup)", metavar="M", names="model"
+    )
     pad_to: str | None = option(
         None, "measure a small Llama padded to the cost of a large one, such as llama-3.1-8b", metavar="SHAPE"
     )
@@ -130,9 +137,14 @@ class BenchOptions(WorkOptions):
     draft_vocab_sizes: Sequence[int] = option(
         (), "also time drafting with random heads of N ids (default: none)", type=integers, metavar="N,..."
     )
-    plots: str | None = option(None, "also draw figures into this directory; needs matplotlib", metavar="DIR")
+    plots: str | None = option(
+        None, "also draw figures into this directory; needs matplotlib", metavar="DIR", names="pictures"
+    )
     json: str | None = option(
-        None, "also write the JSON document to a file, and update it after each measurement", metavar="FILE"
+        None,
+        "also write the JSON document to a file, and update it after each measurement",
+        metavar="FILE",
+        names="new file",
     )
 
     def __post_init__(self) -> None:

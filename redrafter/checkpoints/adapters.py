@@ -65,14 +65,6 @@ def read_adapter(path: str | Path) -> LoraWeights:
     return LoraWeights(str(path), layers)
 
 
-def split_name(text: str) -> tuple[str, str]:
-    """Return the name and the directory of an adapter that is typed as `name=path`, or as a path alone."""
-    name, sign, path = text.partition("=")
-    if sign and name and path and not Path(text).is_dir():
-        return name, path
-    return Path(text).resolve().name, text
-
-
 def merge_adapter(model: nn.Module, path: str | Path) -> None:
     """Add the LoRA adapter in a directory to the weights of a model, in place and for good."""
     merge_into(model, read_adapter(path))

@@ -12,11 +12,9 @@ from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 
-from transformers.utils.hub import cached_file
-
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import SHAPE_FILE, read_json
-from redrafter.tree.token_tree import check_size
+from redrafter.tree.sizes import check_size
 
 
 @dataclass(frozen=True)
@@ -102,5 +100,7 @@ def default_sampling(name: str) -> bool | None:
 
 def find_defaults_file(name: str, revision: str | None = None) -> Path | None:
     """Return the path of the `redrafter.json` in a directory or repository, downloaded if need be; None without."""
+    from transformers.utils.hub import cached_file  # which most of this module's readers need not wait for
+
     file = cached_file(name, SHAPE_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if file is None else Path(file)

@@ -24,11 +24,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
-from transformers.utils.hub import cached_file
 
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line
-from redrafter.files.checkpoint_kind import check_path, load_error, wrong_kind_error
+from redrafter.files.checkpoint_kind import check_path, check_source, load_error, wrong_kind_error
 from redrafter.files.dtype_names import dtype_name
 from redrafter.model.linear_layers import is_quantized, quantize_linears
 from redrafter.model.supported import base_of
@@ -113,7 +112,7 @@ def load_model(
         _check_no_load_keywords(kwargs)
         with _device_errors(device):
             return base_of(name) if device is None else base_of(name).to(device)
-    check_path(str(name))
+    (check_path if kwargs.get("local_files_only") else check_source)(str(name))
     _check_reserved_keywords(kwargs)
     if tp_size != 1:
         split_device(device)
@@ -143,17 +142,6 @@ def load_model(
         return model
 
 
-def find_model_file(model: str, name: str) -> str | None:
-    """Return the path of a file in a model's directory or repository, downloaded if need be.
-
-    None where there is no such file, or the hub cannot be asked.
-    """
-    try:
-        return cached_file(model, name, _raise_exceptions_for_missing_entries=False)
-    except OSError:
-        return None  # loading the model says what is wrong
-
-
 def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, Any]) -> Any:
     # The class for causal LMs, unless transformers knows the model type only among models that see images.
     if "config" in kwargs:
@@ -176,7 +164,31 @@ def _device_errors(device: Any) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ArgumentError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
+        raise device_error(f"device={str(device)!r}", device, error) from error
+
+
+def device_error(typed: str, device: Any, error: Exception) -> ArgumentError:
+    """Return the error for a device that torch cannot use, with what to do about it.
+
+    Args:
+        typed: How the user named the device, such as `--device cuda`.
+        device: The device, or its name.
+        error: What torch raised.
+    """
+    kind, _, index = str(device).partition(":")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    reason, advice = first_line(error).partition(". ")[0].rstrip("."), None
+    if "device type at start of device string" in reason:
+        reason, advice = "torch knows no such device", "take cpu, or cuda or cuda:0 where there is a GPU"
+    elif kind not in ("cpu", "cuda", "None"):
+        advice = "take cpu, or cuda or cuda:0 where there is a GPU"
+    elif kind == "cuda" and not torch.backends.cuda.is_built():
+        advice = f"torch {torch.__version__} is built without CUDA: install a build with it (pytorch.org), or take cpu"
+    elif kind == "cuda" and not count:
+        advice = "torch finds no NVIDIA GPU: see whether nvidia-smi and CUDA_VISIBLE_DEVICES show one, or take cpu"
+    elif kind == "cuda" and index.isdecimal() and int(index) >= count:
+        advice = f"the GPUs here are {', '.join(f'cuda:{number}' for number in range(count))}"
+    return ArgumentError(f"{typed} cannot be used: {reason}" + ("" if advice is None else f"; {advice}"))
 
 
 def check_loaded_size(model: Any, tp_size: int) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from redrafter.errors import CheckpointError, MissingDependencyError, how_to_install
-from redrafter.files.checkpoint_kind import check_path, load_error
+from redrafter.files.checkpoint_kind import check_source, load_error
 
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model. It pads on the left, as decoder-only generation needs."""
-    check_path(str(name))
+    check_source(str(name))
     try:
         return AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -23,7 +23,7 @@ def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Load the processor of a model, which cuts images up and knows the tokens that stand for them."""
     if find_spec("PIL") is None:
         raise MissingDependencyError(f"images need Pillow: {how_to_install('vision')}")
-    check_path(str(name))
+    check_source(str(name))
     try:
         processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
-from redrafter.files.stored_tensors import SUFFIX, read_safetensors, weight_files
+from redrafter.files.headers import weight_files
+from redrafter.files.stored_tensors import SUFFIX, read_safetensors
 from redrafter.model.target import Target
 from redrafter.model.weights import listed
 

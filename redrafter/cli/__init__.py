@@ -1,34 +1,37 @@
 """The command line `redrafter`: the arguments of every command, and what runs it.
 
-A command imports its modules when it runs, so that `--help` does not wait for torch.
+A command imports its modules once its options are checked, so that neither `--help` nor a mistake waits for torch.
 """
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from redrafter.app.flags import add_options, temperatures
+from redrafter.app.flags import add_options, read_options, temperatures
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions, SuiteOptions
 from redrafter.app.parser import Parser, add_json
-from redrafter.app.program import run_command, run_rank
+from redrafter.app.paths import check_file, check_paths
+from redrafter.app.program import import_libraries, run_command, run_rank
 from redrafter.bench.options import NOT_IN_COMPARE, BenchOptions, CompareOptions, ServerOptions, TuneOptions
+from redrafter.cli.completion import completion_script
 from redrafter.parallel.launched import launched_processes
 from redrafter.version import __version__
 
 # Commands that parse their own arguments: their modules, and what `redrafter --help` says of them.
 SCRIPTS = {
     "serve": ("redrafter.serve.command", "serve a model over OpenAI's protocol"),
-    "train": ("redrafter.train.train_drafter", "train a drafter for a model"),
+    "train": ("redrafter.train.config", "train a drafter for a model"),
     "evaluate": (
-        "redrafter.train.evaluate.command",
+        "redrafter.train.evaluate.options",
         "measure how many drafts of a drafter are accepted, by tree shape and category",
     ),
     "regenerate": (
-        "redrafter.train.regenerate.command",
+        "redrafter.train.regenerate.config",
         "let a model answer the prompts of a data set, as training data",
     ),
-    "convert": ("redrafter.convert.convert_checkpoint", "merge a model and its drafter, or change their format"),
+    "convert": ("redrafter.convert.config", "merge a model and its drafter, or change their format"),
     "info": ("redrafter.convert.info", "describe a checkpoint"),
 }
 
@@ -48,8 +51,30 @@ def _run(argv: list[str]) -> int:
     """Run a command in this process, and return its exit code."""
     if argv and argv[0] in SCRIPTS:
         return run_command(lambda: importlib.import_module(SCRIPTS[argv[0]][0]).main(argv[1:]))
-    args = build_parser().parse_args(argv)
-    return run_command(lambda: importlib.import_module(f"redrafter.cli.{args.command}").run(args))
+    parser = build_parser()
+    args = parser.parse_args(argv)
+
+    def run() -> int:
+        if args.command == "completion":
+            scripts = {name: importlib.import_module(module).build_parser() for name, (module, _) in SCRIPTS.items()}
+            print(completion_script(args.shell, {**parser.commands, **scripts}), end="")
+            return 0
+        _check(args, parser.commands[args.command].option_types)
+        code: int = import_libraries(f"redrafter.cli.{args.command}").run(args)
+        return code
+
+    return run_command(run)
+
+
+def _check(args: argparse.Namespace, option_types: Sequence[type]) -> None:
+    """Check values of options and what they name, as far as is possible before a model is loaded."""
+    if hasattr(args, "url"):  # --model is a name that servers know
+        option_types = [kind for kind in option_types if kind is not LoadOptions]
+    check_paths(*(read_options(kind, args) for kind in option_types))
+    if getattr(args, "file", None) is not None and not args.prompts:
+        check_file(args.file, "--file")
+    for image in getattr(args, "image", ()):
+        check_file(image, "--image")
 
 
 def build_parser() -> Parser:
@@ -68,6 +93,7 @@ def build_parser() -> Parser:
         """Add a command; `groups` are its dataclasses of options, their titles, and fields that are no flags."""
         epilog = "\n".join(["examples:", *(f"  {example}" for example in examples)])
         added = commands.add_parser(name, help=help, description=description, epilog=epilog)
+        added.option_types = tuple(options for options, *_ in groups)
         for options, title, without in groups:
             add_options(added, options, title, without=without, types=types)
         return added
@@ -171,6 +197,16 @@ def build_parser() -> Parser:
         (ServerOptions, "measuring servers", ()),
         (SuiteOptions, "measuring on a standard suite", ()),
     )
+    completed = add(
+        "completion",
+        "print a script by which a shell completes commands and flags",
+        "Print a script by which bash or zsh completes the names of commands, their flags and what these take.",
+        (
+            "redrafter completion bash > ~/.local/share/bash-completion/completions/redrafter",
+            "redrafter completion zsh >> ~/.zshrc",
+        ),
+    )
+    completed.add_argument("shell", choices=("bash", "zsh"), metavar="SHELL", help="bash or zsh")
     for name, (_, summary) in SCRIPTS.items():
         commands.add_parser(name, help=summary, add_help=False)
     return parser

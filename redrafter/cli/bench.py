@@ -31,9 +31,10 @@ from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.engine.tuning import find_tuning
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.files.checkpoint_kind import check_path
+from redrafter.files.checkpoint_kind import check_source
+from redrafter.measure.outputs import check_picture, output_file
 from redrafter.measure.prompts import encode, read_prompts
-from redrafter.measure.report import Report, check_picture, describe_versions, facts, head, output_file, versions
+from redrafter.measure.report import Report, describe_versions, facts, head, versions
 from redrafter.measure.run import Workload
 from redrafter.measure.suite_table import LEGEND, TableFiles
 from redrafter.model.target import Target
@@ -82,7 +83,7 @@ def _bench_pair(args: argparse.Namespace) -> int:
         raise ArgumentError(f"--pad-to knows {', '.join(SHAPES)}, got {options.pad_to!r}")
     check_picture(options.plots, "--plots", folder=True)
     if options.assistant_model:
-        check_path(options.assistant_model)
+        check_source(options.assistant_model)
     path, files = output_file(options.json, "--json"), TableFiles(asked.csv, asked.markdown)
     suite = _read_suite(args, asked, options.seed)
     rows = read_prompts(options.prompts) if suite is None else []

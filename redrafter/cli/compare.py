@@ -28,8 +28,9 @@ from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.engine.call import GenerateStats
 from redrafter.errors import ArgumentError
 from redrafter.measure.differences import Difference, describe_differences, find_differences
+from redrafter.measure.outputs import output_file
 from redrafter.measure.prompts import encode, read_prompts
-from redrafter.measure.report import Report, conditions, describe_pair, output_file
+from redrafter.measure.report import Report, conditions, describe_pair
 from redrafter.measure.run import Prompts, Repeats, Run, describe_stats, run_in_turn, transformers_run
 
 ASSISTED = "HF assisted"

@@ -20,8 +20,9 @@ from redrafter.engine.redrafter import ReDrafter
 from redrafter.engine.step_timing import measure_step_costs
 from redrafter.engine.tuning import Tuning, describe_shape, measured_on, tuning_path
 from redrafter.errors import ArgumentError
+from redrafter.measure.outputs import check_picture, output_file
 from redrafter.measure.prompts import encode, read_prompts
-from redrafter.measure.report import check_picture, format_table, output_file, versions
+from redrafter.measure.report import format_table, versions
 from redrafter.measure.run import Workload
 
 CPU_BATCH_SIZES = (1, 2, 4)

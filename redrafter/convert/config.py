@@ -3,17 +3,32 @@
 Options of that script which are not needed here are in `redrafter.app.foreign_flags`.
 """
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
 
 from redrafter.app.flags import add_options, dtype_word, flag, read_options, yes_or_no
 from redrafter.app.parser import Parser
+from redrafter.app.paths import check_paths
+from redrafter.app.program import import_libraries, run_command
 from redrafter.checkpoints.merged import Defaults, TreeShape
-from redrafter.drafting.drafter_config import RECURRENCES, SHORTLIST_RANK, check_shortlist_rank
-from redrafter.errors import ArgumentError
+from redrafter.drafting.recurrent_form import RECURRENCES, SHORTLIST_RANK, check_shortlist_rank
+from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.files.atomic_folder import check_output_folder
+from redrafter.files.checkpoint_kind import kind_of
 from redrafter.options import option
 
 OUTPUT_FORMATS = ("redrafter", "trtllm", "apple", "drafter", "speculators")
+OUTPUT_KINDS = {  # what `kind_of` calls a directory in each output format
+    "redrafter": "merged checkpoint",
+    "trtllm": "TensorRT-LLM ReDrafter checkpoint",
+    "apple": "Apple drafter",
+    "drafter": "drafter",
+    "speculators": "EAGLE-3 head",
+}
 _OPTION_FORMATS = {  # output formats of options that are not for all of them
     "base_model_checkpoint_dir": ("redrafter", "trtllm", "drafter", "speculators"),
     "copy": ("redrafter",),
@@ -37,12 +52,14 @@ class ConvertConfig:
         None,
         "the model: a Hugging Face model, a merged checkpoint, or a TensorRT-LLM checkpoint of Llama or Qwen2",
         metavar="DIR",
+        names="checkpoint",
     )
     drafter_model_dir: str | None = option(
         None,
         "the drafter: one of redrafter or of Apple, an EAGLE-3 head, a DFlash or DSpark drafter, or a merged or "
         "TensorRT-LLM checkpoint that holds one (default: the one in the directory of the model)",
         metavar="DIR",
+        names="checkpoint",
     )
     output_dir: str | None = option(None, "directory to write", metavar="DIR")
     to: str = option(
@@ -104,7 +121,10 @@ class ConvertConfig:
     )
     head_shortlist_rank: int = option(SHORTLIST_RANK, "rank of those rough scores")
     tokenizer_dir: str | None = option(
-        None, "directory of a tokenizer, for a base that has none, such as TensorRT-LLM's", metavar="DIR"
+        None,
+        "directory of a tokenizer, for a base that has none, such as TensorRT-LLM's",
+        metavar="DIR",
+        names="tokenizer",
     )
     copy: bool = option(False, "copy the base's weights even where they could be hard links")
     overwrite: bool = option(False, "replace the checkpoint that --output-dir holds")
@@ -136,10 +156,10 @@ class ConvertConfig:
         return Defaults(shape, False if self.redrafter_no_greedy_search else self.redrafter_greedy_search)
 
 
-def build_parser(prog: str | None) -> Parser:
-    """Return the parser of the command; `prog` is its name in messages, None for the name of the program."""
+def build_parser() -> Parser:
+    """Return the parser of the command."""
     parser = Parser(
-        prog=prog,
+        prog="redrafter convert",
         description="Convert a drafter, or a model with its drafter, between the formats of redrafter, Apple,\n"
         "TensorRT-LLM and speculators, or merge a model and its drafter into one directory.",
         epilog="examples:\n"
@@ -153,6 +173,41 @@ def build_parser(prog: str | None) -> Parser:
     return parser
 
 
-def parse(argv: Sequence[str] | None, prog: str | None) -> ConvertConfig:
+def parse(argv: Sequence[str] | None) -> ConvertConfig:
     """Parse the words after the name of the command; None takes those of the process."""
-    return read_options(ConvertConfig, build_parser(prog).parse_args(argv))
+    return read_options(ConvertConfig, build_parser().parse_args(argv))
+
+
+def check_output(config: ConvertConfig) -> Path:
+    """Return the directory to write, checked: apart from the sources, new, or one that may be replaced.
+
+    Raises `ArgumentError`.
+    """
+    output = Path(str(config.output_dir))
+    for source in filter(None, (config.base_model_checkpoint_dir, config.drafter_model_dir)):
+        real_output, real_source = Path(os.path.realpath(output)), Path(os.path.realpath(source))
+        if real_output == real_source or real_output in real_source.parents or real_source in real_output.parents:
+            raise ArgumentError(f"the output {output} and its source {source} must not hold one another")
+    kind = OUTPUT_KINDS[config.to]
+    check_output_folder(output, config.overwrite, flag="--output-dir", what=kind, replaceable=partial(_holds, kind))
+    return output
+
+
+def _holds(kind: str, path: Path) -> bool:
+    with suppress(ReDrafterError):  # a broken checkpoint is of no kind
+        return kind_of(path) == kind
+    return False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+
+    def run() -> int:
+        config = parse(argv)
+        check_paths(config)
+        if not config.dry_run:
+            check_output(config)
+        code: int = import_libraries("redrafter.convert.convert_checkpoint").run_checked(config)
+        return code
+
+    return run_command(run)

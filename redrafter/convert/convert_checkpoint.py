@@ -8,33 +8,21 @@ the weight files of either directory. Tensors are read a few rows at a time. A c
 all.
 """
 
-import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Lock
 
 from tqdm import tqdm
 
-from redrafter.app.program import print_message, run_command
+from redrafter.app.paths import check_paths
+from redrafter.app.program import print_message
 from redrafter.checkpoints.merged import TreeShape
-from redrafter.convert.config import ConvertConfig, parse
+from redrafter.convert.config import ConvertConfig, check_output, main
 from redrafter.convert.plan import OUTPUT_PLANNERS, ConversionPlan, add_shortlist
-from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.files.atomic_folder import check_output_folder, write_folder
-from redrafter.files.checkpoint_kind import kind_of
+from redrafter.files.atomic_folder import write_folder
 from redrafter.formats.sources import is_pair, open_base, open_drafter
-
-OUTPUT_KINDS = {  # what `kind_of` calls a directory in each output format
-    "redrafter": "merged checkpoint",
-    "trtllm": "TensorRT-LLM ReDrafter checkpoint",
-    "apple": "Apple drafter",
-    "drafter": "drafter",
-    "speculators": "EAGLE-3 head",
-}
 
 
 def merge(
@@ -81,8 +69,7 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
         drafter = add_shortlist(drafter, config.head_shortlist, config.head_shortlist_rank)
     if base is None and config.to in ("redrafter", "trtllm") and is_pair(drafter.kind):
         base = directory
-    if config.tokenizer_dir is not None and not Path(config.tokenizer_dir, "tokenizer_config.json").is_file():
-        raise ArgumentError(f"--tokenizer-dir {config.tokenizer_dir} has no tokenizer_config.json")
+    check_paths(config)
     opened_base = None if base is None or config.to == "apple" else open_base(base)
     plan = OUTPUT_PLANNERS[config.to](drafter, opened_base, config)
     return replace(plan, copy=config.copy)
@@ -92,14 +79,8 @@ def convert(
     config: ConvertConfig, log: Callable[[str], object] = lambda line: None, show_progress: bool = False
 ) -> None:
     """Run a conversion; `log` gets each note for the user. Nothing is written where it raises an error."""
-    output = Path(str(config.output_dir))
-    for source in filter(None, (config.base_model_checkpoint_dir, config.drafter_model_dir)):
-        real_output, real_source = Path(os.path.realpath(output)), Path(os.path.realpath(source))
-        if real_output == real_source or real_output in real_source.parents or real_source in real_output.parents:
-            raise ArgumentError(f"the output {output} and its source {source} must not hold one another")
+    output = check_output(config)
     plan = plan_conversion(config)
-    kind = OUTPUT_KINDS[config.to]
-    check_output_folder(output, config.overwrite, flag="--output-dir", what=kind, replaceable=partial(_holds, kind))
     plan.check_space(output)
     lock, total = Lock(), plan.bytes_to_write(output)
     with tqdm(total=total, unit="B", unit_scale=True, disable=None if show_progress else True) as bar:
@@ -113,31 +94,20 @@ def convert(
         log(note)
 
 
-def _holds(kind: str, path: Path) -> bool:
-    with suppress(ReDrafterError):  # a broken checkpoint is of no kind
-        return kind_of(path) == kind
-    return False
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-
-    def run() -> int:
-        config = parse(argv, "redrafter convert")
-        if config.dry_run:
-            plan = plan_conversion(config)
-            rows = [("from", "to", "shape", "dtype"), *plan.key_map()]
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            for row in rows:
-                print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-            for note in plan.notes:
-                print_message("note", note)
-            return 0
-        convert(config, log=lambda line: print_message("note", line), show_progress=True)
-        print(config.output_dir)
+def run_checked(config: ConvertConfig) -> int:
+    """Run the command with options that `main` has checked. Returns its exit code."""
+    if config.dry_run:
+        plan = plan_conversion(config)
+        rows = [("from", "to", "shape", "dtype"), *plan.key_map()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        for note in plan.notes:
+            print_message("note", note)
         return 0
-
-    return run_command(run)
+    convert(config, log=lambda line: print_message("note", line), show_progress=True)
+    print(config.output_dir)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,219 +1,145 @@
-"""`redrafter info`: describe a checkpoint, and say what it can be converted to."""
+"""`redrafter info`: describe a checkpoint.
 
-import copy
+What config.json and the headers of the weights say of a model, a drafter or a pair is shown without torch, whose import
+takes longer than all of it. What only code finds out (whether a model can be a target, whether a drafter fits it, what
+they can be converted to) is shown with `--check`, and so are checkpoints in other projects' formats.
+"""
+
 import json
 import math
-import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
-import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
-
 from redrafter.app.parser import Parser, add_json
-from redrafter.app.program import run_command
-from redrafter.cache.dense import cache_in
-from redrafter.cache.states import StateShape
-from redrafter.checkpoints.merged import Defaults, boxed_pair
-from redrafter.checkpoints.mtp import find_layer
-from redrafter.convert.plan import possible_formats
-from redrafter.drafting.assistant import AssistantConfig
-from redrafter.drafting.drafter_config import MTPConfig
-from redrafter.engine.tuning import drafter_fingerprint, fingerprint_of_sizes, tuning_folder, tunings_of
-from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
-from redrafter.files.checkpoint_kind import check_path, kind_of
-from redrafter.files.dtype_names import dtype_name
-from redrafter.formats.sources import FOREIGN, SourceBase, SourceDrafter, is_pair, open_base, open_drafter
-from redrafter.formats.tensors import LazyTensor, open_directory
-from redrafter.model.recurrent_layers import layer_tensors
-from redrafter.model.supported import check_states_found, check_supported, config_width, stored_shapes
-from redrafter.version import __version__
+from redrafter.app.program import import_libraries, run_command
+from redrafter.checkpoints.merged import Defaults, TreeShape
+from redrafter.checkpoints.mtp_layer import find_layer
+from redrafter.errors import ArgumentError
+from redrafter.files.checkpoint_kind import (
+    DRAFTER_FOLDER,
+    DRAFTER_KINDS,
+    SHAPE_FILE,
+    check_path,
+    kind_of,
+    read_json,
+)
+from redrafter.files.headers import DTYPE_NAMES, Header, read_headers
+
+Stored = Mapping[str, tuple[tuple[int, ...], str]]  # shape and number format of each tensor
+UNCHECKED = "whether it can be a target, fits, and converts: add --check, which imports torch"
+# What config.json holds for transformers, what is shown under a name of our own, and what is for programs alone.
+_NOT_SHOWN = {"architectures", "dtype", "model_type", "torch_dtype", "transformers_version", "rms_norm_eps"}
+_NOT_SHOWN |= {"vocab_size", "draft_vocab_size", "draft_beams", "base_embedding_norms", "source_config", "text_config"}
 
 
-def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
-    """Return facts about a checkpoint, or about a model and a drafter for it.
+def describe_files(directory: Path) -> dict[str, Any] | None:
+    """Return what the files of a directory say of a model, a drafter or a pair, without torch.
 
-    Args:
-        name: Directory, or hub id that was downloaded before.
-        drafter_name: The same of a drafter for the model.
-
-    Returns:
-        The JSON document that `redrafter info --json` prints.
+    None where they do not say all of it, as the config of another project's drafter, or of a model whose sizes only
+    transformers' class knows.
 
     Raises:
-        CheckpointError: When files are missing or broken.
-        ArgumentError: When a drafter is given for what is a drafter itself.
+        CheckpointError: A file is missing or broken.
     """
-    directory = _locate(name)
     kind = kind_of(directory)
     document: dict[str, Any] = {"path": str(directory), "kind": kind}
-    if kind in ("drafter", "Apple drafter", *FOREIGN):
-        if drafter_name is not None:
-            raise ArgumentError(f"{name} is a drafter itself: give the model first, and the drafter with --drafter")
-        drafter = open_drafter(directory)
-        return document | {"drafter": _describe_drafter(drafter), "converts_to": possible_formats(drafter)}
-    if kind == "assistant":
-        assistant = SourceDrafter(
-            directory, kind, AssistantConfig.from_pretrained(directory), open_directory(directory), Defaults()
-        )
-        return document | {"drafter": _describe_drafter(assistant)}
-    base = open_base(directory)
-    document["model"] = _describe_model(base)
-    if drafter_name is not None:
-        drafter = open_drafter(_locate(drafter_name))
-    elif is_pair(kind):
-        drafter = open_drafter(directory)
-    elif (found := find_layer(base.tensors)) is not None:
-        model = document["model"]
-        config = MTPConfig(vocab_size=model["vocabulary"], hidden_size=model["hidden_size"], **found.config)
-        tensors = {name: base.tensors[name] for name in found.names if name in base.tensors}
-        return document | {"drafter": _describe_drafter(SourceDrafter(directory, kind, config, tensors))}
-    else:
-        return document
-    share = _count_parameters(drafter.tensors) / max(document["model"]["parameters"] or 1, 1)
-    document["drafter"] = {"path": str(drafter.directory)} | _describe_drafter(drafter)
-    document["drafter"]["share_of_model"] = round(share, 4)
-    if is_pair(drafter.kind):
-        defaults = drafter.fill(Defaults())
-        document["shape"] = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
-    try:
-        base.check_fits(drafter.config)
-        document["fits"] = True
-    except MismatchError as error:
-        return document | {"fits": False, "why_not": str(error)}
-    return document | {"tuning": _describe_tunings(base, drafter), "converts_to": possible_formats(drafter, base)}
+    if kind == "drafter":
+        return document | {"drafter": _describe_drafter(directory), "unchecked": UNCHECKED}
+    if kind not in ("model", "merged checkpoint"):
+        return None
+    headers = read_headers(directory)
+    model = _describe_model(read_json(directory / "config.json"), headers)
+    if model is None:
+        return None
+    document["model"] = model
+    if kind == "merged checkpoint":
+        folder = directory / DRAFTER_FOLDER
+        if kind_of(folder) != "drafter":
+            return None
+        config, drafter = read_json(folder / "config.json"), _describe_drafter(folder)
+        share = drafter["parameters"] / max(model["parameters"], 1)
+        document["drafter"] = {"path": str(folder)} | drafter | {"share_of_model": round(share, 4)}
+        defaults = Defaults.read(directory / SHAPE_FILE)
+        shape = defaults.shape.over(TreeShape(config.get("draft_beams"), config.get("draft_len_per_beam")))
+        document["shape"] = shape.to_dict() | {"greedy_search": defaults.greedy_search}
+    elif find_layer(headers) is not None:
+        return None
+    return document | {"unchecked": UNCHECKED}
 
 
-def _locate(name: str) -> Path:
-    """Return a directory, or the download of a hub id in the local cache; nothing is downloaded."""
-    if Path(name).is_dir():
-        return Path(name)
-    check_path(name)
-    try:
-        return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
-    except Exception as error:
-        raise CheckpointError(f"{name} is no directory, and not in the download cache: {first_line(error)}") from error
+def _describe_model(config: Mapping[str, Any], headers: Mapping[str, Header]) -> dict[str, Any] | None:
+    text = config.get("text_config", config)  # of a model that sees, that of its decoder
+    if not isinstance(text, dict):
+        return None
+    names = text.get("architectures") or config.get("architectures")
+    sizes = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
+    if not isinstance(names, list) or not all(type(text.get(size)) is int for size in sizes):
+        return None
+    quantization = config.get("quantization_config")
+    method = str(quantization.get("quant_method")) if isinstance(quantization, dict) else None
+    facts = model_facts(", ".join(map(str, names)), _stored(headers), [text[size] for size in sizes], method)
+    return facts | {"batch_invariant": batch_invariant(method)}
 
 
-def _describe_model(base: SourceBase) -> dict[str, Any]:
-    theirs, ranks = base.trtllm_config, enumerate(base.ranks)
-    tensors = base.tensors or {f"{number} {name}": x for number, rank in ranks for name, x in rank.items()}
-    config: Any
-    if theirs is None:
-        config = base.config.get_text_config(decoder=True)
-        names = getattr(config, "architectures", None) or base.config.architectures
-        architecture = ", ".join(names) if isinstance(names, list) else config.model_type
-    else:
-        config = SimpleNamespace(**theirs)
-        architecture = theirs.get("base_model_architecture", theirs["architecture"])
-    facts = {
-        "architecture": architecture,
-        "parameters": _count_parameters(tensors),
-        "stored_as": _dtype_names(tensors),
-        "hidden_size": getattr(config, "hidden_size", None),
-        "layers": getattr(config, "num_hidden_layers", None),
-        "vocabulary": getattr(config, "vocab_size", None),
-        "context": getattr(config, "max_position_embeddings", None),
-    }
-    if theirs is not None:
-        facts["ranks"] = len(base.ranks)
-    method = base.quantization_method
-    if method is not None:
-        facts["quantised"] = method
-    if theirs is None:
-        facts["batch_invariant"] = "tried when --batch-invariant loads it" if method is None else "no: it is quantised"
-        facts["target"] = _describe_target(base.config)
-    return facts
+def model_facts(architecture: str, tensors: Stored, sizes: Sequence[Any], method: str | None) -> dict[str, Any]:
+    """Return the facts about a model that are shown in any case.
+
+    Args:
+        architecture: Names of its class.
+        tensors: Shape and number format of each tensor.
+        sizes: Hidden size, layers, vocabulary and context; None for one that is not known.
+        method: Name of the quantization method; None for a model that is not quantised.
+    """
+    facts = {"architecture": architecture} | stored_facts(tensors)
+    facts |= dict(zip(("hidden_size", "layers", "vocabulary", "context"), sizes, strict=True))
+    return facts if method is None else facts | {"quantised": method}
 
 
-def _describe_target(config: Any) -> str:
-    """Say whether a model can be a target, and why not, by its config: one without weights reads a few tokens."""
-    loaders = {
-        AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    }
-    loader: Any = next((loader for loader, types in loaders.items() if config.model_type in types), None)
-    if loader is None and not hasattr(config, "auto_map"):
-        kind = "; it is an encoder-decoder" if config.is_encoder_decoder else ""
-        return f"no: transformers has no causal LM of the type {config.model_type}{kind}"
-    try:
-        with torch.device("meta"), torch.no_grad():
-            model: Any = loader.from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
-            name, text = type(model).__name__, model.config.get_text_config(decoder=True)
-            check_supported(model, name)
-            output = model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=True)
-        cache = cache_in(output)
-        # Of recurrent states only that they are there is looked at: whether they can be rolled back, loading finds out.
-        states = [
-            StateShape(layer, state, tuple(x.shape[1:]), x.dtype, x.device)
-            for layer, kept in enumerate(getattr(cache, "layers", ()))
-            for state, x in layer_tensors(kept).items()
-        ]
-        if not states:
-            check_states_found(model, text, name)
-        stored_shapes(output, text, name, states)
-    except ReDrafterError as error:
-        return f"no: {error}"
-    except Exception:  # code that needs numbers, or is not transformers' own
-        return "not known before it is loaded, and tested"
-    return "yes, by its config; it is tested when it is loaded"
+def batch_invariant(method: str | None) -> str:
+    """Say whether a model of transformers can be decoded with `batch_invariant`; `method` is how it is quantised."""
+    return "tried when --batch-invariant loads it" if method is None else "no: it is quantised"
 
 
-def _describe_tunings(base: SourceBase, drafter: SourceDrafter) -> list[str] | str:
-    """Describe the tables of `redrafter tune` that an engine of the pair uses, each on its device and in its dtype."""
-    none = "none; redrafter tune measures one"
-    if not tuning_folder().is_dir() or base.trtllm_config is not None:
-        return none
-    module: Any = drafter.load()
-    config = base.config.get_text_config(decoder=True)
-    sizes = config_width(config), config.vocab_size, getattr(config, "num_hidden_layers", None)
-    found = [
-        f"{tuning.device}, {tuning.dtype}: {tuning.describe()}"
-        for name, norms in base.embedding_norms().items()
-        for tuning in tunings_of(
-            fingerprint_of_sizes(*sizes, norms), drafter_fingerprint(module.to(base.tensors[name].dtype))
-        )
-    ]
-    return found or none
-
-
-def _describe_drafter(drafter: SourceDrafter) -> dict[str, Any]:
-    config = drafter.config
+def stored_facts(tensors: Stored) -> dict[str, Any]:
+    """Return how many parameters a checkpoint has, and in what formats. Maps of ids are no parameters."""
+    parameters = [(math.prod(shape), dtype) for shape, dtype in tensors.values() if dtype != "int64"]
     return {
-        "type": config.kind,
-        "parameters": _count_parameters(drafter.tensors),
-        "stored_as": _dtype_names(drafter.tensors),
-        "hidden_size": config.hidden_size,
-        **config.describe(),
-        "vocabulary": config.vocab_size,
-        "draft_vocabulary": config.draft_vocab_size or config.vocab_size,
-        "num_beams": config.draft_beams,
-        "draft_len_per_beam": config.draft_len_per_beam,
-        "trained_draft_len": config.trained_draft_len,
-        "base_model": config.base_model,
+        "parameters": sum(count for count, _ in parameters),
+        "stored_as": ", ".join(sorted({dtype for _, dtype in parameters})),
     }
 
 
-def _count_parameters(tensors: Mapping[str, LazyTensor]) -> int:
-    # Maps of ids are no parameters.
-    return sum(math.prod(tensor.shape) for tensor in tensors.values() if tensor.dtype != torch.int64)
+def drafter_facts(kind: str, tensors: Stored, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts about a drafter that are shown in any case.
+
+    Args:
+        kind: What kind of drafter it is.
+        tensors: Shape and number format of each tensor.
+        config: What its config.json holds, or would.
+    """
+    own = {name: value for name, value in sorted(config.items()) if name not in _NOT_SHOWN and name[:1] != "_"}
+    return {
+        "type": kind,
+        **stored_facts(tensors),
+        "vocabulary": config.get("vocab_size"),
+        "draft_vocabulary": config.get("draft_vocab_size") or config.get("vocab_size"),
+        "num_beams": config.get("draft_beams"),
+        **{name: value for name, value in own.items() if value is not None and value != []},
+    }
 
 
-def _dtype_names(tensors: Mapping[str, LazyTensor]) -> str:
-    stored = {tensor.dtype for tensor in tensors.values()} - {torch.int64}
-    return ", ".join(sorted(dtype_name(dtype) for dtype in stored))
+def _describe_drafter(directory: Path) -> dict[str, Any]:
+    config = read_json(directory / "config.json")
+    return drafter_facts(DRAFTER_KINDS[config["model_type"]], _stored(read_headers(directory)), config)
 
 
-def _format_lines(document: dict[str, Any], indent: str = "") -> Iterator[str]:
+def _stored(headers: Mapping[str, Header]) -> Stored:
+    return {name: (header.shape, DTYPE_NAMES.get(header.code, header.code.lower())) for name, header in headers.items()}
+
+
+def _format_lines(document: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     for key, value in document.items():
         name = indent + key.replace("_", " ")
         if isinstance(value, dict):
@@ -227,37 +153,39 @@ def _format_lines(document: dict[str, Any], indent: str = "") -> Iterator[str]:
         yield f"{name:<24}{value:,}" if isinstance(value, int) else f"{name:<24}{value}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+def build_parser() -> Parser:
+    """Return the parser of the command."""
     parser = Parser(
         prog="redrafter info",
-        description="Describe a model, a drafter or a pair: whether they fit each other, and what they can be\n"
-        "converted to. Reads the configs and the headers of the weights of Hugging Face models, merged\n"
-        "checkpoints, drafters of redrafter and of Apple, EAGLE-3 heads, and TensorRT-LLM checkpoints. Without MODEL,\n"
-        "describes the boxed pair and prints the versions of the libraries.",
+        description="Describe a model, a drafter or a pair by the configs and the headers of the weights of Hugging\n"
+        "Face models, merged checkpoints, drafters of redrafter and of Apple, EAGLE-3 heads, and TensorRT-LLM\n"
+        "checkpoints; with --check or --drafter, also whether they fit each other, and what they can be converted to.\n"
+        "Without MODEL, describes the boxed pair and prints the versions of the libraries.",
         epilog="example:\n  redrafter info my-base --drafter my-drafter",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="directory, or hub id that was downloaded before")
     parser.add_argument("--drafter", metavar="D", help="a drafter for MODEL")
+    checked = "also find out whether it can be a target, whether its drafter fits, and what it can be converted to"
+    parser.add_argument("--check", action="store_true", help=checked)
     add_json(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
 
     def run() -> int:
-        args = parser.parse_args(argv)
-        if args.model is not None:
-            document = describe(args.model, args.drafter)
-        elif args.drafter is not None:
+        args = build_parser().parse_args(argv)
+        if args.model is None and args.drafter is not None:
             raise ArgumentError("--drafter needs the model that it should fit: redrafter info MODEL --drafter D")
-        else:
-            boxed, gpus = boxed_pair(), range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-            document = describe(str(boxed)) if boxed.is_dir() else {"boxed_pair": "not in this installation"}
-            document["environment"] = {
-                "redrafter": __version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-                "devices": ["cpu", *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in gpus)],
-                "threads": torch.get_num_threads(),
-            }
+        for name in filter(None, (args.model, args.drafter)):
+            check_path(name)
+        document = None
+        if args.model is not None and args.drafter is None and not args.check and Path(args.model).is_dir():
+            document = describe_files(Path(args.model))
+        if document is None:
+            describe = import_libraries("redrafter.convert.describe")
+            document = describe.environment() if args.model is None else describe.describe(args.model, args.drafter)
         print(json.dumps(document) if args.json else "\n".join(_format_lines(document)))
         return 0
 

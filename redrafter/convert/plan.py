@@ -22,7 +22,7 @@ from redrafter.drafting.shortlist import low_rank_factors
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.files.dtype_names import dtype_name
-from redrafter.files.stored_tensors import INDEX_FILE, WEIGHTS_FILE
+from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
 from redrafter.formats import apple, dflash, eagle, trtllm
 from redrafter.formats.sources import SourceBase, SourceDrafter
 from redrafter.formats.tensors import (

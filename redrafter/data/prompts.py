@@ -2,17 +2,18 @@
 
 import random
 from collections.abc import Iterable
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from redrafter.data.rows import Row, fingerprint
 from redrafter.errors import CheckpointError, MismatchError, UnsupportedError, first_line
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Span = tuple[int, int]  # first character, and the one after the last
 
 
-def check_tokenizer(row: Row, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_tokenizer(row: Row, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Raise `MismatchError` if a row says that its token ids were made with another tokenizer than the base's."""
     if row.tokenizer is not None and row.tokenizer != fingerprint(tokenizer):
         raise MismatchError(
@@ -22,7 +23,7 @@ def check_tokenizer(row: Row, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def apply_template(
-    row: Row, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, add_generation_prompt: bool = False
+    row: Row, messages: list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase", add_generation_prompt: bool = False
 ) -> str:
     """Render messages of a row with the tokenizer's chat template.
 
@@ -41,7 +42,7 @@ def apply_template(
 
 
 def encode_texts(
-    texts: list[tuple[Row, str]], tokenizer: PreTrainedTokenizerBase, offsets: bool = False
+    texts: list[tuple[Row, str]], tokenizer: "PreTrainedTokenizerBase", offsets: bool = False
 ) -> list[tuple[list[int], list[Span]]]:
     """Return the token ids of each text and, if `offsets`, the span of each token.
 
@@ -67,7 +68,7 @@ def encode_texts(
     return encoded
 
 
-def _tokenize(texts: list[tuple[Row, str]], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> Any:
+def _tokenize(texts: list[tuple[Row, str]], tokenizer: "PreTrainedTokenizerBase", options: dict[str, Any]) -> Any:
     try:
         return tokenizer([text for _, text in texts], **options)
     except Exception:  # tokenize one by one to find the row
@@ -81,7 +82,7 @@ def _tokenize(texts: list[tuple[Row, str]], tokenizer: PreTrainedTokenizerBase, 
 
 def sample_prompts(
     rows: Iterable[Row],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     count: int,
     max_tokens: int,
     seed: int,
@@ -117,7 +118,7 @@ def turns_before_answer(row: Row) -> list[dict[str, str]]:
 
 
 def encode_prompt(
-    row: Row, tokenizer: PreTrainedTokenizerBase, *, text_share: float = 1.0, max_text_tokens: int | None = None
+    row: Row, tokenizer: "PreTrainedTokenizerBase", *, text_share: float = 1.0, max_text_tokens: int | None = None
 ) -> list[int]:
     """Return the token ids of a row's prompt; none where the row has no prompt.
 

@@ -31,11 +31,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from redrafter.errors import CheckpointError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 SUFFIXES = (".jsonl", ".json", ".parquet", *OPENERS)
@@ -87,6 +88,16 @@ def read_entries(sources: Iterable[str | Path]) -> Iterator[tuple[str, Any]]:
     """Yield the rows of data sources before they are checked, each after its place for error messages."""
     for source in chain.from_iterable(map(_files_of, map(str, sources))):
         yield from _read_dataset(source) if _is_dataset(source) else _read_file(Path(source))
+
+
+def check_data(source: str) -> None:
+    """Raise `CheckpointError` for a data source that is to be a file or a directory, and is not there."""
+    if not _is_dataset(source) and not os.path.isdir(source):
+        try:
+            with open(source, "rb"):
+                pass
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{source} cannot be read: {first_line(error)}") from error
 
 
 def _files_of(source: str) -> list[str]:
@@ -253,13 +264,13 @@ def _parse_ids(ids: Any, mask: Any, where: str) -> tuple[list[int], list[bool]]:
     return ids, [bool(flag) for flag in mask]
 
 
-def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return 16 hex digits that differ between tokenizers whose ids mean different tokens."""
     return _fingerprint(tokenizer, len(tokenizer))
 
 
 @lru_cache(maxsize=4)
-def _fingerprint(tokenizer: PreTrainedTokenizerBase, size: int) -> str:
+def _fingerprint(tokenizer: "PreTrainedTokenizerBase", size: int) -> str:
     # `size` keeps apart the cached values of one tokenizer before and after it grew.
     added = sorted((index, str(token)) for index, token in tokenizer.added_tokens_decoder.items())
     content = json.dumps([sorted(tokenizer.get_vocab().items()), added])

@@ -14,13 +14,14 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from redrafter.data.prompts import apply_template
 from redrafter.data.rows import Row, parse_row, read_entries
 from redrafter.errors import ArgumentError, CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SUITE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".parquet")
 # What SPEED-Bench's rows hold in place of a prompt until its makers' script has fetched the prompt from its source.
@@ -73,14 +74,7 @@ def read_suite(name: str) -> Suite:
     Raises `ArgumentError` where there is no suite, and `CheckpointError` for a row that is no question; the message
     names file and line.
     """
-    root = Path(name)
-    files = [root] if root.is_file() else list(_find_files(root)) if root.is_dir() else []
-    if not files:
-        what = f"holds no {', '.join(SUITE_SUFFIXES)} file" if root.is_dir() else "is no directory"
-        raise ArgumentError(
-            f"--suite {name} {what}: give the directory with the question.jsonl of Spec-Bench or MT-Bench, or what "
-            "SPEED-Bench's prepare_data.py wrote"
-        )
+    files = suite_files(name)
     splits = {file: _split_name(file) for file in files}
     several = len({*splits.values()}) > 1
     categories: dict[str, list[Question]] = {}
@@ -93,6 +87,19 @@ def read_suite(name: str) -> Suite:
     if not categories:
         raise ArgumentError(f"--suite {name}: {', '.join(map(str, files))} holds no question")
     return Suite(name, categories)
+
+
+def suite_files(name: str) -> list[Path]:
+    """Return the files of the suite in a directory, or the one that is named; raise `ArgumentError` for none."""
+    root = Path(name)
+    files = [root] if root.is_file() else list(_find_files(root)) if root.is_dir() else []
+    if not files:
+        what = f"holds no {', '.join(SUITE_SUFFIXES)} file" if root.is_dir() else "is no directory"
+        raise ArgumentError(
+            f"--suite {name} {what}: give the directory with the question.jsonl of Spec-Bench or MT-Bench, or what "
+            "SPEED-Bench's prepare_data.py wrote"
+        )
+    return files
 
 
 def _find_files(folder: Path) -> Iterator[Path]:
@@ -146,7 +153,7 @@ class Dialogues:
         skipped: How many turns were not asked so far.
     """
 
-    def __init__(self, questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase, most: int):
+    def __init__(self, questions: Sequence[Question], tokenizer: "PreTrainedTokenizerBase", most: int):
         self._tokenizer, self._most = tokenizer, most
         # Of each question that goes on: itself, its turns that are left, and the messages so far.
         self._open = [(question, question.turns, list[dict[str, str]]()) for question in questions]

@@ -5,6 +5,7 @@ stored of the committed tokens, and to no drafts. It reads the embedding of a to
 its own of the draft before, always at the position of the pending token.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.errors import CheckpointError, MismatchError, UnsupportedError
+from redrafter.files.atomic_file import share_weights
 from redrafter.files.checkpoint_kind import ASSISTANT_MODEL_TYPES, load_error
 from redrafter.files.stored_tensors import read_directory
 from redrafter.kernels.cache_format import read_slots
@@ -51,10 +53,6 @@ class AssistantConfig(AnyDrafterConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         self.hidden_size, self.vocab_size = self.backbone_hidden_size, self.text_config.get("vocab_size", 0)
         super().__post_init__(**kwargs)
-
-    def describe(self) -> dict[str, Any]:
-        """Return what this kind of drafter alone has to say of itself; see `AnyDrafterConfig.describe`."""
-        return {"layers": self.text_config.get("num_hidden_layers")}
 
 
 @contextmanager
@@ -134,9 +132,10 @@ class AssistantDrafter(DrafterModel):
                 )
         return cls(AssistantConfig.from_dict(config), assistant.eval().requires_grad_(False))
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save the assistant as transformers does."""
-        self.assistant.save_pretrained(*args, **kwargs)
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save the assistant as transformers does, in files of the umask's mode."""
+        self.assistant.save_pretrained(save_directory, *args, **kwargs)
+        share_weights(Path(save_directory))
 
     def stored_layer(self, target: Target, compiled: bool) -> None:
         """Return None: all that is attended to the target stores for itself."""

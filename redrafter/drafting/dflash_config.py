@@ -6,7 +6,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from redrafter.drafting.drafter_config import LayerConfig, are_layers
-from redrafter.files.checkpoint_kind import DFLASH_MODEL_TYPE
+from redrafter.files.checkpoint_kind import DFLASH_MODEL_TYPE, DRAFTER_KINDS
 
 MARKOV_TYPES = ("vanilla", "gated", "rnn")
 CAUSAL = ("none", "sliding", "all")
@@ -44,7 +44,7 @@ class DFlashConfig(LayerConfig):
         selector_top_k: Candidates of each position among which it chooses.
     """
 
-    model_type, kind = DFLASH_MODEL_TYPE, "DFlash drafter"
+    model_type, kind = DFLASH_MODEL_TYPE, DRAFTER_KINDS[DFLASH_MODEL_TYPE]
     from_zero = ("mask_token_id",)
 
     num_layers: int = 1
@@ -79,11 +79,6 @@ class DFlashConfig(LayerConfig):
     def sees_later(self, layer: int) -> bool:
         """Return whether positions see later ones of their block in a layer."""
         return self.causal == "none" or (self.causal == "sliding" and layer not in self.sliding_layers)
-
-    def describe(self) -> dict[str, Any]:
-        """Return what is special about the drafter; see `AnyDrafterConfig.describe`."""
-        names = ("block_size", "target_layers", "markov_rank", "conv_kernel_size", "selector_top_k")
-        return {"layers": self.num_layers} | super().describe() | {name: getattr(self, name) for name in names}
 
     def check(self) -> None:
         """Raise `ArgumentError` for values that no drafter can have."""

@@ -1,18 +1,23 @@
 """The configurations of drafters: their architectures, and the defaults of the searches that draft with them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import field, fields
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
+from redrafter.drafting.recurrent_form import (
+    CONTEXT_HEAD_DIM,
+    CONTEXT_HEADS,
+    CONTEXT_KV_HEADS,
+    RECURRENCES,
+    SHORTLIST_RANK,
+    check_context_heads,
+)
 from redrafter.errors import ArgumentError, MismatchError
-from redrafter.files.checkpoint_kind import EAGLE_MODEL_TYPE, MODEL_TYPE, MTP_MODEL_TYPE
+from redrafter.files.checkpoint_kind import DRAFTER_KINDS, EAGLE_MODEL_TYPE, MODEL_TYPE, MTP_MODEL_TYPE
 
-RECURRENCES = ("apple", "trtllm", "gated")
-CONTEXT_HEADS, CONTEXT_KV_HEADS, CONTEXT_HEAD_DIM = 4, 1, 64  # of a drafter that attends to the text, by default
-SHORTLIST_RANK = 128  # of the rough scores of a head in two stages, by default
 MEASURED_NODES = 26  # of a tree, that searches are compared at: on a GPU they cost a step hardly more than one
 MAX_SIZE, MAX_LAYERS = 2**31 - 1, 1024  # of a width or a vocabulary; of residual layers
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose frequencies are the same in texts of any length
@@ -99,10 +104,6 @@ class AnyDrafterConfig(PretrainedConfig):
         """Return which decoder layers the drafter reads of a target with `count` of them."""
         return list(getattr(self, "target_layers", ()))
 
-    def describe(self) -> dict[str, Any]:
-        """Return what this kind of drafter alone has to say of itself, as `redrafter info` shows it."""
-        raise NotImplementedError
-
 
 class DrafterConfig(AnyDrafterConfig):
     """The architecture of a recurrent drafter, with the fields of `AnyDrafterConfig`.
@@ -133,7 +134,7 @@ class DrafterConfig(AnyDrafterConfig):
         source_config: What Apple's config says beside it, kept for the way back.
     """
 
-    model_type, kind = MODEL_TYPE, "recurrent drafter"
+    model_type, kind = MODEL_TYPE, DRAFTER_KINDS[MODEL_TYPE]
     from_zero = ("num_draft_layers",)
 
     exit_dim: int = None  # type: ignore[assignment]  # an integer once the config is made
@@ -163,40 +164,8 @@ class DrafterConfig(AnyDrafterConfig):
         self.require("recurrence", self.recurrence in RECURRENCES, f"be one of {RECURRENCES}")
         self.require("target_layers", are_layers(self.target_layers), "be layer numbers that ascend")
 
-    def describe(self) -> dict[str, Any]:
-        """Return what is special about the drafter; see `AnyDrafterConfig.describe`."""
-        return {
-            "exit_dim": self.exit_dim,
-            "layers": self.num_draft_layers,
-            "recurrence": self.recurrence if self.rnn else "none: a running sum of embeddings",
-            "target_layers": self.target_layers or None,
-            "context_window": self.context_window,
-            "head_rank": self.head_rank,
-            "head_shortlist": self.head_shortlist,
-            "head_shortlist_rank": self.head_shortlist_rank if self.head_shortlist else None,
-        }
-
 
 AutoConfig.register(MODEL_TYPE, DrafterConfig, exist_ok=True)
-
-
-def check_shortlist_rank(size: int | None, rank: int) -> None:
-    """Raise `ArgumentError` for a rank of rough scores, other than the default, where a head has no first stage."""
-    if size is None and rank != SHORTLIST_RANK:
-        raise ArgumentError("--head-shortlist-rank is for heads of two stages: give --head-shortlist too")
-
-
-def check_context_heads(heads: int, kv_heads: int, head_dim: int, name: Callable[[str], str]) -> None:
-    """Raise `ArgumentError` for heads of the attention to the text that no drafter can have.
-
-    `name` returns what the user calls `context_heads`, `context_kv_heads` or `context_head_dim`.
-    """
-    if heads % kv_heads:
-        raise ArgumentError(
-            f"{name('context_heads')} must be a multiple of {name('context_kv_heads')}={kv_heads}, got {heads}"
-        )
-    if head_dim % 2:
-        raise ArgumentError(f"{name('context_head_dim')} must be even, got {head_dim}")
 
 
 class LayerConfig(AnyDrafterConfig):
@@ -242,16 +211,6 @@ class LayerConfig(AnyDrafterConfig):
         self.require("head_dim", self.head_dim % 2 == 0, "be even")
         self.require("rope", self.rope.get("rope_type") in ROPE_TYPES, f"have one of the types {ROPE_TYPES}")
 
-    def describe(self) -> dict[str, Any]:
-        """Return what is special about the layers; see `AnyDrafterConfig.describe`."""
-        return {
-            "heads": self.num_attention_heads,
-            "kv_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "rope": self.rope["rope_type"],
-            "options": [name for name in self.names_of(bool) if getattr(self, name)] or None,
-        }
-
 
 class EagleConfig(LayerConfig):
     """The architecture of an EAGLE-3 head, with the fields of `LayerConfig` and `AnyDrafterConfig`.
@@ -270,7 +229,7 @@ class EagleConfig(LayerConfig):
         norm_output: Whether a draft reads the hidden state of the draft before it after the final norm.
     """
 
-    model_type, kind = EAGLE_MODEL_TYPE, "EAGLE-3 head"
+    model_type, kind = EAGLE_MODEL_TYPE, DRAFTER_KINDS[EAGLE_MODEL_TYPE]
 
     width: int = 0
     qk_norm: bool = False
@@ -307,11 +266,6 @@ class EagleConfig(LayerConfig):
             )
         return layers
 
-    def describe(self) -> dict[str, Any]:
-        """Return what is special about the head; see `AnyDrafterConfig.describe`."""
-        layers = "three that follow from the model's number of layers" if self.target_layers is None else None
-        return {"width": self.width} | super().describe() | {"target_layers": layers or self.target_layers}
-
     def check(self) -> None:
         """Raise `ArgumentError` for values that no head can have."""
         super().check()
@@ -347,7 +301,3 @@ class MTPConfig(AnyDrafterConfig):
     layers: int = 1
     draft_beams: int = 3
     draft_len_per_beam: int = 4
-
-    def describe(self) -> dict[str, Any]:
-        """Return what is special about the layer; see `AnyDrafterConfig.describe`."""
-        return {"named_as_in": self.family, "mtp_layers": self.layers}

@@ -16,6 +16,7 @@ from redrafter.drafting.int8_head import Int8Head
 from redrafter.drafting.low_rank import LowRankLinear
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
+from redrafter.files.atomic_file import share_weights
 from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.stored_tensors import read_directory
@@ -85,6 +86,11 @@ class DrafterModel(PreTrainedModel):
         config.check()
         super().__init__(config)
         self.register_buffer("draft_ids", None if (ids := config.draft_vocab_size) is None else torch.arange(ids))
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save the drafter as transformers does, with arguments of its own, in files of the umask's mode."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        share_weights(Path(save_directory))
 
     def layers_read(self, target: Target) -> list[int]:
         """Return the target's decoder layers whose outputs the drafter reads."""

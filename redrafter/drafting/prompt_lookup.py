@@ -18,7 +18,8 @@ from redrafter.drafting.proposer import Proposer, State
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.accept import accept
-from redrafter.tree.token_tree import Tree, chain, check_size
+from redrafter.tree.sizes import check_size
+from redrafter.tree.token_tree import Tree, chain
 
 MATCH_TOKENS = 8  # last tokens that are looked for beside another proposer, at most
 LEAST_MATCH = 2  # of these that must match: single tokens recur by chance

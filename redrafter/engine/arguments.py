@@ -11,7 +11,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,14 +84,32 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 _LOOP = frozenset({*CACHE_NAMES, "use_cache", "cache_position", "logits_to_keep"})
 
 
+def check_parts(engine: type, parts: Sequence[object], keywords: Mapping[str, object]) -> None:
+    """Refuse arguments that do not fit the signature of an engine's constructor, such as a model alone."""
+    try:
+        inspect.signature(engine.__init__).bind(None, *parts, **keywords)  # type: ignore[misc]
+    except TypeError as error:
+        typed = [repr(part) if isinstance(part, str) else "model" for part in parts]
+        typed += [f"{name}=..." for name in keywords]
+        raise ArgumentError(
+            f"{engine.__name__}() takes parts that are loaded and bound: {error}; to load a model, write "
+            f"{_loader(engine)}({', '.join(typed) or 'model'})"
+        ) from None
+
+
 def check_bound(engine: type, given: object, kind: Any) -> None:
     """Refuse a part that the constructor of an engine does not take and its `from_pretrained` may."""
     if not isinstance(given, kind):
         shown = repr(given) if isinstance(given, str) else f"a {type(given).__name__}"
         raise ArgumentError(
             f"{engine.__name__}() takes parts that are loaded and bound, not {shown}; "
-            f"{engine.__name__}.from_pretrained takes names, directories and models of transformers"
+            f"{_loader(engine)} takes names, directories and models of transformers"
         )
+
+
+def _loader(engine: type) -> str:
+    """Return the name of what loads an engine, which the base class of all leaves to the kinds of engines."""
+    return f"{engine.__name__ if hasattr(engine, 'from_pretrained') else 'ReDrafter'}.from_pretrained"
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
 from redrafter.tree.beam_search import node_count
-from redrafter.tree.token_tree import check_size
+from redrafter.tree.sizes import check_size
 
 Acceptance = Literal["match", "rejection"]
 ACCEPTANCE: tuple[Acceptance, ...] = ("match", "rejection")

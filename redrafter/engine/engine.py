@@ -27,6 +27,7 @@ from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
     check_bound,
     check_modes,
+    check_parts,
     check_shapes,
     read_arguments,
     separate_inputs,
@@ -87,6 +88,11 @@ class Engine(Changeable):
     do_sample: bool | None = None
     draft_vocabulary: VocabularyMap | None = None
     rejection_sampling = False
+
+    def __new__(cls, *parts: Any, **keywords: Any) -> "Engine":
+        """Refuse parts that the constructor does not take, such as a model alone, and name `from_pretrained`."""
+        check_parts(cls, parts, keywords)
+        return super().__new__(cls)
 
     def __init__(self, target: Target, proposer: Proposer, options: EngineOptions | None = None):
         check_bound(type(self), target, Target)

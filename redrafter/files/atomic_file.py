@@ -1,6 +1,7 @@
 """Write a file atomically: its path holds the old content or the new content, never a part of it."""
 
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,6 +42,17 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise ArgumentError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def share_weights(folder: Path) -> None:
+    """Give the weights of a directory that was just saved the mode of its config.json, which follows the umask.
+
+    Safetensors makes files that their owner alone can read, and transformers leaves them so.
+    """
+    config = folder / "config.json"
+    if config.is_file():  # not where another process saves
+        for file in folder.glob("*.safetensors"):
+            file.chmod(stat.S_IMODE(config.stat().st_mode))
 
 
 def _temporary_path(target: Path) -> Path:

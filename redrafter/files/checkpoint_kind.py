@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.errors import ArgumentError, CheckpointError, ReDrafterError, first_line
+from redrafter.files.hub import check_hub, is_offline
 from redrafter.files.regular_file import read_regular
 
 MODEL_TYPE = "redrafter"  # `model_type` in the config.json of this project's drafters
 EAGLE_MODEL_TYPE = "redrafter_eagle3"  # the same of EAGLE-3 heads in the form of this project
 DFLASH_MODEL_TYPE = "redrafter_dflash"  # and of drafters of blocks
 MTP_MODEL_TYPE = "redrafter_mtp"  # of MTP layers, which are in the checkpoints of their bases and have no config.json
+# What the drafters of this project that have a config.json are called, by its `model_type`.
+DRAFTER_KINDS = {
+    MODEL_TYPE: "recurrent drafter",
+    EAGLE_MODEL_TYPE: "EAGLE-3 head",
+    DFLASH_MODEL_TYPE: "DFlash drafter",
+}
 ASSISTANT_MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")  # of Gemma 4's, as transformers saves them
 APPLE_MODEL_TYPE = "recurrent_drafting_drafter"  # `model_type` in the config.json of Apple's drafters
 SPECULATORS_KEY = "speculators_model_type"  # in the config.json of vllm-project/speculators' checkpoints
@@ -36,7 +43,7 @@ def kind_of(directory: Path) -> str:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory: it does not exist")
     config = read_json(directory / "config.json")
-    if config.get("model_type") in (MODEL_TYPE, EAGLE_MODEL_TYPE, DFLASH_MODEL_TYPE):
+    if config.get("model_type") in DRAFTER_KINDS:
         return "drafter"
     if config.get("model_type") in ASSISTANT_MODEL_TYPES:
         return "assistant"
@@ -68,9 +75,24 @@ def check_path(name: str) -> None:
         raise CheckpointError(f"{name} is not a directory: it does not exist")
 
 
+def check_source(name: str) -> None:
+    """Check that a name is a directory, or a hub id that can be looked for. Raises `CheckpointError`."""
+    check_path(name)
+    if not Path(name).is_dir():
+        check_hub(name)
+
+
+def split_adapter(text: str) -> tuple[str, str]:
+    """Return the name and the directory of an adapter that is typed as `name=path`, or as a path alone."""
+    name, sign, path = text.partition("=")
+    if sign and name and path and not Path(text).is_dir():
+        return name, path
+    return Path(text).resolve().name, text
+
+
 def check_drafter(name: str | Path) -> None:
     """Check that a directory holds a drafter of this project. A hub id passes unchecked."""
-    check_path(str(name))
+    check_source(str(name))
     path = Path(name)
     if not path.is_dir():
         return  # a hub id
@@ -87,8 +109,9 @@ def load_error(what: str, name: str | Path, error: Exception) -> CheckpointError
     """
     path = Path(name)
     if not path.is_dir():
+        offline = "; HF_HUB_OFFLINE is set, so that nothing is downloaded: give a directory" if is_offline() else ""
         return CheckpointError(
-            f"{name} does not exist here, and as a hub id no {what} can be loaded from it: {first_line(error)}"
+            f"{name} does not exist here, and as a hub id no {what} can be loaded from it: {first_line(error)}{offline}"
         )
     if (path / "config.json").is_file():
         wrong_kind = wrong_kind_error(path, "drafter" if what == "drafter" else "model")

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from redrafter.errors import CheckpointError, first_line
-from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.dtype_names import SAFETENSORS_DTYPES
+from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE, weight_files
 from redrafter.files.regular_file import open_regular
 
 SUFFIX = ".safetensors"
-WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 32 << 20  # parsing one holds Python's lock; that of 100,000 tensors has 12 MB
 READ_BYTES = 1 << 30  # at once: Linux reads less than 2 GiB in a call
 
@@ -40,25 +39,6 @@ class _Stamp(NamedTuple):
     @classmethod
     def of(cls, status: os.stat_result) -> "_Stamp":
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-
-
-def weight_files(directory: Path) -> tuple[list[Path], set[str]]:
-    """Return the files of safetensors that `save_pretrained` wrote into a directory, none where there are none.
-
-    Returns:
-        The files, and the names of the tensors that their index lists, if they have one.
-    """
-    index = directory / INDEX_FILE
-    if not index.exists():
-        whole = directory / WEIGHTS_FILE
-        return [whole] if whole.exists() else [], set()  # also what is no regular file, which is refused by its name
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map")
-    for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index} names {name!r}, which is no file of that directory")
-    return [directory / name for name in sorted(set(weight_map.values()))], set(weight_map)
 
 
 def read_directory(directory: Path) -> dict[str, Tensor]:

@@ -19,8 +19,8 @@ from redrafter.drafting.drafter_types import DRAFTER_CLASSES, Drafter, DrafterAr
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, config_errors, kind_of, read_json
 from redrafter.files.dtype_names import SAFETENSORS_CODES, dtype_name
+from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
 from redrafter.files.regular_file import read_regular
-from redrafter.files.stored_tensors import INDEX_FILE, WEIGHTS_FILE
 from redrafter.formats import apple, dflash, eagle, trtllm
 from redrafter.formats.tensors import (
     LazyTensor,

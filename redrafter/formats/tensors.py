@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
+from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import config_errors
 from redrafter.files.dtype_names import SAFETENSORS_CODES, SAFETENSORS_DTYPES, dtype_name
-from redrafter.files.stored_tensors import INDEX_FILE, WEIGHTS_FILE, read_directory, weight_files
+from redrafter.files.headers import Header, read_file_headers, read_headers
+from redrafter.files.stored_tensors import read_directory
 
 WRITE_BLOCK_BYTES = 32 << 20  # in memory at once, about
 MAX_FILE_BYTES = 5 << 30  # of a file of a model's weights
@@ -58,30 +59,17 @@ def open_directory(directory: Path, *, whole: bool = False) -> dict[str, LazyTen
     """
     if whole:
         return {name: memory_tensor(name, tensor) for name, tensor in read_directory(directory).items()}
-    files, indexed = weight_files(directory)
-    if not files:
-        raise CheckpointError(f"{directory} has no {WEIGHTS_FILE}; save the model with save_pretrained")
-    tensors: dict[str, LazyTensor] = {}
-    for file in files:
-        tensors |= open_file(file)
-    if missing := indexed - tensors.keys():
-        raise CheckpointError(f"{directory / INDEX_FILE} names tensors that no file has: {min(missing)}")
-    return tensors
+    return {name: _file_tensor(name, header) for name, header in read_headers(directory).items()}
 
 
 def open_file(file: Path) -> dict[str, LazyTensor]:
     """Return the tensors of a safetensors file by their names; of the file, only the header is read."""
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  not a dict
-            return {
-                name: _file_tensor(file, name, tuple(x.get_shape()), str(x.get_dtype())) for name, x in slices.items()
-            }
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is missing, cut short or no safetensors file: {first_line(error)}") from error
+    return {name: _file_tensor(name, header) for name, header in read_file_headers(file).items()}
 
 
-def _file_tensor(file: Path, name: str, shape: tuple[int, ...], code: str) -> LazyTensor:
+def _file_tensor(name: str, header: Header) -> LazyTensor:
+    file, shape, code = header
+
     def read(first: int, last: int) -> Tensor:
         with safe_open(file, framework="pt") as tensors:
             return tensors.get_slice(name)[first:last] if shape else tensors.get_tensor(name)

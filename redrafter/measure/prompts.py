@@ -8,12 +8,14 @@ import os
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from redrafter.data.prompts import encode_prompt
-from redrafter.data.rows import Row, read_rows
+from redrafter.data.rows import Row, check_data, read_rows
 from redrafter.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROW_SUFFIXES = (".jsonl", ".json", ".gz", ".xz")
 
@@ -25,9 +27,7 @@ def read_prompts(name: str | None) -> list[Row]:
     lines are left out.
     """
     source = str(resources.files("redrafter.measure") / "prompts.jsonl") if name is None else name
-    suffix = Path(source).suffix
-    text = suffix == ".txt" or (os.path.isfile(source) and suffix not in ROW_SUFFIXES)
-    if text:
+    if _is_text(source):
         try:
             # Only a line feed ends a line: a prompt may hold what Unicode calls line separators.
             lines = Path(source).read_text(encoding="utf-8-sig").split("\n")
@@ -43,8 +43,20 @@ def read_prompts(name: str | None) -> list[Row]:
     return held_out
 
 
+def check_prompts(name: str) -> None:
+    """Raise `ArgumentError` or `CheckpointError` for prompts that are to be in a file, and are not there."""
+    if _is_text(name) and not os.path.isfile(name):
+        raise ArgumentError(f"cannot read prompts from {name}: there is no such file")
+    check_data(name)
+
+
+def _is_text(source: str) -> bool:
+    suffix = Path(source).suffix
+    return suffix == ".txt" or (os.path.isfile(source) and suffix not in ROW_SUFFIXES)
+
+
 def encode(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, share: float = 1.0, most: int | None = None
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", *, share: float = 1.0, most: int | None = None
 ) -> list[list[int]]:
     """Return the token ids of each row's prompt; raise `ArgumentError` that names a row without one.
 

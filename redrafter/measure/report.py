@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
-from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ import transformers
 
 from redrafter.cache.kv_cache import stored_as
 from redrafter.engine.modes import kv_dtype_of
-from redrafter.errors import ArgumentError, MissingDependencyError, ReDrafterError, first_line, how_to_install
-from redrafter.files.atomic_file import check_writable, write_atomically
+from redrafter.errors import ReDrafterError, first_line
+from redrafter.files.atomic_file import write_atomically
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.floors import slot_bytes
 from redrafter.measure.run import Workload
@@ -237,31 +236,6 @@ def plain_data(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, bool | int | str) else str(value)
-
-
-def output_file(name: str | None, flag: str) -> Path | None:
-    """Return the path of a file that a flag names, checked before anything is measured that it can be written."""
-    if name is None:
-        return None
-    check_writable(Path(name), flag)
-    return Path(name)
-
-
-def check_picture(name: str | None, flag: str = "--plot", *, folder: bool = False) -> None:
-    """Check before anything is measured that pictures can be drawn, into a `.png` or into a folder, which is made."""
-    if name is None:
-        return
-    if find_spec("matplotlib") is None:
-        raise MissingDependencyError(f"{flag} needs matplotlib: {how_to_install('bench')}")
-    if folder:
-        try:
-            Path(name).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ArgumentError(f"{flag} {name} cannot be a directory: {error.strerror or error}") from error
-    elif Path(name).suffix != ".png":
-        raise ArgumentError(f"{flag} draws a .png, got {name!r}")
-    else:
-        check_writable(Path(name), flag)
 
 
 @contextmanager

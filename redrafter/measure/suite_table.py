@@ -11,7 +11,8 @@ from itertools import zip_longest
 from typing import Any
 
 from redrafter.files.atomic_file import write_atomically
-from redrafter.measure.report import cell_text, format_table, output_file
+from redrafter.measure.outputs import output_file
+from redrafter.measure.report import cell_text, format_table
 from redrafter.scheduler.sequence import Stats
 
 SHOWN_POSITIONS = 8  # positions of drafts that printed and Markdown tables have; CSV has all

@@ -19,14 +19,16 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from redrafter.data.rows import fingerprint
 from redrafter.errors import ArgumentError
-from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.engine_process.client import ServedSequence
+
+if TYPE_CHECKING:  # where folders are checked nothing waits for torch
+    from redrafter.scheduler.sequence import SequenceDelta
+    from redrafter.serve.engine_process.client import ServedSequence
 
 _LOG = logging.getLogger(__name__)
 PREFIX, FINISHED, OPEN = "capture-", ".jsonl", ".jsonl.part"
@@ -123,7 +125,7 @@ class Capture:
             "bytes at most, the oldest dropped first; files that their owner alone can read"
         )
 
-    def observe(self, sequence: ServedSequence, delta: SequenceDelta) -> None:
+    def observe(self, sequence: "ServedSequence", delta: "SequenceDelta") -> None:
         """Record a delta of a text, in the thread that receives them. Never waits."""
         if sequence.recorded is None:
             return

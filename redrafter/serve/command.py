@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from redrafter.app.flags import add_options, read_options
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.app.parser import Parser
-from redrafter.app.program import run_command
+from redrafter.app.paths import check_adapter, check_paths
+from redrafter.app.program import import_libraries, run_command
 from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
 from redrafter.parallel.launched import process_rank
 from redrafter.serve.config import (
@@ -24,6 +25,7 @@ from redrafter.serve.config import (
     ReplicaOptions,
     ServeOptions,
     config_beside,
+    parse_lora_modules,
     read_config,
 )
 from redrafter.serve.engine_process.start import EngineProcess, LoadEngine
@@ -104,6 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(shown, indent=2))
             return 0
         request = LoadEngine(options, load, draft)  # which refuses what does not go together
+        check_paths(options, load, draft)
+        for path in parse_lora_modules(options.lora_modules).values():
+            check_adapter(path, "--lora-modules")
         missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
         if missing:
             raise ArgumentError(f"{', '.join(missing)} is missing: {how_to_install('serve')}")
@@ -112,10 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             Traces(options.otlp_traces_endpoint).close()  # reports what it lacks before a model is loaded
         if process_rank() > 0 and not replicas.ray:
-            from redrafter.serve.engine_process.worker import follow
-
+            worker = import_libraries("redrafter.serve.engine_process.worker")
             keys = collect_keys(options.api_key, options.api_key_file)  # so that all ranks draft alike
-            return follow(replace(request, options=options.with_keys(len(keys))))
+            code: int = worker.follow(replace(request, options=options.with_keys(len(keys))))
+            return code
         from redrafter.serve.log import start_logging
 
         start_logging(options.log_format, options.log_level)
@@ -152,9 +157,9 @@ def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
     from redrafter.serve.network.server_process import ServerProcess
 
     def start() -> "Server":
-        from redrafter.serve.server import load_server  # which imports torch, as the engine's process does meanwhile
-
-        return load_server(engine, options, request.load, keys, operators)
+        module = import_libraries("redrafter.serve.server")  # torch, which the engine's process imports meanwhile too
+        server: Server = module.load_server(engine, options, request.load, keys, operators)
+        return server
 
     def ready(server: "Server") -> None:
         for line in server.summary(url):
@@ -173,13 +178,12 @@ def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
 def _serve_on_ray(
     options: ServeOptions, load: LoadOptions, draft: DraftOptions, replicas: ReplicaOptions, keys: ApiKeys
 ) -> None:
-    from redrafter.serve.replicas.application import serve_replicas
-
     with listen(options) as listening:  # Ray's proxy says less of an address that it cannot listen on
         url, port = address(options, listening), listening.getsockname()[1]
     _LOG.info("on %s; loading %s on Ray Serve", url, load.model or "the pair in the box")
     ready = partial(_LOG.info, "ready on %s", url)
-    serve_replicas(replace(options, port=port), load, draft, replicas, keys, ready)
+    application = import_libraries("redrafter.serve.replicas.application")
+    application.serve_replicas(replace(options, port=port), load, draft, replicas, keys, ready)
 
 
 if __name__ == "__main__":

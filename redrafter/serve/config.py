@@ -10,6 +10,8 @@ from typing import Any
 from redrafter.app.config_file import check_object, convert_value, options_by_name, read_object
 from redrafter.app.flags import flag, names
 from redrafter.errors import ArgumentError, how_to_install
+from redrafter.files.checkpoint_kind import check_source
+from redrafter.files.hub import find_model_file
 from redrafter.options import option
 from redrafter.scheduler.waiting_queue import Limits
 from redrafter.serve.answers import thoughts
@@ -72,7 +74,7 @@ class ServeOptions:
         type=str,
         metavar="KEY",
     )
-    api_key_file: str | None = option(None, "such keys, a line each", path=True, metavar="FILE")
+    api_key_file: str | None = option(None, "such keys, a line each", path=True, metavar="FILE", names="file")
     operator_key: tuple[str, ...] = option(
         (),
         "what an operator must send as a bearer token to change the engine while it runs: POST /v1/sleep, /v1/wake, "
@@ -95,10 +97,16 @@ class ServeOptions:
         type=names,
         metavar="ORIGINS",
     )
-    ssl_certfile: str | None = option(None, "certificate to serve https with", path=True, metavar="FILE")
-    ssl_keyfile: str | None = option(None, "its key, where it is not in the same file", path=True, metavar="FILE")
+    ssl_certfile: str | None = option(None, "certificate to serve https with", path=True, metavar="FILE", names="file")
+    ssl_keyfile: str | None = option(
+        None, "its key, where it is not in the same file", path=True, metavar="FILE", names="file"
+    )
     ssl_ca_certs: str | None = option(
-        None, "certificates of those who may sign clients' own, which clients then need", path=True, metavar="FILE"
+        None,
+        "certificates of those who may sign clients' own, which clients then need",
+        path=True,
+        metavar="FILE",
+        names="file",
     )
     max_connections: int | None = option(
         None, "connections at once (default: 1024, or as many as files may be open)", metavar="N"
@@ -128,7 +136,7 @@ class ServeOptions:
     )
     warm_up: bool = option(True, "compile kernels and capture steps on a GPU before the first request")
     chat_template: str | None = option(
-        None, "chat template in Jinja (default: the model's own)", metavar="FILE", path=True
+        None, "chat template in Jinja (default: the model's own)", metavar="FILE", path=True, names="file"
     )
     special_tokens_in_content: bool = option(
         False, "where a message spells a special token, such as <|im_end|>, let it be one; else it stays text"
@@ -247,9 +255,11 @@ class ServeOptions:
 
 
 def config_beside(model: str) -> list[str]:
-    """Return the paths of those `CONFIG_FILES` that a model's directory or repository holds."""
-    from redrafter.checkpoints.models import find_model_file
+    """Return the paths of those `CONFIG_FILES` that a model's directory or repository holds.
 
+    Raises as `check_source` does.
+    """
+    check_source(model)
     return [file for name in CONFIG_FILES if (file := find_model_file(model, name)) is not None]
 
 

@@ -26,6 +26,7 @@ from redrafter.errors import ArgumentError, CheckpointError, MismatchError, firs
 from redrafter.files.atomic_folder import remove_leftovers, write_folder
 from redrafter.train.config import SIZED_OPTIONS, TrainConfig
 from redrafter.train.init_drafter import form_of
+from redrafter.train.output_folder import checkpoints_folder
 from redrafter.train.progress import TrainingState
 
 # Options that may differ when a run is resumed: they change nothing about the weights, or `TrainingIdentity` or the
@@ -135,7 +136,7 @@ class Checkpoints:
     """The folder of checkpoints of one run, `OUTPUT.checkpoints` for its `output`, of which the `keep` newest stay."""
 
     def __init__(self, output: Path, keep: int, identity: TrainingIdentity):
-        self.folder, self.keep, self.identity = output.with_name(output.name + ".checkpoints"), keep, identity
+        self.folder, self.keep, self.identity = checkpoints_folder(output), keep, identity
 
     @property
     def best(self) -> Path:

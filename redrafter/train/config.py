@@ -3,11 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from redrafter.app import flags
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, dtype_word, flag, integers, names, read_options
-from redrafter.drafting.drafter_config import (
+from redrafter.app.paths import check_paths
+from redrafter.app.program import import_libraries, run_command
+from redrafter.drafting.recurrent_form import (
     CONTEXT_HEAD_DIM,
     SHORTLIST_RANK,
     check_context_heads,
@@ -15,6 +18,7 @@ from redrafter.drafting.drafter_config import (
 )
 from redrafter.errors import ArgumentError
 from redrafter.options import option
+from redrafter.train.output_folder import check_no_checkpoints, check_output
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -65,9 +69,13 @@ class TrainConfig:
     leaves the others alone. Raises `ArgumentError` where a value is out of range.
     """
 
-    model: str | None = option(None, "base model: a hub id or a directory", required=True)
+    model: str | None = option(None, "base model: a hub id or a directory", required=True, names="model")
     data: tuple[str, ...] = option(
-        (), "texts: JSON lines, .jsonl, .jsonl.gz or .jsonl.xz; or what datasets reads", required=True, path=True
+        (),
+        "texts: JSON lines, .jsonl, .jsonl.gz or .jsonl.xz; or what datasets reads",
+        required=True,
+        path=True,
+        names="data",
     )
     output: str | None = option(None, "directory to write the drafter to", required=True, path=True)
     overwrite: bool = option(False, "replace the drafter that --output holds, and drop its checkpoints")
@@ -78,6 +86,7 @@ class TrainConfig:
         None,
         "train this drafter further instead of a new one; current: the one that --output holds, or else the base's own",
         path=True,
+        names="drafter or current",
     )
     watch: bool = option(
         False,
@@ -92,6 +101,7 @@ class TrainConfig:
         None,
         "LoRA adapter that the base has: a directory that PEFT wrote; the drafter learns what both write",
         path=True,
+        names="adapter",
     )
     trust_remote_code: bool = option(False, "run model code that comes with the base")
     dtype: str = option("auto", "dtype of the base; auto: as saved", choices=("auto", *DTYPES), type=dtype_word)
@@ -155,7 +165,9 @@ class TrainConfig:
     )
     pack: bool = option(True, "pack several documents into a row; without it, each has a padded row of its own")
     epochs: float | None = option(None, "passes over the data (default: 1 when neither --steps nor --minutes is given)")
-    validate: str | None = option(None, "texts to validate on (default: rows of --data with split val)", path=True)
+    validate: str | None = option(
+        None, "texts to validate on (default: rows of --data with split val)", path=True, names="data"
+    )
     validate_prompts: int = option(32, "prompts that the base continues for validation; 0: no validation")
     validate_tokens: int = option(64, "tokens of each continuation")
     report_to: tuple[str, ...] = option(
@@ -261,20 +273,48 @@ class TrainConfig:
                 raise ArgumentError(f"--report-to must be one or more of {', '.join(TRACKERS)}, got {name!r}")
 
 
-def parse(argv: Sequence[str] | None) -> TrainConfig:
-    """Parse a command line, with one flag for each field of `TrainConfig`."""
+def build_parser() -> ConfigParser:
+    """Return the parser of the command, with one flag for each field of `TrainConfig`."""
     parser = ConfigParser(
         prog="redrafter train",
         description="Train a drafter for a Hugging Face causal LM.",
         options=(TrainConfig,),
     )
     add_options(parser, TrainConfig, "training")
-    config = read_options(TrainConfig, parser.parse_args(argv))
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> TrainConfig:
+    """Parse the words after the name of the command; None takes those of the process."""
+    config = read_options(TrainConfig, build_parser().parse_args(argv))
     if config.lora_rank is not None and config.drafter is None:
         raise ArgumentError(
             "--lora-rank updates a drafter that is trained: give it with --drafter D or --drafter current"
         )
     return config
+
+
+def check(config: TrainConfig) -> None:
+    """Check, before anything is loaded, that all that a training reads is there and that its output can be written."""
+    check_paths(config)
+    if config.dry_run or config.show_sample or config.watch:  # rounds go on with the drafter that is there
+        return
+    output = Path(str(config.output))
+    check_output(output, config.overwrite)
+    if not config.resume and not config.overwrite:
+        check_no_checkpoints(output)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `redrafter train`. Returns its exit code."""
+
+    def command() -> int:
+        config = parse(argv)
+        check(config)
+        code: int = import_libraries("redrafter.train.train_drafter").run_checked(config)
+        return code
+
+    return run_command(command)
 
 
 def shown_command(config: TrainConfig) -> str:

@@ -14,14 +14,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_config import (
-    CONTEXT_HEADS,
-    CONTEXT_KV_HEADS,
     DEFAULT_ROPE,
     DrafterConfig,
     EagleConfig,
 )
 from redrafter.drafting.drafter_types import Drafter, DrafterArchitecture, make_drafter
 from redrafter.drafting.eagle import EagleDrafter
+from redrafter.drafting.recurrent_form import CONTEXT_HEADS, CONTEXT_KV_HEADS
 from redrafter.model.supported import config_width
 from redrafter.model.target import context_of
 from redrafter.train.config import TrainConfig

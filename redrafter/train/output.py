@@ -21,22 +21,15 @@ import redrafter
 from redrafter.app.flags import short_name
 from redrafter.data.windows import Windows
 from redrafter.drafting.drafter_config import MEASURED_NODES
-from redrafter.drafting.drafter_types import DRAFTER_CLASSES, Drafter
-from redrafter.files.atomic_folder import check_output_folder, write_folder
+from redrafter.drafting.drafter_types import Drafter
+from redrafter.files.atomic_folder import write_folder
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.report import hardware, versions
 from redrafter.scheduler.sequence import Stats
 from redrafter.train.config import TrainConfig, shown_command
 from redrafter.train.evaluate.replay import Shape
+from redrafter.train.output_folder import RECORD_FILE, check_output
 from redrafter.train.progress import TrainingState
-
-RECORD_FILE = "training.json"
-FILES_BESIDE_WEIGHTS = {"README.md", "config.json", RECORD_FILE}  # what `save_drafter` writes beside the weights
-
-
-def check_output(output: Path, overwrite: bool) -> None:
-    """Raise `ArgumentError` if `save_drafter` could not write there, or would not replace what is there."""
-    check_output_folder(output, overwrite, flag="--output", what="drafter", replaceable=_holds_drafter_or_its_files)
 
 
 def save_drafter(
@@ -61,22 +54,6 @@ def save_drafter(
         (folder / RECORD_FILE).write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     write_folder(output, fill)
-
-
-def _holds_drafter_or_its_files(folder: Path) -> bool:
-    """Return whether a folder holds a drafter, or nothing but what `save_drafter` writes beside a drafter's weights."""
-    if _read(folder / "config.json").get("model_type") in DRAFTER_CLASSES:
-        return True
-    names = {file.name for file in folder.iterdir()}
-    return names <= FILES_BESIDE_WEIGHTS and "saved_step" in _read(folder / RECORD_FILE)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 def describe_size(model: PreTrainedModel, drafter: Drafter) -> str:

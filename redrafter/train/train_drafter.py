@@ -7,7 +7,7 @@
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -20,7 +20,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from redrafter.app.flags import short_name
 from redrafter.app.loading import limit_threads
-from redrafter.app.program import run_command
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_fits_target, embedding_norms
 from redrafter.checkpoints.models import load_model
@@ -30,12 +29,11 @@ from redrafter.errors import ArgumentError
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start, load_drafter
-from redrafter.train.config import TrainConfig, parse
+from redrafter.train.config import TrainConfig, main
 from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts, choose_tree
 from redrafter.train.init_drafter import new_drafter, size_form
 from redrafter.train.loop import train
 from redrafter.train.output import (
-    check_output,
     describe_size,
     hash_windows,
     make_model_card,
@@ -43,6 +41,7 @@ from redrafter.train.output import (
     save_drafter,
     served_shape,
 )
+from redrafter.train.output_folder import check_no_checkpoints, check_output
 from redrafter.train.plan import (
     describe_bad_rows,
     describe_plan,
@@ -216,11 +215,8 @@ class TrainingSession:
         if accelerator.is_main_process:
             checkpoints.remove_partial()
         accelerator.wait_for_everyone()
-        if not config.resume and not config.overwrite and checkpoints.folder.exists():
-            raise ArgumentError(
-                f"{checkpoints.folder} holds an earlier training's checkpoints; go on with --resume, or begin anew "
-                "with --overwrite"
-            )
+        if not config.resume and not config.overwrite:
+            check_no_checkpoints(Path(str(config.output)))
         resumed = checkpoints.newest() if config.resume else None
         check_same_start(accelerator, checkpoints, resumed)
         if resumed is not None:
@@ -274,25 +270,20 @@ def _target(config: TrainConfig, accelerator: Accelerator) -> Target:
     return target
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `redrafter train`. Returns its exit code."""
+def run_checked(config: TrainConfig) -> int:
+    """Run the command with options that `main` has checked. Returns its exit code."""
+    if launcher_refused():
+        return 2
 
-    def command() -> int:
-        config = parse(argv)
-        if launcher_refused():
-            return 2
+    def log(line: str) -> None:
+        print(line, flush=True)
 
-        def log(line: str) -> None:
-            print(line, flush=True)
-
-        if config.drafter == CURRENT:
-            config = replace(config, drafter=current_drafter(config))
-        if config.watch:
-            watch(config, lambda of_round: run(of_round, log), log)
-        run(config, log)
-        return 0
-
-    return run_command(command)
+    if config.drafter == CURRENT:
+        config = replace(config, drafter=current_drafter(config))
+    if config.watch:
+        watch(config, lambda of_round: run(of_round, log), log)
+    run(config, log)
+    return 0
 
 
 if __name__ == "__main__":

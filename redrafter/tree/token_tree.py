@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from redrafter import kernels
-from redrafter.errors import ArgumentError
 from redrafter.parallel.ranks import Ranks
-
-MAX_BEAMS = 1024  # also of levels; a tree's memory grows with the square of its nodes
 
 
 @dataclass(frozen=True)
@@ -166,14 +163,6 @@ def chain(tokens: Tensor) -> Tree:
         width=1,
         branches=False,
     )
-
-
-def check_size(name: str, value: object) -> None:
-    """Raise `ArgumentError` unless `value` can be the number of beams, levels or nodes that argument `name` sets."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_BEAMS**2:
-        raise ArgumentError(f"{name} must be a positive integer, got {value!r}")
-    if value > MAX_BEAMS and name != "node_budget":
-        raise ArgumentError(f"{name} must be at most {MAX_BEAMS}, got {value}")
 
 
 def keep_best(

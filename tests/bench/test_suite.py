@@ -300,7 +300,7 @@ def test_turns_that_do_not_fit_are_skipped_and_others_that_fail_are_told(suite):
 
 
 def test_a_chat_template_of_ones_own_is_none_of_a_servers(capsys, suite):
-    words = ("--url", "http://127.0.0.1:9", "--suite", suite, "--chat-template", "t.jinja")
+    words = ("--url", "http://127.0.0.1:9", "--suite", suite, "--chat-template", __file__)
     assert "--chat-template has no meaning with --url" in fails(capsys, "bench", *words)
     words = ("--url", "http://127.0.0.1:9", "--suite", suite, "--num-requests", "40")
     assert "--num-requests has no meaning with --suite" in fails(capsys, "bench", *words)

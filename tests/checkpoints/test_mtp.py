@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from helpers.models import VOCAB, check_texts, on_each_cache, tiny_model, uneven_batch
 from helpers.mtp import FORMS, checked_layers, mtp_checkpoint, mtp_tensors, random_mtp
 from redrafter import CheckpointError, ReDrafter, UnsupportedError
-from redrafter.checkpoints.mtp import find_layer
+from redrafter.checkpoints.mtp_layer import find_layer
 from redrafter.cli import main as redrafter
 from redrafter.drafting.mtp import MTPDrafter
 from redrafter.model.target import Target
@@ -130,7 +130,7 @@ def test_info_shows_the_layer(places, capsys):
     assert redrafter(["info", str(places["deepseek_v3"]), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     drafter = shown["drafter"]
-    assert (drafter["type"], drafter["named_as_in"], drafter["vocabulary"]) == ("MTP layer", "DeepSeek", VOCAB)
+    assert (drafter["type"], drafter["family"], drafter["vocabulary"]) == ("MTP layer", "DeepSeek", VOCAB)
     assert drafter["parameters"] > 32 * 64
 
 

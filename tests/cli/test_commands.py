@@ -333,7 +333,7 @@ def test_text_that_is_no_text_still_comes_and_costs_no_more_with_length(monkeypa
 def test_scripts_get_their_own_arguments(monkeypatch):
     got = []
     stand_in = types.SimpleNamespace(main=lambda argv: got.append(argv) or 3)
-    monkeypatch.setitem(sys.modules, "redrafter.train.train_drafter", stand_in)
+    monkeypatch.setitem(sys.modules, "redrafter.train.config", stand_in)
     assert main(["train", "--help", "--any_thing", "x"]) == 3
     assert got == [["--help", "--any_thing", "x"]]
 

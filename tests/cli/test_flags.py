@@ -123,7 +123,7 @@ def test_what_is_not_needed_is_accepted_with_a_note(capsys, typed):
     command, *words = typed.split()
     if command == "convert":
         own = [*words, "--drafter-model-dir", "d", "--output-dir", "o"]
-        assert convert_config.parse(own, "convert").output_dir == "o"
+        assert convert_config.parse(own).output_dir == "o"
     elif command == "serve":
         assert main(["serve", "--print-config", *words]) == 0
     else:

@@ -51,7 +51,7 @@ def test_images_from_files_are_shown_before_the_prompt(folder, capsys):
     ("more", "says"),
     [
         (["--image", "none.png", "what?"], "--image none.png cannot be read: .*No such file"),
-        (["--image", "none.png", "what?", "and?"], "give one prompt"),
+        (["--image", __file__, "what?", "and?"], "give one prompt"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(folder, capsys, more, says):

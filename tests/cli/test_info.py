@@ -22,7 +22,7 @@ def info(*args: str) -> dict:
 
 
 def test_info_tells_each_kind_of_checkpoint(folder):
-    base, drafter, merged = (info(str(folder / name)) for name in ("base", "drafter", "merged"))
+    base, drafter, merged = (info(str(folder / name), "--check") for name in ("base", "drafter", "merged"))
     model = AutoModelForCausalLM.from_pretrained(folder / "base")
     assert base["kind"] == "model"
     assert "fits" not in base
@@ -74,7 +74,7 @@ def test_info_says_whether_a_model_can_be_a_target_and_why_not(tmp_path, model_t
         config.is_decoder = False
     config.save_pretrained(tmp_path)
     save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
-    assert info(str(tmp_path))["model"]["target"].startswith(answer)
+    assert info(str(tmp_path), "--check")["model"]["target"].startswith(answer)
 
 
 def test_info_alone_tells_versions():

@@ -16,7 +16,7 @@ from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.convert.convert_checkpoint import main, merge
-from redrafter.convert.info import describe
+from redrafter.convert.describe import describe
 
 
 @pytest.fixture(scope="module")

@@ -101,6 +101,14 @@ def test_constructors_name_what_from_pretrained_takes(llama, engine, drafter):
             make()
 
 
+@pytest.mark.parametrize("kind", [PromptLookup, ReDrafter, DraftTarget])
+def test_an_engine_made_of_a_model_alone_names_its_from_pretrained(llama, kind):
+    with pytest.raises(ArgumentError, match=rf"{kind.__name__}\.from_pretrained\(model\)$"):
+        kind(llama)
+    with pytest.raises(ArgumentError, match=rf"{kind.__name__}\.from_pretrained\('my-base', dtype=\.\.\.\)$"):
+        kind("my-base", dtype="auto")
+
+
 def test_a_step_streamer_gets_each_rows_tokens_and_how_many_were_drafts(oracle):
     steps = Steps()
     out = oracle.generate(IDS[:1], streamer=steps, return_dict_in_generate=True, **GREEDY)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import httpx
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
@@ -15,7 +15,10 @@ openai = pytest.importorskip("openai")
 
 from helpers.serving import listening
 from redrafter.serve.config import ServeOptions
+from redrafter.serve.protocol import fields
+from redrafter.serve.protocol.messages import MessagesRequest
 from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
+from redrafter.serve.protocol.responses import ResponsesRequest
 from redrafter.serve.routes.app import create_app
 from redrafter.serve.server import Server
 
@@ -78,6 +81,13 @@ def talk(**message: Any) -> dict[str, Any]:
         (CHAT, {"function_call": "auto"}, 400, "function_call is not supported: give tool_choice"),
         (CHAT, {"chat_template": "{{ x }}"}, 400, "chat_template is not supported: the server's own is used"),
         (CHAT, {"prediction": {"type": "content"}}, 400, "prediction is not supported"),
+        (CHAT, {"guided_json": {}}, 400, "guided_json is not supported: give structured_outputs.json"),
+        (COMPLETION, {"guided_choice": ["a"]}, 400, "guided_choice is not supported: give structured_outputs.choice"),
+        (COMPLETION, {"response_format": FORM}, 400, "response_format is not supported: give structured_outputs.json"),
+        (CHAT, {"max_new_tokens": 5}, 400, "max_new_tokens is not supported: give max_tokens"),
+        (CHAT, {"stop_sequences": ["a"]}, 400, "stop_sequences is not supported: give stop"),
+        (CHAT, {"structured_outputs": {"grammar": "x"}}, 400, "structured_outputs.grammar is not supported"),
+        ("responses", {"max_tokens": 5}, 400, "max_tokens is not supported: give max_output_tokens"),
         (CHAT, {"modalities": ["audio"]}, 422, "modalities.0: Input should be 'text'"),
         (CHAT, {"store": True}, 422, "store: Input should be False"),
         (CHAT, talk(refusal="no"), 400, "messages.0.refusal is not supported: give it as content"),
@@ -87,7 +97,7 @@ def talk(**message: Any) -> dict[str, Any]:
     ],
 )
 def test_an_error_names_the_field_and_the_real_reason(path, body, status, says):
-    body = ({"messages": [HELLO]} if path == CHAT else {"prompt": "a"}) | body
+    body = {CHAT: {"messages": [HELLO]}, COMPLETION: {"prompt": "a"}, "responses": {"input": "a"}}[path] | body
     code, message, param = refusal(path, body)
     assert code == status, message
     assert message.startswith(says), message
@@ -129,6 +139,21 @@ def test_an_image_of_any_form_has_one_answer_where_the_model_takes_none(url, pat
         body["max_output_tokens"] = body.pop("max_tokens")
     answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=300)
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "this model takes no images")
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest])
+def test_each_name_of_other_servers_is_refused_with_a_field_that_the_request_has(kind):
+    refused = 0
+    for name in fields.OTHER_NAMES.keys() - kind.model_fields.keys():
+        with pytest.raises(ValidationError) as error:
+            kind.model_validate({name: 1})
+        first = error.value.errors()[0]
+        if first["type"] == "unsupported":
+            refused += 1
+            named = first["msg"].removeprefix("give ").partition(".")[0]
+            assert named in kind.model_fields
+            assert (fields.field_path(first), name in kind.model_fields) == (name, False)
+    assert refused > 8
 
 
 def test_what_is_null_is_as_if_left_out():

@@ -13,8 +13,9 @@ from helpers.adapters import adapted
 from helpers.models import tiny_model
 from helpers.training import command
 from redrafter import UnsupportedError, boxed_pair
-from redrafter.checkpoints.adapters import merge_adapter, split_name
+from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.cli import main
+from redrafter.files.checkpoint_kind import split_adapter
 from redrafter.train import train_drafter
 
 IDS = torch.arange(3, 40)[None]
@@ -44,9 +45,9 @@ def test_an_adapter_is_not_merged_into_quantised_weights(tmp_path):
 
 def test_a_name_may_stand_before_a_directory(tmp_path):
     (tmp_path / "a=b").mkdir()
-    assert split_name("poems=some/dir") == ("poems", "some/dir")
-    assert split_name(str(tmp_path / "dir")) == ("dir", str(tmp_path / "dir"))
-    assert split_name(str(tmp_path / "a=b")) == ("a=b", str(tmp_path / "a=b"))
+    assert split_adapter("poems=some/dir") == ("poems", "some/dir")
+    assert split_adapter(str(tmp_path / "dir")) == ("dir", str(tmp_path / "dir"))
+    assert split_adapter(str(tmp_path / "a=b")) == ("a=b", str(tmp_path / "a=b"))
 
 
 def test_a_drafter_is_trained_for_the_base_with_its_adapter(tmp_path, monkeypatch):

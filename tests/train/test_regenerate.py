@@ -34,8 +34,8 @@ from redrafter.train.regenerate.answer_writer import (
     ids_after,
     invented_rows,
 )
-from redrafter.train.regenerate.command import load, parse, regenerate
-from redrafter.train.regenerate.config import RegenerateConfig
+from redrafter.train.regenerate.command import load, regenerate
+from redrafter.train.regenerate.config import RegenerateConfig, parse
 from redrafter.train.regenerate.journal import Journal, merge
 
 CONTEXT, EOS = 160, 2

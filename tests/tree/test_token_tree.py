@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from redrafter.errors import ArgumentError
+from redrafter.tree.sizes import check_size
 from redrafter.tree.token_tree import (
     Tree,
     chain,
-    check_size,
     eligible_scores,
     keep_best,
     nodes_by_level,

@@ -22,7 +22,8 @@ _TAG = re.compile("<[a-z_ ]+>")
 
 def field_path(error: Any) -> str | None:
     """Return the path of the field that an error of pydantic is about, such as "messages.0.content", or None."""
-    keys = (str(key) for key in error["loc"] if key != "body")
+    renamed = error.get("ctx", {}).get("field")  # an error of the object that holds the field
+    keys = (str(key) for key in (*error["loc"], renamed) if key not in ("body", None))
     return ".".join(key for key in keys if not _TAG.fullmatch(key)) or None
 
 
@@ -66,6 +67,45 @@ def limit_entries(value: Any) -> Any:
     return value
 
 
+# Names of fields in earlier vLLM and in other servers and protocols, and the fields here that do the same. Of several,
+# the first that the request has is suggested.
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "ebnf": ("structured_outputs.ebnf",),
+    "enable_thinking": ("chat_template_kwargs.enable_thinking", "reasoning.effort"),
+    "grammar": ("structured_outputs.ebnf or structured_outputs.lark",),
+    "guided_choice": ("structured_outputs.choice", "text.format"),
+    "guided_decoding": ("structured_outputs", "text.format"),
+    "guided_grammar": ("structured_outputs.ebnf or structured_outputs.lark",),
+    "guided_json": ("structured_outputs.json", "text.format"),
+    "guided_json_object": ("structured_outputs.json_object", "text.format"),
+    "guided_regex": ("structured_outputs.regex",),
+    "input": ("messages", "prompt"),
+    "instructions": ("system", "messages"),
+    "json_schema": ("structured_outputs.json", "text.format"),
+    "max_completion_tokens": ("max_tokens", "max_output_tokens"),
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "max_output_tokens": ("max_tokens",),
+    "max_tokens": ("max_output_tokens",),
+    "max_tokens_to_sample": ("max_tokens", "max_output_tokens"),
+    "messages": ("prompt", "input"),
+    "min_new_tokens": ("min_tokens",),
+    "n_predict": ("max_tokens", "max_output_tokens"),
+    "num_predict": ("max_tokens", "max_output_tokens"),
+    "num_return_sequences": ("n",),
+    "output_format": ("output_config.format", "response_format", "text.format"),
+    "prompt": ("messages",),
+    "random_seed": ("seed",),
+    "reasoning_effort": ("reasoning.effort", "output_config.effort"),
+    "regex": ("structured_outputs.regex",),
+    "repeat_penalty": ("repetition_penalty",),
+    "response_format": ("text.format", "output_config.format", "structured_outputs.json"),
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop",),
+    "stop_words": ("stop", "stop_sequences"),
+    "system": ("messages", "instructions"),
+}
+
+
 class Strict(BaseModel):
     """Base of request objects: unknown fields are refused, and fields that are null count as left out."""
 
@@ -76,7 +116,12 @@ class Strict(BaseModel):
     def _drop_nulls(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        return {name: value for name, value in limit_entries(body).items() if value is not None}
+        given = {name: value for name, value in limit_entries(body).items() if value is not None}
+        for name in given.keys() & OTHER_NAMES.keys() - cls.model_fields.keys():
+            for field in OTHER_NAMES[name]:
+                if field.partition(".")[0] in cls.model_fields:
+                    raise PydanticCustomError("unsupported", "give {instead}", {"field": name, "instead": field})
+        return given
 
 
 Bias = Annotated[dict[str, Annotated[float, Field(strict=True, ge=-100, le=100)]], BeforeValidator(limit_entries)]

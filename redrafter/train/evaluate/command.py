@@ -9,6 +9,7 @@ prompts are cut to several lengths, and each is measured by itself. With --suite
 their turns with the base's own answers.
 """
 
+import argparse
 import json
 import shlex
 import sys
@@ -19,11 +20,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from redrafter.app.config_file import ConfigParser
-from redrafter.app.flags import add_options, read_options, short_name
+from redrafter.app.flags import read_options, short_name
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions, SuiteOptions
-from redrafter.app.program import run_command
 from redrafter.app.templates import require_template
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_beams
@@ -33,10 +32,11 @@ from redrafter.drafting.proposer import SearchProposer
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import write_atomically
-from redrafter.measure.report import check_picture, describe_pair, output_file
+from redrafter.measure.outputs import check_picture, output_file
+from redrafter.measure.report import describe_pair
 from redrafter.measure.suite_table import TableFiles
 from redrafter.train.evaluate.explain import OtherTexts, explain
-from redrafter.train.evaluate.options import EvaluateOptions, Search
+from redrafter.train.evaluate.options import NOT_OF_SUITES, EvaluateOptions, Search, main
 from redrafter.train.evaluate.replay import replay
 from redrafter.train.evaluate.report import (
     TextsResult,
@@ -50,10 +50,7 @@ from redrafter.train.evaluate.report import (
 )
 from redrafter.train.evaluate.texts import PromptChoice, PromptSource, Texts, answer_suite, write_texts
 
-UNUSED_LOAD_OPTIONS = ("num_beams", "draft_len_per_beam", "node_budget", "tuning", "max_input_len", "max_seq_len")
 MAX_NODES = 4096  # of a search, where each node is compared with all others
-# Options that choose or cut other prompts than those of a suite, or explain them.
-NOT_OF_SUITES = ("prompts", "prompt_share", "prompt_tokens", "prompt_lengths", "explain", "data")
 
 
 def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -> dict[str, Any]:
@@ -130,50 +127,29 @@ def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -
     return document
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `redrafter evaluate`. Returns its exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = ConfigParser(
-        prog="redrafter evaluate",
-        description="Measure a drafter: tokens per step and acceptance by depth, for many shapes of tree at once,\n"
-        "counted along texts that the model writes once. A table on stdout.",
-        epilog="examples:\n"
-        "  redrafter evaluate --model my-base --drafter my-drafter --prompts questions.jsonl --num-prompts 20\n"
-        "  redrafter evaluate --model my-base --drafter my-drafter --explain --data trained-on.jsonl\n"
-        "  redrafter evaluate --prompts long.jsonl --prompt-lengths 256,1024 --new-tokens 64 --temperatures 0\n"
-        "  redrafter evaluate --shapes 5x5,10x5,1x4 --node-budgets 26,13 --plot acceptance.png --json out.json\n"
-        "  redrafter evaluate --model my-base --drafter my-drafter --suite data/speed/qualitative --markdown out.md",
-        options=(EvaluateOptions, SuiteOptions, LoadOptions),
-    )
-    add_options(parser, EvaluateOptions, "measuring")
-    add_options(parser, SuiteOptions, "measuring on a standard suite")
-    add_options(parser, LoadOptions, "loading", without=UNUSED_LOAD_OPTIONS)
-    args = parser.parse_args(argv)
-
-    def run() -> int:
-        options, asked = read_options(EvaluateOptions, args), read_options(SuiteOptions, args)
-        check_picture(options.plot)
-        json_file, files = output_file(options.json, "--json"), TableFiles(asked.csv, asked.markdown)
-        asked.refuse_others(args, NOT_OF_SUITES)
-        suite = None if asked.suite is None else read_suite(asked.suite).choose(options.num_prompts, options.seed)
-        pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
-        if options.adapter is not None:
-            merge_adapter(pair.engine.model, options.adapter)
-        if suite is not None:
-            require_template(pair.tokenizer, pair.name, asked.chat_template)
-        document = evaluate(pair, options, suite) | {"command": shlex.join(["redrafter", "evaluate", *argv])}
-        print(*format_report(document), sep="\n")
-        if options.explain:
-            print(*format_explanation(document["explanation"]), sep="\n")
-        if suite is not None:
-            files.write(suite_tables(document), [*describe_pair(document), *suite_conditions(document)])
-        if json_file is not None:
-            write_atomically(json_file, json.dumps(document, indent=1) + "\n")
-        if options.plot is not None:
-            plot(document, Path(options.plot))
-        return 0
-
-    return run_command(run)
+def run_checked(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run the command with options that `main` has checked, typed as `words`. Returns its exit code."""
+    options, asked = read_options(EvaluateOptions, args), read_options(SuiteOptions, args)
+    check_picture(options.plot)
+    json_file, files = output_file(options.json, "--json"), TableFiles(asked.csv, asked.markdown)
+    asked.refuse_others(args, NOT_OF_SUITES)
+    suite = None if asked.suite is None else read_suite(asked.suite).choose(options.num_prompts, options.seed)
+    pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
+    if options.adapter is not None:
+        merge_adapter(pair.engine.model, options.adapter)
+    if suite is not None:
+        require_template(pair.tokenizer, pair.name, asked.chat_template)
+    document = evaluate(pair, options, suite) | {"command": shlex.join(["redrafter", "evaluate", *words])}
+    print(*format_report(document), sep="\n")
+    if options.explain:
+        print(*format_explanation(document["explanation"]), sep="\n")
+    if suite is not None:
+        files.write(suite_tables(document), [*describe_pair(document), *suite_conditions(document)])
+    if json_file is not None:
+        write_atomically(json_file, json.dumps(document, indent=1) + "\n")
+    if options.plot is not None:
+        plot(document, Path(options.plot))
+    return 0
 
 
 def _max_prompt_tokens(options: EvaluateOptions, context: int | None) -> int:

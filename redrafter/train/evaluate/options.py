@@ -2,18 +2,27 @@
 
 import argparse
 import math
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from redrafter.app.flags import flag, floats, format_value, integers
-from redrafter.app.options import PROMPTS_HELP, PromptOptions
+from redrafter.app.config_file import ConfigParser
+from redrafter.app.flags import add_options, flag, floats, format_value, integers, read_options
+from redrafter.app.options import PROMPTS_HELP, LoadOptions, PromptOptions, SuiteOptions
+from redrafter.app.paths import check_paths
+from redrafter.app.program import import_libraries, run_command
 from redrafter.errors import ArgumentError
 from redrafter.options import option
-from redrafter.train.evaluate.replay import Shape
-from redrafter.tree.beam_search import node_count
 
+if TYPE_CHECKING:
+    import torch
+
+    from redrafter.train.evaluate.replay import Shape
+
+UNUSED_LOAD_OPTIONS = ("num_beams", "draft_len_per_beam", "node_budget", "tuning", "max_input_len", "max_seq_len")
+# Options that choose or cut other prompts than those of a suite, or explain them.
+NOT_OF_SUITES = ("prompts", "prompt_share", "prompt_tokens", "prompt_lengths", "explain", "data")
 MAX_TEMPERATURE = 1e30  # float32 ends not far above
 
 
@@ -40,7 +49,7 @@ def parse_searches(text: str) -> tuple[Search, ...]:
 class EvaluateOptions(PromptOptions):
     """Options of an evaluation: prompts, shapes of the tree and temperatures."""
 
-    prompts: tuple[str, ...] = option((), PROMPTS_HELP, path=True)
+    prompts: tuple[str, ...] = option((), PROMPTS_HELP, path=True, names="prompts")
     num_prompts: int | None = option(
         None, "prompts, or questions of --suite, of each category, chosen by the seed (default: all)"
     )
@@ -67,16 +76,21 @@ class EvaluateOptions(PromptOptions):
     seed: int = option(0, "seed of the choice of prompts and of the sampling")
     batch_size: int = option(32, "prompts that the model continues at once")
     adapter: str | None = option(
-        None, "LoRA adapter that the model has: a directory that PEFT wrote", metavar="PATH", path=True
+        None, "LoRA adapter that the model has: a directory that PEFT wrote", metavar="PATH", path=True, names="adapter"
     )
     plot: str | None = option(
-        None, "plot acceptance by depth as a PNG; needs matplotlib", metavar="FILE.png", path=True
+        None, "plot acceptance by depth as a PNG; needs matplotlib", metavar="FILE.png", path=True, names="picture"
     )
     explain: bool = option(False, "say why drafts were missed, and what to type about it")
     data: tuple[str, ...] = option(
-        (), "for --explain: data that the drafter was trained on, to compare with the base's own texts", path=True
+        (),
+        "for --explain: data that the drafter was trained on, to compare with the base's own texts",
+        path=True,
+        names="data",
     )
-    json: str | None = option(None, "write the whole report as one JSON document", metavar="FILE", path=True)
+    json: str | None = option(
+        None, "write the whole report as one JSON document", metavar="FILE", path=True, names="new file"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,11 +128,13 @@ class EvaluateOptions(PromptOptions):
         """Temperatures of the texts: those asked for, and greedy before them if it is to be compared."""
         return self.temperatures if not self.explain or 0 in self.temperatures else (0.0, *self.temperatures)
 
-    def trees(self, default: Search) -> list[Shape]:
+    def trees(self, default: Search) -> "list[Shape]":
         """Return the shapes to measure: each node budget of each search, and the tree of the published method.
 
         `default` is the search to measure if none was asked for.
         """
+        from redrafter.train.evaluate.replay import Shape  # which imports torch
+
         trees = []
         for beams, depth in self.shapes or (default,):
             whole = Shape(beams, depth, None).lattice
@@ -126,11 +142,49 @@ class EvaluateOptions(PromptOptions):
             trees += [Shape(beams, depth, None)] if beams > 1 else []  # for one beam it is the chain itself
         return list(dict.fromkeys(trees))
 
-    def explained_tree(self, default: Search, device: torch.device) -> Shape:
+    def explained_tree(self, default: Search, device: "torch.device") -> "Shape":
         """Return the tree that `--explain` explains: the one asked for, or the one that `generate` verifies untuned.
 
         `default` is the search to explain if none was asked for, and `device` is where the target runs.
         """
+        from redrafter.train.evaluate.replay import Shape
+        from redrafter.tree.beam_search import node_count
+
         beams, depth = self.shapes[0] if self.shapes else default
         budget = self.node_budgets[0] if self.node_budgets else None
         return Shape(beams, depth, node_count(budget, beams, depth, device))
+
+
+def build_parser() -> ConfigParser:
+    """Return the parser of the command."""
+    parser = ConfigParser(
+        prog="redrafter evaluate",
+        description="Measure a drafter: tokens per step and acceptance by depth, for many shapes of tree at once,\n"
+        "counted along texts that the model writes once. A table on stdout.",
+        epilog="examples:\n"
+        "  redrafter evaluate --model my-base --drafter my-drafter --prompts questions.jsonl --num-prompts 20\n"
+        "  redrafter evaluate --model my-base --drafter my-drafter --explain --data trained-on.jsonl\n"
+        "  redrafter evaluate --prompts long.jsonl --prompt-lengths 256,1024 --new-tokens 64 --temperatures 0\n"
+        "  redrafter evaluate --shapes 5x5,10x5,1x4 --node-budgets 26,13 --plot acceptance.png --json out.json\n"
+        "  redrafter evaluate --model my-base --drafter my-drafter --suite data/speed/qualitative --markdown out.md",
+        options=(EvaluateOptions, SuiteOptions, LoadOptions),
+    )
+    add_options(parser, EvaluateOptions, "measuring")
+    add_options(parser, SuiteOptions, "measuring on a standard suite")
+    add_options(parser, LoadOptions, "loading", without=UNUSED_LOAD_OPTIONS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `redrafter evaluate`. Returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser().parse_args(words)
+
+    def run() -> int:
+        asked = read_options(SuiteOptions, args)
+        asked.refuse_others(args, NOT_OF_SUITES)
+        check_paths(read_options(EvaluateOptions, args), asked, read_options(LoadOptions, args))
+        code: int = import_libraries("redrafter.train.evaluate.command").run_checked(args, words)
+        return code
+
+    return run_command(run)

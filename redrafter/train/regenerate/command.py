@@ -9,7 +9,7 @@ and `redrafter regenerate merge` puts their outputs together.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 from redrafter.app.engines import can_draft
 from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair
 from redrafter.app.options import LoadOptions
-from redrafter.app.program import run_command
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.data.rows import Row, fingerprint, read_rows
 from redrafter.engine.tuning import target_fingerprint
@@ -26,8 +25,8 @@ from redrafter.errors import CheckpointError
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.report import versions
 from redrafter.train.regenerate.answer_writer import AnswerWriter, invented_rows, select_rows
-from redrafter.train.regenerate.config import RegenerateConfig, parse
-from redrafter.train.regenerate.journal import Journal, check_output, merge_command, with_rates
+from redrafter.train.regenerate.config import RegenerateConfig, main
+from redrafter.train.regenerate.journal import Journal, check_output, with_rates
 
 # Options that change how fast rows are answered or where they are written, and not the answers.
 OPTIONS_BESIDE_ANSWERS = ("model", "drafter", "device", "trust_remote_code", "output", "overwrite", "batch_size")
@@ -107,23 +106,15 @@ def load(config: RegenerateConfig) -> Pair:
     return pair
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `redrafter regenerate`. Returns its exit code."""
-
-    def command() -> int:
-        words = list(sys.argv[1:] if argv is None else argv)
-        if words[:1] == ["merge"]:
-            return merge_command(words[1:])
-        config = parse(words)
-        summary = run(config, log=lambda line: print(line, file=sys.stderr, flush=True))
-        print(
-            f"{config.output}: {summary['success']} of {summary['input']} rows, {summary['errors']} errors, "
-            f"{summary['skipped']} skipped; {summary['tokens']:,} tokens in {summary['seconds']:.0f} s, "
-            f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['tokens_per_step']:.2f} tokens per step"
-        )
-        return 0
-
-    return run_command(command)
+def run_checked(config: RegenerateConfig) -> int:
+    """Run the command with options that `main` has checked. Returns its exit code."""
+    summary = run(config, log=lambda line: print(line, file=sys.stderr, flush=True))
+    print(
+        f"{config.output}: {summary['success']} of {summary['input']} rows, {summary['errors']} errors, "
+        f"{summary['skipped']} skipped; {summary['tokens']:,} tokens in {summary['seconds']:.0f} s, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['tokens_per_step']:.2f} tokens per step"
+    )
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 """Options of `redrafter regenerate`, each with its default and its help text."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, dtype_word, flag, floats, read_options
+from redrafter.app.paths import check_paths
+from redrafter.app.program import import_libraries, run_command
 from redrafter.errors import ArgumentError
 from redrafter.options import option
 
@@ -18,10 +22,14 @@ class RegenerateConfig:
     rows already. Raises `ArgumentError` where a value is out of range.
     """
 
-    model: str | None = option(None, "base model: a hub id or a directory", required=True)
-    drafter: str | None = option(None, "drafter of the base, which makes it faster and changes no token", path=True)
-    adapter: str | None = option(None, "LoRA adapter that the base has: a directory that PEFT wrote", path=True)
-    data: tuple[str, ...] = option((), "rows to answer: the files that `redrafter train` reads")
+    model: str | None = option(None, "base model: a hub id or a directory", required=True, names="model")
+    drafter: str | None = option(
+        None, "drafter of the base, which makes it faster and changes no token", path=True, names="drafter"
+    )
+    adapter: str | None = option(
+        None, "LoRA adapter that the base has: a directory that PEFT wrote", path=True, names="adapter"
+    )
+    data: tuple[str, ...] = option((), "rows to answer: the files that `redrafter train` reads", names="data")
     device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: the GPU, where there is one)")
     dtype: str = option(
         "auto", "dtype of the base; auto: as saved", choices=("auto", "float32", "bfloat16", "float16"), type=dtype_word
@@ -82,8 +90,8 @@ def shard_numbers(shard: str) -> tuple[int, int]:
     return (int(index), int(count)) if index.isdecimal() and count.isdecimal() else (0, 0)
 
 
-def parse(argv: Sequence[str] | None) -> RegenerateConfig:
-    """Parse a command line, with one flag for each field of `RegenerateConfig`."""
+def build_parser() -> ConfigParser:
+    """Return the parser of the command, with one flag for each field of `RegenerateConfig`."""
     parser = ConfigParser(
         prog="redrafter regenerate",
         description="Let a model answer the prompts of a data set itself, to train its drafter on what it writes.\n"
@@ -91,7 +99,30 @@ def parse(argv: Sequence[str] | None) -> RegenerateConfig:
         options=(RegenerateConfig,),
     )
     add_options(parser, RegenerateConfig, "answering")
-    config = read_options(RegenerateConfig, parser.parse_args(argv))
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> RegenerateConfig:
+    """Parse the words after the name of the command; None takes those of the process."""
+    config = read_options(RegenerateConfig, build_parser().parse_args(argv))
     if not config.data and not config.invent:
         raise ArgumentError("nothing to answer: give --data FILE, --invent N, or both")
     return config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `redrafter regenerate`. Returns its exit code."""
+
+    def command() -> int:
+        from redrafter.train.regenerate.journal import check_output, merge_command  # which read this module
+
+        words = list(sys.argv[1:] if argv is None else argv)
+        if words[:1] == ["merge"]:
+            return merge_command(words[1:])
+        config = parse(words)
+        check_paths(config)
+        check_output(Path(str(config.output)), "--output", config.overwrite)
+        code: int = import_libraries("redrafter.train.regenerate.command").run_checked(config)
+        return code
+
+    return run_command(command)

@@ -1,0 +1,88 @@
+"""Checks of what options name, before any module that needs torch is imported.
+
+An option says with `names=` (`redrafter.options.option`) which check its value gets.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from redrafter.app.flags import flag
+from redrafter.data.rows import check_data
+from redrafter.data.suites import suite_files
+from redrafter.errors import ArgumentError, CheckpointError
+from redrafter.files.atomic_file import check_writable
+from redrafter.files.checkpoint_kind import check_source, kind_of, split_adapter, wrong_kind_error
+from redrafter.measure.outputs import check_picture
+from redrafter.measure.prompts import check_prompts
+
+
+def check_paths(*groups: Any) -> None:
+    """Check what the options of dataclasses name: that it can be read or written. Nothing is left behind.
+
+    Raises `ArgumentError` or `CheckpointError`, naming what is wrong.
+    """
+    for options in groups:
+        for item in fields(options):
+            value, check = getattr(options, item.name), item.metadata.get("names")
+            if check is not None and value is not None:
+                for name in value if isinstance(value, tuple | list) else (value,):
+                    CHECKS[check](name, flag(item.name))
+
+
+def check_file(name: str, flag: str) -> None:
+    """Raise `ArgumentError`, naming the flag, unless a file can be opened."""
+    try:
+        with open(name, "rb"):
+            pass
+    except (OSError, ValueError) as error:  # ValueError: NUL in a name
+        raise ArgumentError(f"{flag} {name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def check_adapter(name: str, flag: str) -> None:
+    """Raise `CheckpointError` unless a path, or `name=path`, is that of a directory."""
+    _, path = split_adapter(name)
+    if not Path(path).is_dir():
+        raise CheckpointError(f"{flag} {path} is not a directory; give the one that PEFT's save_pretrained wrote")
+
+
+def _check_model(name: str, flag: str) -> None:
+    """Check a hub id or a directory that is to hold a model."""
+    _check_hub_name(name, flag)
+    if (Path(name) / "config.json").is_file() and (error := wrong_kind_error(Path(name), "model")):
+        raise error
+
+
+def _check_hub_name(name: str, flag: str) -> None:
+    if name == "":
+        raise ArgumentError(f"{flag} needs a name, got an empty one")
+    check_source(name)
+
+
+def _check_tuning(name: str, flag: str) -> None:
+    if name not in ("auto", "none"):
+        check_file(name, flag)
+
+
+def _check_tokenizer(name: str, flag: str) -> None:
+    if not Path(name, "tokenizer_config.json").is_file():
+        raise ArgumentError(f"{flag} {name} has no tokenizer_config.json")
+
+
+CHECKS: dict[str, Callable[[str, str], object]] = {
+    "adapter": check_adapter,
+    "checkpoint": lambda name, flag: kind_of(Path(name)),
+    "data": lambda name, flag: check_data(name),
+    "drafter": _check_hub_name,
+    "drafter or current": lambda name, flag: None if name == "current" else _check_hub_name(name, flag),
+    "file": check_file,
+    "model": _check_model,
+    "new file": lambda name, flag: check_writable(Path(name), flag),
+    "picture": lambda name, flag: check_picture(name, flag),
+    "pictures": lambda name, flag: check_picture(name, flag, folder=True),
+    "prompts": lambda name, flag: check_prompts(name),
+    "suite": lambda name, flag: suite_files(name),
+    "tokenizer": _check_tokenizer,
+    "tuning": _check_tuning,
+}

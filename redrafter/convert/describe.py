@@ -1,0 +1,198 @@
+"""Describe a checkpoint with torch: also whether it can be a target, fits its drafter, and what it converts to."""
+
+import copy
+import platform
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from redrafter.cache.dense import cache_in
+from redrafter.cache.states import StateShape
+from redrafter.checkpoints.merged import Defaults, boxed_pair
+from redrafter.checkpoints.mtp_layer import find_layer
+from redrafter.convert.info import Stored, batch_invariant, drafter_facts, model_facts
+from redrafter.convert.plan import possible_formats
+from redrafter.drafting.assistant import AssistantConfig
+from redrafter.drafting.drafter_config import MTPConfig
+from redrafter.engine.tuning import drafter_fingerprint, fingerprint_of_sizes, tuning_folder, tunings_of
+from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
+from redrafter.files.checkpoint_kind import check_path, kind_of
+from redrafter.files.dtype_names import dtype_name
+from redrafter.formats.sources import FOREIGN, SourceBase, SourceDrafter, is_pair, open_base, open_drafter
+from redrafter.formats.tensors import LazyTensor, open_directory
+from redrafter.model.recurrent_layers import layer_tensors
+from redrafter.model.supported import check_states_found, check_supported, config_width, stored_shapes
+from redrafter.version import __version__
+
+
+def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
+    """Return facts about a checkpoint, or about a model and a drafter for it.
+
+    Args:
+        name: Directory, or hub id that was downloaded before.
+        drafter_name: The same of a drafter for the model.
+
+    Returns:
+        The JSON document that `redrafter info --json` prints.
+
+    Raises:
+        CheckpointError: When files are missing or broken.
+        ArgumentError: When a drafter is given for what is a drafter itself.
+    """
+    directory = _locate(name)
+    kind = kind_of(directory)
+    document: dict[str, Any] = {"path": str(directory), "kind": kind}
+    if kind in ("drafter", "Apple drafter", *FOREIGN):
+        if drafter_name is not None:
+            raise ArgumentError(f"{name} is a drafter itself: give the model first, and the drafter with --drafter")
+        drafter = open_drafter(directory)
+        return document | {"drafter": _describe_drafter(drafter), "converts_to": possible_formats(drafter)}
+    if kind == "assistant":
+        assistant = SourceDrafter(
+            directory, kind, AssistantConfig.from_pretrained(directory), open_directory(directory), Defaults()
+        )
+        layers = {"layers": assistant.config.text_config.get("num_hidden_layers")}
+        return document | {"drafter": _describe_drafter(assistant) | layers}
+    base = open_base(directory)
+    document["model"] = _describe_model(base)
+    if drafter_name is not None:
+        drafter = open_drafter(_locate(drafter_name))
+    elif is_pair(kind):
+        drafter = open_drafter(directory)
+    elif (found := find_layer(base.tensors)) is not None:
+        model = document["model"]
+        config = MTPConfig(vocab_size=model["vocabulary"], hidden_size=model["hidden_size"], **found.config)
+        tensors = {name: base.tensors[name] for name in found.names if name in base.tensors}
+        return document | {"drafter": _describe_drafter(SourceDrafter(directory, kind, config, tensors))}
+    else:
+        return document
+    described = _describe_drafter(drafter)
+    share = described["parameters"] / max(document["model"]["parameters"], 1)
+    document["drafter"] = {"path": str(drafter.directory)} | described | {"share_of_model": round(share, 4)}
+    if is_pair(drafter.kind):
+        defaults = drafter.fill(Defaults())
+        document["shape"] = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
+    try:
+        base.check_fits(drafter.config)
+        document["fits"] = True
+    except MismatchError as error:
+        return document | {"fits": False, "why_not": str(error)}
+    return document | {"tuning": _describe_tunings(base, drafter), "converts_to": possible_formats(drafter, base)}
+
+
+def _locate(name: str) -> Path:
+    """Return a directory, or the download of a hub id in the local cache; nothing is downloaded."""
+    if Path(name).is_dir():
+        return Path(name)
+    check_path(name)
+    try:
+        return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+    except Exception as error:
+        raise CheckpointError(f"{name} is no directory, and not in the download cache: {first_line(error)}") from error
+
+
+def _describe_model(base: SourceBase) -> dict[str, Any]:
+    theirs, ranks = base.trtllm_config, enumerate(base.ranks)
+    tensors = base.tensors or {f"{number} {name}": x for number, rank in ranks for name, x in rank.items()}
+    config: Any
+    if theirs is None:
+        config = base.config.get_text_config(decoder=True)
+        names = getattr(config, "architectures", None) or base.config.architectures
+        architecture = ", ".join(names) if isinstance(names, list) else config.model_type
+    else:
+        config = SimpleNamespace(**theirs)
+        architecture = theirs.get("base_model_architecture", theirs["architecture"])
+    names = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
+    method = base.quantization_method
+    facts = model_facts(architecture, _stored(tensors), [getattr(config, name, None) for name in names], method)
+    if theirs is not None:
+        return facts | {"ranks": len(base.ranks)}
+    return facts | {"batch_invariant": batch_invariant(method), "target": _describe_target(base.config)}
+
+
+def _describe_target(config: Any) -> str:
+    """Say whether a model can be a target, and why not, by its config: one without weights reads a few tokens."""
+    loaders = {
+        AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }
+    loader: Any = next((loader for loader, types in loaders.items() if config.model_type in types), None)
+    if loader is None and not hasattr(config, "auto_map"):
+        kind = "; it is an encoder-decoder" if config.is_encoder_decoder else ""
+        return f"no: transformers has no causal LM of the type {config.model_type}{kind}"
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model: Any = loader.from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
+            name, text = type(model).__name__, model.config.get_text_config(decoder=True)
+            check_supported(model, name)
+            output = model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=True)
+        cache = cache_in(output)
+        # Of recurrent states only that they are there is looked at: whether they can be rolled back, loading finds out.
+        states = [
+            StateShape(layer, state, tuple(x.shape[1:]), x.dtype, x.device)
+            for layer, kept in enumerate(getattr(cache, "layers", ()))
+            for state, x in layer_tensors(kept).items()
+        ]
+        if not states:
+            check_states_found(model, text, name)
+        stored_shapes(output, text, name, states)
+    except ReDrafterError as error:
+        return f"no: {error}"
+    except Exception:  # code that needs numbers, or is not transformers' own
+        return "not known before it is loaded, and tested"
+    return "yes, by its config; it is tested when it is loaded"
+
+
+def _describe_tunings(base: SourceBase, drafter: SourceDrafter) -> list[str] | str:
+    """Describe the tables of `redrafter tune` that an engine of the pair uses, each on its device and in its dtype."""
+    none = "none; redrafter tune measures one"
+    if not tuning_folder().is_dir() or base.trtllm_config is not None:
+        return none
+    module: Any = drafter.load()
+    config = base.config.get_text_config(decoder=True)
+    sizes = config_width(config), config.vocab_size, getattr(config, "num_hidden_layers", None)
+    found = [
+        f"{tuning.device}, {tuning.dtype}: {tuning.describe()}"
+        for name, norms in base.embedding_norms().items()
+        for tuning in tunings_of(
+            fingerprint_of_sizes(*sizes, norms), drafter_fingerprint(module.to(base.tensors[name].dtype))
+        )
+    ]
+    return found or none
+
+
+def _describe_drafter(drafter: SourceDrafter) -> dict[str, Any]:
+    config = drafter.config
+    theirs = {item.name for item in fields(PretrainedConfig)}
+    own = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in theirs}
+    return drafter_facts(config.kind, _stored(drafter.tensors), own)
+
+
+def _stored(tensors: Mapping[str, LazyTensor]) -> Stored:
+    return {name: (tensor.shape, dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
+
+
+def environment() -> dict[str, Any]:
+    """Return what `redrafter info` prints without a model: the boxed pair, and versions of the libraries."""
+    boxed, gpus = boxed_pair(), range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    document = describe(str(boxed)) if boxed.is_dir() else dict[str, Any](boxed_pair="not in this installation")
+    document["environment"] = {
+        "redrafter": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "devices": ["cpu", *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in gpus)],
+        "threads": torch.get_num_threads(),
+    }
+    return document

@@ -1,0 +1,70 @@
+"""The Hugging Face hub: whether it can be asked for a repository, and single files of one, without torch."""
+
+import warnings
+from pathlib import Path
+
+from redrafter.errors import CheckpointError, first_line
+
+CONNECT_SECONDS = 5.0  # in which the hub has to answer
+_reached: set[str] = set()  # addresses that have answered this process
+
+
+def check_hub(name: str) -> None:
+    """Check that a hub id can be looked for.
+
+    huggingface_hub asks for each missing file six times, 24 s in all, where the hub cannot be reached. Here it is asked
+    once; without an answer, this process goes on offline with a repository that was downloaded before.
+
+    Raises:
+        CheckpointError: The hub cannot be reached, and the repository was not downloaded before.
+    """
+    from huggingface_hub import constants, get_session, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if is_offline() or constants.ENDPOINT in _reached:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=CONNECT_SECONDS)
+        _reached.add(constants.ENDPOINT)
+        return
+    except Exception as error:  # of whichever library makes its requests
+        reason = first_line(error)
+    try:
+        cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        cached = False
+    if not cached:
+        raise CheckpointError(
+            f"{name} does not exist here, and {constants.ENDPOINT} cannot be reached to look for it as a hub id "
+            f"({reason}): give the directory of a model, or HF_HOME with one that was downloaded, and HF_HUB_OFFLINE=1"
+        )
+    warnings.warn(
+        f"{constants.ENDPOINT} cannot be reached ({reason}): what was downloaded of {name} is used, as with "
+        "HF_HUB_OFFLINE=1",
+        stacklevel=2,
+    )
+    constants.HF_HUB_OFFLINE = True
+
+
+def is_offline() -> bool:
+    """Return whether nothing is downloaded, as HF_HUB_OFFLINE asks for."""
+    from huggingface_hub import is_offline_mode
+
+    return is_offline_mode()
+
+
+def find_model_file(model: str, name: str) -> str | None:
+    """Return the path of a file in a model's directory or repository, downloaded if need be.
+
+    None where there is no such file, or the hub cannot be asked.
+    """
+    if Path(model).is_dir():
+        file = Path(model, name)
+        return str(file) if file.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    try:
+        return hf_hub_download(model, name)
+    except (OSError, ValueError, EntryNotFoundError, HfHubHTTPError):
+        return None  # loading the model says what is wrong
