@@ -26,7 +26,9 @@ class LoadOptions(EngineOptions):
     """Which model and drafter to load, and how."""
 
     model: str | None = option(
-        None, "hub id or directory of the target, or of a merged checkpoint (default: the boxed pair)", metavar="M"
+        None,
+        "hub id, directory or GGUF file of the target, or a merged checkpoint (default: the boxed pair)",
+        metavar="M",
     )
     drafter: str | None = option(
         None, "hub id or directory of the drafter (default: the one in the checkpoint of the target)", metavar="D"
@@ -66,7 +68,8 @@ class DraftOptions:
 
     draft_model: str | None = option(
         None,
-        "hub id or directory of a smaller LM to draft with; one with another tokenizer drafts the tokens of both",
+        "hub id, directory or GGUF file of a smaller LM to draft with; one with another tokenizer drafts the tokens "
+        "of both",
         metavar="D",
     )
     prompt_lookup: bool = option(False, "draft the tokens that followed the same tokens earlier in the text")

@@ -16,6 +16,7 @@ from transformers.utils.hub import cached_file
 
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import SHAPE_FILE, read_json
+from redrafter.files.gguf_file import SUFFIX
 from redrafter.tree.token_tree import check_size
 
 
@@ -102,5 +103,7 @@ def default_sampling(name: str) -> bool | None:
 
 def find_defaults_file(name: str, revision: str | None = None) -> Path | None:
     """Return the path of the `redrafter.json` in a directory or repository, downloaded if need be; None without."""
+    if Path(name).suffix == SUFFIX:
+        return None
     file = cached_file(name, SHAPE_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if file is None else Path(file)

@@ -94,9 +94,9 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
 
 def _locate(name: str) -> Path:
     """Return a directory, or the download of a hub id in the local cache; nothing is downloaded."""
-    if Path(name).is_dir():
-        return Path(name)
     check_path(name)
+    if Path(name).exists():
+        return Path(name)  # a GGUF file, too
     try:
         return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
     except Exception as error:
@@ -117,7 +117,7 @@ def _describe_model(base: SourceBase) -> dict[str, Any]:
     facts = {
         "architecture": architecture,
         "parameters": _count_parameters(tensors),
-        "stored_as": _dtype_names(tensors),
+        "stored_as": _dtype_names(tensors) if base.gguf is None else base.gguf.stored_as,
         "hidden_size": getattr(config, "hidden_size", None),
         "layers": getattr(config, "num_hidden_layers", None),
         "vocabulary": getattr(config, "vocab_size", None),
@@ -126,10 +126,13 @@ def _describe_model(base: SourceBase) -> dict[str, Any]:
     if theirs is not None:
         facts["ranks"] = len(base.ranks)
     method = base.quantization_method
-    if method is not None:
+    if base.gguf is not None:
+        facts["loaded_as"] = f"{dtype_name(base.gguf.dtype)}, unless --dtype names another format"
+    elif method is not None:
         facts["quantised"] = method
     if theirs is None:
-        facts["batch_invariant"] = "tried when --batch-invariant loads it" if method is None else "no: it is quantised"
+        plain = method is None or base.gguf is not None
+        facts["batch_invariant"] = "tried when --batch-invariant loads it" if plain else "no: it is quantised"
         facts["target"] = _describe_target(base.config)
     return facts
 
@@ -213,12 +216,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="redrafter info",
         description="Describe a model, a drafter or a pair: whether they fit each other, and what they can be\n"
-        "converted to. Reads the configs and the headers of the weights of Hugging Face models, merged\n"
+        "converted to. Reads the configs and the headers of the weights of Hugging Face models, GGUF files, merged\n"
         "checkpoints, drafters of redrafter and of Apple, EAGLE-3 heads, and TensorRT-LLM checkpoints. Without MODEL,\n"
         "describes the boxed pair and prints the versions of the libraries.",
         epilog="example:\n  redrafter info my-base --drafter my-drafter",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="directory, or hub id that was downloaded before")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="directory, GGUF file, or hub id that was downloaded before"
+    )
     parser.add_argument("--drafter", metavar="D", help="a drafter for MODEL")
     add_json(parser)
 

@@ -18,7 +18,7 @@ class RegenerateConfig:
     rows already. Raises `ArgumentError` where a value is out of range.
     """
 
-    model: str | None = option(None, "base model: a hub id or a directory", required=True)
+    model: str | None = option(None, "base model: a hub id, a directory or a GGUF file", required=True)
     drafter: str | None = option(None, "drafter of the base, which makes it faster and changes no token", path=True)
     adapter: str | None = option(None, "LoRA adapter that the base has: a directory that PEFT wrote", path=True)
     data: tuple[str, ...] = option((), "rows to answer: the files that `redrafter train` reads")
