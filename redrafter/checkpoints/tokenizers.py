@@ -24,10 +24,15 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreT
     except Exception as error:
         raise load_error("tokenizer", name, error) from error
     if (file := find_gguf(name)) is not None:
-        tokenizer = _with_tokens_of_file(tokenizer, int(read_header(file).metadata["tokenizer.ggml.tokens"]))
+        metadata = read_header(file).metadata
+        tokenizer = _with_tokens_of_file(tokenizer, int(metadata["tokenizer.ggml.tokens"]))
         tokenizer.name_or_path = str(name)
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
+        for role, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
+            token = metadata.get(f"tokenizer.ggml.{key}_token_id")  # which some versions of transformers do not look at
+            if token is not None:
+                setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(token))
+            elif role == "pad_token":
+                tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 

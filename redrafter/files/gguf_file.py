@@ -3,15 +3,17 @@
 transformers dequantises the weights when it reads them, so that a model from a GGUF file is a plain one.
 """
 
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from math import prod
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from redrafter.errors import CheckpointError, MissingDependencyError, UnsupportedError, first_line, how_to_install
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 SUFFIX = ".gguf"
+_TEXT, _LIST = 8, 9  # types of metadata, and struct's letters of those that are numbers
+_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 # Keys of the ids that end a turn where that is not the end token, as in Gemma's and Llama 3's files.
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
@@ -54,7 +58,7 @@ def reading(name: str | Path) -> Iterator[tuple[str, dict[str, str]]]:
 
     Raises:
         CheckpointError: The file is not a GGUF file, or truncated.
-        MissingDependencyError: The package gguf is not installed.
+        UnsupportedError: The package gguf is not installed, or too old for the file.
     """
     file = find_gguf(name)
     if file is None:
@@ -65,8 +69,28 @@ def reading(name: str | Path) -> Iterator[tuple[str, dict[str, str]]]:
             f"{file} is read with the package gguf, which is missing: {how_to_install('gguf')}"
         )
     read_header(file)
-    with TemporaryDirectory(prefix="redrafter-") as empty:
-        yield empty, {"gguf_file": str(file.absolute())}
+    from transformers import modeling_gguf_pytorch_utils
+    from transformers.utils.logging import is_progress_bar_enabled
+
+    # Its progress bar is not among those that transformers can switch off.
+    reader: Any = modeling_gguf_pytorch_utils
+    bar = reader.tqdm
+    reader.tqdm = partial(bar, disable=not is_progress_bar_enabled())
+    try:
+        with TemporaryDirectory(prefix="redrafter-") as empty:
+            yield empty, {"gguf_file": str(file.absolute())}
+    finally:
+        reader.tqdm = bar
+
+
+class GgufTensor(NamedTuple):
+    """A tensor's place in a file, which is `offset` bytes after the first tensor's, and ggml's id of its format."""
+
+    name: str
+    shape: tuple[int, ...]
+    ggml_type: int
+    offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -75,14 +99,14 @@ class GgufHeader:
 
     Attributes:
         architecture: llama.cpp's name of the architecture.
-        metadata: Its keys and values, without long lists.
-        tensors: Name, shape, format and position of each tensor.
+        metadata: Its keys and values, of lists their lengths.
+        tensors: Its tensors.
         data_start: Byte at which the tensors' data begin.
     """
 
     architecture: str
     metadata: dict[str, Any]
-    tensors: tuple[Any, ...]
+    tensors: tuple[GgufTensor, ...]
     data_start: int
 
     @property
@@ -123,36 +147,90 @@ def read_header(file: Path) -> GgufHeader:
 
     Raises:
         CheckpointError: The file is not a GGUF file, or truncated.
-        UnsupportedError: It has tensors in a format that transformers does not read.
+        UnsupportedError: The package gguf is not installed, or too old for the file.
     """
+    if find_spec("gguf") is None:
+        raise MissingDependencyError(
+            f"{file} is read with the package gguf, which is missing: {how_to_install('gguf')}"
+        )
     status = file.stat()
     return _read_header(file.absolute(), status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=4)
 def _read_header(file: Path, size: int, changed: int) -> GgufHeader:
-    from transformers.integrations.gguf.reader import GgufHeader as Theirs
-    from transformers.integrations.gguf.reader import read_gguf_metadata
+    # gguf's own reader takes seconds, as it makes an object of each token of the vocabulary.
+    from gguf import GGML_QUANT_SIZES
 
-    with file.open("rb") as start:
-        if start.read(4) != b"GGUF":
+    with file.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
             raise CheckpointError(f"{file} is not a GGUF file: it does not begin with the letters GGUF")
-    try:
-        metadata, _ = read_gguf_metadata(str(file))
-        header = Theirs.from_file(str(file))
-    except Exception as error:  # as many kinds as there are places to cut a file
-        if "not supported" in str(error):
-            raise UnsupportedError(first_line(error)) from error
-        raise CheckpointError(
-            f"{file} is truncated or damaged: its header cannot be read; download it again"
-        ) from error
-    end = header.data_start + max((tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
-    if end > size or not header.tensors:
+        try:
+            with mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
+                fields = _Fields(data, 4)
+                _, tensor_count, count = fields.take("IQQ")
+                metadata = {fields.text(): fields.value(*fields.take("I")) for _ in range(count)}
+                table = []
+                for _ in range(tensor_count):
+                    name = fields.text()
+                    sizes = fields.take(f"{fields.take('I')[0]}Q")
+                    table.append((name, sizes[::-1], *fields.take("IQ")))
+            architecture, alignment = metadata["general.architecture"], metadata.get("general.alignment", 32)
+        except (struct.error, UnicodeDecodeError, KeyError, OverflowError, MemoryError) as error:
+            raise CheckpointError(
+                f"{file} is truncated or damaged: its header cannot be read; download it again"
+            ) from error
+    if new := {kind for *_, kind, _ in table} - {int(kind) for kind in GGML_QUANT_SIZES}:
+        raise UnsupportedError(
+            f"{file} has tensors in ggml's format {min(new)}, which the package gguf does not know: "
+            "pip install --upgrade gguf"
+        )
+    tensors = tuple(
+        GgufTensor(name, shape, kind, offset, prod(shape) // GGML_QUANT_SIZES[kind][0] * GGML_QUANT_SIZES[kind][1])
+        for name, shape, kind, offset in table
+    )
+    start = -(-fields.at // alignment) * alignment
+    end = start + max((tensor.offset + tensor.nbytes for tensor in tensors), default=0)
+    if end > size or not tensors:
         raise CheckpointError(f"{file} is truncated: it has {size:,} bytes of {end:,}; download it again")
-    return GgufHeader(header.architecture, metadata, header.tensors, header.data_start)
+    return GgufHeader(architecture, metadata, tensors, start)
 
 
-def read_rows(file: Path, header: GgufHeader, tensor: Any, first: int, last: int) -> "torch.Tensor":
+@dataclass
+class _Fields:
+    """Reads the fields of a header in turn, from byte `at` on: github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
+
+    data: mmap
+    at: int
+
+    def take(self, kinds: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{kinds}", self.data, self.at)
+        self.at += struct.calcsize(f"<{kinds}")
+        return values
+
+    def text(self) -> str:
+        (length,) = self.take("Q")
+        return bytes(self.take(f"{length}s")[0]).decode()
+
+    def value(self, kind: int) -> Any:
+        """Return a value; of a list, its length."""
+        if kind == _TEXT:
+            return self.text()
+        if kind != _LIST:
+            return self.take(_NUMBERS[kind])[0]
+        kind, count = self.take("IQ")
+        if kind in _NUMBERS:
+            self.at += count * struct.calcsize(f"<{_NUMBERS[kind]}")
+            return count
+        for _ in range(count):
+            if kind == _TEXT:
+                self.at += 8 + struct.unpack_from("<Q", self.data, self.at)[0]
+            else:
+                self.value(kind)
+        return count
+
+
+def read_rows(file: Path, header: GgufHeader, tensor: GgufTensor, first: int, last: int) -> "torch.Tensor":
     """Return the rows `[first:last]` of a tensor of a GGUF file, dequantised to float32."""
     import torch
     from gguf import GGMLQuantizationType, dequantize
