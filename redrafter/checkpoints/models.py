@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    GenerationConfig,
     GgufConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -145,10 +146,11 @@ def load_model(
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
     if file is not None:
         model.name_or_path = model.config.name_or_path = str(name)
-        ends, generation = read_header(file).ends, model.generation_config
-        if ends:
-            generation.eos_token_id = ends if len(ends) > 1 else ends[0]
-            generation.pad_token_id = ends[0] if generation.pad_token_id is None else generation.pad_token_id
+        ends, config = read_header(file).ends, model.config.get_text_config(decoder=True)
+        pad = ends[0] if ends and config.pad_token_id is None else config.pad_token_id
+        model.generation_config = GenerationConfig(
+            bos_token_id=config.bos_token_id, eos_token_id=ends if len(ends) > 1 else (*ends, None)[0], pad_token_id=pad
+        )
     with _device_errors(device):
         if quantization is not None:
             quantize_model(model, str(name), device)

@@ -8,25 +8,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from helpers.command_line import TEMPLATE, fails, measured, ran
-from helpers.models import tiny_model, with_spread_weights
-from helpers.tokenizers import TEXTS, byte_level
+from helpers.tokenizers import TEXTS
 
 gguf = pytest.importorskip("gguf")
 
 from gguf import GGMLQuantizationType as Format
 
-from helpers.gguf_files import dequantised, write_gguf
+from helpers.gguf_files import make_models, write_gguf
 from redrafter import (
     ArgumentError,
     CheckpointError,
-    DrafterConfig,
     DraftTarget,
     PromptLookup,
-    RecurrentDrafter,
     ReDrafter,
     UnsupportedError,
 )
-from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.models import load_config, load_model
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.errors import MissingDependencyError
@@ -38,23 +34,7 @@ PROMPT, NEW = TEXTS[0][:20], 24
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A folder with `hf`, a Llama of dequantised weights, `file.gguf`, the same in Q8_0, and `drafter` for both."""
-    folder = tmp_path_factory.mktemp("gguf")
-    tokenizer = byte_level(TEXTS, 300)
-    tokenizer.chat_template = TEMPLATE
-    shape = {"vocab_size": 300, "intermediate_size": 64, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 1}
-    model = with_spread_weights(tiny_model("llama", **shape, pad_token_id=None))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(dequantised(parameter, Format.Q8_0))
-    model.save_pretrained(folder / "hf")
-    tokenizer.save_pretrained(folder / "hf")
-    write_gguf(folder / "file.gguf", model, tokenizer, matrices=Format.Q8_0)
-    torch.manual_seed(0)
-    norms = embedding_norms(model.get_input_embeddings())
-    config = DrafterConfig(vocab_size=300, hidden_size=32, base_embedding_norms=norms)
-    RecurrentDrafter(config).save_pretrained(folder / "drafter")
-    return folder
+    return make_models(tmp_path_factory.mktemp("gguf"))
 
 
 @pytest.fixture

@@ -8,6 +8,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from helpers.command_line import TEMPLATE
+from helpers.models import tiny_model, with_spread_weights
+from helpers.tokenizers import TEXTS, byte_level
+from redrafter import DrafterConfig, RecurrentDrafter
+from redrafter.checkpoints.drafters import embedding_norms
+
 CONTROL, NORMAL = 3, 1  # types of tokens
 LAYER = {  # names of a Llama's weights in its layers, and llama.cpp's
     "self_attn.q_proj": "attn_q",
@@ -79,6 +85,26 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def make_models(folder: Path) -> Path:
+    """Write `hf`, a Llama of dequantised weights, `file.gguf`, the same in Q8_0, and a `drafter` for both."""
+    tokenizer = byte_level(TEXTS, 300)
+    tokenizer.chat_template = TEMPLATE
+    shape = {"vocab_size": 300, "intermediate_size": 64, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 1}
+    model = with_spread_weights(tiny_model("llama", **shape, pad_token_id=None))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(dequantised(parameter, gguf.GGMLQuantizationType.Q8_0))
+    model.save_pretrained(folder / "hf")
+    tokenizer.save_pretrained(folder / "hf")
+    write_gguf(folder / "file.gguf", model, tokenizer, matrices=gguf.GGMLQuantizationType.Q8_0)
+    torch.manual_seed(0)
+    norms = embedding_norms(model.get_input_embeddings())
+    config = DrafterConfig(vocab_size=300, hidden_size=32, base_embedding_norms=norms)
+    RecurrentDrafter(config).save_pretrained(folder / "drafter")
+    return folder
 
 
 def dequantised(weight: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
