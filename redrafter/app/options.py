@@ -27,7 +27,7 @@ class LoadOptions(EngineOptions):
 
     model: str | None = option(
         None,
-        "hub id or directory of the target, or of a merged checkpoint (default: the boxed pair)",
+        "hub id, directory or GGUF file of the target, or a merged checkpoint (default: the boxed pair)",
         metavar="M",
         names="model",
     )
@@ -73,7 +73,8 @@ class DraftOptions:
 
     draft_model: str | None = option(
         None,
-        "hub id or directory of a smaller LM to draft with; one with another tokenizer drafts the tokens of both",
+        "hub id, directory or GGUF file of a smaller LM to draft with; one with another tokenizer drafts the tokens "
+        "of both",
         metavar="D",
         names="model",
     )

@@ -48,7 +48,7 @@ def check_adapter(name: str, flag: str) -> None:
 
 
 def _check_model(name: str, flag: str) -> None:
-    """Check a hub id or a directory that is to hold a model."""
+    """Check a hub id, a directory or a GGUF file that is to hold a model."""
     _check_hub_name(name, flag)
     if (Path(name) / "config.json").is_file() and (error := wrong_kind_error(Path(name), "model")):
         raise error

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from redrafter.checkpoints.models import load_model
 from redrafter.errors import first_line
 from redrafter.measure.differences import find_differences
 from redrafter.measure.floors import resident_bytes
@@ -196,7 +196,6 @@ def _rival_arguments(work: Workload, name: str, assistant: str | None) -> tuple[
         return f"assisted generation, prompt lookup of {LOOKUP_TOKENS} tokens", {
             "prompt_lookup_num_tokens": LOOKUP_TOKENS
         }
-    model: Any = AutoModelForCausalLM.from_pretrained(assistant, dtype=work.engine.target.dtype)
-    model = model.to(work.device).eval()
+    model: Any = load_model(assistant, dtype=work.engine.target.dtype, device=work.device, trust_remote_code=False)
     model.generation_config.eos_token_id = None
     return f"assisted generation, {assistant}", {"assistant_model": model}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import SHAPE_FILE, read_json
+from redrafter.files.gguf_file import SUFFIX
 from redrafter.tree.sizes import check_size
 
 
@@ -100,6 +101,8 @@ def default_sampling(name: str) -> bool | None:
 
 def find_defaults_file(name: str, revision: str | None = None) -> Path | None:
     """Return the path of the `redrafter.json` in a directory or repository, downloaded if need be; None without."""
+    if Path(name).suffix == SUFFIX:
+        return None
     from transformers.utils.hub import cached_file  # which most of this module's readers need not wait for
 
     file = cached_file(name, SHAPE_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)

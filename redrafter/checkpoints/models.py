@@ -17,6 +17,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    GenerationConfig,
+    GgufConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -24,11 +26,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+from transformers.utils.hub import cached_file
 
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line
 from redrafter.files.checkpoint_kind import check_path, check_source, load_error, wrong_kind_error
 from redrafter.files.dtype_names import dtype_name
+from redrafter.files.gguf_file import SUFFIX, find_gguf, read_header, reading
 from redrafter.model.linear_layers import is_quantized, quantize_linears
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
@@ -62,13 +66,15 @@ _HUB_ARGUMENTS = ("cache_dir", "revision", "subfolder", "token")
 
 
 def bind(model: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
-    """Return a hub id, a directory or a loaded model as a `Target`, loaded first by `load_model` if need be.
+    """Return a hub id, a directory, a GGUF file or a loaded model as a `Target`, loaded by `load_model` if need be.
 
     A target is returned as it is.
     """
     model = base_of(model)
     if not isinstance(model, str | Path | PreTrainedModel | Target):
-        raise ArgumentError(f"a model is a hub id, a directory or a loaded model, got {type(model).__name__}")
+        raise ArgumentError(
+            f"a model is a hub id, a directory, a GGUF file or a loaded model, got {type(model).__name__}"
+        )
     if isinstance(model, Target):
         check_quantization(load.get("quantization"), model)
         _check_no_load_keywords({key: value for key, value in load.items() if key not in LOAD_ARGUMENTS})
@@ -87,13 +93,14 @@ def load_model(
     tp_size: int = 1,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load a causal LM from a hub id or a directory.
+    """Load a causal LM from a hub id, a directory or a GGUF file.
 
     A loaded model is returned itself, without a PEFT wrapper.
 
     Args:
-        name: Hub id, directory or loaded model.
-        dtype: Dtype of the weights, as `AutoModelForCausalLM.from_pretrained` takes it. Unused for a loaded model.
+        name: Hub id, directory, GGUF file or loaded model.
+        dtype: Dtype of the weights, as `AutoModelForCausalLM.from_pretrained` takes it; for "auto", quantised weights
+            of a GGUF file are dequantised to bfloat16. Unused for a loaded model.
         device: Device to move the model to; None leaves it where it is.
         trust_remote_code: Whether code in the checkpoint may run.
         caller: The `from_pretrained` whose argument an unknown keyword may be a misspelling of.
@@ -122,10 +129,15 @@ def load_model(
 
         device = None
         kwargs = kwargs | {"distributed_config": DistributedConfig(tp_size=tp_size, tp_plan="auto")}
+    file = find_gguf(name)
+    if file is not None:
+        kwargs = {"quantization_config": GgufConfig(dequantize=True)} | kwargs
+        dtype = read_header(file).dtype if dtype == "auto" else dtype
     try:
-        loaded: Any = _auto_class(name, trust_remote_code, kwargs).from_pretrained(
-            name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
-        )
+        with reading(name) as (source, gguf):
+            loaded: Any = _auto_class(name, trust_remote_code, kwargs).from_pretrained(
+                source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **gguf, **kwargs
+            )
     except Exception as error:
         raise _unknown_keyword_error(error, kwargs, caller) or load_error("model", name, error) from error
     model, info = loaded
@@ -133,6 +145,13 @@ def load_model(
         if Path(name).is_dir() and (wrong_kind := wrong_kind_error(Path(name), "model")):
             raise wrong_kind
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
+    if file is not None:
+        model.name_or_path = model.config.name_or_path = str(name)
+        ends, config = read_header(file).ends, model.config.get_text_config(decoder=True)
+        pad = ends[0] if ends and config.pad_token_id is None else config.pad_token_id
+        model.generation_config = GenerationConfig(
+            bos_token_id=config.bos_token_id, eos_token_id=ends if len(ends) > 1 else (*ends, None)[0], pad_token_id=pad
+        )
     with _device_errors(device):
         if quantization is not None:
             quantize_model(model, str(name), device)
@@ -142,9 +161,48 @@ def load_model(
         return model
 
 
+def load_config(name: str | Path, *, trust_remote_code: bool = False, **hub_options: Any) -> PretrainedConfig:
+    """Load the config of a model, whose dtype is the one that `load_model` takes for "auto".
+
+    Raises `CheckpointError` if it cannot be read. `hub_options` are further arguments of `AutoConfig.from_pretrained`.
+    """
+    try:
+        with reading(name) as (source, gguf):
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                source, trust_remote_code=trust_remote_code, **gguf, **hub_options
+            )
+    except Exception as error:  # as many kinds as there are models
+        raise load_error("model", name, error) from error
+    if (file := find_gguf(name)) is not None:
+        config.name_or_path, config.dtype = str(name), read_header(file).dtype
+    return config
+
+
+def locate_gguf(model: Any, load: dict[str, Any]) -> Any:
+    """Return what `gguf_file=` of a `from_pretrained` stands for: the path of that file, downloaded if need be.
+
+    The argument, and those that only say where on the hub the file is, are taken out of `load`. Without it, the model
+    is returned as it is.
+    """
+    name = load.pop("gguf_file", None)
+    if name is None:
+        return model
+    if not isinstance(model, str | Path):
+        raise ArgumentError("gguf_file: for a model that is loaded by name; this one is loaded, leave it out")
+    if not str(name).endswith(SUFFIX):
+        raise ArgumentError(f"gguf_file must name a {SUFFIX} file, got {str(name)!r}")
+    where = {key: load.pop(key) for key in _HUB_ARGUMENTS if key in load}
+    if Path(model).is_dir():
+        return find_gguf(Path(model, where.get("subfolder") or "", name))
+    try:
+        return Path(str(cached_file(str(model), str(name), **where)))
+    except Exception as error:
+        raise load_error("model", model, error) from error
+
+
 def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, Any]) -> Any:
     # The class for causal LMs, unless transformers knows the model type only among models that see images.
-    if "config" in kwargs:
+    if "config" in kwargs or find_gguf(name) is not None:
         return AutoModelForCausalLM
     hub_options = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
     try:
@@ -221,12 +279,12 @@ def check_splits(
     if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1:
         raise ArgumentError(f"tp_size must be a positive integer, got {tp_size!r}")
     config = kwargs.get("config")
+    if find_gguf(name) is not None:
+        raise UnsupportedError(f"{name} is a GGUF file, which is read whole: {_WITHOUT}")
     if config is None:
-        hub_options = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
-        try:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **hub_options)
-        except Exception as error:
-            raise load_error("model", name, error) from error
+        config = load_config(
+            name, trust_remote_code=trust_remote_code, **{key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
+        )
     text = config.get_text_config(decoder=True)
     if quantized or getattr(config, "quantization_config", None):
         raise UnsupportedError(f"{name} is quantised, and quantised weights cannot be split yet: {_WITHOUT}")

@@ -21,6 +21,7 @@ from redrafter.drafting.drafter_config import MTPConfig
 from redrafter.drafting.mtp import ATTENTION_NAME, DraftedEntries, MTPDrafter, Past
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
+from redrafter.files.gguf_file import SUFFIX
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
 from redrafter.model.forward_batch import decoder_stack
 from redrafter.model.patch import MODEL_ERRORS
@@ -205,6 +206,8 @@ def _files_by_tensor(name: str, revision: str | None) -> dict[str, str]:
 
 
 def _find(name: str, file: str, revision: str | None) -> Path | None:
+    if Path(name).suffix == SUFFIX:  # of which transformers reads no MTP layer
+        return None
     found = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
 

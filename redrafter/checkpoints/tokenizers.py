@@ -1,22 +1,54 @@
 """Load tokenizers, and the processors of models that see images; and which tokens end a text."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from redrafter.errors import CheckpointError, MissingDependencyError, how_to_install
 from redrafter.files.checkpoint_kind import check_source, load_error
+from redrafter.files.gguf_file import find_gguf, read_header, reading
 
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model. It pads on the left, as decoder-only generation needs."""
     check_source(str(name))
     try:
-        return AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=trust_remote_code)
+        with reading(name) as (source, gguf):
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                source, padding_side="left", trust_remote_code=trust_remote_code, **gguf
+            )
     except Exception as error:
         raise load_error("tokenizer", name, error) from error
+    if (file := find_gguf(name)) is not None:
+        metadata = read_header(file).metadata
+        tokenizer = _with_tokens_of_file(tokenizer, int(metadata["tokenizer.ggml.tokens"]))
+        tokenizer.name_or_path = str(name)
+        for role, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
+            token = metadata.get(f"tokenizer.ggml.{key}_token_id")  # which some versions of transformers do not look at
+            if token is not None:
+                setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(token))
+            elif role == "pad_token":
+                tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _with_tokens_of_file(tokenizer: Any, size: int) -> PreTrainedTokenizerBase:
+    # Where a file names no token for unknown text, transformers adds one of its own, whose id the model does not know.
+    if len(tokenizer) <= size:
+        return tokenizer
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
+    roles = {role: getattr(tokenizer, role) for role in ("bos_token", "eos_token", "pad_token")}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        padding_side=tokenizer.padding_side,
+        chat_template=tokenizer.chat_template,
+        **roles,
+    )
 
 
 def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:

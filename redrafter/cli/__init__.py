@@ -144,6 +144,8 @@ def build_parser() -> Parser:
         generating,
     )
     chat.add_argument("--system", metavar="TEXT", help="system message")
+    compared = "at the end, decode the same answers without drafts, and print both speeds"
+    chat.add_argument("--compare", action="store_true", help=compared)
     colours = "colour accepted drafts; auto colours on a terminal unless NO_COLOR is set (default: %(default)s)"
     for each in (generate, chat):
         each.add_argument("--color", choices=("auto", "always", "never"), default="auto", help=colours)

@@ -2,13 +2,17 @@
 
 import argparse
 import contextlib
+import io
 import sys
+from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 from redrafter.app.flags import read_options
 from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.program import print_message
+from redrafter.cli.generate import WARM_UP_TOKENS
 from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.measure.run import Repeats, Run
@@ -19,10 +23,16 @@ COMMANDS = ("/exit", "/reset", "/stats")
 def run(args: argparse.Namespace) -> int:
     """Run the command: answer each line of stdin until it ends or the user types /exit."""
     options = read_options(GenerationOptions, args)
+    if args.compare and not options.speculate:
+        raise ArgumentError("--compare sets speculation against plain decoding: leave out --no-speculate")
     pair = Pair.load(read_options(LoadOptions, args), read_options(DraftOptions, args), options.speculate)
     encoder = ChatEncoder(pair)
     history = History(encoder, args.system, pair.engine.target.context, options.max_new_tokens)
     runs: list[Run] = []
+    asked: list[list[int]] = []  # the prompt of each run
+
+    def decode(ids: list[int], options: GenerationOptions, **arguments: Any) -> Run:
+        return pair.run([ids], options, eos_token_id=[*encoder.eos, *options.stop_token_ids], **arguments)
 
     def answer(question: str) -> None:
         ids, forgotten = history.prompt(question)
@@ -30,15 +40,34 @@ def run(args: argparse.Namespace) -> int:
             what = "turn is" if forgotten == 1 else f"{forgotten} turns are"
             print(f"(the context is full: the oldest {what} forgotten)", file=sys.stderr)
         printer = Printer(pair.tokenizer, [None], sys.stdout, color=use_color(args.color, sys.stdout))
-        ends = [*encoder.eos, *options.stop_token_ids]
         try:
-            runs.append(pair.run([ids], options, streamer=printer, eos_token_id=ends))
+            runs.append(decode(ids, options, streamer=printer))
+            asked.append(ids)
         except KeyboardInterrupt:  # what was printed before it is remembered
             printer.end()
             if not printer.texts[0]:
                 return
         history.turns.append((question, printer.texts[0]))
 
+    def compare() -> str:
+        pair.engine.forget_prefixes()  # the first run of each prompt had to read it too
+        plain, silent = [], io.StringIO()
+        for ids, run in zip(asked, runs, strict=True):
+            seeds = {} if run.stats.seeds is None else {"seed": run.stats.seeds}
+            printer = Printer(pair.tokenizer, [None], silent)  # the same work of formatting
+            plain.append(decode(ids, replace(options, speculate=False), streamer=printer, **seeds))
+        drafted, undrafted = Repeats([runs]), Repeats([plain])
+        same = sum(a.tokens == b.tokens for a, b in zip(runs, plain, strict=True))
+        return (
+            f"with drafts {drafted.tokens_per_second[0]:.1f} tokens/s, {drafted.stats.tokens_per_step:.2f} tokens per "
+            f"step; without {undrafted.tokens_per_second[0]:.1f} tokens/s: {drafted.speedup(undrafted):.2f}x as fast, "
+            f"{same} of {len(runs)} answers with the same tokens"
+        )
+
+    if args.compare:  # what runs for the first time takes longer
+        for speculate in (True, False):
+            short = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens), speculate=speculate)
+            decode(history.prompt("Hello")[0], short)
     interactive = sys.stdin.isatty()
     if interactive:
         with contextlib.suppress(ImportError):
@@ -47,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             line = input("> " if interactive else "").strip()
         except EOFError:
-            return 0
+            break
         except UnicodeError as error:
             raise ArgumentError(f"stdin is not UTF-8 text: {error}") from error
         except KeyboardInterrupt:
@@ -56,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             print("\n(Ctrl-D ends the talk)", file=sys.stderr)
             continue
         if line == "/exit":
-            return 0
+            break
         if line == "/reset":
             history.turns.clear()
             print("the talk so far is forgotten", file=sys.stderr)
@@ -71,6 +100,10 @@ def run(args: argparse.Namespace) -> int:
                 if not interactive:  # end with an exit code that a script sees
                     raise
                 print_message("error", error)
+    if args.compare and runs:
+        print("(decoding the same answers without drafts; Ctrl-C ends it)", file=sys.stderr)
+        print(compare(), file=sys.stderr)
+    return 0
 
 
 class History:

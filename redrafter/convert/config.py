@@ -50,7 +50,8 @@ class ConvertConfig:
 
     base_model_checkpoint_dir: str | None = option(
         None,
-        "the model: a Hugging Face model, a merged checkpoint, or a TensorRT-LLM checkpoint of Llama or Qwen2",
+        "the model: a Hugging Face model, a GGUF file, a merged checkpoint, or a TensorRT-LLM checkpoint of Llama or "
+        "Qwen2",
         metavar="DIR",
         names="checkpoint",
     )

@@ -93,9 +93,9 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
 
 def _locate(name: str) -> Path:
     """Return a directory, or the download of a hub id in the local cache; nothing is downloaded."""
-    if Path(name).is_dir():
-        return Path(name)
     check_path(name)
+    if Path(name).exists():
+        return Path(name)  # a GGUF file, too
     try:
         return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
     except Exception as error:
@@ -114,8 +114,11 @@ def _describe_model(base: SourceBase) -> dict[str, Any]:
         config = SimpleNamespace(**theirs)
         architecture = theirs.get("base_model_architecture", theirs["architecture"])
     names = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
-    method = base.quantization_method
+    method = base.quantization_method if base.gguf is None else None  # a GGUF file is dequantised when it is loaded
     facts = model_facts(architecture, _stored(tensors), [getattr(config, name, None) for name in names], method)
+    if base.gguf is not None:
+        facts["stored_as"] = base.gguf.stored_as
+        facts["loaded_as"] = f"{dtype_name(base.gguf.dtype)}, unless --dtype names another format"
     if theirs is not None:
         return facts | {"ranks": len(base.ranks)}
     return facts | {"batch_invariant": batch_invariant(method), "target": _describe_target(base.config)}

@@ -25,6 +25,7 @@ from redrafter.files.checkpoint_kind import (
     kind_of,
     read_json,
 )
+from redrafter.files.gguf_file import find_gguf
 from redrafter.files.headers import DTYPE_NAMES, Header, read_headers
 
 Stored = Mapping[str, tuple[tuple[int, ...], str]]  # shape and number format of each tensor
@@ -37,8 +38,8 @@ _NOT_SHOWN |= {"vocab_size", "draft_vocab_size", "draft_beams", "base_embedding_
 def describe_files(directory: Path) -> dict[str, Any] | None:
     """Return what the files of a directory say of a model, a drafter or a pair, without torch.
 
-    None where they do not say all of it, as the config of another project's drafter, or of a model whose sizes only
-    transformers' class knows.
+    None where they do not say all of it, as the config of another project's drafter, a GGUF file, or the config of a
+    model whose sizes only transformers' class knows.
 
     Raises:
         CheckpointError: A file is missing or broken.
@@ -47,7 +48,7 @@ def describe_files(directory: Path) -> dict[str, Any] | None:
     document: dict[str, Any] = {"path": str(directory), "kind": kind}
     if kind == "drafter":
         return document | {"drafter": _describe_drafter(directory), "unchecked": UNCHECKED}
-    if kind not in ("model", "merged checkpoint"):
+    if kind not in ("model", "merged checkpoint") or find_gguf(directory) is not None:
         return None
     headers = read_headers(directory)
     model = _describe_model(read_json(directory / "config.json"), headers)
@@ -158,12 +159,14 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="redrafter info",
         description="Describe a model, a drafter or a pair by the configs and the headers of the weights of Hugging\n"
-        "Face models, merged checkpoints, drafters of redrafter and of Apple, EAGLE-3 heads, and TensorRT-LLM\n"
-        "checkpoints; with --check or --drafter, also whether they fit each other, and what they can be converted to.\n"
-        "Without MODEL, describes the boxed pair and prints the versions of the libraries.",
+        "Face models, GGUF files, merged checkpoints, drafters of redrafter and of Apple, EAGLE-3 heads, and\n"
+        "TensorRT-LLM checkpoints; with --check or --drafter, also whether they fit each other, and what they can be\n"
+        "converted to. Without MODEL, describes the boxed pair and prints the versions of the libraries.",
         epilog="example:\n  redrafter info my-base --drafter my-drafter",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="directory, or hub id that was downloaded before")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="directory, GGUF file, or hub id that was downloaded before"
+    )
     parser.add_argument("--drafter", metavar="D", help="a drafter for MODEL")
     checked = "also find out whether it can be a target, whether its drafter fits, and what it can be converted to"
     parser.add_argument("--check", action="store_true", help=checked)

@@ -148,7 +148,7 @@ def _existing_parent(path: Path) -> Path:
 
 
 def _is_weights(file: Path) -> bool:
-    return file.suffix in (".safetensors", ".bin", ".pt")
+    return file.suffix in (".safetensors", ".bin", ".pt", ".gguf")
 
 
 def add_shortlist(drafter: SourceDrafter, size: int, rank: int) -> SourceDrafter:
@@ -362,7 +362,7 @@ def _config_with_base(config: DrafterArchitecture, base: SourceBase | None) -> D
             names = [name for name in tables if "embed" in name] or list(tables)
             config.base_embedding_norms = tables[names[0]] if len(names) == 1 else None
         directory = base.directory.resolve()
-        name = directory.name
+        name = directory.name  # or a GGUF file's
         if directory.parent.name == "snapshots" and directory.parents[1].name.startswith("models--"):
             name = directory.parents[1].name.removeprefix("models--").replace("--", "/")  # a hub id, in the hub's cache
         config.base_model = config.base_model or name

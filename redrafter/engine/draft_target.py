@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from redrafter.checkpoints.models import bind, check_quantization
+from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.checkpoints.vocabularies import Tokenizer, map_unlike_vocabularies
 from redrafter.drafting.draft_length import AdaptiveDraftLength
 from redrafter.drafting.draft_model import DraftModelProposer
@@ -148,7 +148,7 @@ class DraftTarget(Engine):
         draft_model_kwargs: Mapping[str, Any] | None = None,
         **keywords: Any,
     ) -> "DraftTarget":
-        """Load a target and its draft model; both may be a hub id, a directory, or a model that is loaded or bound.
+        """Load a target and its draft model; both may be a hub id, a directory, a GGUF file, or a loaded model.
 
         Args:
             model: The target.
@@ -180,6 +180,8 @@ class DraftTarget(Engine):
             ArgumentError: For an argument that is unknown or out of range.
         """
         options, load, adapters = split_keywords(cls.from_pretrained, keywords)
+        draft_keywords = dict(draft_model_kwargs or {})
+        model, draft_model = locate_gguf(model, load), locate_gguf(draft_model, draft_keywords)
         check_quantization(load["quantization"], model)
         check_quantization(draft_quantization, draft_model, "draft_quantization")
         trusted = load["trust_remote_code"]
@@ -190,7 +192,7 @@ class DraftTarget(Engine):
         if base_of(draft_model) is not target.model or draft_device is not None:
             draft_load = {name: load[name] for name in ("dtype", "trust_remote_code", "caller")}
             draft_load |= {"device": draft_device, "quantization": draft_quantization}
-            drafting = bind(draft_model, **draft_load | dict(draft_model_kwargs or {}))
+            drafting = bind(draft_model, **draft_load | draft_keywords)
         engine = cls(
             target,
             drafting,

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from redrafter.checkpoints.models import bind
+from redrafter.checkpoints.models import bind, locate_gguf
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.step_choice import PRIOR_COPIED, Experience, StepChoice
 from redrafter.engine.engine import Engine
@@ -48,7 +48,7 @@ class PromptLookup(Engine):
         """Load a target.
 
         Args:
-            model: A hub id, a directory, or a model that is loaded or bound.
+            model: A hub id, a directory, a GGUF file, or a model that is loaded or bound.
             ngram: Last tokens of the text that are looked for earlier in it, at most.
             draft_len: Tokens drafted per step.
             keywords: `dtype`, `device`, `tp_size`, `trust_remote_code`, `quantization` and `adapters`, as in
@@ -60,6 +60,7 @@ class PromptLookup(Engine):
             ArgumentError: For an argument that is unknown or out of range.
         """
         options, load, adapters = split_keywords(cls.from_pretrained, keywords)
+        model = locate_gguf(model, load)
         proposer = PromptLookupProposer(ngram, draft_len)
         engine = cls(bind(model, **load), proposer, options)
         engine.load_adapters(adapters)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
 from redrafter.checkpoints.merged import TreeShape
-from redrafter.checkpoints.models import bind, check_quantization
+from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.drafting.drafter_model import check_draft_ids
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.prompt_lookup import TextBeside
@@ -120,7 +120,7 @@ class ReDrafter(Engine):
         """Load a target and its drafter; both may be a hub id, a directory or a loaded object.
 
         Args:
-            model: The target.
+            model: The target; also a GGUF file, or the directory or hub id that has the one named by `gguf_file=`.
             drafter: The drafter, this project's, or an EAGLE-3 head or a DFlash or DSpark drafter in the directory of
                 another project; None where `model` is a merged checkpoint, such as `boxed_pair()`, or has an MTP
                 layer.
@@ -135,7 +135,8 @@ class ReDrafter(Engine):
             keywords: What follows, and fields of `EngineOptions`; all others are for `AutoModelForCausalLM`.
 
         Keyword Args:
-            dtype (str | torch.dtype): The models' dtype; "auto" for the checkpoint's.
+            dtype (str | torch.dtype): The models' dtype; "auto" for the checkpoint's, which is bfloat16 for quantised
+                weights of a GGUF file.
             device (str | torch.device | None): Where the models go; None for where Hugging Face puts the target.
             tp_size (int): Processes that share the target, each with a part of it and the whole drafter. All run the
                 same program, started with `torchrun --nproc-per-node tp_size`.
@@ -153,6 +154,7 @@ class ReDrafter(Engine):
         """
         asked = TreeShape(num_beams, draft_len_per_beam, node_budget)
         options, load, adapters = split_keywords(cls.from_pretrained, keywords)
+        model = locate_gguf(model, load)
         check_quantization(draft_quantization, drafter, "draft_quantization")
         if isinstance(drafter, str | Path):
             drafter = load_foreign(drafter) or drafter

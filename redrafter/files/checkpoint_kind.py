@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.errors import ArgumentError, CheckpointError, ReDrafterError, first_line
+from redrafter.files.gguf_file import SUFFIX, find_gguf, gguf_error
 from redrafter.files.hub import check_hub, is_offline
 from redrafter.files.regular_file import read_regular
 
@@ -40,6 +41,8 @@ def kind_of(directory: Path) -> str:
     checkpoint`, `built TensorRT engine` or `model`. What is none of the others counts as `model`.
     """
     check_path(str(directory))
+    if find_gguf(directory) is not None:
+        return "merged checkpoint" if (directory / SHAPE_FILE).is_file() else "model"
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory: it does not exist")
     config = read_json(directory / "config.json")
@@ -65,20 +68,20 @@ def kind_of(directory: Path) -> str:
 
 
 def check_path(name: str) -> None:
-    """Check that a name which looks like a path leads to a directory, before the hub is asked for it."""
+    """Check that a name which looks like a path leads to a directory or a GGUF file, before the hub is asked for it."""
     path = Path(name)
-    if path.is_dir():
+    if path.is_dir() or find_gguf(path) is not None:
         return
     if path.exists():
-        raise CheckpointError(f"{name} is not a directory, but a file")
+        raise CheckpointError(f"{name} is not a directory, but a file, and no {SUFFIX} file")
     if name.startswith(("/", ".", "~", os.sep)) or name.endswith("/") or name.count("/") > 1 or "\\" in name:
         raise CheckpointError(f"{name} is not a directory: it does not exist")
 
 
 def check_source(name: str) -> None:
-    """Check that a name is a directory, or a hub id that can be looked for. Raises `CheckpointError`."""
+    """Check that a name is a directory, a GGUF file or a hub id that can be looked for. Raises `CheckpointError`."""
     check_path(name)
-    if not Path(name).is_dir():
+    if not Path(name).is_dir() and find_gguf(name) is None:
         check_hub(name)
 
 
@@ -94,20 +97,25 @@ def check_drafter(name: str | Path) -> None:
     """Check that a directory holds a drafter of this project. A hub id passes unchecked."""
     check_source(str(name))
     path = Path(name)
-    if not path.is_dir():
+    if not path.is_dir() and find_gguf(path) is None:
         return  # a hub id
-    if not (path / "config.json").is_file():
+    if find_gguf(path) is None and not (path / "config.json").is_file():
         raise CheckpointError(f"{path} has no config.json; give the directory that save_pretrained wrote")
     if error := wrong_kind_error(path, "drafter"):
         raise error
 
 
-def load_error(what: str, name: str | Path, error: Exception) -> CheckpointError:
+def load_error(what: str, name: str | Path, error: Exception) -> ReDrafterError:
     """Return the error for a `what` (model, tokenizer, drafter...) that could not be loaded from a path or hub id.
 
-    It says what the path holds instead, that it does not exist, or else what the loading library said.
+    It says what the path holds instead, that it does not exist, or else what the loading library said. An error of this
+    library is returned itself.
     """
     path = Path(name)
+    if isinstance(error, ReDrafterError):
+        return error
+    if (file := find_gguf(path)) is not None:
+        return gguf_error(what, file, error)
     if not path.is_dir():
         offline = "; HF_HUB_OFFLINE is set, so that nothing is downloaded: give a directory" if is_offline() else ""
         return CheckpointError(

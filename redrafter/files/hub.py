@@ -61,6 +61,8 @@ def find_model_file(model: str, name: str) -> str | None:
     if Path(model).is_dir():
         file = Path(model, name)
         return str(file) if file.is_file() else None
+    if Path(model).is_file():  # a GGUF file, which is no repository
+        return None
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 

@@ -14,11 +14,13 @@ from transformers import AutoConfig, PretrainedConfig
 
 from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
 from redrafter.checkpoints.merged import Defaults, TreeShape
+from redrafter.checkpoints.models import load_config
 from redrafter.drafting.drafter_model import check_draft_ids
 from redrafter.drafting.drafter_types import DRAFTER_CLASSES, Drafter, DrafterArchitecture, make_drafter
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, config_errors, kind_of, read_json
 from redrafter.files.dtype_names import SAFETENSORS_CODES, dtype_name
+from redrafter.files.gguf_file import GgufHeader, find_gguf, read_header, read_rows
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
 from redrafter.files.regular_file import read_regular
 from redrafter.formats import apple, dflash, eagle, trtllm
@@ -48,6 +50,8 @@ class SourceBase:
         tensors: Tensors by Hugging Face's names; empty for a quantised TensorRT-LLM checkpoint.
         trtllm_config: `config.json` of a TensorRT-LLM checkpoint; None for a Hugging Face model.
         ranks: Tensors of each rank of a TensorRT-LLM checkpoint, without those of its drafter.
+        gguf: Header of a GGUF file, whose tensors have llama.cpp's names and layout, and are read as float32; None for
+            any other model.
     """
 
     directory: Path
@@ -55,9 +59,12 @@ class SourceBase:
     tensors: dict[str, LazyTensor]
     trtllm_config: dict[str, Any] | None = None
     ranks: Sequence[dict[str, LazyTensor]] = ()
+    gguf: GgufHeader | None = None
 
     def files(self) -> dict[str, Path]:
         """Return the files of a Hugging Face model's directory that belong to the model, by their relative names."""
+        if (file := find_gguf(self.directory)) is not None:
+            return {file.name: file}  # which has the config and the tokenizer too
         files = {}
         for entry in sorted(self.directory.iterdir()):
             if entry.is_file() and entry.name != SHAPE_FILE and not entry.name.startswith("."):
@@ -96,6 +103,8 @@ class SourceBase:
         if self.trtllm_config is not None:
             settings = self.trtllm_config.get("quantization") or {}
             return settings.get("quant_algo") or settings.get("kv_cache_quant_algo")
+        if self.gguf is not None:
+            return "GGUF"
         config = getattr(self.config, "quantization_config", None)
         if config is None:
             return None
@@ -125,6 +134,13 @@ def open_base(directory: Path) -> SourceBase:
         return replace(base, config=hf_config, tensors=tensors)
     if kind not in ("model", "merged checkpoint"):
         raise CheckpointError(f"{directory} is a {kind}, not a model")
+    if (file := find_gguf(directory)) is not None:
+        hf_config, header = load_config(file), read_header(file)
+        tensors = {
+            x.name: LazyTensor(x.name, x.shape, torch.float32, partial(read_rows, file, header, x))
+            for x in header.tensors
+        }
+        return SourceBase(directory, hf_config, tensors, gguf=header)
     with config_errors(directory, "model"):
         hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     return SourceBase(directory, hf_config, open_directory(directory))

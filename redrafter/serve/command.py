@@ -83,7 +83,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--print-config", action="store_true", help="print all options as JSON and do nothing")
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="hub id or directory of the model, or merged checkpoint"
+        "model", nargs="?", metavar="MODEL", help="hub id, directory or GGUF file of the model, or merged checkpoint"
     )
     add_options(parser, ServeOptions, "serving")
     add_options(parser, LoadOptions, "loading", without=("model",))

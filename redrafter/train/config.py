@@ -69,7 +69,7 @@ class TrainConfig:
     leaves the others alone. Raises `ArgumentError` where a value is out of range.
     """
 
-    model: str | None = option(None, "base model: a hub id or a directory", required=True, names="model")
+    model: str | None = option(None, "base model: a hub id, a directory or a GGUF file", required=True, names="model")
     data: tuple[str, ...] = option(
         (),
         "texts: JSON lines, .jsonl, .jsonl.gz or .jsonl.xz; or what datasets reads",

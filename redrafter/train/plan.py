@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from redrafter.checkpoints.models import load_config
 from redrafter.data.documents import encode_documents, format_sample
 from redrafter.data.prompts import sample_prompts
 from redrafter.data.rows import Row, read_rows
@@ -120,7 +121,7 @@ def last_step(config: TrainConfig, windows: Windows, processes: int) -> int | No
 
 def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, Drafter]:
     """Build the base and the drafter on the meta device, without memory for weights."""
-    base_config = _base_config(config)
+    base_config = load_config(str(config.model), trust_remote_code=config.trust_remote_code)
     saved: Any = base_config.get_text_config(decoder=True).dtype or base_config.dtype or torch.float32
     dtype = saved if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
@@ -148,18 +149,9 @@ def row_length(config: TrainConfig) -> int:
     """Return the tokens in a row of a batch: `--length`, or a default that suits the base's context."""
     if config.length is not None:
         return config.length
-    context = context_of(_base_config(config).get_text_config(decoder=True))
+    base = load_config(str(config.model), trust_remote_code=config.trust_remote_code)
+    context = context_of(base.get_text_config(decoder=True))
     return DEFAULT_LENGTH if context is None else min(DEFAULT_LENGTH, context)
-
-
-def _base_config(config: TrainConfig) -> PretrainedConfig:
-    try:
-        base: PretrainedConfig = AutoConfig.from_pretrained(
-            str(config.model), trust_remote_code=config.trust_remote_code
-        )
-        return base
-    except Exception as error:  # as many kinds as there are models
-        raise load_error("model", str(config.model), error) from error
 
 
 def _memory(

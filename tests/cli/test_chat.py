@@ -54,6 +54,25 @@ def test_chat_commands(chat, answers):
     assert err == "no answers yet\nthe talk so far is forgotten\nthere is no /nope; there are /exit, /reset, /stats\n"
 
 
+def test_chat_compares_its_answers_with_undrafted_decoding_when_it_ends(chat, answers):
+    for last in ("", "/exit\n"):
+        out, err = chat(f"ja\n10\n{last}", "--compare", "--dtype", "float32")
+        assert out == answers("ja", "10")
+        waits, line = err.splitlines()
+        assert waits.startswith("(decoding the same answers without drafts")
+        assert re.fullmatch(
+            r"with drafts [\d.]+ tokens/s, [\d.]+ tokens per step; without [\d.]+ tokens/s: [\d.]+x as fast, 2 of 2 "
+            "answers with the same tokens",
+            line,
+        )
+    assert chat("", "--compare") == ("", "")
+
+
+def test_chat_compares_nothing_with_itself(capsys, folder):
+    line = fails(capsys, "chat", "--model", str(folder / "merged"), "--compare", "--no-speculate")
+    assert "leave out --no-speculate" in line
+
+
 def test_chat_forgets_the_oldest_turns_and_says_so(chat, answers):
     question, head = "ja" * 25, "s:S\n"
     out, err = chat(f"{question}\n" * 3, "--system", "S")

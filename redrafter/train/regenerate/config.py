@@ -22,7 +22,7 @@ class RegenerateConfig:
     rows already. Raises `ArgumentError` where a value is out of range.
     """
 
-    model: str | None = option(None, "base model: a hub id or a directory", required=True, names="model")
+    model: str | None = option(None, "base model: a hub id, a directory or a GGUF file", required=True, names="model")
     drafter: str | None = option(
         None, "drafter of the base, which makes it faster and changes no token", path=True, names="drafter"
     )

@@ -1,0 +1,223 @@
+"""GGUF files as models: tokens equal those of the same weights as safetensors, in every engine and command."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from helpers.command_line import TEMPLATE, fails, measured, ran
+from helpers.tokenizers import TEXTS
+
+gguf = pytest.importorskip("gguf")
+
+from gguf import GGMLQuantizationType as Format
+
+from helpers.gguf_files import make_models, write_gguf
+from redrafter import (
+    ArgumentError,
+    CheckpointError,
+    DraftTarget,
+    PromptLookup,
+    ReDrafter,
+    UnsupportedError,
+)
+from redrafter.checkpoints.models import load_config, load_model
+from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
+from redrafter.errors import MissingDependencyError
+
+LOAD = {"dtype": "float32", "device": "cpu", "trust_remote_code": False}
+PROMPT, NEW = TEXTS[0][:20], 24
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folder with `hf`, a Llama of dequantised weights, `file.gguf`, the same in Q8_0, and `drafter` for both."""
+    return make_models(tmp_path_factory.mktemp("gguf"))
+
+
+@pytest.fixture
+def alone(models, tmp_path):
+    """Return a copy of the file in a directory of its own."""
+    return shutil.copy(models / "file.gguf", tmp_path / "one.gguf")
+
+
+ENGINES = {
+    "ReDrafter": lambda models, target: ReDrafter.from_pretrained(target, models / "drafter", dtype="float32"),
+    "DraftTarget": lambda models, target: DraftTarget.from_pretrained(
+        target, models / "file.gguf", num_beams=2, dtype="float32"
+    ),
+    "PromptLookup": lambda models, target: PromptLookup.from_pretrained(target, dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_gguf_file_writes_the_tokens_of_the_same_weights_as_safetensors(models, name):
+    engine, tokenizer = ENGINES[name](models, models / "file.gguf"), load_tokenizer(models / "file.gguf")
+    ids = load_tokenizer(models / "hf")(PROMPT, return_tensors="pt").input_ids
+    assert torch.equal(tokenizer(PROMPT, return_tensors="pt").input_ids, ids)
+    stock = AutoModelForCausalLM.from_pretrained(models / "hf")
+    expected = stock.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=1)
+    assert torch.equal(engine.generate(ids, max_new_tokens=NEW, do_sample=False), expected)
+    assert torch.equal(engine.model.generate(ids, max_new_tokens=NEW, do_sample=False), expected)
+
+
+def test_the_weights_are_plain_layers_without_a_quantization_config(models):
+    model = load_model(models / "file.gguf", **LOAD)
+    stock = AutoModelForCausalLM.from_pretrained(models / "hf").state_dict()
+    assert all(torch.equal(weight, stock[name]) for name, weight in model.state_dict().items())
+    assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+    assert getattr(model.config, "quantization_config", None) is None
+    assert model.config.name_or_path == model.name_or_path == str(models / "file.gguf")
+    assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("matrices", "dtype"),
+    [(Format.F32, "float32"), (Format.F16, "float16"), (Format.BF16, "bfloat16"), (Format.Q4_1, "bfloat16")],
+)
+def test_auto_is_the_dtype_of_the_file_and_bfloat16_where_it_is_quantised(models, tmp_path, matrices, dtype):
+    model = load_model(models / "hf", **LOAD)
+    file = write_gguf(tmp_path / "a.gguf", model, load_tokenizer(models / "hf"), matrices=matrices)
+    assert load_config(file).dtype == load_model(file, **LOAD | {"dtype": "auto"}).dtype == getattr(torch, dtype)
+
+
+def test_tokenizer_and_template_come_from_the_file_and_pad(models, alone, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # of another model
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("another")
+    tokenizer, stock = load_tokenizer(alone), load_tokenizer(models / "hf")
+    assert tokenizer.get_vocab() == stock.get_vocab()
+    assert tokenizer.chat_template == TEMPLATE
+    assert (tokenizer.pad_token, tokenizer.padding_side) == (stock.eos_token, "left")
+    assert (tokenizer.bos_token, tokenizer.eos_token) == (stock.bos_token, stock.eos_token)
+    assert all(tokenizer(text).input_ids == stock(text).input_ids for text in TEXTS[:9])
+
+
+def test_the_token_that_ends_a_turn_ends_answers(models, tmp_path):
+    file = write_gguf(
+        tmp_path / "a.gguf", load_model(models / "hf", **LOAD), load_tokenizer(models / "hf"), end_of_turn=7
+    )
+    assert end_tokens(load_model(file, **LOAD)) == [1, 7]
+
+
+def test_a_file_of_the_same_name_in_the_working_directory_is_not_read(models, alone, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "one.gguf").write_text("nothing")
+    monkeypatch.chdir(tmp_path / "here")
+    assert load_model(alone, **LOAD).config.hidden_size == 32
+
+
+@pytest.mark.parametrize("form", ["directory", "directory and gguf_file"])
+def test_a_directory_with_one_file_is_a_model(models, alone, tmp_path, form):
+    ids = load_tokenizer(alone)(PROMPT, return_tensors="pt").input_ids
+    expected = PromptLookup.from_pretrained(alone).generate(ids, max_new_tokens=NEW)
+    more = {"gguf_file": "one.gguf"} if form != "directory" else {}
+    if more:
+        shutil.copy(alone, tmp_path / "two.gguf")
+    engine = DraftTarget.from_pretrained(tmp_path, alone.parent, **more, draft_model_kwargs=more)
+    assert torch.equal(engine.generate(ids, max_new_tokens=NEW), expected)
+
+
+def test_gguf_file_is_for_a_model_by_name_and_names_a_gguf_file(models):
+    with pytest.raises(ArgumentError, match="leave it out"):
+        PromptLookup.from_pretrained(load_model(models / "hf", **LOAD), gguf_file="a.gguf")
+    with pytest.raises(ArgumentError, match=r"must name a \.gguf file, got 'a.bin'"):
+        PromptLookup.from_pretrained(models, gguf_file="a.bin")
+    with pytest.raises(CheckpointError, match=r"absent\.gguf does not exist"):
+        ReDrafter.from_pretrained(models, models / "drafter", gguf_file="absent.gguf")
+
+
+def test_commands_take_a_gguf_file(models, capsys):
+    file, drafter = str(models / "file.gguf"), str(models / "drafter")
+    out = measured("generate", "--model", file, "--drafter", drafter, "--compare", "--json", PROMPT)[0]
+    assert (out["model"], out["compare"]["equal"]) == (file, True)
+    assert out["dtype"] == "bfloat16"
+    code, _, err = ran("generate", "--model", file, "--draft-model", file, "--max-new-tokens", "4", PROMPT)
+    assert code == 0, err
+    assert "GGUF tensors" not in err  # a progress bar of transformers
+    assert "holds no drafter: give one (--drafter D)" in fails(capsys, "generate", "--model", file, PROMPT)
+    assert "a smaller model drafts with --draft-model" in fails(
+        capsys, "generate", "--model", str(models / "hf"), "--drafter", file, PROMPT
+    )
+
+
+def test_a_drafter_is_trained_for_a_gguf_file(models, tmp_path):
+    file, data, output = str(models / "file.gguf"), tmp_path / "rows.jsonl", str(tmp_path / "drafter")
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:8]))
+    options = ["--model", file, "--data", str(data), "--cpu", "--length", "32", "--batch-size", "2"]
+    code, _, err = ran("train", *options, "--steps", "2", "--output", output, "--validate-prompts", "0")
+    assert code == 0, err
+    document = measured("info", file, "--drafter", output, "--json")[0]
+    assert document["fits"] is True
+    assert document["drafter"]["base_model"].endswith("file.gguf")
+
+
+def test_info_describes_a_gguf_file_and_a_drafter_for_it(models):
+    document = measured("info", str(models / "file.gguf"), "--drafter", str(models / "drafter"), "--json")[0]
+    model, stock = document["model"], load_model(models / "hf", **LOAD)
+    assert (document["kind"], document["fits"]) == ("model", True)
+    assert model["parameters"] == sum(parameter.numel() for parameter in stock.parameters())
+    assert (model["stored_as"], model["layers"], model["vocabulary"]) == ("Q8_0, F32", 2, 300)
+    assert model["loaded_as"].startswith("bfloat16")
+    assert model["target"].startswith("yes")
+    assert document["converts_to"]["redrafter"] == "yes"
+    assert "quantised" in document["converts_to"]["trtllm"]
+
+
+def test_convert_merges_a_gguf_file_with_its_drafter(models, tmp_path):
+    base, drafter, output = str(models / "file.gguf"), str(models / "drafter"), tmp_path / "merged"
+    words = ["--base-model-checkpoint-dir", base, "--drafter-model-dir", drafter, "--output-dir", str(output)]
+    assert ran("convert", *words)[0] == 0
+    assert sorted(entry.name for entry in output.iterdir()) == ["drafter", "file.gguf", "redrafter.json"]
+    engine = ReDrafter.from_pretrained(output)
+    ids = load_tokenizer(output)(PROMPT, return_tensors="pt").input_ids
+    whole = ReDrafter.from_pretrained(base, drafter).generate(ids, max_new_tokens=NEW)
+    assert torch.equal(engine.generate(ids, max_new_tokens=NEW), whole)
+    assert measured("info", str(output), "--json")[0]["kind"] == "merged checkpoint"
+    assert ran("convert", *words, "--overwrite")[0] == 0
+
+
+def test_a_directory_with_several_files_is_refused_with_their_names(alone, tmp_path, capsys):
+    shutil.copy(alone, tmp_path / "two.gguf")
+    line = fails(capsys, "generate", "--model", str(tmp_path), "--prompt-lookup", PROMPT)
+    assert f"holds several GGUF files, one.gguf, two.gguf: give one of them, such as {alone}" in line
+
+
+@pytest.mark.parametrize("command", ["generate", "info"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda data: data[:-64], "is truncated: it has"),
+        (lambda data: data[:3000], "is truncated or damaged"),
+        (lambda data: data[:20], "is truncated or damaged"),
+        (lambda data: b"", "is not a GGUF file"),
+        (lambda data: b"PK" + data, "is not a GGUF file"),
+    ],
+)
+def test_a_file_that_is_cut_short_or_something_else_is_refused_on_one_line(alone, capsys, command, content, message):
+    alone.write_bytes(content(alone.read_bytes()))
+    words = ["--model", str(alone), "--prompt-lookup", PROMPT] if command == "generate" else [str(alone)]
+    assert message in fails(capsys, command, *words)
+
+
+def test_an_architecture_that_transformers_does_not_read_is_refused_by_name(models, tmp_path, capsys):
+    model = load_model(models / "hf", **LOAD)
+    file = write_gguf(tmp_path / "a.gguf", model, load_tokenizer(models / "hf"), architecture="plamo")
+    for words in (["generate", "--model", str(file), "--prompt-lookup", PROMPT], ["info", str(file)]):
+        assert "is a plamo model, an architecture that transformers does not read" in fails(capsys, *words)
+    with pytest.raises(CheckpointError, match="is a plamo model"):
+        load_model(file, **LOAD)
+
+
+def test_a_missing_package_is_named_with_what_to_type(models, monkeypatch):
+    monkeypatch.setattr("redrafter.files.gguf_file.find_spec", lambda name: None)
+    for load in (load_tokenizer, load_config, lambda file: load_model(file, **LOAD)):
+        with pytest.raises(MissingDependencyError, match=r"package gguf, .*pip install '\.\[gguf\]'"):
+            load(models / "file.gguf")
+
+
+def test_a_gguf_file_is_not_split(models):
+    with pytest.raises(UnsupportedError, match="is a GGUF file, which is read whole"):
+        load_model(models / "file.gguf", tp_size=2, **LOAD | {"device": None})

@@ -1,0 +1,112 @@
+"""GGUF files of tiny models, written with llama.cpp's own package."""
+
+import json
+from pathlib import Path
+
+import gguf
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from helpers.command_line import TEMPLATE
+from helpers.models import tiny_model, with_spread_weights
+from helpers.tokenizers import TEXTS, byte_level
+from redrafter import DrafterConfig, RecurrentDrafter
+from redrafter.checkpoints.drafters import embedding_norms
+
+CONTROL, NORMAL = 3, 1  # types of tokens
+LAYER = {  # names of a Llama's weights in its layers, and llama.cpp's
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def write_gguf(
+    file: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    architecture: str = "llama",
+    matrices: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    end_of_turn: int | None = None,
+) -> Path:
+    """Write a Llama and a byte-level tokenizer as llama.cpp's converter does, and return the file."""
+    config = model.config
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([CONTROL if token in tokenizer.all_special_tokens else NORMAL for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in state["model"]["merges"]])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_add_bos_token(False)
+    if end_of_turn is not None:
+        writer.add_eot_token_id(end_of_turn)
+    writer.add_chat_template(tokenizer.chat_template)
+
+    def add(name: str, weight: Tensor) -> None:
+        kind = matrices if weight.dim() > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quantize(weight.detach().float().numpy(), kind), raw_dtype=kind)
+
+    weights = model.state_dict()
+    add("token_embd.weight", weights["model.embed_tokens.weight"])
+    add("output_norm.weight", weights["model.norm.weight"])
+    if not config.tie_word_embeddings:
+        add("output.weight", weights["lm_head.weight"])
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for layer in range(config.num_hidden_layers):
+        for theirs, name in LAYER.items():
+            weight = weights[f"model.layers.{layer}.{theirs}.weight"]
+            if name in heads:  # llama.cpp turns neighbouring numbers of a head, transformers its halves
+                weight = weight.unflatten(0, (heads[name], 2, -1)).transpose(1, 2).reshape(weight.shape)
+            add(f"blk.{layer}.{name}.weight", weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def make_models(folder: Path) -> Path:
+    """Write `hf`, a Llama of dequantised weights, `file.gguf`, the same in Q8_0, and a `drafter` for both."""
+    tokenizer = byte_level(TEXTS, 300)
+    tokenizer.chat_template = TEMPLATE
+    shape = {"vocab_size": 300, "intermediate_size": 64, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 1}
+    model = with_spread_weights(tiny_model("llama", **shape, pad_token_id=None))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(dequantised(parameter, gguf.GGMLQuantizationType.Q8_0))
+    model.save_pretrained(folder / "hf")
+    tokenizer.save_pretrained(folder / "hf")
+    write_gguf(folder / "file.gguf", model, tokenizer, matrices=gguf.GGMLQuantizationType.Q8_0)
+    torch.manual_seed(0)
+    norms = embedding_norms(model.get_input_embeddings())
+    config = DrafterConfig(vocab_size=300, hidden_size=32, base_embedding_norms=norms)
+    RecurrentDrafter(config).save_pretrained(folder / "drafter")
+    return folder
+
+
+def dequantised(weight: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
+    """Return a weight as it comes back from a format."""
+    return torch.from_numpy(gguf.dequantize(gguf.quantize(weight.detach().float().numpy(), kind), kind))
