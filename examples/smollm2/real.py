@@ -70,6 +70,7 @@ def main() -> int:
     transformers.logging.disable_progress_bar()
     prompts = encode(read_prompts(args.prompts)[: args.count], load_tokenizer(args.model))
 
+    room = max(map(len, prompts)) + args.max_new_tokens  # a paged cache is taken for 64 sequences of that length
     makers: dict[str, Callable[..., Engine]] = {
         "ReDrafter": lambda **load: ReDrafter.from_pretrained(args.model, args.drafter, **load),
         "DraftTarget": lambda **load: DraftTarget.from_pretrained(args.model, args.draft_model, **load),
@@ -89,7 +90,7 @@ def main() -> int:
             print(f"model.generate in {dtype}: {sum(map(len, expected)) / seconds:.1f} tokens/s", flush=True)
             del model
         for name, make in makers.items():
-            engine = make(dtype=dtype, device=args.device, batch_invariant=invariant)
+            engine = make(dtype=dtype, device=args.device, batch_invariant=invariant, max_seq_len=room)
             for speculate in (True, False):  # what runs for the first time takes longer
                 engine.generate(torch.tensor([prompts[0]]), speculate=speculate, do_sample=False, max_new_tokens=8)
             if not plain_seconds:  # the same for all engines
