@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from redrafter.cli.printer import Printer, use_color
 from redrafter.data.prompts import turns_before_answer
 from redrafter.data.rows import Row
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
+from redrafter.files.gguf_file import is_gguf
 from redrafter.measure.differences import first_difference
 from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
 from redrafter.measure.report import conditions
@@ -167,11 +169,13 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     try:
         if args.prompts:
             prompts = list(args.prompts)
-            model = next((prompt for prompt in prompts if Path(prompt, "config.json").is_file()), None)
+            # os.path, since pathlib raises for a text that is too long for a name.
+            models = (x for x in prompts if os.path.isfile(os.path.join(x, "config.json")) or is_gguf(x))
+            model = next(models, None)
             if model is not None and not hasattr(args, "model"):
                 words = ["redrafter", "generate", "--model", model, *(word for word in prompts if word != model)]
                 raise ArgumentError(
-                    f"{model} is the directory of a model, and would be a text that the pair in the box continues: "
+                    f"{model} is a model, and would be a text that the pair in the box continues: "
                     f"type {shlex.join(words)}; to continue that text, pipe it in"
                 )
         elif args.file is not None:

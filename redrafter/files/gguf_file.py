@@ -3,6 +3,7 @@
 transformers dequantises the weights when it reads them, so that a model from a GGUF file is a plain one.
 """
 
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,11 @@ _TEXT, _LIST = 8, 9  # types of metadata, and struct's letters of those that are
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 # Keys of the ids that end a turn where that is not the end token, as in Gemma's and Llama 3's files.
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+
+
+def is_gguf(name: str) -> bool:
+    """Return whether there is a file of that name with the ending of GGUF files."""
+    return name.endswith(SUFFIX) and os.path.isfile(name)
 
 
 def find_gguf(name: str | Path) -> Path | None:

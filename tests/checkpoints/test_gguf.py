@@ -137,6 +137,7 @@ def test_commands_take_a_gguf_file(models, capsys):
     code, _, err = ran("generate", "--model", file, "--draft-model", file, "--max-new-tokens", "4", PROMPT)
     assert code == 0, err
     assert "GGUF tensors" not in err  # a progress bar of transformers
+    assert f"type redrafter generate --model {file}" in fails(capsys, "generate", file, PROMPT)
     assert "holds no drafter: give one (--drafter D)" in fails(capsys, "generate", "--model", file, PROMPT)
     assert "a smaller model drafts with --draft-model" in fails(
         capsys, "generate", "--model", str(models / "hf"), "--drafter", file, PROMPT

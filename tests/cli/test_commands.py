@@ -292,10 +292,15 @@ def test_a_base_alone_is_told_what_the_command_has(folder, capsys, command, othe
     assert [flag in err for flag in ("--draft-model", "--prompt-lookup", "--no-speculate")] == [others] * 3
 
 
+def test_a_prompt_may_be_longer_than_a_file_name():
+    code, _, err = ran("generate", "--max-new-tokens", "1", "ja " * 100)
+    assert code == 0, err
+
+
 def test_a_prompt_that_is_a_models_directory_is_asked_about(folder, capsys, monkeypatch):
     base = str(folder / "base")
     err = fails(capsys, "generate", base, "once upon", "--max-new-tokens", "3")
-    assert f"{base} is the directory of a model" in err
+    assert f"{base} is a model, and would be a text" in err
     assert f"type redrafter generate --model {base} 'once upon'; to continue that text, pipe it in" in err
     assert main(["generate", "--max-new-tokens", "3", "--model", str(folder / "merged"), base]) == 0
 
