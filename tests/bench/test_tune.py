@@ -15,7 +15,7 @@ from redrafter.bench.standing_batch import at_size
 from redrafter.bench.tuner import NO_MEMORY, Timing, Tuner, candidates, choose, deeper, table
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.cli import main
-from redrafter.convert.info import describe
+from redrafter.convert.describe import describe
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.call import Call
