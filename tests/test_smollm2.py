@@ -43,4 +43,4 @@ def test_every_engine_is_compared_with_generate(models):
     out, _ = run("real.py", "--model", models / "hf", "--drafter", models / "drafter", *words)
     for name in ("undrafted", "ReDrafter", "DraftTarget", "PromptLookup"):
         assert f"{name}, float32: 2 of 2 answers equal to model.generate" in out
-        assert f"{name}, bfloat16: 2 of 2 answers equal to undrafted decoding" in out
+        assert name == "undrafted" or f"{name}, bfloat16: 2 of 2 answers equal to undrafted decoding" in out
