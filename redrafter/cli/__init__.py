@@ -68,9 +68,9 @@ def _run(argv: list[str]) -> int:
 
 def _check(args: argparse.Namespace, option_types: Sequence[type]) -> None:
     """Check values of options and what they name, as far as is possible before a model is loaded."""
-    if hasattr(args, "url"):  # --model is a name that servers know
-        option_types = [kind for kind in option_types if kind is not LoadOptions]
-    check_paths(*(read_options(kind, args) for kind in option_types))
+    # With --url, --model is a name that servers know; without it, the command refuses options of servers by name.
+    unchecked = LoadOptions if hasattr(args, "url") else ServerOptions
+    check_paths(*(read_options(kind, args) for kind in option_types if kind is not unchecked))
     if getattr(args, "file", None) is not None and not args.prompts:
         check_file(args.file, "--file")
     for image in getattr(args, "image", ()):

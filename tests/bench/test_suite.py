@@ -175,7 +175,7 @@ def test_a_difference_is_shown(suite, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--suite {suite} --prompts p.txt", "--prompts has no meaning with --suite: leave it out"),
+        ("--suite {suite} --prompts {suite}/question.jsonl", "--prompts has no meaning with --suite: leave it out"),
         ("--suite {suite} --prompt-tokens 9", "--prompt-tokens has no meaning with --suite"),
         ("--suite {folder}", "holds no .jsonl"),
         ("--suite {folder}/gone", "gone is no directory"),

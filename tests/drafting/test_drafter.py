@@ -208,9 +208,9 @@ def change_config(**changes):
         (change_config(hidden_size=16), r"missing keys input_proj\.bias"),
         (
             lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:5000]),
-            "cannot load a drafter",
+            r"its tensors have \d+ bytes, and 3928 are there",
         ),
-        (lambda folder: (folder / WEIGHTS).unlink(), "cannot load a drafter"),
+        (lambda folder: (folder / WEIGHTS).unlink(), r"has no model\.safetensors"),
         (lambda folder: (folder / "config.json").unlink(), r"no config\.json"),
     ],
     ids=range(7),

@@ -20,6 +20,12 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def engine_of(server: int) -> int:
+    """The process of a server's engine; others encode long texts and images."""
+    [engine] = [child for child in children(server) if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return engine
+
+
 def cpu_seconds(pid: int) -> float:
     """The processor time of a process and of those that it started, which other work on the machine hardly changes."""
     process = psutil.Process(pid)

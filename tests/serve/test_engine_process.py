@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from helpers.processes import children, soon
+from helpers.processes import children, engine_of, soon
 from helpers.serving import Program
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import CheckpointError
@@ -30,11 +30,6 @@ def mortal() -> Iterator[Program]:
     program.process.wait()
 
 
-def engine_of(program: Program) -> int:
-    [engine] = children(program.process.pid)
-    return engine
-
-
 def events(answer: httpx.Response) -> Iterator[dict]:
     lines = (line for line in answer.iter_lines() if line)
     return (json.loads(line.removeprefix("data: ")) for line in lines)
@@ -44,7 +39,7 @@ def test_an_engine_that_is_killed_ends_its_streams_and_the_server(mortal):
     with httpx.stream("POST", f"{mortal.url}/v1/completions", json=ENDLESS, timeout=300) as answer:
         parts = events(answer)
         assert next(parts)["choices"]
-        os.kill(engine_of(mortal), signal.SIGKILL)
+        os.kill(engine_of(mortal.process.pid), signal.SIGKILL)
         *_, last = parts
     assert "the engine's process was ended by SIGKILL" in last["error"]["message"]
     assert mortal.process.wait(timeout=300) == 2
@@ -53,7 +48,7 @@ def test_an_engine_that_is_killed_ends_its_streams_and_the_server(mortal):
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_leaves_no_engine(mortal):
-    engine = engine_of(mortal)
+    engine = engine_of(mortal.process.pid)
     with httpx.stream("POST", f"{mortal.url}/v1/completions", json=ENDLESS, timeout=300) as answer:
         parts = events(answer)
         assert next(parts)["choices"]
@@ -101,6 +96,6 @@ def test_an_engine_that_still_loads_ends_with_its_server(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_for_the_server_leave_its_engine_alone(program, number):
-    os.kill(engine_of(program), number)
+    os.kill(engine_of(program.process.pid), number)
     body = {"prompt": "The sea", "max_tokens": 5}
     assert program.post("/v1/completions", body).status_code == 200

@@ -18,7 +18,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
 from helpers.chats import tiny_tokenizer
-from helpers.processes import children, cpu_seconds, soon
+from helpers.processes import children, cpu_seconds, engine_of, soon
 from helpers.serving import Program, offline, text_of
 from redrafter import ArgumentError
 from redrafter.grammar.grammar import GrammarProcess, zygote_for
@@ -183,8 +183,8 @@ def complete(program: Program, spec: object, timeout: Any = 300, **more: Any) ->
 
 def forked(program: Program) -> list[int]:
     """The processes of the server's grammars."""
-    [engine] = children(program.process.pid)
-    return [child for zygote in children(engine) for child in children(zygote)]
+    zygotes = children(engine_of(program.process.pid))
+    return [child for zygote in zygotes for child in children(zygote)]
 
 
 @pytest.mark.slow

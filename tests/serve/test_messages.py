@@ -640,7 +640,7 @@ def test_tokens_are_counted_as_they_are_read(claude, program):
             [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}],
             "does not belong in a mess",
         ),
-        ("messages", [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}], "fetches nothing"),
+        ("messages", [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}], "takes no images"),
         (
             "messages",
             [

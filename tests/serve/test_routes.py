@@ -62,8 +62,9 @@ class Service:
         load = SimpleNamespace(running=0, asleep=False, drafter=0)
         self.engine = SimpleNamespace(alive=True, load=load, change_engine=self._change)
 
-    async def _change(self, kind: str, path: str | None) -> None:
+    async def _change(self, kind: str, path: str | None) -> tuple[str, ...]:
         self.changes.append(kind)
+        return ()
 
     def check_model(self, name: str) -> None:
         pass
