@@ -55,7 +55,7 @@ def test_sequences_side_by_side_write_what_each_writes_alone(feature, engine, sc
         accepted = sum(sequence.stats.accepted for sequence in sequences)
         steps = sum(sequence.stats.draft_steps for sequence in sequences)
         # Of an untrained drafter hardly any are; sequences that share the nodes of a step verify few each.
-        assert accepted > steps / 4, "few drafts are accepted"
+        assert accepted > (0.25 if "shared" in engine else 0.8) * steps, "few drafts are accepted"
     if dense:
         return
     nothing_is_held(served)
