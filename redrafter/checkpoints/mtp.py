@@ -17,8 +17,7 @@ from transformers.utils.hub import cached_file
 
 from redrafter.attention.tree_attention import replacement_for
 from redrafter.checkpoints.mtp_layer import FoundLayer, find_layer
-from redrafter.drafting.drafter_config import MTPConfig
-from redrafter.drafting.mtp import ATTENTION_NAME, DraftedEntries, MTPDrafter, Past
+from redrafter.drafting.mtp import ATTENTION_NAME, DraftedEntries, MTPConfig, MTPDrafter, Past
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.gguf_file import SUFFIX

@@ -23,14 +23,14 @@ from redrafter.checkpoints.merged import Defaults, boxed_pair
 from redrafter.checkpoints.mtp_layer import find_layer
 from redrafter.convert.info import Stored, batch_invariant, drafter_facts, model_facts
 from redrafter.convert.plan import possible_formats
-from redrafter.drafting.assistant import AssistantConfig
-from redrafter.drafting.drafter_config import MTPConfig
+from redrafter.drafting.drafter_types import drafter_class
+from redrafter.drafting.mtp import MTPConfig
 from redrafter.engine.tuning import drafter_fingerprint, fingerprint_of_sizes, tuning_folder, tunings_of
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
-from redrafter.formats.sources import FOREIGN, SourceBase, SourceDrafter, is_pair, open_base, open_drafter
-from redrafter.formats.tensors import LazyTensor, open_directory
+from redrafter.formats.sources import FOREIGN, SourceBase, SourceDrafter, is_pair, open_base, open_drafter, read_own
+from redrafter.formats.tensors import LazyTensor
 from redrafter.model.recurrent_layers import layer_tensors
 from redrafter.model.supported import check_states_found, check_supported, config_width, stored_shapes
 from redrafter.version import __version__
@@ -53,17 +53,13 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
     directory = _locate(name)
     kind = kind_of(directory)
     document: dict[str, Any] = {"path": str(directory), "kind": kind}
+    if kind == "drafter" and not drafter_class(directory).made_from_config:
+        return document | {"drafter": _describe_drafter(read_own(directory))}
     if kind in ("drafter", "Apple drafter", *FOREIGN):
         if drafter_name is not None:
             raise ArgumentError(f"{name} is a drafter itself: give the model first, and the drafter with --drafter")
         drafter = open_drafter(directory)
         return document | {"drafter": _describe_drafter(drafter), "converts_to": possible_formats(drafter)}
-    if kind == "assistant":
-        assistant = SourceDrafter(
-            directory, kind, AssistantConfig.from_pretrained(directory), open_directory(directory), Defaults()
-        )
-        layers = {"layers": assistant.config.text_config.get("num_hidden_layers")}
-        return document | {"drafter": _describe_drafter(assistant) | layers}
     base = open_base(directory)
     document["model"] = _describe_model(base)
     if drafter_name is not None:

@@ -19,12 +19,12 @@ from redrafter.checkpoints.mtp_layer import find_layer
 from redrafter.errors import ArgumentError
 from redrafter.files.checkpoint_kind import (
     DRAFTER_FOLDER,
-    DRAFTER_KINDS,
     SHAPE_FILE,
     check_path,
     kind_of,
     read_json,
 )
+from redrafter.files.drafter_kinds import drafter_kinds
 from redrafter.files.gguf_file import find_gguf
 from redrafter.files.headers import DTYPE_NAMES, Header, read_headers
 
@@ -47,7 +47,8 @@ def describe_files(directory: Path) -> dict[str, Any] | None:
     kind = kind_of(directory)
     document: dict[str, Any] = {"path": str(directory), "kind": kind}
     if kind == "drafter":
-        return document | {"drafter": _describe_drafter(directory), "unchecked": UNCHECKED}
+        drafter = _describe_drafter(directory)
+        return None if drafter is None else document | {"drafter": drafter, "unchecked": UNCHECKED}
     if kind not in ("model", "merged checkpoint") or find_gguf(directory) is not None:
         return None
     headers = read_headers(directory)
@@ -57,9 +58,10 @@ def describe_files(directory: Path) -> dict[str, Any] | None:
     document["model"] = model
     if kind == "merged checkpoint":
         folder = directory / DRAFTER_FOLDER
-        if kind_of(folder) != "drafter":
+        drafter = _describe_drafter(folder) if kind_of(folder) == "drafter" else None
+        if drafter is None:
             return None
-        config, drafter = read_json(folder / "config.json"), _describe_drafter(folder)
+        config = read_json(folder / "config.json")
         share = drafter["parameters"] / max(model["parameters"], 1)
         document["drafter"] = {"path": str(folder)} | drafter | {"share_of_model": round(share, 4)}
         defaults = Defaults.read(directory / SHAPE_FILE)
@@ -131,9 +133,11 @@ def drafter_facts(kind: str, tensors: Stored, config: Mapping[str, Any]) -> dict
     }
 
 
-def _describe_drafter(directory: Path) -> dict[str, Any]:
+def _describe_drafter(directory: Path) -> dict[str, Any] | None:
     config = read_json(directory / "config.json")
-    return drafter_facts(DRAFTER_KINDS[config["model_type"]], _stored(read_headers(directory)), config)
+    if "vocab_size" not in config:  # a config of transformers, which the drafter's class reads
+        return None
+    return drafter_facts(drafter_kinds()[config["model_type"]].name, _stored(read_headers(directory)), config)
 
 
 def _stored(headers: Mapping[str, Header]) -> Stored:
@@ -159,7 +163,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="redrafter info",
         description="Describe a model, a drafter or a pair by the configs and the headers of the weights of Hugging\n"
-        "Face models, GGUF files, merged checkpoints, drafters of redrafter and of Apple, EAGLE-3 heads, and\n"
+        "Face models, GGUF files, merged checkpoints, drafters of redrafter and of other projects, and\n"
         "TensorRT-LLM checkpoints; with --check or --drafter, also whether they fit each other, and what they can be\n"
         "converted to. Without MODEL, describes the boxed pair and prints the versions of the libraries.",
         epilog="example:\n  redrafter info my-base --drafter my-drafter",

@@ -17,10 +17,11 @@ from redrafter.checkpoints.drafters import check_beams, draft_length_warning
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.convert.config import ConvertConfig
 from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
-from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture
+from redrafter.drafting.drafter_types import DrafterArchitecture
 from redrafter.drafting.shortlist import low_rank_factors
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
+from redrafter.files.drafter_kinds import drafter_kinds
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
 from redrafter.formats import apple, dflash, eagle, trtllm
@@ -183,7 +184,7 @@ def _plan_drafter(
     config.draft_len_per_beam = shape.draft_len_per_beam or config.draft_len_per_beam
     tensors = _cast_floats(drafter.tensors, dtype)
     config.dtype = replace(drafter, tensors=tensors).dtype
-    config.architectures = [DRAFTER_CLASSES[config.model_type].__name__]
+    config.architectures = [drafter_kinds()[config.model_type].class_name]
     # Its model card and its training record; drafters that come in another project's format have neither.
     documents = [drafter.directory / name for name in ("README.md", "training.json")]
     ours = drafter.kind in ("drafter", "merged checkpoint")
@@ -373,9 +374,9 @@ def _without_copies(drafter: SourceDrafter, base: SourceBase | None) -> SourceDr
     """Return a drafter without its embedding table and its head where they are the base's, which it then shares."""
     tables = {} if base is None else base.tensors
     shared = [x for name, x in tables.items() if name.endswith((dflash.HEAD, eagle.EMBEDDING))]
-    for name, flag in ((eagle.EMBEDDING, "own_embedding"), (dflash.HEAD, "own_head")):
+    for name, flag in drafter.config.own_tables.items():
         own = drafter.tensors.get(name)
-        if own is None or not getattr(drafter.config, flag, False) or not any(eagle.is_same(own, x) for x in shared):
+        if own is None or not any(eagle.is_same(own, x) for x in shared):
             continue
         config = deepcopy(drafter.config)
         setattr(config, flag, False)

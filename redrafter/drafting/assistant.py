@@ -22,10 +22,11 @@ from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.decoder_parts import of_beams
 from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel
+from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.errors import CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.atomic_file import share_weights
-from redrafter.files.checkpoint_kind import ASSISTANT_MODEL_TYPES, load_error
+from redrafter.files.checkpoint_kind import load_error
 from redrafter.files.stored_tensors import read_directory
 from redrafter.kernels.cache_format import read_slots
 from redrafter.model.target import Target
@@ -41,17 +42,20 @@ class AssistantConfig(AnyDrafterConfig):
     Attributes:
         text_config: The config of its decoder.
         backbone_hidden_size: D, hidden size of the target.
+        layers: Layers of its decoder.
     """
 
-    model_type, kind = ASSISTANT_MODEL_TYPES[0], "assistant"
+    model_type = "gemma4_assistant"
 
     text_config: dict[str, Any] = field(default_factory=dict)
     backbone_hidden_size: int = 0
+    layers: int = 0
     draft_beams: int = 3
     draft_len_per_beam: int = 4
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.hidden_size, self.vocab_size = self.backbone_hidden_size, self.text_config.get("vocab_size", 0)
+        self.layers = self.text_config.get("num_hidden_layers", 0)
         super().__post_init__(**kwargs)
 
 
@@ -89,11 +93,13 @@ class Shared:
     seen: Tensor
 
 
+@register_drafter("assistant", "gemma4_assistant", "gemma4_unified_assistant")
 class AssistantDrafter(DrafterModel):
     """An assistant, which transformers computes."""
 
     config_class = AssistantConfig
     config: AssistantConfig
+    made_from_config = False
 
     def __init__(self, config: AssistantConfig, assistant: Any):
         """Wrap transformers' model of an assistant."""
@@ -137,9 +143,6 @@ class AssistantDrafter(DrafterModel):
         self.assistant.save_pretrained(save_directory, *args, **kwargs)
         share_weights(Path(save_directory))
 
-    def stored_layer(self, target: Target, compiled: bool) -> None:
-        """Return None: all that is attended to the target stores for itself."""
-
     def check_search(self, target: Target, depth: int) -> None:
         """Raise as `layers_shared` does."""
         self.layers_shared(target)
@@ -182,10 +185,6 @@ class AssistantDrafter(DrafterModel):
     def told_by(self) -> nn.Module:
         """The product whose norms tell the assistant from one that was trained anew."""
         return cast("nn.Module", self.assistant.pre_projection)
-
-    def draft_bytes(self, depth: int) -> int:
-        """Return the bytes of the weights that a draft of `depth` search steps reads, of its head all ids."""
-        return depth * sum(weight.nbytes for weight in self.parameters())
 
     def step(
         self, embedding: Tensor, hidden: Tensor, position: Tensor, shared: Mapping[str, Shared]

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AutoModel
 
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.context_attention import BACKENDS
 from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, of_beams
 from redrafter.drafting.dflash_config import DFlashConfig
-from redrafter.drafting.drafter_model import DrafterModel, ReadAt, drafter_layer, layer_bytes
+from redrafter.drafting.drafter_model import drafter_layer, layer_bytes
+from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import SearchProposer, State
+from redrafter.drafting.text_drafters import ReadAt, ReplayableDrafter
 from redrafter.errors import ArgumentError
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.target import Target
@@ -202,13 +203,13 @@ class _Selector(nn.Module):
         return empty.scatter(2, candidates.expand_as(chosen), chosen.to(logits.dtype))
 
 
-class DFlashDrafter(DrafterModel):
+@register_drafter("DFlash drafter", "redrafter_dflash")
+class DFlashDrafter(ReplayableDrafter):
     """A drafter of blocks; the target's embedding table and head are shared, unless it has its own."""
 
     config_class = DFlashConfig
     config: DFlashConfig
     identity_fields = ("model_type", "hidden_size", "vocab_size", "num_layers", "block_size")
-    text_commands = ("evaluate",)
 
     def __init__(self, config: DFlashConfig):
         """Make a drafter with random weights; see `DrafterModel`."""
@@ -285,7 +286,7 @@ class DFlashDrafter(DrafterModel):
         return keys, values
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
-        """Return what gives the keys and values before positions of texts; see `DrafterModel.read_texts`."""
+        """Return what gives the keys and values before positions of texts; see `ReplayableDrafter.read_texts`."""
         position, heads = torch.arange(tokens.shape[1], device=tokens.device), self.config.num_key_value_heads
         keys, values = self.remember(self.fuse_hidden(hidden), position.expand_as(tokens))  # [B, T, L H, d]
 
@@ -299,7 +300,7 @@ class DFlashDrafter(DrafterModel):
         return at
 
     def context_bytes(self, length: int, beams: int) -> int:
-        """Return the bytes of a layer's copies of a text, and of a block's scores; see `DrafterModel.context_bytes`."""
+        """Return the bytes of a layer's copies of a text, and of a block's scores."""
         config = self.config
         stored = 4 * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
         scores = 12 * config.block_size * config.num_attention_heads
@@ -328,9 +329,6 @@ class DFlashDrafter(DrafterModel):
         logits: Tensor = (head if self.lm_head is None else self.lm_head)(hidden) * config.logit_scale
         cap = config.logit_softcap
         return logits if cap is None else (logits / cap).tanh() * cap
-
-
-AutoModel.register(DFlashConfig, DFlashDrafter, exist_ok=True)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from typing import Any
 from transformers import AutoConfig
 
 from redrafter.drafting.drafter_config import LayerConfig, are_layers
-from redrafter.files.checkpoint_kind import DFLASH_MODEL_TYPE, DRAFTER_KINDS
 
 MARKOV_TYPES = ("vanilla", "gated", "rnn")
 CAUSAL = ("none", "sliding", "all")
@@ -44,8 +43,9 @@ class DFlashConfig(LayerConfig):
         selector_top_k: Candidates of each position among which it chooses.
     """
 
-    model_type, kind = DFLASH_MODEL_TYPE, DRAFTER_KINDS[DFLASH_MODEL_TYPE]
+    model_type = "redrafter_dflash"
     from_zero = ("mask_token_id",)
+    own_tables = LayerConfig.own_tables | {"lm_head.weight": "own_head"}
 
     num_layers: int = 1
     block_size: int = 16
@@ -104,4 +104,4 @@ class DFlashConfig(LayerConfig):
             self.require(name, positive, "be positive")
 
 
-AutoConfig.register(DFLASH_MODEL_TYPE, DFlashConfig, exist_ok=True)
+AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)

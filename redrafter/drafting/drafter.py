@@ -14,21 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
-from transformers import AutoModel
 
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.context_attention import ContextAttention, ContextWindow, PackedContext
 from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.drafting.drafter_model import (
-    DrafterModel,
-    GivenTexts,
-    ReadAt,
-    drafter_layer,
-    layer_bytes,
-    partial_linear,
-)
+from redrafter.drafting.drafter_model import drafter_layer, layer_bytes, partial_linear
+from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.drafting.shortlist import Shortlist
+from redrafter.drafting.text_drafters import GivenTexts, ReadAt, TrainableDrafter
 from redrafter.kernels.linear_operators import has_thin_kernel, residual_layer
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.target import Target
@@ -71,7 +65,8 @@ class _Residual(nn.Module):
         return x + silu(layer(x))
 
 
-class RecurrentDrafter(DrafterModel):
+@register_drafter("recurrent drafter", "redrafter")
+class RecurrentDrafter(TrainableDrafter):
     """The drafter's recurrence and head; the target's embedding table is shared and not stored.
 
     Attributes:
@@ -86,7 +81,6 @@ class RecurrentDrafter(DrafterModel):
     identity_fields = (
         *("hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "recurrence", "draft_vocab_size"),
     )
-    text_commands = ("train", "evaluate")
 
     def __init__(self, config: DrafterConfig):
         """Make a drafter with random weights; see `DrafterModel`."""
@@ -322,7 +316,7 @@ class RecurrentDrafter(DrafterModel):
         return x, state
 
     def unroll(self, texts: GivenTexts) -> Tensor:
-        """Unroll the recurrence over given texts; see `DrafterModel.unroll`."""
+        """Unroll the recurrence over given texts; see `TrainableDrafter.unroll`."""
         features, embedding, anchors, context = texts.features, texts.embedding, texts.anchors, None
         if self.context is None:
             hidden = self.fuse_hidden(features.flatten(0, 1)[anchors])  # [A, D]
@@ -343,7 +337,7 @@ class RecurrentDrafter(DrafterModel):
         return super().trained_heads(x) + ([] if rough is None else [(rough.proj(x.detach()), rough.head.weight)])
 
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
-        """Return about how many bytes `unroll` keeps; see `DrafterModel.unroll_bytes`."""
+        """Return about how many bytes `unroll` keeps; see `TrainableDrafter.unroll_bytes`."""
         config, positions = self.config, rows * length
         parts = {"the drafter's states": positions * 4 * steps * config.exit_dim * (2 + config.num_draft_layers)}
         if config.context_window is not None:
@@ -354,7 +348,7 @@ class RecurrentDrafter(DrafterModel):
         return dict(parts)
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt | None:
-        """Return what gives the windows of positions of texts; see `DrafterModel.read_texts`."""
+        """Return what gives the windows of positions of texts; see `ReplayableDrafter.read_texts`."""
         if self.context is None:
             return None
         position = torch.arange(tokens.shape[1], device=tokens.device)
@@ -367,7 +361,7 @@ class RecurrentDrafter(DrafterModel):
         return at
 
     def context_bytes(self, length: int, beams: int) -> int:
-        """Return the bytes of a window, which is copied once, and of its scores; see `DrafterModel.context_bytes`."""
+        """Return the bytes of a window, which is copied once, and of its scores."""
         config = self.config
         stored = 4 * config.context_kv_heads * config.context_head_dim * self.dtype.itemsize
         return min(config.context_window or 0, length) * (stored + 12 * beams * config.context_heads)
@@ -378,9 +372,6 @@ class RecurrentDrafter(DrafterModel):
             self.embedded = None
         super().train(mode)
         return self
-
-
-AutoModel.register(DrafterConfig, RecurrentDrafter, exist_ok=True)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from redrafter.drafting.recurrent_form import (
     check_context_heads,
 )
 from redrafter.errors import ArgumentError, MismatchError
-from redrafter.files.checkpoint_kind import DRAFTER_KINDS, EAGLE_MODEL_TYPE, MODEL_TYPE, MTP_MODEL_TYPE
+from redrafter.files.drafter_kinds import drafter_kinds
 
 MEASURED_NODES = 26  # of a tree, that searches are compared at: on a GPU they cost a step hardly more than one
 MAX_SIZE, MAX_LAYERS = 2**31 - 1, 1024  # of a width or a vocabulary; of residual layers
@@ -49,8 +49,8 @@ class AnyDrafterConfig(PretrainedConfig):
             for another base.
     """
 
-    kind: ClassVar[str]
     from_zero: ClassVar[tuple[str, ...]] = ()  # integers that may be 0; all others are at least 1
+    own_tables: ClassVar[dict[str, str]] = {}  # flags of tables that may be the target's, by the tensors' names
 
     vocab_size: int = 0
     hidden_size: int = 0
@@ -67,6 +67,11 @@ class AnyDrafterConfig(PretrainedConfig):
             if isinstance(value, tuple):
                 setattr(self, name, list(value))  # as a saved config has it
         super().__post_init__(**kwargs)
+
+    @property
+    def kind(self) -> str:
+        """What drafters with such a config are called in messages."""
+        return drafter_kinds()[self.model_type].name
 
     @classmethod
     def names_of(cls, kind: Any) -> list[str]:
@@ -134,7 +139,7 @@ class DrafterConfig(AnyDrafterConfig):
         source_config: What Apple's config says beside it, kept for the way back.
     """
 
-    model_type, kind = MODEL_TYPE, DRAFTER_KINDS[MODEL_TYPE]
+    model_type = "redrafter"
     from_zero = ("num_draft_layers",)
 
     exit_dim: int = None  # type: ignore[assignment]  # an integer once the config is made
@@ -165,7 +170,7 @@ class DrafterConfig(AnyDrafterConfig):
         self.require("target_layers", are_layers(self.target_layers), "be layer numbers that ascend")
 
 
-AutoConfig.register(MODEL_TYPE, DrafterConfig, exist_ok=True)
+AutoConfig.register(DrafterConfig.model_type, DrafterConfig, exist_ok=True)
 
 
 class LayerConfig(AnyDrafterConfig):
@@ -184,6 +189,8 @@ class LayerConfig(AnyDrafterConfig):
         mlp_bias: Whether the MLPs' products have biases.
         own_embedding: Whether the drafter has an embedding table of its own; else it reads the target's.
     """
+
+    own_tables: ClassVar[dict[str, str]] = {"embed_tokens.weight": "own_embedding"}
 
     intermediate_size: int = 0
     num_attention_heads: int = 1
@@ -229,7 +236,7 @@ class EagleConfig(LayerConfig):
         norm_output: Whether a draft reads the hidden state of the draft before it after the final norm.
     """
 
-    model_type, kind = EAGLE_MODEL_TYPE, DRAFTER_KINDS[EAGLE_MODEL_TYPE]
+    model_type = "redrafter_eagle3"
 
     width: int = 0
     qk_norm: bool = False
@@ -280,24 +287,4 @@ class EagleConfig(LayerConfig):
             )
 
 
-AutoConfig.register(EAGLE_MODEL_TYPE, EagleConfig, exist_ok=True)
-
-
-class MTPConfig(AnyDrafterConfig):
-    """Facts about an MTP layer beside its weights, both in the checkpoint of its base, and `AnyDrafterConfig`'s fields.
-
-    Attributes:
-        family: The names that its tensors have, one of those in `redrafter.checkpoints.mtp`.
-        hidden_first: Whether the layer's product reads `[hidden; embedding]`, in place of `[embedding; hidden]`.
-        first_embedding_is_zero: Whether the entry at position 0 reads zeros in place of an embedding.
-        layers: MTP layers in the checkpoint of the base, of which the first one drafts.
-    """
-
-    model_type, kind = MTP_MODEL_TYPE, "MTP layer"
-
-    family: str = ""
-    hidden_first: bool = False
-    first_embedding_is_zero: bool = False
-    layers: int = 1
-    draft_beams: int = 3
-    draft_len_per_beam: int = 4
+AutoConfig.register(EagleConfig.model_type, EagleConfig, exist_ok=True)

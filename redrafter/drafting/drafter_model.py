@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,8 @@ from redrafter.cache.kv_cache import LayerShape
 from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.int8_head import Int8Head
 from redrafter.drafting.low_rank import LowRankLinear
-from redrafter.drafting.proposer import SearchProposer
-from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
+from redrafter.drafting.proposer import PricedDrafter, SearchProposer
+from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.atomic_file import share_weights
 from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
 from redrafter.files.dtype_names import dtype_name
@@ -26,55 +26,28 @@ from redrafter.model.linear_layers import Float8Linear
 from redrafter.model.target import Target
 
 
-class GivenTexts(NamedTuple):
-    """Texts that a drafter drafts over from many of their positions at once, as the search drafts from their ends.
-
-    Attributes:
-        tokens: Token ids, `[B, T]` int64.
-        features: Hidden states of the tokens that the drafter reads, `[B, T, F]`.
-        embedding: The target's embeddings of the tokens, `[B, T, D]`.
-        segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
-        anchors: Flat positions of the A tokens whose hidden states predicted the pending tokens, `[A]` int64. Only
-            position 0 may occur several times.
-        position: Flat position of the token that each of K steps reads, `[A, K]` int64.
-    """
-
-    tokens: Tensor
-    features: Tensor
-    embedding: Tensor
-    segment: Tensor | None
-    anchors: Tensor
-    position: Tensor
-
-
-ReadAt: TypeAlias = Callable[[Tensor, Tensor], Any]
-"""Returns what a drafter reads of texts at positions; see `DrafterModel.read_texts`."""
-
-
-class DrafterModel(PreTrainedModel):
+class DrafterModel(PricedDrafter, PreTrainedModel):
     """A drafter with its weights. A subclass names the class of its config, and says how it drafts.
 
     Attributes:
-        draft_ids: The target's id of each of the drafter's ids, `[V']` int64; None where it has all ids.
+        made_from_config: Whether its config alone makes it, without weights; else it is neither trained nor converted.
         proposer_class: What drafts with it.
         identity_fields: Sizes and settings in its config that tell it from others.
         unquantized: What stays as it is where the drafter is quantised; None for nothing.
         int8_head: The head in 8 bits, for drafts on a CPU, after `prepare`; None where it is used as it is.
-        text_commands: Commands that draft over given texts with it: "evaluate" by `read_texts`, "train" by `unroll`.
     """
 
+    config: AnyDrafterConfig
     config_class: type[AnyDrafterConfig]
+    made_from_config: ClassVar[bool] = True
     proposer_class: ClassVar[type[SearchProposer]]
-    identity_fields: tuple[str, ...]
+    identity_fields: tuple[str, ...] = ("model_type", "hidden_size", "vocab_size")
     main_input_name = "embedding"
     base_model_prefix = "drafter"
-    lm_head: nn.Linear
-    draft_ids: Tensor | None
     unquantized: nn.Module | None = None
     int8_head: Int8Head | None = None
-    text_commands: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, config: Any):
+    def __init__(self, config: AnyDrafterConfig):
         """Make a drafter with random weights; a subclass adds its parts.
 
         Args:
@@ -98,7 +71,7 @@ class DrafterModel(PreTrainedModel):
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer | None:
         """Return what the drafter stores of every token, computed by torch.compile if asked and possible; or None."""
-        raise NotImplementedError
+        return None
 
     def proposer(
         self, target: Target, beams: int, depth: int, nodes: int, shared_nodes: int | None, compiled: bool
@@ -113,7 +86,7 @@ class DrafterModel(PreTrainedModel):
     def check_search(self, target: Target, depth: int) -> None:
         """Raise `UnsupportedError` for a target, or `ArgumentError` for a depth, that it cannot draft with."""
 
-    def placed(self, target: Target) -> Any:
+    def placed(self, target: Target) -> "DrafterModel":
         """Return the drafter on a target's device, in its dtype, in evaluation mode."""
         module: Any = self
         return module.to(target.device, target.dtype).eval()
@@ -142,71 +115,12 @@ class DrafterModel(PreTrainedModel):
         """The product, by rows, whose norms tell the drafter from one that was trained anew."""
         return self.lm_head
 
-    def draft_bytes(self, depth: int) -> int:
-        """Return the bytes of the drafter's own weights that a draft of `depth` search steps reads.
-
-        What reads the target's hidden state alone is read once; what is stored of committed tokens is not made then.
-        """
-        raise NotImplementedError
-
-    def target_head_reads(self, depth: int) -> int:
-        """Return how often a draft of `depth` search steps reads the target's head."""
-        return 0
-
     def index_ids(self) -> Tensor:
         """Return the drafter's id of each of the target's ids, `[V]` int64; -1 for those that it does not know."""
         every = torch.arange(self.config.vocab_size, device=self.device)
         if not isinstance(self.draft_ids, Tensor):
             return every
         return torch.full_like(every, -1).index_copy_(0, self.draft_ids, every[: len(self.draft_ids)])
-
-    def unroll(self, texts: GivenTexts) -> Tensor:
-        """Draft over given texts as the search does, and return the input of `lm_head` at each step, `[A, K, R]`."""
-        raise NotImplementedError
-
-    def trained_heads(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return products that learn from what `unroll` returns: inputs `[A, K, r]` and weights `[V', r]` of each.
-
-        The first one is the head.
-        """
-        return [(x, self.lm_head.weight)]
-
-    def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
-        """Return about how many bytes `unroll` keeps for the gradients of all positions of rows of `length` tokens.
-
-        They are named by what they are for, as `redrafter train --dry-run` shows them.
-        """
-        raise NotImplementedError
-
-    def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> "ReadAt | None":
-        """Read whole texts, in order to draft from many of their positions at once.
-
-        Args:
-            tokens: Token ids of texts, `[B, T]` int64.
-            hidden: Hidden states of the tokens that the drafter reads, `[B, T, F]`.
-            embedding: The target's embeddings of the tokens, `[B, T, D]`.
-
-        Returns:
-            What returns the `context` of `SearchProposer.search` for positions, given the row of each, `[A]` int64, and
-            the committed tokens before it, `[A]` int64; None where the drafter reads nothing of the text.
-        """
-        raise NotImplementedError
-
-    def check_follows_texts(self, command: str) -> None:
-        """Raise `UnsupportedError` unless the drafter drafts over given texts as a command needs it."""
-        if command not in self.text_commands:
-            kinds = "recurrent drafters and EAGLE-3 heads" + (", and DFlash drafters" if command == "evaluate" else "")
-            raise UnsupportedError(
-                f"`redrafter {command}` is for {kinds}, and this drafter is of the kind {self.config.kind}; "
-                "`redrafter bench` measures its tokens per step"
-            )
-
-    def context_bytes(self, length: int, beams: int) -> int:
-        """Return the bytes that a position of a text of `length` tokens takes in a search with what `read_texts` gives.
-
-        The search is one of `beams` beams; its scores over the vocabulary are not counted.
-        """
-        raise NotImplementedError
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]

@@ -1,55 +1,87 @@
-"""The types of drafters, by the `model_type` of their configs."""
+"""Registration of drafters, and drafters of the type that a config names."""
 
-import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from transformers import PretrainedConfig
+from transformers import AutoModel, PretrainedConfig
 
-from redrafter.drafting.assistant import AssistantConfig, AssistantDrafter
-from redrafter.drafting.dflash import DFlashDrafter
-from redrafter.drafting.dflash_config import DFlashConfig
-from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig, MTPConfig
-from redrafter.drafting.eagle import EagleDrafter
-from redrafter.drafting.mtp import MTPDrafter
-from redrafter.files.checkpoint_kind import ASSISTANT_MODEL_TYPES, check_drafter
+from redrafter.drafting.drafter_config import AnyDrafterConfig
+from redrafter.drafting.drafter_model import DrafterModel
+from redrafter.errors import CheckpointError, UnsupportedError
+from redrafter.files.checkpoint_kind import check_drafter, load_error
+from redrafter.files.drafter_kinds import DrafterKind, define_kind, drafter_kinds
 
-Drafter: TypeAlias = RecurrentDrafter | EagleDrafter | MTPDrafter | DFlashDrafter | AssistantDrafter
+Drafter: TypeAlias = DrafterModel
 """A drafter of any type."""
 
-DrafterArchitecture: TypeAlias = DrafterConfig | EagleConfig | MTPConfig | DFlashConfig | AssistantConfig
+DrafterArchitecture: TypeAlias = AnyDrafterConfig
 """The config of a drafter of any type."""
 
-# Those with checkpoints of their own.
-_KINDS: tuple[type[Drafter], ...] = (RecurrentDrafter, EagleDrafter, DFlashDrafter)
-DRAFTER_CLASSES = {kind.config_class.model_type: kind for kind in _KINDS}
-# Those that transformers makes and saves.
-_ASSISTANTS = dict.fromkeys(ASSISTANT_MODEL_TYPES, AssistantDrafter)
+DrafterClass = TypeVar("DrafterClass", bound=type[DrafterModel])
 
 
-def make_drafter(config: DrafterArchitecture) -> Drafter:
-    """Make a drafter with random weights, of the type that its config is of."""
-    kind: Any = DRAFTER_CLASSES[config.model_type]
-    drafter: Drafter = kind(config)
-    return drafter
+def register_drafter(kind: str, *model_types: str) -> Callable[[DrafterClass], DrafterClass]:
+    """Return a decorator that registers the class of a drafter, so that checkpoints of its types load as it.
+
+    The arguments must be literals: `redrafter.files.drafter_kinds` reads them from the source.
+
+    Args:
+        kind: What drafters of the class are called in messages.
+        model_types: `model_type` in the `config.json` of their checkpoints.
+    """
+
+    def register(drafter: DrafterClass) -> DrafterClass:
+        define_kind(DrafterKind(kind, model_types, drafter.__module__, drafter.__name__))
+        AutoModel.register(drafter.config_class, drafter, exist_ok=True)
+        return drafter
+
+    return register
 
 
-def open_drafter_model(name: str | Path, **hub_options: Any) -> Drafter:
-    """Load a drafter of the type that its config names.
+def make_drafter(config: AnyDrafterConfig) -> DrafterModel:
+    """Make a drafter with random weights, of the type of its config.
+
+    Raises:
+        UnsupportedError: Its config alone does not make it.
+    """
+    kind: type[DrafterModel] = drafter_kinds()[config.model_type].load()
+    if not kind.made_from_config:
+        raise UnsupportedError(
+            f"a drafter of the kind {config.kind} is used as its checkpoint holds it: it is neither trained nor "
+            "converted; leave it out, or give another one"
+        )
+    return kind(config)
+
+
+def drafter_class(name: str | Path, **hub_options: Any) -> type[DrafterModel]:
+    """Return the class of the drafter that a checkpoint holds, by the type that its config names.
 
     Args:
         name: A directory or the name of a repository on the Hugging Face hub.
         hub_options: `subfolder` and `revision`, as in `PreTrainedModel.from_pretrained`.
 
     Raises:
-        CheckpointError: Files are missing or truncated, or hold no drafter of this project.
+        CheckpointError: It does not exist, or holds no drafter of a registered type.
     """
-    check_drafter(Path(name) / hub_options.get("subfolder", "") if os.path.isdir(name) else name)
+    source = Path(name) / hub_options.get("subfolder", "") if Path(name).is_dir() else name
+    check_drafter(source)
     try:
         config, _ = PretrainedConfig.get_config_dict(str(name), **hub_options)
-    except OSError:
-        config = {}  # loading says what is wrong
-    kind: Any = (DRAFTER_CLASSES | _ASSISTANTS).get(config.get("model_type", ""), RecurrentDrafter)
-    drafter: Drafter = kind.from_pretrained(name, **hub_options)
+    except OSError as error:
+        raise load_error("drafter", source, error) from error
+    kind = drafter_kinds().get(str(config.get("model_type")))
+    if kind is None:
+        raise CheckpointError(f"{name} is of the type {config.get('model_type')}, and no drafter of it is registered")
+    loaded: type[DrafterModel] = kind.load()
+    return loaded
+
+
+def open_drafter_model(name: str | Path, **hub_options: Any) -> DrafterModel:
+    """Load a drafter of the type that its config names, for the arguments of `drafter_class`.
+
+    Raises:
+        CheckpointError: Files are missing or truncated, or hold no drafter.
+    """
+    drafter: DrafterModel = drafter_class(name, **hub_options).from_pretrained(name, **hub_options)
     return drafter

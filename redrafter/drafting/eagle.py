@@ -8,20 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel
 
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.decoder_parts import AttentionProducts, GatedMLP, of_beams
 from redrafter.drafting.drafter_config import EagleConfig
-from redrafter.drafting.drafter_model import (
-    DrafterModel,
-    GivenTexts,
-    ReadAt,
-    drafter_layer,
-    layer_bytes,
-    partial_linear,
-)
+from redrafter.drafting.drafter_model import drafter_layer, layer_bytes, partial_linear
+from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import SearchProposer, State
+from redrafter.drafting.text_drafters import GivenTexts, ReadAt, TrainableDrafter
 from redrafter.model.forward_batch import DrafterLayer
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
@@ -79,13 +73,13 @@ class _Layer(nn.Module):
         self.self_attn, self.mlp = AttentionProducts(2 * width, config, config.qk_norm), GatedMLP(config)
 
 
-class EagleDrafter(DrafterModel):
+@register_drafter("EAGLE-3 head", "redrafter_eagle3")
+class EagleDrafter(TrainableDrafter):
     """An EAGLE-3 head; the target's embedding table is shared, unless the head has one of its own."""
 
     config_class = EagleConfig
     config: EagleConfig
     identity_fields = ("model_type", "hidden_size", "vocab_size", "draft_vocab_size")
-    text_commands = ("train", "evaluate")
 
     def __init__(self, config: EagleConfig):
         """Make a head with random weights; see `DrafterModel`."""
@@ -223,7 +217,7 @@ class EagleDrafter(DrafterModel):
         return normed, normed if self.config.norm_output else x, new
 
     def unroll(self, texts: GivenTexts) -> Tensor:
-        """Draft over given texts, as EAGLE-3's training-time test does; see `DrafterModel.unroll`.
+        """Draft over given texts, as EAGLE-3's training-time test does; see `TrainableDrafter.unroll`.
 
         All positions of a row draft at once, as the beams of one search. From the second step on, each reads the hidden
         state that it drafted itself; it attends to the committed entries before it and to the entries of its own steps.
@@ -251,7 +245,7 @@ class EagleDrafter(DrafterModel):
         return torch.stack(head_inputs, dim=1)
 
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
-        """Return about how many bytes `unroll` keeps on a GPU; see `DrafterModel.unroll_bytes`."""
+        """Return about how many bytes `unroll` keeps on a GPU; see `TrainableDrafter.unroll_bytes`."""
         config = self.config
         entries = 4 * steps * (6 * config.width + 2 * (1 + steps) * config.num_key_value_heads * config.head_dim)
         layer = 4 * (8 * config.width + 4 * config.intermediate_size)  # of one step: the others are computed again
@@ -260,14 +254,14 @@ class EagleDrafter(DrafterModel):
         return {"the drafter's states": positions * (entries + layer), "its attention to the texts": positions * scores}
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
-        """Return what gives the entries before positions of texts; see `DrafterModel.read_texts`."""
+        """Return what gives the entries before positions of texts; see `ReplayableDrafter.read_texts`."""
         if self.embed_tokens is not None:
             embedding = self.embed_tokens(tokens)
         stored = self.remember(embedding, self.fuse_hidden(hidden))
         return self.read_past(*stored, torch.full_like(tokens[:, 0], tokens.shape[1])).at
 
     def context_bytes(self, length: int, beams: int) -> int:
-        """Return the bytes of a text's entries, which are copied, and of scores; see `DrafterModel.context_bytes`."""
+        """Return the bytes of a text's entries, which are copied, and of scores."""
         config = self.config
         stored = 4 * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
         return length * (stored + 12 * beams * config.num_attention_heads)
@@ -301,9 +295,6 @@ def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
     read = (far @ past.entries.values.transpose(1, 2)).unflatten(2, (beams, -1)).transpose(1, 2)  # [B, w, H, g, d]
     read = read + near.transpose(1, 2) @ path.values.transpose(2, 3)
     return read.flatten(2)
-
-
-AutoModel.register(EagleConfig, EagleDrafter, exist_ok=True)
 
 
 ENTRIES_AT_ONCE = 512  # of a row; bounds what reading the text takes beside its result

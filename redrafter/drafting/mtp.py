@@ -21,8 +21,9 @@ from redrafter.attention.tree_attention import explicit_attention, register_atte
 from redrafter.cache.dense import CACHE_NAME, cache_argument
 from redrafter.cache.kv_cache import KVCache, LayerShape
 from redrafter.drafting.decoder_parts import of_beams
-from redrafter.drafting.drafter_config import MTPConfig
+from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel, layer_bytes
+from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.errors import UnsupportedError
 from redrafter.model.forward_batch import DrafterLayer
@@ -109,11 +110,33 @@ ATTENTION_NAME = "redrafter_mtp"
 register_attention(ATTENTION_NAME, attend_to_past)
 
 
+class MTPConfig(AnyDrafterConfig):
+    """Facts about an MTP layer beside its weights, both in the checkpoint of its base, and `AnyDrafterConfig`'s fields.
+
+    Attributes:
+        family: The names that its tensors have, one of those in `redrafter.checkpoints.mtp`.
+        hidden_first: Whether the layer's product reads `[hidden; embedding]`, in place of `[embedding; hidden]`.
+        first_embedding_is_zero: Whether the entry at position 0 reads zeros in place of an embedding.
+        layers: MTP layers in the checkpoint of the base, of which the first one drafts.
+    """
+
+    model_type = "redrafter_mtp"
+
+    family: str = ""
+    hidden_first: bool = False
+    first_embedding_is_zero: bool = False
+    layers: int = 1
+    draft_beams: int = 3
+    draft_len_per_beam: int = 4
+
+
+@register_drafter("MTP layer", "redrafter_mtp")
 class MTPDrafter(DrafterModel):
     """An MTP layer; the target's embedding table and head are shared."""
 
     config_class = MTPConfig
     config: MTPConfig
+    made_from_config = False
     identity_fields = ("model_type", "hidden_size", "vocab_size", "family")
 
     def __init__(self, config: MTPConfig, blocks: Sequence[nn.Module], norm: nn.Module, rotary: nn.Module | None):
@@ -154,7 +177,7 @@ class MTPDrafter(DrafterModel):
                 "yet: write without drafts (--no-speculate), or give a drafter"
             )
 
-    def placed(self, target: Target) -> Any:
+    def placed(self, target: Target) -> DrafterModel:
         """Return the layer on a target's device, in the dtypes that it was loaded in."""
         module: Any = self
         return module.to(target.device).eval()

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from redrafter.cache.kv_cache import KVCache
+from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Expand, beam_search
@@ -121,6 +122,29 @@ def step_tokens(proposer: Proposer, rows: int) -> int:
     return nodes if proposer.shared_nodes is None else min(nodes, max(rows, proposer.shared_nodes))
 
 
+class PricedDrafter(nn.Module):
+    """What a search needs of every drafter: its ids, and the price of a draft. Here a step reads all of its weights.
+
+    Attributes:
+        config: Its architecture.
+        draft_ids: The target's id of each of the drafter's ids, `[V']` int64; None where it has all ids.
+    """
+
+    config: AnyDrafterConfig
+    draft_ids: Tensor | None
+
+    def draft_bytes(self, depth: int) -> int:
+        """Return the bytes of the drafter's own weights that a draft of `depth` search steps reads.
+
+        What reads the target's hidden state alone is read once; what is stored of committed tokens is not made then.
+        """
+        return depth * sum(weight.nbytes for weight in self.parameters())
+
+    def target_head_reads(self, depth: int) -> int:
+        """Return how often a draft of `depth` search steps reads the target's head."""
+        return 0
+
+
 @dataclass(frozen=True)
 class SearchProposer:
     """Drafts by beam search with a drafter, and keeps the best nodes. A subclass says how the drafter scores tokens.
@@ -135,7 +159,7 @@ class SearchProposer:
         compiled: Whether to run the drafter's step through torch.compile, which takes some seconds at its first use.
     """
 
-    drafter: Any
+    drafter: PricedDrafter
     target: Target
     beams: int
     depth: int
@@ -159,8 +183,7 @@ class SearchProposer:
     def draft_bytes(self) -> int:
         """Bytes of the weights that a draft reads, of the drafter and of the target's head."""
         head = sum(weight.nbytes for weight in self.target.head.parameters())
-        read: int = self.drafter.draft_bytes(self.depth) + self.drafter.target_head_reads(self.depth) * head
-        return read
+        return self.drafter.draft_bytes(self.depth) + self.drafter.target_head_reads(self.depth) * head
 
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None

@@ -9,23 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.errors import ArgumentError, CheckpointError, ReDrafterError, first_line
+from redrafter.files.drafter_kinds import drafter_kinds
 from redrafter.files.gguf_file import SUFFIX, find_gguf, gguf_error
 from redrafter.files.hub import check_hub, is_offline
 from redrafter.files.regular_file import read_regular
 
-MODEL_TYPE = "redrafter"  # `model_type` in the config.json of this project's drafters
-EAGLE_MODEL_TYPE = "redrafter_eagle3"  # the same of EAGLE-3 heads in the form of this project
-DFLASH_MODEL_TYPE = "redrafter_dflash"  # and of drafters of blocks
-MTP_MODEL_TYPE = "redrafter_mtp"  # of MTP layers, which are in the checkpoints of their bases and have no config.json
-# What the drafters of this project that have a config.json are called, by its `model_type`.
-DRAFTER_KINDS = {
-    MODEL_TYPE: "recurrent drafter",
-    EAGLE_MODEL_TYPE: "EAGLE-3 head",
-    DFLASH_MODEL_TYPE: "DFlash drafter",
-}
-ASSISTANT_MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")  # of Gemma 4's, as transformers saves them
 APPLE_MODEL_TYPE = "recurrent_drafting_drafter"  # `model_type` in the config.json of Apple's drafters
 SPECULATORS_KEY = "speculators_model_type"  # in the config.json of vllm-project/speculators' checkpoints
+FOREIGN_DRAFTERS = ("Apple drafter", "EAGLE-3 head", "DFlash drafter")  # checkpoints of other projects
 DRAFTER_FOLDER = "drafter"  # of a merged checkpoint
 SHAPE_FILE = "redrafter.json"  # of a merged checkpoint: the tree shape and other defaults
 TOKENIZER_FILES = (  # of which each tokenizer has at least one
@@ -36,9 +27,9 @@ TOKENIZER_FILES = (  # of which each tokenizer has at least one
 def kind_of(directory: Path) -> str:
     """Return the kind of checkpoint that a directory holds.
 
-    It is `merged checkpoint`, `drafter`, `assistant`, `Apple drafter`, `EAGLE-3 head`, `DFlash drafter` (DFlash2 and
-    DSpark included), `speculators checkpoint` of another type, `TensorRT-LLM ReDrafter checkpoint`, `TensorRT-LLM
-    checkpoint`, `built TensorRT engine` or `model`. What is none of the others counts as `model`.
+    It is `merged checkpoint`, `drafter` (of a registered type), `Apple drafter`, `EAGLE-3 head`, `DFlash drafter`
+    (DFlash2 and DSpark included), `speculators checkpoint` of another type, `TensorRT-LLM ReDrafter checkpoint`,
+    `TensorRT-LLM checkpoint`, `built TensorRT engine` or `model`. What is none of the others counts as `model`.
     """
     check_path(str(directory))
     if find_gguf(directory) is not None:
@@ -46,10 +37,8 @@ def kind_of(directory: Path) -> str:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory: it does not exist")
     config = read_json(directory / "config.json")
-    if config.get("model_type") in DRAFTER_KINDS:
+    if str(config.get("model_type")) in drafter_kinds():
         return "drafter"
-    if config.get("model_type") in ASSISTANT_MODEL_TYPES:
-        return "assistant"
     if config.get("model_type") == APPLE_MODEL_TYPE or ("num_draft_layers" in config and "model_type" not in config):
         return "Apple drafter"
     named = [str(name).lower() for name in (*(config.get("architectures") or ()), config.get(SPECULATORS_KEY))]
@@ -94,7 +83,7 @@ def split_adapter(text: str) -> tuple[str, str]:
 
 
 def check_drafter(name: str | Path) -> None:
-    """Check that a directory holds a drafter of this project. A hub id passes unchecked."""
+    """Check that a directory holds a drafter of a registered type. A hub id passes unchecked."""
     check_source(str(name))
     path = Path(name)
     if not path.is_dir() and find_gguf(path) is None:
@@ -133,26 +122,22 @@ def load_error(what: str, name: str | Path, error: Exception) -> ReDrafterError:
 def wrong_kind_error(path: Path, wanted: str) -> CheckpointError | None:
     """Return an error for a directory that holds no `model` or no `drafter`, with what to do about it.
 
-    None where it is of the wanted kind; a merged checkpoint counts as a model, and an assistant as a drafter.
+    None where it is of the wanted kind; a merged checkpoint counts as a model.
     """
     kind = kind_of(path)
-    if kind == wanted or (wanted, kind) in (("model", "merged checkpoint"), ("drafter", "assistant")):
+    if kind == wanted or (wanted, kind) == ("model", "merged checkpoint"):
         return None
-    names = {"Apple drafter": "Apple's drafter", "EAGLE-3 head": "an EAGLE-3 head", "assistant": "an assistant"}
+    names = {"Apple drafter": "Apple's drafter", "EAGLE-3 head": "an EAGLE-3 head"}
     this = f"{path} is {names.get(kind, f'a {kind}')}"
     base, drafter = "--base-model-checkpoint-dir", "--drafter-model-dir"
     if kind == "built TensorRT engine":
         return CheckpointError(f"{this}, whose weights cannot be read: give the Hugging Face {wanted} it was made from")
     convert_drafter = _convert_command(path, drafter, "--to drafter", "drafter")
     drafts_for = ", not a model: give the model that it drafts for, and as its drafter what this writes: "
-    this_drafts = ", not a model: give the model that it drafts for, and this as the drafter (--drafter)"
     if wanted == "model":
         advice = {
-            "drafter": this_drafts,
-            "assistant": this_drafts,
-            "Apple drafter": drafts_for + convert_drafter,
-            "EAGLE-3 head": drafts_for + convert_drafter,
-            "DFlash drafter": drafts_for + convert_drafter,
+            "drafter": ", not a model: give the model that it drafts for, and this as the drafter (--drafter)",
+            **dict.fromkeys(FOREIGN_DRAFTERS, drafts_for + convert_drafter),
             "speculators checkpoint": ", not a model",
             "TensorRT-LLM ReDrafter checkpoint": ": convert it first, with the tokenizer of BASE, the Hugging Face "
             "model that it was made from: " + _convert_command(path, base, "--tokenizer-dir BASE", "merged"),
@@ -163,9 +148,7 @@ def wrong_kind_error(path: Path, wanted: str) -> CheckpointError | None:
         advice = {
             "model": ", not a drafter: a smaller model drafts with --draft-model (DraftTarget)",
             "merged checkpoint": f", a model and its drafter: give it as the model alone, or {path / DRAFTER_FOLDER}",
-            "Apple drafter": f": convert it first: {convert_drafter}",
-            "EAGLE-3 head": f": convert it first: {convert_drafter}",
-            "DFlash drafter": f": convert it first: {convert_drafter}",
+            **dict.fromkeys(FOREIGN_DRAFTERS, f": convert it first: {convert_drafter}"),
             "speculators checkpoint": " of a type that cannot be read; EAGLE-3 heads, DFlash and DSpark can be",
             "TensorRT-LLM ReDrafter checkpoint": f": convert its drafter first: {convert_drafter}",
             "TensorRT-LLM checkpoint": ", which holds no drafter",

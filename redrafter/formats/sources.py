@@ -16,7 +16,7 @@ from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
 from redrafter.checkpoints.merged import Defaults, TreeShape
 from redrafter.checkpoints.models import load_config
 from redrafter.drafting.drafter_model import check_draft_ids
-from redrafter.drafting.drafter_types import DRAFTER_CLASSES, Drafter, DrafterArchitecture, make_drafter
+from redrafter.drafting.drafter_types import Drafter, DrafterArchitecture, drafter_class, make_drafter
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, config_errors, kind_of, read_json
 from redrafter.files.dtype_names import SAFETENSORS_CODES, dtype_name
@@ -212,11 +212,10 @@ def open_drafter(directory: Path, recurrence: str | None = None, *, whole: bool 
         return replace(drafter, kind=kind, defaults=Defaults.read(directory / SHAPE_FILE))
     source_name: Callable[[str], str] = str
     defaults = Defaults()
+    config: Any
     if kind == "drafter":
-        with config_errors(directory, "drafter"):
-            model_type = read_json(directory / "config.json")["model_type"]
-            config: Any = DRAFTER_CLASSES[model_type].config_class.from_pretrained(directory)
-        tensors = open_directory(directory)
+        own = read_own(directory)
+        config, tensors = own.config, own.tensors
     elif kind == "Apple drafter":
         stored = _open_tensors(directory)
         config = apple.to_redrafter_config(read_json(directory / "config.json"), stored, directory)
@@ -237,6 +236,13 @@ def open_drafter(directory: Path, recurrence: str | None = None, *, whole: bool 
     drafter = SourceDrafter(directory, kind, config, tensors, defaults)
     _check_tensors(drafter, source_name)
     return drafter
+
+
+def read_own(directory: Path) -> SourceDrafter:
+    """Read the config of a drafter of a registered type and the headers of its weights, which are not checked."""
+    with config_errors(directory, "drafter"):
+        config = drafter_class(directory).config_class.from_pretrained(directory)
+    return SourceDrafter(directory, "drafter", config, open_directory(directory))
 
 
 def load_foreign(name: str | Path) -> Drafter | None:

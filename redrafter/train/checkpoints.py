@@ -22,6 +22,7 @@ from accelerate.utils import gather_object
 
 from redrafter.app.flags import flag, format_value
 from redrafter.drafting.drafter_types import Drafter, open_drafter_model
+from redrafter.drafting.text_drafters import TrainableDrafter, require
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
 from redrafter.files.atomic_folder import remove_leftovers, write_folder
 from redrafter.train.config import SIZED_OPTIONS, TrainConfig
@@ -87,11 +88,9 @@ def _other_option(path: Path, name: str, old: object, new: object) -> ArgumentEr
     )
 
 
-def load_drafter(folder: str | Path) -> Drafter:
+def load_drafter(folder: str | Path) -> TrainableDrafter:
     """Load a drafter in float32, to be trained; raise `UnsupportedError` for a type that cannot be."""
-    drafter = open_drafter_model(folder)
-    drafter.check_follows_texts("train")
-    return drafter.float()
+    return require(TrainableDrafter, open_drafter_model(folder)).float()
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from redrafter.drafting.drafter_config import (
     DrafterConfig,
     EagleConfig,
 )
-from redrafter.drafting.drafter_types import Drafter, DrafterArchitecture, make_drafter
+from redrafter.drafting.drafter_types import DrafterArchitecture, make_drafter
 from redrafter.drafting.eagle import EagleDrafter
 from redrafter.drafting.recurrent_form import CONTEXT_HEADS, CONTEXT_KV_HEADS
+from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.model.supported import config_width
 from redrafter.model.target import context_of
 from redrafter.train.config import TrainConfig
@@ -56,7 +57,7 @@ def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: in
     return made
 
 
-def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor | None = None) -> Drafter:
+def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor | None = None) -> TrainableDrafter:
     """Make an untrained float32 drafter for a base, on the CPU.
 
     `draft_ids` holds the base's ids that the drafter is to know, `[V']` int64; None for all.
@@ -71,7 +72,7 @@ def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor |
         FORMS[config.form].prepare(drafter, model, draft_ids)
     if draft_ids is not None:
         drafter.draft_ids.copy_(draft_ids)
-    made: Drafter = drafter
+    made: TrainableDrafter = drafter
     return made
 
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from transformers import PreTrainedModel
 
-from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.low_rank import LowRankDrafter
+from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.errors import CheckpointError, first_line
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, gather_random_states, restore_random_state
 from redrafter.train.config import TrainConfig
@@ -33,7 +33,7 @@ ADAM_BETAS = (0.9, 0.95)
 
 def train(
     model: PreTrainedModel,
-    drafter: Drafter,
+    drafter: TrainableDrafter,
     batches: Iterable[tuple[Tensor, ...]],
     config: TrainConfig,
     *,
@@ -119,7 +119,7 @@ def learning_rate_factor(fraction_done: float, warmup: float) -> float:
     return rise * (1 + math.cos(math.pi * fraction_done)) / 2
 
 
-def make_optimizer(drafter: Drafter, config: TrainConfig, device: torch.device) -> AdamW:
+def make_optimizer(drafter: TrainableDrafter, config: TrainConfig, device: torch.device) -> AdamW:
     """Make AdamW over all weights of a drafter that are not frozen; weight decay applies to matrices only."""
     weights = [weight for weight in drafter.parameters() if weight.requires_grad]
     matrices, vectors = ([weight for weight in weights if (weight.dim() > 1) == wide] for wide in (True, False))
@@ -137,7 +137,7 @@ class Trainer:
     def __init__(
         self,
         model: PreTrainedModel,
-        drafter: Drafter,
+        drafter: TrainableDrafter,
         config: TrainConfig,
         accelerator: Accelerator,
         resumed: Checkpoint | None,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from redrafter.drafting.drafter_model import GivenTexts
-from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.text_drafters import GivenTexts, TrainableDrafter
 from redrafter.train.config import TrainConfig
 from redrafter.train.head_loss import HeadLoss, Objective, chunk_anchors, chunk_loss
 from redrafter.train.teacher import TeacherOutput
@@ -73,7 +72,7 @@ class Unroll(nn.Module):
     A drafter with a reduced vocabulary is compared with the teacher restricted to its ids and normalised again.
     """
 
-    def __init__(self, drafter: Drafter, config: TrainConfig):
+    def __init__(self, drafter: TrainableDrafter, config: TrainConfig):
         super().__init__()
         self.drafter, self.config = drafter, config
         self.objective = Objective(config.distill, config.reach, drafter.config.draft_beams)

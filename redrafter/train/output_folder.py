@@ -6,7 +6,7 @@ from typing import Any
 
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_folder import check_output_folder
-from redrafter.files.checkpoint_kind import DRAFTER_KINDS
+from redrafter.files.drafter_kinds import drafter_kinds
 
 RECORD_FILE = "training.json"
 FILES_BESIDE_WEIGHTS = {"README.md", "config.json", RECORD_FILE}  # what `save_drafter` writes beside the weights
@@ -35,7 +35,7 @@ def check_no_checkpoints(output: Path) -> None:
 
 def _holds_drafter_or_its_files(folder: Path) -> bool:
     """Return whether a folder holds a drafter, or nothing but what `save_drafter` writes beside a drafter's weights."""
-    if _read(folder / "config.json").get("model_type") in DRAFTER_KINDS:
+    if str(_read(folder / "config.json").get("model_type")) in drafter_kinds():
         return True
     names = {file.name for file in folder.iterdir()}
     return names <= FILES_BESIDE_WEIGHTS and "saved_step" in _read(folder / RECORD_FILE)

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from redrafter.checkpoints.models import load_config
 from redrafter.data.documents import encode_documents, format_sample
 from redrafter.data.prompts import sample_prompts
 from redrafter.data.rows import Row, read_rows
 from redrafter.data.windows import Windows
-from redrafter.drafting.drafter_types import DRAFTER_CLASSES, Drafter, make_drafter
+from redrafter.drafting.drafter_types import drafter_class, make_drafter
 from redrafter.drafting.low_rank import LowRankDrafter
+from redrafter.drafting.text_drafters import TrainableDrafter, require
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import load_error
 from redrafter.files.dtype_names import dtype_name
@@ -74,7 +75,7 @@ def describe_plan(config: TrainConfig, windows: Windows, processes: int) -> list
     ]
 
 
-def notes(config: TrainConfig, base: PreTrainedModel, drafter: Drafter, steps: int | None) -> list[str]:
+def notes(config: TrainConfig, base: PreTrainedModel, drafter: TrainableDrafter, steps: int | None) -> list[str]:
     """Return a line for each choice that makes a new drafter of little use. `steps` are those of the training."""
     lines = untrained_pairs(config)
     if config.drafter is not None:
@@ -119,7 +120,7 @@ def last_step(config: TrainConfig, windows: Windows, processes: int) -> int | No
     return min(by_epochs, config.steps or by_epochs)
 
 
-def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, Drafter]:
+def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, TrainableDrafter]:
     """Build the base and the drafter on the meta device, without memory for weights."""
     base_config = load_config(str(config.model), trust_remote_code=config.trust_remote_code)
     saved: Any = base_config.get_text_config(decoder=True).dtype or base_config.dtype or torch.float32
@@ -135,13 +136,11 @@ def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, Drafter
         form = new_config(base_config, config, config.draft_vocab_size)
     else:
         try:
-            form = AutoConfig.from_pretrained(config.drafter)
-            _ = DRAFTER_CLASSES[form.model_type]
+            form = drafter_class(config.drafter).config_class.from_pretrained(config.drafter)
         except Exception as error:
             raise load_error("drafter", config.drafter, error) from error
     with torch.device("meta"):
-        drafter = make_drafter(form).float()
-    drafter.check_follows_texts("train")
+        drafter = require(TrainableDrafter, make_drafter(form)).float()
     return base, drafter
 
 
@@ -155,7 +154,7 @@ def row_length(config: TrainConfig) -> int:
 
 
 def _memory(
-    config: TrainConfig, base: PreTrainedModel, drafter: Drafter, trained: int, row: int, processes: int
+    config: TrainConfig, base: PreTrainedModel, drafter: TrainableDrafter, trained: int, row: int, processes: int
 ) -> list[str]:
     """Estimate the memory on each process's device; of a batch, only the largest parts are counted."""
     drafter_size, item_bytes = drafter.num_parameters(), base.dtype.itemsize
@@ -181,7 +180,7 @@ def _memory(
     return [f"memory on each device, about: {_format_bytes(sum(parts.values()))} ({shown})"]
 
 
-def trained_parameters(drafter: Drafter, config: TrainConfig) -> int:
+def trained_parameters(drafter: TrainableDrafter, config: TrainConfig) -> int:
     """Return how many numbers a training changes: all weights of a drafter, or those of updates of low rank."""
     if config.lora_rank is None:
         return drafter.num_parameters()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.errors import UnsupportedError
 from redrafter.model.forward_batch import decoder_stack
 from redrafter.train.config import TrainConfig
@@ -30,7 +30,7 @@ class ShardedDrafter:
     several processes. Each weight of `drafter`, the copy, is a `DTensor`.
     """
 
-    def __init__(self, whole: Drafter, config: TrainConfig, accelerator: Accelerator):
+    def __init__(self, whole: TrainableDrafter, config: TrainConfig, accelerator: Accelerator):
         self.whole, self.drafter = whole, deepcopy(whole)
         unroll = accelerator.prepare_model(Unroll(self.drafter, config), evaluation_mode=True)  # for its autocast only
         broadcast_weights(self.drafter, accelerator)

@@ -24,7 +24,7 @@ from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_fits_target, embedding_norms
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
-from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.text_drafters import TrainableDrafter
 from redrafter.errors import ArgumentError
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
@@ -226,7 +226,7 @@ class TrainingSession:
             checkpoints.remove_all()
         return checkpoints, resumed
 
-    def _load_drafter(self) -> Drafter:
+    def _load_drafter(self) -> TrainableDrafter:
         """Make a new drafter or load the one to train further, and set in its config what it is trained for."""
         config, target = self.config, self.target
         if self.resumed is not None or config.drafter is not None:

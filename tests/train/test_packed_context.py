@@ -12,8 +12,8 @@ from helpers.drafters import FORMS, random_drafter
 from helpers.models import VOCAB, assert_close_by_scale, tiny_model
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
-from redrafter.drafting.drafter_model import GivenTexts
 from redrafter.drafting.proposer import State
+from redrafter.drafting.text_drafters import GivenTexts
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.evaluate.replay import ReplayStats, Shape, replay

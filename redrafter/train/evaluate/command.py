@@ -29,6 +29,7 @@ from redrafter.checkpoints.drafters import check_beams
 from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.data.suites import Suite, read_suite
 from redrafter.drafting.proposer import SearchProposer
+from redrafter.drafting.text_drafters import ReplayableDrafter, require
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import write_atomically
@@ -64,15 +65,15 @@ def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -
     """
     engine, proposer = pair.engine, pair.engine.proposer
     assert isinstance(engine, ReDrafter)
-    engine.drafter.check_follows_texts("evaluate")
+    drafter = require(ReplayableDrafter, engine.drafter)
     assert isinstance(proposer, SearchProposer)
     search = Search(proposer.beams, proposer.depth)
     trees = options.trees(search)
     if options.explain:
         trees = list(dict.fromkeys([options.explained_tree(search, engine.target.device), *trees]))
     for tree in trees:
-        check_beams(engine.drafter.config, tree.beams)
-        engine.drafter.check_search(engine.target, tree.depth)
+        check_beams(drafter.config, tree.beams)
+        drafter.check_search(engine.target, tree.depth)
         if tree.lattice > MAX_NODES:
             raise ArgumentError(
                 f"--shapes {tree.beams}x{tree.depth} has {tree.lattice} nodes; at most {MAX_NODES} can be measured"
@@ -102,7 +103,7 @@ def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -
                 return write(prompts, temperature, seed, what)
 
             answered = answer_suite(suite, pair.tokenizer, max_tokens, options.seed, answer)
-            stats = replay(engine.drafter, target, answered.texts, trees)
+            stats = replay(drafter, target, answered.texts, trees)
             results.append(TextsResult(answered.texts, trees, stats, answered.turns, skipped=answered.skipped))
         counts = {category: len(questions) for category, questions in suite.categories.items()}
         return make_report(pair, options, PromptChoice(counts, {}), results, str(suite))
@@ -116,12 +117,12 @@ def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -
         chosen = prompts.by_length[length]
         what = f"temperature {temperature:g}" + ("" if length is None else f", prompts of {length} tokens")
         texts = write(chosen, temperature, options.seed, what)
-        stats = replay(engine.drafter, target, texts, trees)
+        stats = replay(drafter, target, texts, trees)
         results.append(TextsResult(texts, trees, stats, prompts.categories, length))
     document = make_report(pair, options, prompts, results)
     if others is not None:
         written = [result.texts for result in results]
-        explanation = explain(pair, engine.drafter, options, trees[0], prompts.categories, written, others)
+        explanation = explain(pair, drafter, options, trees[0], prompts.categories, written, others)
         names = [short_name(file) for file in explanation["data"]]
         document["explanation"] = explanation | {"data": names, "advice": list(advise(explanation))}
     return document

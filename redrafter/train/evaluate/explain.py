@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.app.loading import Pair
 from redrafter.checkpoints.tokenizers import end_tokens
-from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.text_drafters import ReplayableDrafter
 from redrafter.model.target import Target
 from redrafter.train.evaluate.options import EvaluateOptions
 from redrafter.train.evaluate.replay import (
@@ -60,7 +60,7 @@ class OtherTexts:
 
 def explain(
     pair: Pair,
-    drafter: Drafter,
+    drafter: ReplayableDrafter,
     options: EvaluateOptions,
     shape: Shape,
     categories: dict[str, int],
@@ -101,7 +101,7 @@ def explain(
 
 
 def explain_temperature(
-    drafter: Drafter, target: Target, texts: Texts, shape: Shape, categories: dict[str, int]
+    drafter: ReplayableDrafter, target: Target, texts: Texts, shape: Shape, categories: dict[str, int]
 ) -> dict[str, Any]:
     """Explain the acceptance along the texts of one temperature; the arguments are those of `explain`."""
     steps = trace_steps(drafter, target, texts, shape)
@@ -144,7 +144,7 @@ def _count_steps(steps: "Steps", shape: Shape, chosen: Tensor) -> dict[str, Any]
 
 
 def _measure_form(
-    pair: Pair, drafter: Drafter, options: EvaluateOptions, shape: Shape, prompts: list[list[int]]
+    pair: Pair, drafter: ReplayableDrafter, options: EvaluateOptions, shape: Shape, prompts: list[list[int]]
 ) -> dict[str, Any]:
     """Measure the steps along greedy texts after prompts in one form, plain or in the chat template."""
     engine, ends = pair.engine, end_tokens(pair.engine.model, pair.tokenizer)
@@ -253,7 +253,7 @@ def bucket_drafts(names: Sequence[str], value: Tensor, accepted: Tensor, bounds:
 
 
 @torch.inference_mode()
-def trace_steps(drafter: Drafter, target: Target, texts: Texts, shape: Shape) -> Steps:
+def trace_steps(drafter: ReplayableDrafter, target: Target, texts: Texts, shape: Shape) -> Steps:
     """Take the steps that `replay` counts, and tell of each how its first missed draft was missed.
 
     The drafter must be in eval mode, on the target's device and in its dtype.
@@ -273,7 +273,7 @@ def trace_steps(drafter: Drafter, target: Target, texts: Texts, shape: Shape) ->
 
 
 @torch.inference_mode()
-def best_guess_share(drafter: Drafter, target: Target, texts: Texts, depth: int) -> list[float | None]:
+def best_guess_share(drafter: ReplayableDrafter, target: Target, texts: Texts, depth: int) -> list[float | None]:
     """Return how often the drafter's best guess is the text's own token, after the text's own tokens before it.
 
     Every position of what follows the prompts counts, and no noise is shared, so texts of any origin can be compared.
@@ -311,7 +311,7 @@ def base_probabilities(target: Target, texts: Texts) -> list[Tensor]:
     return [found[index] for index in range(len(texts.tokens))]
 
 
-def _ranks(drafter: Drafter, target: Target, at: Positions) -> Tensor:
+def _ranks(drafter: ReplayableDrafter, target: Target, at: Positions) -> Tensor:
     """Rank the text's own tokens among the drafter's scores, as the search makes them, `[A, K]` int64.
 
     -1 stands for tokens that the drafter does not know, and for those past the end of the text.

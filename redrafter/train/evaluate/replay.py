@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.drafting.drafter_config import MEASURED_NODES
-from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import State
+from redrafter.drafting.text_drafters import ReplayableDrafter
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.sequence import Stats
@@ -71,7 +71,7 @@ class Positions:
     context: Any  # what the drafter reads of the texts there; None where it reads nothing
 
 
-def count_accepted(drafter: Drafter, target: Target, at: Positions, shapes: Sequence[Shape]) -> Tensor:
+def count_accepted(drafter: ReplayableDrafter, target: Target, at: Positions, shapes: Sequence[Shape]) -> Tensor:
     """Count the drafts that are accepted and those that are verified at A positions, `[2, A, shapes]` int64.
 
     The drafter must be in eval mode. The depth K of the positions is that of the deepest shape.
@@ -133,7 +133,7 @@ def group_texts(texts: Texts, vocabulary: int) -> Iterator[list[int]]:
 
 
 def read_positions(
-    drafter: Drafter, target: Target, texts: Texts, group: list[int], shapes: Sequence[Shape]
+    drafter: ReplayableDrafter, target: Target, texts: Texts, group: list[int], shapes: Sequence[Shape]
 ) -> Iterator[Positions]:
     """Read a group of texts with the base, and yield their pending positions, text by text.
 
@@ -178,7 +178,7 @@ def read_positions(
 
 
 def measure_positions(
-    drafter: Drafter,
+    drafter: ReplayableDrafter,
     target: Target,
     texts: Texts,
     shapes: Sequence[Shape],
@@ -251,11 +251,11 @@ class ValidationTexts:
         """Let the base continue the same prompts at temperature 1."""
         return write_texts(self.target, self.prompts, self.new_tokens, 1.0, seed, end_ids=self.end_ids)
 
-    def measure(self, drafter: Drafter, shape: Shape) -> ReplayStats:
+    def measure(self, drafter: ReplayableDrafter, shape: Shape) -> ReplayStats:
         """Replay all texts with a copy of a drafter in the base's dtype."""
         return self.measure_all(drafter, [shape], self.texts)[0]
 
-    def measure_all(self, drafter: Drafter, shapes: Sequence[Shape], texts: Texts) -> list[ReplayStats]:
+    def measure_all(self, drafter: ReplayableDrafter, shapes: Sequence[Shape], texts: Texts) -> list[ReplayStats]:
         """Replay some texts for each shape with a copy of a drafter in the base's dtype."""
         model = self.target.model
         served = copy.deepcopy(drafter).to(model.device, model.dtype).eval()
@@ -264,7 +264,9 @@ class ValidationTexts:
 
 
 @torch.inference_mode()
-def replay(drafter: Drafter, target: Target, texts: Texts, shapes: Sequence[Shape]) -> list[list[ReplayStats]]:
+def replay(
+    drafter: ReplayableDrafter, target: Target, texts: Texts, shapes: Sequence[Shape]
+) -> list[list[ReplayStats]]:
     """Compute what `generate` would report on texts that the base wrote.
 
     The drafter must be in eval mode, on the target's device and in its dtype. Returns statistics for each shape, for
@@ -293,7 +295,7 @@ def steps_taken(accepted: Sequence[int]) -> Iterator[int]:
         position += accepted[position] + 1
 
 
-def candidates(drafter: Drafter, draft_len: int) -> list[Shape]:
+def candidates(drafter: ReplayableDrafter, draft_len: int) -> list[Shape]:
     """Return the trees to compare for a drafter that was trained for `draft_len` steps: up to twice as deep."""
     vocabulary = drafter.config.draft_vocab_size or drafter.config.vocab_size
     widths = [width for width in WIDTHS if width <= vocabulary]
@@ -311,7 +313,9 @@ def best_tree(tokens_per_step: Mapping[Shape, tuple[float, float]]) -> Shape:
     return min((shape for shape in mean if mean[shape] >= least), key=lambda shape: (shape.depth, -mean[shape]))
 
 
-def choose_tree(drafter: Drafter, texts: ValidationTexts, draft_len: int, seed: int) -> tuple[ReplayStats, str]:
+def choose_tree(
+    drafter: ReplayableDrafter, texts: ValidationTexts, draft_len: int, seed: int
+) -> tuple[ReplayStats, str]:
     """Set the search defaults in a drafter's config to the tree whose steps write most on the validation texts.
 
     The widths and depths are compared at one number of verified nodes, for that is what a step of the base costs. One

@@ -1,0 +1,103 @@
+"""What a drafter adds in order to be evaluated on given texts, and to be trained on them."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+
+from torch import Tensor, nn
+
+from redrafter.drafting.drafter_model import DrafterModel
+from redrafter.errors import UnsupportedError
+
+
+class GivenTexts(NamedTuple):
+    """Texts that a drafter drafts over from many of their positions at once, as the search drafts from their ends.
+
+    Attributes:
+        tokens: Token ids, `[B, T]` int64.
+        features: Hidden states of the tokens that the drafter reads, `[B, T, F]`.
+        embedding: The target's embeddings of the tokens, `[B, T, D]`.
+        segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
+        anchors: Flat positions of the A tokens whose hidden states predicted the pending tokens, `[A]` int64. Only
+            position 0 may occur several times.
+        position: Flat position of the token that each of K steps reads, `[A, K]` int64.
+    """
+
+    tokens: Tensor
+    features: Tensor
+    embedding: Tensor
+    segment: Tensor | None
+    anchors: Tensor
+    position: Tensor
+
+
+ReadAt: TypeAlias = Callable[[Tensor, Tensor], Any]
+"""Returns what a drafter reads of texts at positions, for the arguments that `ReplayableDrafter.read_texts` names."""
+
+
+class ReplayableDrafter(DrafterModel):
+    """A drafter that drafts from many positions of a given text at once, as `redrafter evaluate` measures it."""
+
+    command: ClassVar[str] = "evaluate"  # the command that needs this interface
+
+    def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt | None:
+        """Read whole texts, in order to draft from many of their positions at once.
+
+        Args:
+            tokens: Token ids of texts, `[B, T]` int64.
+            hidden: Hidden states of the tokens that the drafter reads, `[B, T, F]`.
+            embedding: The target's embeddings of the tokens, `[B, T, D]`.
+
+        Returns:
+            What returns the `context` of `SearchProposer.search` for positions, given the row of each, `[A]` int64, and
+            the committed tokens before it, `[A]` int64; None where the drafter reads nothing of the text.
+        """
+        raise NotImplementedError
+
+    def context_bytes(self, length: int, beams: int) -> int:
+        """Return the bytes that a position of a text of `length` tokens takes in a search with what `read_texts` gives.
+
+        The search is one of `beams` beams; its scores over the vocabulary are not counted.
+        """
+        raise NotImplementedError
+
+
+class TrainableDrafter(ReplayableDrafter):
+    """A drafter that `redrafter train` trains, and validates as `redrafter evaluate` does.
+
+    Attributes:
+        lm_head: The product whose logits are compared with the target's.
+    """
+
+    command = "train"
+    lm_head: nn.Linear
+
+    def unroll(self, texts: GivenTexts) -> Tensor:
+        """Draft over given texts as the search does, and return the input of `lm_head` at each step, `[A, K, R]`."""
+        raise NotImplementedError
+
+    def trained_heads(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return products that learn from what `unroll` returns: inputs `[A, K, r]` and weights `[V', r]` of each.
+
+        The first one is the head.
+        """
+        return [(x, self.lm_head.weight)]
+
+    def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
+        """Return about how many bytes `unroll` keeps for the gradients of all positions of rows of `length` tokens.
+
+        They are named by what they are for, as `redrafter train --dry-run` shows them.
+        """
+        raise NotImplementedError
+
+
+TextDrafter = TypeVar("TextDrafter", bound=ReplayableDrafter)
+
+
+def require(interface: type[TextDrafter], drafter: DrafterModel) -> TextDrafter:
+    """Return a drafter that has an interface; raise `UnsupportedError` for one that has not."""
+    if isinstance(drafter, interface):
+        return drafter
+    raise UnsupportedError(
+        f"`redrafter {interface.command}` cannot draft over given texts with this drafter, of the kind "
+        f"{drafter.config.kind}; `redrafter bench` measures its tokens per step"
+    )

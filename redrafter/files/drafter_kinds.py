@@ -1,0 +1,105 @@
+"""The kinds of drafters, found by their registrations. This module imports no torch, nor do its functions.
+
+A module that defines a drafter imports torch, which takes longer than describing a checkpoint. So the arguments of
+`@register_drafter` are read from the module's source, and the module is imported when a drafter is made.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+from redrafter.errors import ArgumentError, CheckpointError, first_line
+
+BUILT_IN = "redrafter.drafting"  # the package whose modules are searched
+GROUP = "redrafter.drafters"  # entry points of other packages; the value of each is a module
+_REGISTRATION = re.compile(r"^@(?:\w+\.)*register_drafter\(([^()]*)\)\nclass (\w+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """A kind of drafter.
+
+    Attributes:
+        name: Its name in messages.
+        model_types: `model_type` in the `config.json` of its checkpoints.
+        module: The module that defines its model.
+        class_name: The class of the model there.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    module: str
+    class_name: str
+
+    def load(self) -> Any:
+        """Import and return the class of the model. Raises `CheckpointError` where its module cannot be imported."""
+        try:
+            return getattr(import_module(self.module), self.class_name)
+        except ImportError as error:
+            raise CheckpointError(
+                f"{self.module}, which defines drafters of the kind {self.name}, cannot be imported: "
+                f"{first_line(error)}"
+            ) from error
+
+
+_defined: dict[str, DrafterKind] = {}  # by modules that were imported, with or without an entry point
+
+
+def define_kind(kind: DrafterKind) -> None:
+    """Add a kind whose class was defined, or replace an earlier definition of the same class."""
+    _defined.update(dict.fromkeys(kind.model_types, kind))
+
+
+def drafter_kinds() -> dict[str, DrafterKind]:
+    """Return the kinds of drafters by `model_type`: this package's, those of entry points, and those defined so far.
+
+    Raises:
+        ArgumentError: An entry point names no module that registers a drafter, or two modules register one type.
+    """
+    return {**_defined, **declared_kinds()}
+
+
+@cache
+def declared_kinds() -> dict[str, DrafterKind]:
+    """Return the kinds by `model_type` that this package and entry points declare; raises as `drafter_kinds` does."""
+    built_in = find_spec(BUILT_IN)
+    assert built_in is not None
+    folders = built_in.submodule_search_locations or ()
+    kinds = [kind for found in iter_modules(folders) for kind in _read_registrations(f"{BUILT_IN}.{found.name}")]
+    for entry_point in entry_points(group=GROUP):
+        registered = list(_read_registrations(entry_point.module))
+        if not registered:
+            raise ArgumentError(
+                f"the entry point {entry_point.name} = {entry_point.value} of {GROUP} names no module with a class "
+                "under @register_drafter: correct or uninstall its package"
+            )
+        kinds += registered
+    by_type: dict[str, DrafterKind] = {}
+    for kind in kinds:
+        for model_type in kind.model_types:
+            if (other := by_type.setdefault(model_type, kind)) != kind:
+                raise ArgumentError(
+                    f"{other.module} and {kind.module} both register drafters of the type {model_type}: uninstall one"
+                )
+    return by_type
+
+
+def _read_registrations(module: str) -> Iterator[DrafterKind]:
+    """Yield the kinds that a module's source registers; none where the module does not exist."""
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError:  # of its package
+        return
+    if spec is None or spec.origin is None:
+        return
+    for arguments, class_name in _REGISTRATION.findall(Path(spec.origin).read_text(encoding="utf-8")):
+        name, *model_types = ast.literal_eval(f"[{arguments}]")
+        yield DrafterKind(name, tuple(model_types), module, class_name)

@@ -1,0 +1,154 @@
+"""Drafters are found by their registrations, those of other packages by an entry point."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+
+import pytest
+import torch
+
+import redrafter
+from helpers.generation import ON_BOTH_CACHES, same_as_model, same_undrafted
+from helpers.models import HIDDEN, VOCAB, tiny_model, uneven_batch
+from redrafter import ArgumentError, CheckpointError, DrafterConfig, RecurrentDrafter, ReDrafter, drafting
+from redrafter.cli import main as command
+from redrafter.drafting.drafter_types import open_drafter_model, register_drafter
+from redrafter.drafting.text_drafters import TrainableDrafter, require
+from redrafter.errors import UnsupportedError
+from redrafter.files.drafter_kinds import declared_kinds, drafter_kinds
+
+THIRD_PARTY = Path(__file__).parents[1] / "third_party"
+
+
+@pytest.fixture
+def search_again() -> Iterator[None]:
+    """Let registrations be searched where a test has changed the path, and again after it."""
+    declared_kinds.cache_clear()
+    yield
+    declared_kinds.cache_clear()
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, search_again) -> Path:
+    """Return the checkpoint of a drafter whose package is on the path."""
+    monkeypatch.syspath_prepend(THIRD_PARTY)
+    from bigram_drafter import BigramConfig, BigramDrafter
+
+    torch.manual_seed(0)
+    BigramDrafter(BigramConfig(vocab_size=VOCAB, hidden_size=HIDDEN)).save_pretrained(tmp_path / "bigram")
+    return tmp_path / "bigram"
+
+
+@ON_BOTH_CACHES
+def test_a_drafter_of_another_package_drafts_and_changes_no_token(place, llama, on):
+    engine = on(ReDrafter.from_pretrained(llama, place))
+    assert type(engine.drafter).__name__ == "BigramDrafter"
+    assert engine.proposer.draft_bytes == 5 * sum(weight.nbytes for weight in engine.drafter.parameters())
+    same_as_model(engine, *uneven_batch(), max_new_tokens=30)
+    same_undrafted(engine, *uneven_batch(), do_sample=True, temperature=0.8, top_k=0, seed=3, max_new_tokens=30)
+
+
+def test_info_describes_a_drafter_of_another_package_and_imports_neither_it_nor_torch(place):
+    program = (
+        "import sys; from redrafter.cli import main; main(sys.argv[1:]); "
+        "print({'torch', 'bigram_drafter'} & {*sys.modules})"
+    )
+    path = os.pathsep.join((str(THIRD_PARTY), str(Path(redrafter.__file__).parents[1])))
+    done = subprocess.run(
+        [sys.executable, "-c", program, "info", str(place), "--json"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    document, imported = done.stdout.splitlines()
+    document = json.loads(document)
+    assert (document["kind"], document["drafter"]["type"], document["drafter"]["width"]) == (
+        "drafter",
+        "bigram drafter",
+        8,
+    )
+    assert imported == "set()"
+
+
+def test_a_drafter_of_another_package_is_merged_with_its_base(place, tmp_path, llama, capsys):
+    llama.save_pretrained(tmp_path / "base")
+    parts = ["--base-model-checkpoint-dir", str(tmp_path / "base"), "--drafter-model-dir", str(place)]
+    assert command(["convert", *parts, "--output-dir", str(tmp_path / "merged")]) == 0
+    assert command(["info", str(tmp_path / "merged"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["drafter"]["type"] == "bigram drafter"
+    same_undrafted(ReDrafter.from_pretrained(tmp_path / "merged"), torch.arange(3, 12)[None], max_new_tokens=9)
+
+
+def test_what_a_drafter_of_another_package_lacks_is_refused_by_its_kind(place):
+    with pytest.raises(UnsupportedError, match=r"`redrafter train` cannot .* of the kind bigram drafter"):
+        require(TrainableDrafter, open_drafter_model(place))
+
+
+def test_the_source_of_this_package_declares_all_that_its_modules_register():
+    for module in iter_modules(drafting.__path__, "redrafter.drafting."):
+        import_module(module.name)
+    ours = {name: kind for name, kind in drafter_kinds().items() if kind.module.startswith("redrafter.")}
+    assert ours == declared_kinds()
+    assert all(kind.load().config_class.model_type in kind.model_types for kind in ours.values())
+
+
+class OwnConfig(DrafterConfig):
+    model_type = "own_recurrent"
+
+
+@register_drafter("drafter of a program", "own_recurrent")
+class OwnDrafter(RecurrentDrafter):
+    config_class = OwnConfig
+
+
+def test_a_drafter_that_a_program_defines_loads_without_an_entry_point(tmp_path, llama):
+    OwnDrafter(OwnConfig(vocab_size=VOCAB, hidden_size=HIDDEN)).save_pretrained(tmp_path)
+    engine = ReDrafter.from_pretrained(llama, tmp_path)
+    assert isinstance(engine.drafter, OwnDrafter)
+    assert engine.drafter.config.kind == "drafter of a program"
+    same_undrafted(engine, torch.arange(3, 12)[None], max_new_tokens=9)
+
+
+def package(folder: Path, name: str, source: str | None, monkeypatch) -> None:
+    """Write a package with an entry point for drafters, and put its folder on the path."""
+    information = folder / f"{name}-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(f"[redrafter.drafters]\n{name} = {name}\n")
+    if source is not None:
+        (folder / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.mark.parametrize("source", [None, "class Nothing:\n    pass\n"])
+def test_an_entry_point_without_a_registration_is_refused_by_name(source, tmp_path, monkeypatch, search_again):
+    package(tmp_path, "hollow", source, monkeypatch)
+    with pytest.raises(ArgumentError, match=r"entry point hollow = hollow of redrafter\.drafters names no module"):
+        drafter_kinds()
+
+
+def test_a_type_that_two_packages_register_is_refused(tmp_path, monkeypatch, search_again):
+    package(
+        tmp_path,
+        "rival",
+        '@register_drafter(\n    "rival",\n    "redrafter",\n)\nclass Rival:\n    pass\n',
+        monkeypatch,
+    )
+    with pytest.raises(
+        ArgumentError, match=r"drafting\.drafter and rival both register drafters of the type redrafter"
+    ):
+        drafter_kinds()
+
+
+def test_a_package_that_cannot_be_imported_is_named(tmp_path, monkeypatch, search_again):
+    source = 'import no_such_module\n\n\n@register_drafter("broken", "broken")\nclass Broken:\n    pass\n'
+    package(tmp_path, "broken", source, monkeypatch)
+    (tmp_path / "config.json").write_text('{"model_type": "broken"}')
+    with pytest.raises(CheckpointError, match=r"broken, which defines drafters .* cannot be imported: No module"):
+        ReDrafter.from_pretrained(tiny_model("llama"), tmp_path)
