@@ -52,8 +52,8 @@ FORM_OPTIONS = (
     *SIZED_OPTIONS,
     *("form", "rnn", "draft_vocab_size", "context_head_dim", "head_shortlist", "head_shortlist_rank"),
 )
-FORMS = ("recurrent", "eagle3")
-EAGLE_OPTIONS = ("form", "target_layers", "draft_vocab_size")  # those of `FORM_OPTIONS` that an EAGLE-3 head has
+# The forms, each with those of `FORM_OPTIONS` that it takes.
+FORMS = {"recurrent": FORM_OPTIONS, "eagle3": ("form", "target_layers", "draft_vocab_size")}
 
 
 def layers(text: str) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class TrainConfig:
         "recurrent",
         "form of a new drafter: recurrent, this project's; or eagle3, an EAGLE-3 head, which other engines serve too: "
         "of the options of a form it takes --target-layers and --draft-vocab-size, and its layer has the base's sizes",
-        choices=FORMS,
+        choices=tuple(FORMS),
     )
     recurrence: str | None = option(
         None,
@@ -253,9 +253,10 @@ class TrainConfig:
         for name in FORM_OPTIONS if self.drafter is not None else ():
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise ArgumentError(f"{flag(name)} is the drafter's own: leave it out with --drafter")
-        for name in set(FORM_OPTIONS).difference(EAGLE_OPTIONS) if self.form == "eagle3" else ():
+        for name in set(FORM_OPTIONS).difference(FORMS[self.form]):
             if getattr(self, name) != getattr(TrainConfig, name):
-                raise ArgumentError(f"{flag(name)} is for recurrent drafters: leave it out with --form eagle3")
+                forms = " or ".join(form for form, options in FORMS.items() if name in options)
+                raise ArgumentError(f"{flag(name)} is for --form {forms}: leave it out with --form {self.form}")
         for name in heads if self.context_window == 0 else ():
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise ArgumentError(f"{flag(name)} is for drafters that attend to the text: give --context-window too")

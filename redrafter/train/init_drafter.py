@@ -33,6 +33,7 @@ MAX_EXIT_DIM = 8192  # a residual layer of 16,384 would have 268M parameters
 class Form(NamedTuple):
     """How new drafters of a form are made."""
 
+    architecture: type[DrafterArchitecture]
     size: Callable[[PretrainedConfig, TrainConfig], dict[str, Any]]  # values of options, where they are None
     config: Callable[[PretrainedConfig, TrainConfig, int | None], Any]  # architecture with so many ids; None for all
     prepare: Callable[[Any, PreTrainedModel, Tensor | None], None]  # sets first weights; the ids are set after it
@@ -47,7 +48,7 @@ def size_form(base: PretrainedConfig, config: TrainConfig) -> TrainConfig:
 
 def form_of(drafter: DrafterArchitecture) -> dict[str, Any]:
     """Return the options of `size_form` with which a drafter was made."""
-    return FORMS["eagle3" if drafter.model_type == EagleConfig.model_type else "recurrent"].options(drafter)
+    return next(form.options(drafter) for form in FORMS.values() if type(drafter) is form.architecture)
 
 
 def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None = None) -> DrafterArchitecture:
@@ -239,6 +240,6 @@ def _eagle_options(drafter: EagleConfig) -> dict[str, Any]:
 
 
 FORMS = {
-    "recurrent": Form(_size_recurrent, _recurrent_config, _prepare_recurrent, _recurrent_options),
-    "eagle3": Form(_size_eagle, _eagle_config, _prepare_eagle, _eagle_options),
+    "recurrent": Form(DrafterConfig, _size_recurrent, _recurrent_config, _prepare_recurrent, _recurrent_options),
+    "eagle3": Form(EagleConfig, _size_eagle, _eagle_config, _prepare_eagle, _eagle_options),
 }
