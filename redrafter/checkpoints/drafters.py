@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 from redrafter.checkpoints.merged import Defaults, find_defaults_file
 from redrafter.checkpoints.models import quantize_drafter
 from redrafter.checkpoints.mtp import holds_mtp, load_mtp
+from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import check_draft_ids
-from redrafter.drafting.drafter_types import Drafter, DrafterArchitecture, open_drafter_model
+from redrafter.drafting.drafter_types import Drafter, open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.model.target import Target
@@ -98,7 +99,7 @@ def check_fits_target(drafter: Drafter, target: Target) -> None:
 
 
 def check_fits_base(
-    drafter: DrafterArchitecture, hidden: int, vocabulary: int, norms: list[list[float]], name: str
+    drafter: AnyDrafterConfig, hidden: int, vocabulary: int, norms: list[list[float]], name: str
 ) -> None:
     """Raise `MismatchError` unless a drafter has the sizes and the embedding norms of a base that need not be loaded.
 
@@ -125,14 +126,14 @@ def check_fits_base(
         )
 
 
-def check_beams(config: DrafterArchitecture, beams: int | None) -> None:
+def check_beams(config: AnyDrafterConfig, beams: int | None) -> None:
     """Raise `ArgumentError` if there are more beams than tokens: each beam begins with another one."""
     vocabulary = config.draft_vocab_size or config.vocab_size
     if beams is not None and beams > vocabulary:
         raise ArgumentError(f"num_beams={beams} is more than the drafter's vocabulary of {vocabulary} ids")
 
 
-def draft_length_warning(config: DrafterArchitecture, depth: int | None) -> str | None:
+def draft_length_warning(config: AnyDrafterConfig, depth: int | None) -> str | None:
     """Return a warning for drafts of more tokens than the drafter is known to have been trained or measured for."""
     if depth is None or config.trained_draft_len is None:
         return None

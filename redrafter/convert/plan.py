@@ -16,8 +16,7 @@ import torch
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.convert.config import ConvertConfig
-from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
-from redrafter.drafting.drafter_types import DrafterArchitecture
+from redrafter.drafting.drafter_config import AnyDrafterConfig, DrafterConfig, EagleConfig
 from redrafter.drafting.shortlist import low_rank_factors
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
@@ -353,7 +352,7 @@ def _required(base: SourceBase | None, output_format: str) -> SourceBase:
     return base
 
 
-def _config_with_base(config: DrafterArchitecture, base: SourceBase | None) -> DrafterArchitecture:
+def _config_with_base(config: AnyDrafterConfig, base: SourceBase | None) -> AnyDrafterConfig:
     """Return a copy of a drafter's config with the base recorded in it, unless it names one already."""
     config = deepcopy(config)
     if base is not None:
@@ -393,7 +392,7 @@ def _recurrence_notes(drafter: SourceDrafter) -> tuple[str, ...]:
     return (f"recurrence {config.recurrence}; --recurrence {other} reads it the other way",)
 
 
-def _training_notes(config: DrafterArchitecture, shape: TreeShape) -> tuple[str, ...]:
+def _training_notes(config: AnyDrafterConfig, shape: TreeShape) -> tuple[str, ...]:
     note = draft_length_warning(config, shape.draft_len_per_beam)
     return () if note is None else (note,)
 

@@ -7,7 +7,7 @@ Markov head or a selector, they make the scores of a beam depend on its last tok
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -221,8 +221,7 @@ class DFlashDrafter(ReplayableDrafter):
         self.norm = nn.RMSNorm(width, eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         ids = config.draft_vocab_size or config.vocab_size
-        head: Any = nn.Linear(width, ids, bias=False) if config.own_head else None
-        self.lm_head = head
+        self.lm_head = nn.Linear(width, ids, bias=False) if config.own_head else None
         self.markov_head = _MarkovHead(config) if config.markov_rank else None
         self.candidate_selector = _Selector(config) if config.selector_rank else None
         self.post_init()

@@ -95,7 +95,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         """Compute beforehand what makes drafting for a target faster on its device, of the weights as they are now."""
         self.int8_head = Int8Head.of(getattr(self, "lm_head", None))
 
-    def train(self, mode: bool = True) -> Any:
+    def train(self, mode: bool = True) -> "DrafterModel":
         """Set training or evaluation mode; training drops what `prepare` computed."""
         if mode:
             self.int8_head = None
@@ -118,7 +118,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
     def index_ids(self) -> Tensor:
         """Return the drafter's id of each of the target's ids, `[V]` int64; -1 for those that it does not know."""
         every = torch.arange(self.config.vocab_size, device=self.device)
-        if not isinstance(self.draft_ids, Tensor):
+        if self.draft_ids is None:
             return every
         return torch.full_like(every, -1).index_copy_(0, self.draft_ids, every[: len(self.draft_ids)])
 

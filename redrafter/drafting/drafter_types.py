@@ -15,9 +15,6 @@ from redrafter.files.drafter_kinds import DrafterKind, define_kind, drafter_kind
 Drafter: TypeAlias = DrafterModel
 """A drafter of any type."""
 
-DrafterArchitecture: TypeAlias = AnyDrafterConfig
-"""The config of a drafter of any type."""
-
 DrafterClass = TypeVar("DrafterClass", bound=type[DrafterModel])
 
 

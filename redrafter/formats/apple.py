@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.drafting.drafter_types import DrafterArchitecture
+from redrafter.drafting.drafter_config import AnyDrafterConfig, DrafterConfig
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import APPLE_MODEL_TYPE
 from redrafter.formats.tensors import LazyTensor
@@ -82,7 +81,7 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
     )
 
 
-def check_published_form(config: DrafterArchitecture, format_name: str, recurrences: Sequence[str]) -> DrafterConfig:
+def check_published_form(config: AnyDrafterConfig, format_name: str, recurrences: Sequence[str]) -> DrafterConfig:
     """Return the config of a drafter; raise `UnsupportedError` unless it has the form of the paper.
 
     `recurrences` are those that the format can hold. The error names what it cannot hold.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from zipfile import is_zipfile
 
@@ -15,8 +16,9 @@ from transformers import AutoConfig, PretrainedConfig
 from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
 from redrafter.checkpoints.merged import Defaults, TreeShape
 from redrafter.checkpoints.models import load_config
+from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import check_draft_ids
-from redrafter.drafting.drafter_types import Drafter, DrafterArchitecture, drafter_class, make_drafter
+from redrafter.drafting.drafter_types import Drafter, drafter_class, make_drafter
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, config_errors, kind_of, read_json
 from redrafter.files.dtype_names import SAFETENSORS_CODES, dtype_name
@@ -34,7 +36,7 @@ from redrafter.model.supported import config_width
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Modules that read drafters of others, by the kind of directory.
-FOREIGN: dict[str, Any] = {"EAGLE-3 head": eagle, "speculators checkpoint": eagle, "DFlash drafter": dflash}
+FOREIGN: dict[str, ModuleType] = {"EAGLE-3 head": eagle, "speculators checkpoint": eagle, "DFlash drafter": dflash}
 PICKLE_FILES = ("model.pt", "pytorch_model.bin")
 # Folders of a model directory that belong to the model: `save_pretrained` keeps further chat templates in this one.
 MODEL_FOLDERS = ("additional_chat_templates",)
@@ -87,7 +89,7 @@ class SourceBase:
         rows = torch.linspace(0, max(shape[0] - 1, 0), NORM_ROWS).long().tolist()
         return {name: [x.read(row, row + 1).float().norm().item() for row in rows] for name, x in tables.items()}
 
-    def check_fits(self, drafter: DrafterArchitecture) -> None:
+    def check_fits(self, drafter: AnyDrafterConfig) -> None:
         """Raise `MismatchError`, with the values of both, if a drafter was made for another base."""
         config = self.config.get_text_config(decoder=True)
         hidden, vocabulary = (
@@ -160,7 +162,7 @@ class SourceDrafter:
 
     directory: Path
     kind: str
-    config: DrafterArchitecture
+    config: AnyDrafterConfig
     tensors: dict[str, LazyTensor]
     defaults: Defaults = field(default_factory=Defaults)
 
@@ -178,10 +180,9 @@ class SourceDrafter:
     def load(self) -> Drafter:
         """Load the drafter on the CPU, in the dtype of its weights."""
         with torch.device("meta"):
-            drafter: Any = make_drafter(self.config)
+            drafter = make_drafter(self.config)
         drafter.load_state_dict({name: x.read(0, x.length) for name, x in self.tensors.items()}, assign=True)
-        loaded: Drafter = drafter
-        return loaded
+        return drafter
 
 
 def is_pair(kind: str) -> bool:
@@ -212,7 +213,7 @@ def open_drafter(directory: Path, recurrence: str | None = None, *, whole: bool 
         return replace(drafter, kind=kind, defaults=Defaults.read(directory / SHAPE_FILE))
     source_name: Callable[[str], str] = str
     defaults = Defaults()
-    config: Any
+    config: AnyDrafterConfig
     if kind == "drafter":
         own = read_own(directory)
         config, tensors = own.config, own.tensors

@@ -15,13 +15,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_config import (
     DEFAULT_ROPE,
+    AnyDrafterConfig,
     DrafterConfig,
     EagleConfig,
 )
-from redrafter.drafting.drafter_types import DrafterArchitecture, make_drafter
+from redrafter.drafting.drafter_types import make_drafter
 from redrafter.drafting.eagle import EagleDrafter
 from redrafter.drafting.recurrent_form import CONTEXT_HEADS, CONTEXT_KV_HEADS
-from redrafter.drafting.text_drafters import TrainableDrafter
+from redrafter.drafting.text_drafters import TrainableDrafter, require
 from redrafter.model.supported import config_width
 from redrafter.model.target import context_of
 from redrafter.train.config import TrainConfig
@@ -33,9 +34,10 @@ MAX_EXIT_DIM = 8192  # a residual layer of 16,384 would have 268M parameters
 class Form(NamedTuple):
     """How new drafters of a form are made."""
 
-    architecture: type[DrafterArchitecture]
+    architecture: type[AnyDrafterConfig]
     size: Callable[[PretrainedConfig, TrainConfig], dict[str, Any]]  # values of options, where they are None
-    config: Callable[[PretrainedConfig, TrainConfig, int | None], Any]  # architecture with so many ids; None for all
+    # Returns the architecture with a number of ids; None for all.
+    config: Callable[[PretrainedConfig, TrainConfig, int | None], AnyDrafterConfig]
     prepare: Callable[[Any, PreTrainedModel, Tensor | None], None]  # sets first weights; the ids are set after it
     options: Callable[[Any], dict[str, Any]]  # options of `size` with which a drafter was made, from its architecture
 
@@ -46,16 +48,15 @@ def size_form(base: PretrainedConfig, config: TrainConfig) -> TrainConfig:
     return replace(config, **{name: value for name, value in form.items() if getattr(config, name) is None})
 
 
-def form_of(drafter: DrafterArchitecture) -> dict[str, Any]:
+def form_of(drafter: AnyDrafterConfig) -> dict[str, Any]:
     """Return the options of `size_form` with which a drafter was made."""
     return next(form.options(drafter) for form in FORMS.values() if type(drafter) is form.architecture)
 
 
-def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None = None) -> DrafterArchitecture:
+def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None = None) -> AnyDrafterConfig:
     """Make the config of a new drafter with `draft_vocab_size` ids; None for all of the base's."""
     config = size_form(base, config)
-    made: DrafterArchitecture = FORMS[config.form].config(base.get_text_config(decoder=True), config, draft_vocab_size)
-    return made
+    return FORMS[config.form].config(base.get_text_config(decoder=True), config, draft_vocab_size)
 
 
 def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor | None = None) -> TrainableDrafter:
@@ -66,15 +67,15 @@ def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor |
     drafter_config = new_config(model.config, config, None if draft_ids is None else len(draft_ids))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(config.seed)
-        drafter: Any = make_drafter(drafter_config).float()
+        drafter = require(TrainableDrafter, make_drafter(drafter_config)).float()
         for module in drafter.modules():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
         FORMS[config.form].prepare(drafter, model, draft_ids)
     if draft_ids is not None:
+        assert drafter.draft_ids is not None, "its config has draft_vocab_size"
         drafter.draft_ids.copy_(draft_ids)
-    made: TrainableDrafter = drafter
-    return made
+    return drafter
 
 
 def _spread_layers(depth: int) -> tuple[int, ...]:

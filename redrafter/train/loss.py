@@ -106,7 +106,7 @@ class Unroll(nn.Module):
         label = labels[(position + 1).clamp(max=last)]
         features, embedding = (x.to(drafter.dtype) for x in (teacher_output.hidden, teacher_output.embedding))
         teacher = teacher_output.logits
-        if isinstance(drafter.draft_ids, Tensor):
+        if drafter.draft_ids is not None:
             teacher = teacher.index_select(-1, drafter.draft_ids)
 
         given, flat = GivenTexts(tokens, features, embedding, segment, anchors, position), teacher.flatten(0, 1)
