@@ -62,7 +62,8 @@ def drafter_kinds() -> dict[str, DrafterKind]:
     """Return the kinds of drafters by `model_type`: this package's, those of entry points, and those defined so far.
 
     Raises:
-        ArgumentError: An entry point names no module that registers a drafter, or two modules register one type.
+        ArgumentError: An entry point names no module that registers a drafter, a registration cannot be read, or two
+            modules register one type.
     """
     return {**_defined, **declared_kinds()}
 
@@ -101,5 +102,11 @@ def _read_registrations(module: str) -> Iterator[DrafterKind]:
     if spec is None or spec.origin is None:
         return
     for arguments, class_name in _REGISTRATION.findall(Path(spec.origin).read_text(encoding="utf-8")):
-        name, *model_types = ast.literal_eval(f"[{arguments}]")
+        try:
+            name, *model_types = map(str, ast.literal_eval(f"[{arguments}]"))
+        except (ValueError, SyntaxError) as error:
+            raise ArgumentError(
+                f"{spec.origin} has @register_drafter({arguments.strip()}), and its arguments must be strings as they "
+                "stand: they are read without importing the module"
+            ) from error
         yield DrafterKind(name, tuple(model_types), module, class_name)

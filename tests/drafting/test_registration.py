@@ -41,6 +41,8 @@ def place(tmp_path, monkeypatch, search_again) -> Path:
 
     torch.manual_seed(0)
     BigramDrafter(BigramConfig(vocab_size=VOCAB, hidden_size=HIDDEN)).save_pretrained(tmp_path / "bigram")
+    monkeypatch.delitem(sys.modules, "bigram_drafter")  # so that the entry point alone leads to it
+    monkeypatch.setattr("redrafter.files.drafter_kinds._defined", {})
     return tmp_path / "bigram"
 
 
@@ -130,6 +132,15 @@ def package(folder: Path, name: str, source: str | None, monkeypatch) -> None:
 def test_an_entry_point_without_a_registration_is_refused_by_name(source, tmp_path, monkeypatch, search_again):
     package(tmp_path, "hollow", source, monkeypatch)
     with pytest.raises(ArgumentError, match=r"entry point hollow = hollow of redrafter\.drafters names no module"):
+        drafter_kinds()
+
+
+@pytest.mark.parametrize("arguments", ["", "NAME", '"a", kind="b"'])
+def test_a_registration_that_cannot_be_read_is_refused(arguments, tmp_path, monkeypatch, search_again):
+    package(tmp_path, "unread", f"@register_drafter({arguments})\nclass Unread:\n    pass\n", monkeypatch)
+    with pytest.raises(
+        ArgumentError, match=r"unread\.py has @register_drafter\(.*\), and its arguments must be strings"
+    ):
         drafter_kinds()
 
 
