@@ -7,10 +7,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from helpers.models import VOCAB, check_texts, on_each_cache, tiny_model
-from redrafter import CheckpointError, MismatchError, ReDrafter
+from redrafter import CheckpointError, MismatchError, ReDrafter, UnsupportedError, boxed_pair
 from redrafter.cli import main as redrafter
 from redrafter.drafting.assistant import AssistantDrafter, AssistantProposer, all_layers_shared
 from redrafter.model.target import Target
+from redrafter.train.config import TrainConfig
+from redrafter.train.plan import build_without_weights
 
 pytest.importorskip("transformers.models.gemma4_assistant")
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
@@ -116,3 +118,16 @@ def test_info_shows_an_assistant(place, capsys):
     assert redrafter(["info", str(place), "--json"]) == 0
     drafter = json.loads(capsys.readouterr().out)["drafter"]
     assert (drafter["type"], drafter["layers"], drafter["vocabulary"]) == ("assistant", 4, VOCAB)
+
+
+@pytest.mark.parametrize(
+    "words", [["convert", "--to", "drafter", "--dry-run", "--drafter-model-dir"], ["info", boxed_pair(), "--drafter"]]
+)
+def test_an_assistant_is_used_as_it_is_and_not_converted(words, place, capsys):
+    assert redrafter([*map(str, words), str(place)]) == 2
+    assert "a drafter of the kind assistant is used as its checkpoint holds it" in capsys.readouterr().err
+
+
+def test_an_assistant_is_not_trained_further(place):
+    with pytest.raises(UnsupportedError, match="the kind assistant is used as its checkpoint holds it"):
+        build_without_weights(TrainConfig(model=str(boxed_pair()), drafter=str(place)))
