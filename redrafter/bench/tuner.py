@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from redrafter.bench.standing_batch import SHARING_ROWS, OneProposer, at_size, make_request, opened
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.engine.call import Call, GenerateOutput
 from redrafter.engine.request import Request
 from redrafter.errors import ArgumentError, CacheFullError
 from redrafter.measure.run import Prompts, Stopwatch, Workload
+from redrafter.tree.sizes import TreeShape
 
 LENGTHS = (3, 5)  # draft lengths per beam that are tried
 DEEPER_LENGTHS = (7, 10)  # tried one after the other, while a tree of the longest length so far is the fastest

@@ -9,7 +9,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.drafting.drafter_model import check_draft_ids
 from redrafter.drafting.drafter_types import Drafter
@@ -30,6 +29,7 @@ from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import bucket
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.tree.beam_search import node_count
+from redrafter.tree.sizes import TreeShape
 
 # Times the forward without drafts, up to which a whole tree is verified before any gain is known, by type of device.
 NEARLY_FREE = {"cuda": 1.25, "cpu": 1.5}

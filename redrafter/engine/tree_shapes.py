@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.drafting.step_choice import Promise
 from redrafter.drafting.step_costs import StepCosts
-from redrafter.tree.sizes import MAX_BEAMS
+from redrafter.tree.sizes import MAX_BEAMS, TreeShape
 
 WIDTHS = (1, 2, 3, 5)  # of searches that are looked at, beside the widest one
 DEPTHS = (1, 2, 3, 4, 5, 7)  # likewise, beside the deepest one

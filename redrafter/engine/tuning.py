@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 
 from redrafter.checkpoints.drafters import embedding_norms
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.step_costs import StepCosts
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
@@ -27,6 +26,7 @@ from redrafter.files.home import home
 from redrafter.model.linear_layers import has_float8_layers
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import bucket
+from redrafter.tree.sizes import TreeShape
 
 # Tokens of all rows, up to which drafts that are copied from texts are added. The matrix products of a bf16 8B model on
 # an H200 take, for 1/26/64/128/208/256 tokens, 3.97/4.04/4.24/4.64/6.0/7.3 ms: memory sets the time up to about 128.
@@ -119,7 +119,7 @@ class Tuning:
 
     def describe(self) -> str:
         """Return a line that names the file, the date, and the shape at each batch size, `off` where drafting is."""
-        shapes = "; ".join(f"batch {rows}: {describe_shape(shape)}" for rows, shape in sorted(self.shapes.items()))
+        shapes = "; ".join(f"batch {rows}: {shape or 'off'}" for rows, shape in sorted(self.shapes.items()))
         return f"{self.path or 'a tuning'}, measured {self.date or 'at an unknown date'}: {shapes}"
 
     def write(self, path: str | Path) -> None:
@@ -158,14 +158,6 @@ def _from_dict(document: Any) -> Tuning:
     measured = tuple(document.get("measured", ()))
     curves = StepCosts.from_dict(document["costs"]) if "costs" in document else None
     return Tuning(**(document | {"shapes": shapes, "step_costs": costs, "costs": curves, "measured": measured}))
-
-
-def describe_shape(shape: TreeShape | None) -> str:
-    """Return the shape of a tree as tables show it, such as `5 x 5, 26 nodes`; `off` for undrafted decoding."""
-    if shape is None:
-        return "off"
-    nodes = f"{shape.node_budget} nodes" if shape.shared_nodes is None else f"{shape.shared_nodes} shared"
-    return f"{shape.num_beams} x {shape.draft_len_per_beam}, {nodes}"
 
 
 def find_tuning(tuning: str | Path | None, target: Target, drafter: Drafter) -> Tuning | None:

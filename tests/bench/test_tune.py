@@ -13,7 +13,6 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.bench.standing_batch import at_size
 from redrafter.bench.tuner import NO_MEMORY, Timing, Tuner, candidates, choose, deeper, table
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.cli import main
 from redrafter.convert.describe import describe
 from redrafter.drafting.drafter import RecurrentProposer
@@ -24,6 +23,7 @@ from redrafter.measure.report import facts, head
 from redrafter.measure.run import Workload
 from redrafter.model.target import Target
 from redrafter.tree import beam_search
+from redrafter.tree.sizes import TreeShape
 
 SMALL, LARGE = TreeShape(1, 3, 4), TreeShape(5, 5, 26)
 
@@ -110,7 +110,7 @@ def test_a_tree_whose_rows_share_nodes_is_written_printed_and_drawn(home, quick,
     assert main(["tune", *args, "--out", str(home / "tuning.json")]) == 0
     shape = TreeShape(4, 3, 13, 64)
     assert Tuning.read(home / "tuning.json").shapes[16] == shape
-    assert "4 x 3, 64 shared" in capsys.readouterr().out
+    assert "4x3, 64 shared" in capsys.readouterr().out
     assert (home / "tuning.png").is_file()
 
 
@@ -295,7 +295,7 @@ def test_bench_and_info_name_the_table_in_use(home):
     path = tuning_path(pair.engine.target, pair.engine.drafter)
     measured = measured_on(pair.engine.target, pair.engine.drafter)
     Tuning({1: TreeShape(5, 5, 8), 2: None}, **measured, date="2026-01-02").write(path)
-    line = f"{path}, measured 2026-01-02: batch 1: 5 x 5, 8 nodes; batch 2: off"
+    line = f"{path}, measured 2026-01-02: batch 1: 5x5, 8 nodes; batch 2: off"
     assert describe(name)["tuning"] == [f"{measured['device']}, float32: {line}"]
     for tuning, named in (("auto", line), (None, "rule, without a table of redrafter tune")):
         work = tuner(ReDrafter.from_pretrained(boxed_pair(), tuning=tuning)).work

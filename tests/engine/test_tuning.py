@@ -10,7 +10,6 @@ from helpers.models import CONTEXT, DRAFTER_ALONE, VOCAB, tiny_drafter, tiny_mod
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import quantize_drafter, quantize_model
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import PlainProposer
@@ -27,6 +26,7 @@ from redrafter.engine.tuning import (
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
 from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.tree.sizes import TreeShape
 
 SHAPES: dict[int, TreeShape | None] = {1: TreeShape(3, 4, 9), 2: None, 4: TreeShape(1, 3, 4), 8: TreeShape(5, 2, 11)}
 
