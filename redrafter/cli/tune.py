@@ -13,8 +13,8 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.bench.options import TuneOptions
 from redrafter.bench.plot import draw_tuning
-from redrafter.bench.standing_batch import SHARING_ROWS
 from redrafter.bench.tuner import DEEPER_LENGTHS, LENGTHS, Tuner, candidates, choose, table
+from redrafter.drafting.estimates import SHARING_ROWS
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.engine.step_timing import measure_step_costs

@@ -18,39 +18,14 @@ import torch
 
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.drafting.drafter_types import Drafter
-from redrafter.drafting.step_costs import StepCosts
+from redrafter.drafting.estimates import StepCosts
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.home import home
 from redrafter.model.linear_layers import has_float8_layers
 from redrafter.model.target import Target
-from redrafter.scheduler.captured_step import bucket
 from redrafter.tree.sizes import TreeShape
-
-# Tokens of all rows, up to which drafts that are copied from texts are added. The matrix products of a bf16 8B model on
-# an H200 take, for 1/26/64/128/208/256 tokens, 3.97/4.04/4.24/4.64/6.0/7.3 ms: memory sets the time up to about 128.
-COPYING_TOKENS = {"cuda": 128, "cpu": 64}
-COPYING_COST = 1.25  # most time of such a step, in steps of one token, where it is measured: FP8 weights end sooner
-MOST_COPIED, LEAST_COPIED = 16, 4  # drafts that are copied from a text in one step
-
-
-def text_nodes(rows: int, nodes: int, device: str = "cuda", measured: StepCosts | None = None) -> int:
-    """Return how many drafts to copy from each row's text beside trees of `nodes` nodes; 0 where they would cost time.
-
-    Args:
-        rows: Rows of the batch.
-        nodes: Nodes of each row's tree.
-        device: Type of the device.
-        measured: What steps take, where that was measured. It counts on a GPU alone, as a CPU's steps search and copy
-            only where a text has a match.
-    """
-    tokens = COPYING_TOKENS[device]
-    if measured is not None and device != "cpu":
-        most = COPYING_COST * measured.steps[0][1]
-        tokens = max(number for number, time in measured.steps if number <= tokens and time <= most)
-    count = min(MOST_COPIED, tokens // bucket(rows) - nodes)
-    return count if count >= LEAST_COPIED else 0
 
 
 @dataclass(frozen=True)
