@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.bench.tuner import Timing
-from redrafter.checkpoints.merged import TreeShape
-from redrafter.engine.tuning import describe_shape
 from redrafter.measure.report import drawing
+from redrafter.tree.sizes import TreeShape
 
 GREY, LIGHT_GREY, BLUE, LIGHT_BLUE, RED = "#7f7f7f", "#b0b0b0", "#1f77b4", "#9ecae1", "#d62728"
 PART_COLORS = {"draft": LIGHT_BLUE, "verify": BLUE, "rest": LIGHT_GREY}
@@ -93,7 +92,7 @@ def draw_tuning(timings: Sequence[Timing], shapes: dict[int, TreeShape | None], 
             axes.plot(*zip(*points, strict=True), color=LIGHT_GREY, linewidth=0.8, marker=".", zorder=1)
         axes.plot(sizes, chosen, color=BLUE, marker="o", linewidth=2, label="chosen")
         for size, value in zip(sizes, chosen, strict=True):
-            axes.annotate(describe_shape(shapes[size]).replace(", ", "\n"), (size, value), color=BLUE, **ABOVE)
+            axes.annotate(str(shapes[size] or "off").replace(", ", "\n"), (size, value), color=BLUE, **ABOVE)
         axes.plot([], [], color=LIGHT_GREY, marker=".", linewidth=0.8, label="other trees")
         axes.set_ylabel("tokens per second, times plain decoding's")
         axes.set_title(title, fontsize=10)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.estimates import SHARING_ROWS
+from redrafter.drafting.policy import DraftPolicy
 from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.engine.call import Call
 from redrafter.engine.engine import Engine
@@ -29,7 +31,6 @@ from redrafter.scheduler.scheduler import Scheduler
 from redrafter.tree.token_tree import Tree
 
 ALLOCATION_STEPS = 20  # steps that allocations are counted over
-SHARING_ROWS = 16  # rows that share the `shared_nodes` of a proposer, and from which on sharing nodes is tried
 
 
 class OneProposer:
@@ -42,12 +43,9 @@ class OneProposer:
         # By rows; the same object each time, as captured steps are kept by it.
         self._made: dict[int, Proposer] = {}
 
-    def proposer_for(self, rows: int) -> Proposer:
-        """Return the proposer for a batch of `rows` rows."""
-        return self._made.setdefault(rows, at_size(self.proposer, rows))
-
-    def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> None:
-        """Return None: every step drafts with the one proposer."""
+    def draft_policy(self, sizes: Sequence[int], graphs: PagedMemory | None) -> DraftPolicy:
+        """Return what drafts with the one proposer in every step."""
+        return DraftPolicy({size: self._made.setdefault(size, at_size(self.proposer, size)) for size in sizes})
 
 
 def at_size(proposer: Proposer, rows: int) -> Proposer:

@@ -16,20 +16,21 @@ from typing import Any
 
 import torch
 
-from redrafter.bench.standing_batch import SHARING_ROWS, OneProposer, at_size, make_request, opened
-from redrafter.checkpoints.merged import TreeShape
+from redrafter.bench.standing_batch import OneProposer, at_size, make_request, opened
 from redrafter.checkpoints.tokenizers import end_tokens
+from redrafter.drafting.estimates import SHARING_ROWS, trees
+from redrafter.drafting.policy import MARGIN
 from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.engine.call import Call, GenerateOutput
 from redrafter.engine.request import Request
 from redrafter.errors import ArgumentError, CacheFullError
 from redrafter.measure.run import Prompts, Stopwatch, Workload
+from redrafter.tree.sizes import TreeShape
 
 LENGTHS = (3, 5)  # draft lengths per beam that are tried
 DEEPER_LENGTHS = (7, 10)  # tried one after the other, while a tree of the longest length so far is the fastest
 NODE_BUDGETS = (4, 8, 16)  # tried beside all nodes of the lattice
 SHARED_NODES_PER_ROW = (2, 4, 8)  # of trees whose rows share nodes, on average
-MIN_RATIO = 1.03  # times plain decoding's speed, for a tree to be chosen; less is noise
 MAX_BATCH_NODES = 1024  # nodes of a batch in one forward; past it any GPU is bound by arithmetic
 WARM_UP_STEPS, TIMED_STEPS = 2, 10
 MAX_WRITING_PROMPTS = 32  # prompts that each tree continues
@@ -223,8 +224,8 @@ def _left_behind(timing: Timing, other: Timing) -> bool:
 
 def _extents(timing: Timing) -> tuple[int, int, int]:
     """Return beams, draft length and nodes of a row's tree, with which the work of a step grows."""
-    shape = timing.shape or TreeShape()
-    return shape.num_beams or 0, shape.draft_len_per_beam or 0, nodes_per_row(timing.shape, timing.batch)
+    beams, depth = (0, 0) if timing.shape is None else (timing.shape.beams, timing.shape.depth)
+    return beams, depth, nodes_per_row(timing.shape, timing.batch)
 
 
 def candidates(
@@ -236,23 +237,20 @@ def candidates(
     Numbers of beams above the drafter's vocabulary are left out.
     """
     vocabulary = own.drafter.config.draft_vocab_size or own.drafter.config.vocab_size
-    usable = [width for width in beams if width <= vocabulary]
-    ordered = []
-    for width in usable:
-        for depth in lengths:
-            is_own, lattice = (width, depth) == (own.beams, own.depth), 1 + width * depth
-            budgets = {*NODE_BUDGETS, lattice} | ({own.nodes} if is_own else set())
-            # With so few nodes that a shorter draft fills them, both are the same tree, and the shorter one is faster.
-            fewest = max((length + 2 for length in lengths if length < depth), default=0)
-            nodes = [n for n in sorted(budgets) if fewest <= n <= lattice or (is_own and n == own.nodes)]
-            ordered += [(not is_own, n, replace(own, beams=width, depth=depth, nodes=n)) for n in nodes]
+    widths, search = [width for width in beams if width <= vocabulary], (own.beams, own.depth)
+    tried = dict.fromkeys(trees(widths, lengths, NODE_BUDGETS))
+    if own.beams in widths and own.depth in lengths:
+        tried |= dict.fromkeys(trees([own.beams], [own.depth], (own.nodes,)))
     for mean in SHARED_NODES_PER_ROW if share else ():
         # As many nodes for each row on average: no wider than that, and as deep as doubling reaches.
-        for width in sorted({min(width, mean) for width in usable}):
-            depth = min(max(lengths), mean.bit_length())
-            tree = replace(own, beams=width, depth=depth, nodes=1 + width * depth, shared_nodes=mean * SHARING_ROWS)
-            ordered.append((True, mean, tree))
-    return [proposer for *_, proposer in sorted(ordered, key=lambda candidate: candidate[:2])]
+        narrow, depth = {min(width, mean) for width in widths}, min(max(lengths), mean.bit_length())
+        shared = trees(narrow, [depth], (), (mean,), SHARING_ROWS)
+        tried |= dict.fromkeys(shape for shape in shared if shape.shared_nodes is not None)
+    ordered = sorted(tried, key=lambda each: ((each.beams, each.depth) != search, nodes_per_row(each, SHARING_ROWS)))
+    return [
+        replace(own, beams=each.beams, depth=each.depth, nodes=each.nodes, shared_nodes=each.shared_nodes)
+        for each in ordered
+    ]
 
 
 def deeper(own: SearchProposer, timings: Sequence[Timing], length: int) -> list[SearchProposer]:
@@ -264,9 +262,8 @@ def deeper(own: SearchProposer, timings: Sequence[Timing], length: int) -> list[
     deepest = max(_extents(timing)[1] for timing in timings)
     sizes = set[tuple[int, int]]()
     for shape in choose(timings).values():
-        if shape is not None and shape.draft_len_per_beam == deepest and shape.shared_nodes is None:
-            beams = shape.num_beams or 0
-            sizes |= {(nodes_per_row(shape, 1), beams), (1 + beams * length, beams)}
+        if shape is not None and shape.depth == deepest and shape.shared_nodes is None:
+            sizes |= {(shape.nodes, shape.beams), (1 + shape.beams * length, shape.beams)}
     return [
         replace(own, beams=beams, depth=length, nodes=nodes, shared_nodes=None)
         for nodes, beams in sorted(sizes)
@@ -285,16 +282,16 @@ def nodes_per_row(shape: TreeShape | None, batch: int) -> int:
     """Return how many nodes a step verifies for each row of a batch, on average."""
     if shape is None:
         return 1
-    return (shape.node_budget or 1) if shape.shared_nodes is None else shape.shared_nodes // batch
+    return shape.nodes if shape.shared_nodes is None else shape.shared_nodes // batch
 
 
 def choose(timings: Sequence[Timing]) -> dict[int, TreeShape | None]:
-    """Return the fastest tree by batch size; None where none is `MIN_RATIO` times as fast as undrafted decoding."""
+    """Return the fastest tree by batch size; None where none is `MARGIN` times as fast as undrafted decoding."""
     shapes = {}
     for plain in (timing for timing in timings if timing.shape is None):
         trees = [timing for timing in timings if timing.batch == plain.batch and timing.shape is not None]
         best = max(trees, key=lambda timing: timing.tokens_per_second, default=plain)
-        worth = best.tokens_per_second >= MIN_RATIO * plain.tokens_per_second
+        worth = best.tokens_per_second >= MARGIN * plain.tokens_per_second
         shapes[plain.batch] = best.shape if worth else None
     return shapes
 

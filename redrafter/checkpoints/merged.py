@@ -8,46 +8,14 @@ A merged checkpoint is a Hugging Face model directory (weights, tokenizer, chat 
 The boxed pair, which ships inside the package, is a merged checkpoint.
 """
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import SHAPE_FILE, read_json
 from redrafter.files.gguf_file import SUFFIX
-from redrafter.tree.sizes import check_size
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """Shape of the draft tree. A field that is None is left to the drafter's config and the device.
-
-    Attributes:
-        num_beams: Beams of the search.
-        draft_len_per_beam: Draft tokens of each beam.
-        node_budget: Most nodes of a row's tree.
-        shared_nodes: Nodes of all rows of a step together, which are the likeliest ones; None for `node_budget` nodes
-            in each row.
-    """
-
-    num_beams: int | None = None
-    draft_len_per_beam: int | None = None
-    node_budget: int | None = None
-    shared_nodes: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value is not None:
-                check_size(name, value)
-
-    def over(self, other: "TreeShape") -> "TreeShape":
-        """Return this shape with the fields that are None taken from `other`."""
-        chosen = {name: value for name, value in asdict(self).items() if value is not None}
-        return TreeShape(**(asdict(other) | chosen))
-
-    def to_dict(self) -> dict[str, int | None]:
-        """Return the fields as JSON documents have them: `shared_nodes` only where rows share nodes."""
-        return {name: value for name, value in asdict(self).items() if name != "shared_nodes" or value is not None}
+from redrafter.tree.sizes import TreeShape
 
 
 @dataclass(frozen=True)

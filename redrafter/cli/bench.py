@@ -21,7 +21,6 @@ from redrafter.bench.sections import run_sections
 from redrafter.bench.server_load import Load, find_server, run_server_loads
 from redrafter.bench.server_suite import ChatLoad, run_server_suite
 from redrafter.bench.suite import run_suite
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import quantize_drafter, quantize_model
 from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.data.prompts import turns_before_answer
@@ -40,6 +39,7 @@ from redrafter.measure.suite_table import LEGEND, TableFiles
 from redrafter.model.target import Target
 from redrafter.parallel.launched import launched_processes, process_rank
 from redrafter.serve.network.api_keys import KEY_VARIABLE
+from redrafter.tree.sizes import TreeShape
 
 # Options of `bench` that mean something to a server; all others are refused with --url.
 SERVER_OPTIONS = frozenset({"json", "max_new_tokens", "model", "num_prompts", "prompts", "seed", "temperature"})

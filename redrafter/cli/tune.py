@@ -13,12 +13,12 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.bench.options import TuneOptions
 from redrafter.bench.plot import draw_tuning
-from redrafter.bench.standing_batch import SHARING_ROWS
 from redrafter.bench.tuner import DEEPER_LENGTHS, LENGTHS, Tuner, candidates, choose, table
+from redrafter.drafting.estimates import SHARING_ROWS
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.engine.step_timing import measure_step_costs
-from redrafter.engine.tuning import Tuning, describe_shape, measured_on, tuning_path
+from redrafter.engine.tuning import Tuning, measured_on, tuning_path
 from redrafter.errors import ArgumentError
 from redrafter.measure.outputs import check_picture, output_file
 from redrafter.measure.prompts import encode, read_prompts
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     )
     path = out or tuning_path(engine.target, engine.drafter)
     tuning.write(path)
-    cells = ((row["batch"], describe_shape(shapes[row["batch"]]), *map(row.get, COLUMNS.values())) for row in rows)
+    cells = ((row["batch"], shapes[row["batch"]] or "off", *map(row.get, COLUMNS.values())) for row in rows)
     lines = format_table(["batch", "shape", *COLUMNS], cells, indent="")
     print(*lines, sep="\n", file=sys.stderr if args.json else sys.stdout)
     print(f"written to {path}", file=sys.stderr)

@@ -14,12 +14,13 @@ from redrafter.app.flags import add_options, dtype_word, flag, read_options, yes
 from redrafter.app.parser import Parser
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
-from redrafter.checkpoints.merged import Defaults, TreeShape
+from redrafter.checkpoints.merged import Defaults
 from redrafter.drafting.recurrent_form import RECURRENCES, SHORTLIST_RANK, check_shortlist_rank
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.files.atomic_folder import check_output_folder
 from redrafter.files.checkpoint_kind import kind_of
 from redrafter.options import option
+from redrafter.tree.sizes import TreeShape
 
 OUTPUT_FORMATS = ("redrafter", "trtllm", "apple", "drafter", "speculators")
 OUTPUT_KINDS = {  # what `kind_of` calls a directory in each output format

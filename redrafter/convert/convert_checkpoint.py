@@ -18,11 +18,11 @@ from tqdm import tqdm
 
 from redrafter.app.paths import check_paths
 from redrafter.app.program import print_message
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.convert.config import ConvertConfig, check_output, main
 from redrafter.convert.plan import OUTPUT_PLANNERS, ConversionPlan, add_shortlist
 from redrafter.files.atomic_folder import write_folder
 from redrafter.formats.sources import is_pair, open_base, open_drafter
+from redrafter.tree.sizes import TreeShape
 
 
 def merge(

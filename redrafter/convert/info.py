@@ -14,7 +14,7 @@ from typing import Any
 
 from redrafter.app.parser import Parser, add_json
 from redrafter.app.program import import_libraries, run_command
-from redrafter.checkpoints.merged import Defaults, TreeShape
+from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.mtp_layer import find_layer
 from redrafter.errors import ArgumentError
 from redrafter.files.checkpoint_kind import (
@@ -27,6 +27,7 @@ from redrafter.files.checkpoint_kind import (
 from redrafter.files.drafter_kinds import drafter_kinds
 from redrafter.files.gguf_file import find_gguf
 from redrafter.files.headers import DTYPE_NAMES, Header, read_headers
+from redrafter.tree.sizes import TreeShape
 
 Stored = Mapping[str, tuple[tuple[int, ...], str]]  # shape and number format of each tensor
 UNCHECKED = "whether it can be a target, fits, and converts: add --check, which imports torch"

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.convert.config import ConvertConfig
 from redrafter.drafting.drafter_config import AnyDrafterConfig, DrafterConfig, EagleConfig
 from redrafter.drafting.shortlist import low_rank_factors
@@ -32,6 +31,7 @@ from redrafter.formats.tensors import (
     split_into_files,
     write_safetensors,
 )
+from redrafter.tree.sizes import TreeShape
 
 COPY_BLOCK_BYTES = 16 << 20  # read and written at once
 MIN_FREE_BYTES = 64 << 20  # of the disk, after the conversion

@@ -1,6 +1,6 @@
 """DraftTarget: a Hugging Face model with a smaller one that drafts for it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,18 +10,19 @@ from transformers import PreTrainedModel
 
 from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.checkpoints.vocabularies import Tokenizer, map_unlike_vocabularies
-from redrafter.drafting.draft_length import AdaptiveDraftLength
 from redrafter.drafting.draft_model import DraftModelProposer
+from redrafter.drafting.policy import DraftLengthPolicy, DraftPolicy, text_nodes
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
-from redrafter.engine.tuning import text_nodes
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
+from redrafter.scheduler.captured_step import bucket
+from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.tree.beam_search import node_count
 from redrafter.tree.sizes import check_size
 
@@ -123,7 +124,7 @@ class DraftTarget(Engine):
             or states
         ):
             return proposer
-        count = text_nodes(rows, proposer.nodes, target.device.type)
+        count = text_nodes(bucket(rows), proposer.nodes, target.device.type)
         if not count:
             return proposer
         # What is copied and accepted may be followed by the last draft, which has not been read either.
@@ -207,14 +208,14 @@ class DraftTarget(Engine):
         engine.load_adapters(adapters)
         return engine
 
-    def draft_lengths_of(self, texts: int) -> AdaptiveDraftLength | None:
-        """Return what chooses the draft length of each step of a call of `texts` rows; None where it is fixed."""
+    def draft_policy(self, sizes: Sequence[int], graphs: PagedMemory | None) -> DraftPolicy:
+        """Return what decides what each step of such numbers of rows drafts."""
         if not self.adaptive:
-            return None
+            return super().draft_policy(sizes, graphs)
         # Where drafts end in doubt too, only those that promise something are made, about every other one.
         share = 1.0 if self._by_length[self.draft_len].confidence is None else 0.5
         cost, node_cost = share * self._draft_cost, self._node_cost
-        return AdaptiveDraftLength(self._by_length, texts, lambda rows: cost + node_cost * (rows - 1))
+        return DraftLengthPolicy(self._by_length, sizes, lambda rows: cost + node_cost * (rows - 1))
 
     def _doubt(self, rows: int) -> float:
         """Return how likely a draft must be right to be worth another one behind it, in a step of `rows` rows."""

@@ -18,11 +18,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from redrafter.cache.to_device import made_on_host
 from redrafter.checkpoints.adapters import read_adapter
-from redrafter.drafting.draft_length import AdaptiveDraftLength
+from redrafter.drafting.estimates import Clock, StepCosts, StepTimes
+from redrafter.drafting.policy import DraftPolicy
 from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer
-from redrafter.drafting.step_choice import StepChoice
-from redrafter.drafting.step_costs import StepCosts
-from redrafter.drafting.step_times import Clock, StepTimes
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
     check_bound,
@@ -125,9 +123,9 @@ class Engine(Changeable):
         """Return the proposer for a batch of `rows` rows."""
         return self.proposer
 
-    def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
-        """Return what chooses the proposer of each step of such numbers of rows; None for `proposer_for` alone."""
-        return None
+    def draft_policy(self, sizes: Sequence[int], graphs: PagedMemory | None) -> DraftPolicy:
+        """Return what decides what each step of such numbers of rows drafts."""
+        return DraftPolicy({size: self.proposer_for(size) for size in sizes})
 
     @cached_property
     def _times(self) -> StepTimes:
@@ -196,13 +194,8 @@ class Engine(Changeable):
         )
         with owner.batches.lent(drafting, graphs, request.params, most, speculate=speculate) as batch:
             scheduler = Scheduler(drafting, graphs, limits, speculate, batch)
-            batch.draft_lengths = self.draft_lengths_of(len(request.lengths)) if speculate else None
             batch.reserve(max(request.limits))
             yield scheduler
-
-    def draft_lengths_of(self, texts: int) -> AdaptiveDraftLength | None:
-        """Return what chooses the draft length of each step of a call of `texts` rows; None where it is fixed."""
-        return None
 
     @property
     def _unpaged_draft(self) -> str | None:

@@ -7,8 +7,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.models import bind, locate_gguf
+from redrafter.drafting.policy import PRIOR_COPIED, CostPolicy, DraftPolicy, Experience
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
-from redrafter.drafting.step_choice import PRIOR_COPIED, Experience, StepChoice
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import split_keywords, takes_options
 from redrafter.model.target import Target
@@ -27,13 +27,12 @@ class PromptLookup(Engine):
 
     _experience: Experience | None = None
 
-    def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
-        """Return what leaves drafts out of a CPU's steps while they do not pay; None on a GPU or with `pauses` off."""
+    def draft_policy(self, sizes: Sequence[int], graphs: PagedMemory | None) -> DraftPolicy:
+        """Return what leaves drafts out of a CPU's steps while they do not pay; of no step with `pauses` off."""
         if not self.pauses or self.target.device.type != "cpu":
-            return None
+            return super().draft_policy(sizes, graphs)
         self._experience = self._experience or Experience(copied=PRIOR_COPIED)
-        kinds = {size: [self.proposer] for size in sizes}
-        return StepChoice(self._times, kinds, self.plain, {}, self._experience)
+        return CostPolicy(self._times, {size: [self.proposer] for size in sizes}, self._experience)
 
     @classmethod
     @takes_options

@@ -9,27 +9,25 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.drafting.drafter_model import check_draft_ids
 from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.estimates import QUALITIES, QUALITY, SHARING_ROWS, StepCosts, StepTimes, best_trees, time_at
+from redrafter.drafting.policy import PRIOR_COPIED, CostPolicy, DraftPolicy, Experience, text_nodes
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
-from redrafter.drafting.step_choice import PRIOR_COPIED, QUALITY, Experience, StepChoice
-from redrafter.drafting.step_costs import StepCosts, time_at
-from redrafter.drafting.step_times import StepTimes
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
-from redrafter.engine.step_timing import measure_step_costs, time_to_read
-from redrafter.engine.tree_shapes import QUALITIES, SHARING_ROWS, best_shapes
-from redrafter.engine.tuning import Tuning, find_tuning, text_nodes
+from redrafter.engine.step_timing import measure_step_costs
+from redrafter.engine.tuning import Tuning, find_tuning
 from redrafter.files.checkpoint_kind import check_drafter
 from redrafter.formats.sources import load_foreign
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import bucket
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.tree.beam_search import node_count
+from redrafter.tree.sizes import TreeShape
 
 # Times the forward without drafts, up to which a whole tree is verified before any gain is known, by type of device.
 NEARLY_FREE = {"cuda": 1.25, "cpu": 1.5}
@@ -90,11 +88,9 @@ class ReDrafter(Engine):
             target.store_drafter_layer(layer)
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
         self._measured: StepCosts | None = None
-        self._reading: float | None = None
         self._experience: Experience | None = None  # of the drafter, with earlier texts
         self._best: dict[tuple[StepCosts, int, bool, tuple[float, ...]], list[TreeShape]] = {}
-        self._proposers: dict[tuple[int, int, int, int | None], SearchProposer] = {}
-        self._proposed: dict[TreeShape, SearchProposer] = {}  # the same by the shape that was asked for
+        self._proposers: dict[TreeShape, SearchProposer] = {}
         self._with_text: dict[tuple[int, int], TextBeside] = {}
         self._compiled = compiled
         drafter.prepare(target)
@@ -195,53 +191,39 @@ class ReDrafter(Engine):
         self._experience = None
         self.drafter.prepare(self.target)
 
-    def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
-        """Return what chooses the proposer of each step; None with `pauses` off.
+    def draft_policy(self, sizes: Sequence[int], graphs: PagedMemory | None) -> DraftPolicy:
+        """Return what decides what each step of such numbers of rows drafts.
 
-        A shape that was asked for, or tuned, is drafted or not; else steps choose among several. See `step_costs` for
-        what they are taken to cost.
+        A shape that was asked for, or tuned, is drafted or not; else steps choose among several. With `pauses` off,
+        each drafts the tree of `proposer_for`.
         """
         if not self.pauses:
-            return None
-        costs, qualities = self.step_costs(graphs), QUALITIES[self.target.device.type]
-        assumed = costs if isinstance(costs, StepCosts) else self._assumed
-        kinds, ratios = {}, {}
+            return super().draft_policy(sizes, graphs)
+        costs, on_cpu = self.step_costs(graphs), self.target.device.type == "cpu"
+        kinds, known, copying = dict[int, list[Proposer]](), list[tuple[int, Proposer, float]](), dict[int, Proposer]()
         for size in sizes:
+            found = [self.proposer_for(size)]
             if self.adapts:
                 # Where several are best for some drafter, they are at hand for a bad one and a good one.
-                shapes = self._best_shapes(assumed, size, qualities)
-                kinds[size] = [self._proposer_of(shape, size) for shape in shapes]
-                continue
-            kinds[size] = [self.proposer_for(size)]
+                shapes = self._best_shapes(costs, size, QUALITIES[self.target.device.type])
+                found = [self._proposer_of(shape, size) for shape in shapes]
+            kinds[size] = [each for each in found if each.depth]
             if self.tuning is not None and (ratio := self.tuning.step_cost_for(size)) is not None:
-                ratios[size] = ratio
-        searching = {size: [each for each in of if each.depth] for size, of in kinds.items()}
-        copying = {size: each for size in sizes if (each := self._with_copies(self.plain, size)).depth}
-        beside = None
-        if self.target.device.type == "cpu":  # whose steps know whether a text has something to copy
-            beside = {size: [each for each in of if each.without_text] for size, of in searching.items()}
-            searching = {size: [each.without_text or each for each in of] for size, of in searching.items()}
-        reading = 0.0  # on a CPU, which reads keys and values anew for each node
-        if graphs is not None and self.target.device.type == "cuda":  # steps are measured with short texts
-            with self._lock:  # once, as ranks agree on it
-                if self._reading is None:
-                    self._reading = time_to_read(graphs, costs.of(self.plain, 1))
-                reading = self._reading
+                known += [(size, each.without_text or each, ratio) for each in kinds[size]]
+            if (copies := self._with_copies(self.plain, size)).depth:
+                copying[size] = copies
         if self._experience is None:
-            self._experience = Experience(copied=0.0 if beside is None else PRIOR_COPIED)
-        return StepChoice(costs, searching, self.plain, ratios, self._experience, copying, beside, reading)
+            self._experience = Experience(copied=PRIOR_COPIED if on_cpu else 0.0)
+        unknown = on_cpu and self._tuned_costs is None and not known
+        times = self._times if unknown else StepTimes(costs, self.plain, known=known)
+        # A CPU's steps know whether a text has something to copy.
+        return CostPolicy(times, kinds, self._experience, copying, knows_matches=on_cpu)
 
-    def step_costs(self, graphs: PagedMemory | None) -> StepCosts | StepTimes:
-        """Return what steps take.
-
-        It comes from the tuning; else it is measured, once on a GPU's paged cache and on a CPU by the first steps of
-        each kind, and assumed elsewhere.
-        """
+    def step_costs(self, graphs: PagedMemory | None) -> StepCosts:
+        """Return what steps take: by the tuning, else as measured once on a GPU's paged cache, else assumed."""
         if self._tuned_costs is not None:
             return self._tuned_costs
-        if self.target.device.type == "cpu":
-            return self._times
-        if graphs is None:
+        if graphs is None or self.target.device.type == "cpu":
             return self._assumed
         with self._lock:
             if self._measured is None:
@@ -256,7 +238,7 @@ class ReDrafter(Engine):
         share = self.target.varlen.ok and rows >= SHARING_ROWS
         key = costs, bucket(rows), share, qualities
         if key not in self._best:
-            self._best[key] = best_shapes(costs, self.proposer, *key[1:])
+            self._best[key] = best_trees(costs, self.proposer, *key[1:])
         return self._best[key]
 
     def _proposer_of(self, shape: TreeShape | None, rows: int) -> Proposer:
@@ -270,21 +252,17 @@ class ReDrafter(Engine):
         costly = self.target.keeps_states and self.target.device.type != "cpu"
         copies = self.options.draft_from_text and proposer.shared_nodes is None and not costly
         costs = self._tuned_costs or self._measured
-        count = text_nodes(rows, proposer.nodes, self.target.device.type, costs) if copies else 0
+        count = text_nodes(bucket(rows), proposer.nodes, self.target.device.type, costs) if copies else 0
         if not count:
             return proposer
         return self._with_text.setdefault((id(proposer), count), TextBeside(proposer, count))
 
     def _propose(self, target: Target, shape: TreeShape) -> SearchProposer:
         """Return the proposer of a shape, the same object each time, as captured steps are kept by it."""
-        if (known := self._proposed.get(shape)) is not None:
-            return known
-        asked, shape = shape, shape.over(self._default)
-        beams, depth = shape.num_beams, shape.draft_len_per_beam
-        assert beams is not None
-        assert depth is not None
-        check_beams(self.drafter.config, beams)
-        nodes = node_count(shape.node_budget, beams, depth, target.device)
-        new = self.drafter.proposer(target, beams, depth, nodes, shape.shared_nodes, self._compiled)
-        found = self._proposed[asked] = self._proposers.setdefault((beams, depth, nodes, shape.shared_nodes), new)
-        return found
+        shape = shape.over(self._default)
+        check_beams(self.drafter.config, shape.beams)
+        shape = replace(shape, node_budget=node_count(shape.node_budget, shape.beams, shape.depth, target.device))
+        if (known := self._proposers.get(shape)) is None:
+            sizes = shape.beams, shape.depth, shape.nodes, shape.shared_nodes
+            known = self._proposers[shape] = self.drafter.proposer(target, *sizes, self._compiled)
+        return known

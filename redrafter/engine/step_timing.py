@@ -1,7 +1,7 @@
 """Measures what steps take, once for an engine: steps that nobody reads, in memory that belongs to nobody."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import PagedCache
+from redrafter.drafting.estimates import Curve, StepCosts, time_at
 from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer, State
-from redrafter.drafting.step_costs import Curve, StepCosts, time_at
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.sampling.sampler import Sampler
@@ -61,20 +61,23 @@ def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts
     )
     if target.device.type == "cuda":
         torch.cuda.empty_cache()  # of the logits of many tokens
-    return target.ranks.from_first(StepCosts(steps, trees, searches, levels))
+    reading = 0.0  # a CPU reads keys and values again for each node
+    if target.device.type == "cuda":  # these texts are short
+        reading = time_to_read(memory, steps[0][1])
+    return target.ranks.from_first(StepCosts(steps, trees, searches, levels, reading))
 
 
 def time_to_read(memory: PagedMemory, step: float) -> float:
     """Return the time that each token in the cache adds to a step, by that of a step that reads little but weights.
 
-    Every rank calls it. A GPU reads weights, keys and values at about one rate, those of a token once for all nodes
+    A GPU reads weights, keys and values at about one rate, those of a token once for all nodes
     that attend to it. Layers with a window are left out: they read no more of a long text than of a short one.
     """
     target, layers = memory.target, memory.store.stores
     windows = target.traits.kinds.windows or [0] * len(layers)
     read = [stores[:2] for stores, window in zip(layers, windows, strict=False) if not window]  # keys and values
     slot = sum(store[0].nbytes for stores in read for store in stores)
-    return target.ranks.from_first(step * slot / forward_bytes(target.model))  # parts of the target may differ in size
+    return step * slot / forward_bytes(target.model)
 
 
 class _Repeated:
@@ -98,14 +101,12 @@ class _Steps:
 
     def curve(self, proposer: Proposer, numbers: Iterable[int]) -> Curve:
         """Return the seconds of steps of these numbers of rows, as far as these are short."""
-        return tuple(self._until_long(proposer, numbers))
-
-    def _until_long(self, proposer: Proposer, numbers: Iterable[int]) -> Iterator[tuple[int, float]]:
+        found = list[tuple[int, float]]()
         for rows in numbers:
-            seconds = self._seconds(proposer, rows)
-            yield rows, seconds
-            if self._target.ranks.from_first(seconds > LONGEST_SECONDS[self._device.type]):
-                return
+            found.append((rows, self._seconds(proposer, rows)))
+            if self._target.ranks.from_first(found[-1][1] > LONGEST_SECONDS[self._device.type]):
+                break
+        return tuple(found)
 
     def _seconds(self, proposer: Proposer, rows: int) -> float:
         target, device = self._target, self._device

@@ -17,40 +17,15 @@ from typing import Any, cast
 import torch
 
 from redrafter.checkpoints.drafters import embedding_norms
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.drafter_types import Drafter
-from redrafter.drafting.step_costs import StepCosts
+from redrafter.drafting.estimates import StepCosts
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.home import home
 from redrafter.model.linear_layers import has_float8_layers
 from redrafter.model.target import Target
-from redrafter.scheduler.captured_step import bucket
-
-# Tokens of all rows, up to which drafts that are copied from texts are added. The matrix products of a bf16 8B model on
-# an H200 take, for 1/26/64/128/208/256 tokens, 3.97/4.04/4.24/4.64/6.0/7.3 ms: memory sets the time up to about 128.
-COPYING_TOKENS = {"cuda": 128, "cpu": 64}
-COPYING_COST = 1.25  # most time of such a step, in steps of one token, where it is measured: FP8 weights end sooner
-MOST_COPIED, LEAST_COPIED = 16, 4  # drafts that are copied from a text in one step
-
-
-def text_nodes(rows: int, nodes: int, device: str = "cuda", measured: StepCosts | None = None) -> int:
-    """Return how many drafts to copy from each row's text beside trees of `nodes` nodes; 0 where they would cost time.
-
-    Args:
-        rows: Rows of the batch.
-        nodes: Nodes of each row's tree.
-        device: Type of the device.
-        measured: What steps take, where that was measured. It counts on a GPU alone, as a CPU's steps search and copy
-            only where a text has a match.
-    """
-    tokens = COPYING_TOKENS[device]
-    if measured is not None and device != "cpu":
-        most = COPYING_COST * measured.steps[0][1]
-        tokens = max(number for number, time in measured.steps if number <= tokens and time <= most)
-    count = min(MOST_COPIED, tokens // bucket(rows) - nodes)
-    return count if count >= LEAST_COPIED else 0
+from redrafter.tree.sizes import TreeShape
 
 
 @dataclass(frozen=True)
@@ -119,7 +94,7 @@ class Tuning:
 
     def describe(self) -> str:
         """Return a line that names the file, the date, and the shape at each batch size, `off` where drafting is."""
-        shapes = "; ".join(f"batch {rows}: {describe_shape(shape)}" for rows, shape in sorted(self.shapes.items()))
+        shapes = "; ".join(f"batch {rows}: {shape or 'off'}" for rows, shape in sorted(self.shapes.items()))
         return f"{self.path or 'a tuning'}, measured {self.date or 'at an unknown date'}: {shapes}"
 
     def write(self, path: str | Path) -> None:
@@ -158,14 +133,6 @@ def _from_dict(document: Any) -> Tuning:
     measured = tuple(document.get("measured", ()))
     curves = StepCosts.from_dict(document["costs"]) if "costs" in document else None
     return Tuning(**(document | {"shapes": shapes, "step_costs": costs, "costs": curves, "measured": measured}))
-
-
-def describe_shape(shape: TreeShape | None) -> str:
-    """Return the shape of a tree as tables show it, such as `5 x 5, 26 nodes`; `off` for undrafted decoding."""
-    if shape is None:
-        return "off"
-    nodes = f"{shape.node_budget} nodes" if shape.shared_nodes is None else f"{shape.shared_nodes} shared"
-    return f"{shape.num_beams} x {shape.draft_len_per_beam}, {nodes}"
 
 
 def find_tuning(tuning: str | Path | None, target: Target, drafter: Drafter) -> Tuning | None:

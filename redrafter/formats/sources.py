@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
-from redrafter.checkpoints.merged import Defaults, TreeShape
+from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.models import load_config
 from redrafter.drafting.drafter_config import AnyDrafterConfig
 from redrafter.drafting.drafter_model import check_draft_ids
@@ -33,6 +33,7 @@ from redrafter.formats.tensors import (
     open_directory,
 )
 from redrafter.model.supported import config_width
+from redrafter.tree.sizes import TreeShape
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Modules that read drafters of others, by the kind of directory.

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from redrafter.checkpoints.merged import Defaults, TreeShape
+from redrafter.checkpoints.merged import Defaults
 from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import config_errors, read_json
@@ -30,6 +30,7 @@ from redrafter.formats.tensors import (
     slice_columns,
     slice_rows,
 )
+from redrafter.tree.sizes import TreeShape
 
 MAX_RANKS = 4096
 DRAFTER_PREFIX = "drafter."

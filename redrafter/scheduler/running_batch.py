@@ -18,10 +18,9 @@ from torch import Tensor
 
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.to_device import to_device
-from redrafter.drafting.draft_length import TEXT_GAIN, AdaptiveDraftLength, DraftGain
+from redrafter.drafting.policy import DraftPolicy, StepRows
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import Proposer, State, step_tokens
-from redrafter.drafting.step_choice import StepChoice
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -55,15 +54,12 @@ class Models(Protocol):
     def plain(self) -> Proposer:
         """The proposer that drafts nothing."""
 
-    def proposer_for(self, rows: int) -> Proposer:
-        """Return the proposer for a batch of `rows` rows."""
-
     @property
     def rejection_sampling(self) -> bool:
         """Tell whether sampled drafts are kept by rejection sampling."""
 
-    def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
-        """Return what chooses the proposer of each step of such numbers of rows; None for that of the number alone."""
+    def draft_policy(self, sizes: Sequence[int], graphs: PagedMemory | None) -> DraftPolicy:
+        """Return what decides what each step of such numbers of rows drafts."""
 
 
 # Positions that the buffers of each row and the window of a step have at least, by type of device.
@@ -132,9 +128,7 @@ class RunningBatch:
         rows: Sequence of each row.
         depth: Greatest number of successive drafts of any of the proposers.
         overshoot: Positions behind the last token of a sequence that a step may write to.
-        draft_lengths: Chooses the proposer of each step by how drafts were accepted; None where that is fixed.
-        text_gain: Decides which steps also verify drafts that are copied from the text.
-        choice: Chooses the proposer of each step; None where that of a number of rows is fixed.
+        policy: Decides what each step drafts.
         captured_steps: The steps so far, the one used last at the end.
     """
 
@@ -155,8 +149,6 @@ class RunningBatch:
         self._graphs, self._piece = graphs, piece
         self._given: dict[TokenSequence, Piece] = {}  # pieces that are not in the rows yet
         self.rows: list[TokenSequence] = []
-        self.draft_lengths: AdaptiveDraftLength | None = None
-        self.choice: StepChoice | None = None
         self.captured_steps: dict[StepKey, CapturedStep] = {}
         self._asked: Asked | None = None  # None after the rows have changed
         self._positions = 0  # of a row's buffers
@@ -166,18 +158,16 @@ class RunningBatch:
     def draft_with(self, models: Models, rows: int, *, speculate: bool) -> None:
         """Set what drafts in later steps, while there are no sequences."""
         assert not self.rows, "rows are drafted for already"
-        self._plain, self._rejection_sampling, self.draft_lengths = models.plain, models.rejection_sampling, None
+        self._plain, self._rejection_sampling = models.plain, models.rejection_sampling
         # By number of sequences; a captured step for so many may have more rows.
         self._sizes = {n: min(bucket(n), self._all_rows) if self._graphs else n for n in range(1, rows + 1)}
-        self.choice = models.step_choice(self.sizes, self._graphs) if speculate else None
-        first = models.proposer_for if self.choice is None else self.choice.first
-        self._proposers = {size: first(size) if speculate else models.plain for size in self.sizes}
-        every = [*self._proposers.values(), *([] if self.choice is None else self.choice.proposers)]
+        nothing = dict.fromkeys(self.sizes, models.plain)
+        self.policy = models.draft_policy(self.sizes, self._graphs) if speculate else DraftPolicy(nothing)
+        every = self.policy.proposers
         self.depth = max(proposer.depth for proposer in every)
         copies = any(proposer.without_text or isinstance(proposer, PromptLookupProposer) for proposer in every)
         self._knows_matches = copies and self.target.device.type == "cpu"
         self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in every)
-        self.text_gain = DraftGain(TEXT_GAIN)
         self._translates = speculate and models.draft_vocabulary is not None
 
     @property
@@ -188,9 +178,7 @@ class RunningBatch:
     @property
     def step_nodes(self) -> int:
         """Number of tree nodes that a step with drafts verifies now, in all rows together."""
-        size = self._sizes[max(len(self.rows), 1)]
-        proposer = self._proposers[size] if self.choice is None else self.choice.first(size)
-        return step_tokens(proposer, len(self.rows))
+        return step_tokens(self.policy.first(self._sizes[max(len(self.rows), 1)]), len(self.rows))
 
     @property
     def state(self) -> State:
@@ -297,8 +285,7 @@ class RunningBatch:
         Returns the step, and its output, which the next step may overwrite.
         """
         step = self.prepare_step(chunks)
-        times = None if self.choice is None or chunks or not step.ran else self.choice.times
-        size = len(step.state.length)
+        times, size = None if chunks or not step.ran else self.policy.times, len(step.state.length)
         if times is not None and times.clock is not None and times.wants(size, step.proposer):
             began = times.clock()
             report = step.replay()
@@ -367,22 +354,22 @@ class RunningBatch:
         """Return the proposer of the next step."""
         if not asked.speculate:
             return self._plain
-        if self.draft_lengths is not None:
-            return self.draft_lengths.choose([sequence.index for sequence in self.rows])
-        proposer = self._proposers[size := self._sizes[len(self.rows)]]
-        # On a GPU another kind of step would have to be captured, which costs more than nodes that are copied in vain.
-        # A CPU's step is read before the next one, so all tokens are known. Where none match, none are searched for.
-        match = not self._knows_matches or any(
-            row.params.speculate and row.repeats.has_match(row.tokens, row.piece.tokens if row.piece else None)
-            for row in self.rows
+        match = None
+        if self._knows_matches:  # a CPU's step is read before the next one, so all tokens are known
+            match = any(
+                row.params.speculate and row.repeats.has_match(row.tokens, row.piece.tokens if row.piece else None)
+                for row in self.rows
+            )
+        step = StepRows(
+            self._sizes[len(self.rows)],
+            len(self.rows),
+            asked.speculate,
+            prompt_tokens=room_for(chunks) * TOKENS_PER_CHUNK,
+            cached=sum(len(sequence.tokens) for sequence in self.rows),
+            match=match,
+            indices=[sequence.index for sequence in self.rows],
         )
-        if self.choice is not None:
-            more = room_for(chunks) * TOKENS_PER_CHUNK
-            cached = sum(len(sequence.tokens) for sequence in self.rows)
-            return self.choice.choose(size, len(self.rows), asked.speculate, more, cached, match)
-        if proposer.without_text is None or not self._knows_matches or (match and self.text_gain.should_draft()):
-            return proposer
-        return proposer.without_text
+        return self.policy.choose(step)
 
     def _make_step(self, key: StepKey, proposer: Proposer, chunks: PromptChunks | None) -> CapturedStep:
         """Make a step over the first rows, and capture it if the device can."""

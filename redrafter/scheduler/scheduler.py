@@ -26,6 +26,7 @@ from math import isnan
 
 import torch
 
+from redrafter.drafting.policy import DraftedStep
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -368,16 +369,15 @@ class Scheduler:
                 self.prefiller.pace.measure(forward.size, seconds)
             return
         step = forward
-        rows = accepted = copied = 0  # of rows that took drafts
+        accepted, indices, copied = list[int](), list[int](), 0  # of rows that took drafts
         for sequence, drawn in step.read():
             sequence.launched -= 1
             if sequence.ended:
                 continue
             if drawn.drafted is not None:
-                right = max(len(drawn.tokens) - 1, 0)
-                rows, accepted, copied = rows + 1, accepted + right, copied + drawn.copied
-                if self.batch.draft_lengths is not None:
-                    self.batch.draft_lengths.observe(sequence.index, right, step.levels)
+                accepted.append(max(len(drawn.tokens) - 1, 0))
+                indices.append(sequence.index)
+                copied += drawn.copied
             try:
                 delta = sequence.append(drawn)
             except Exception as error:  # of a criterion of this text
@@ -392,11 +392,11 @@ class Scheduler:
                 sequence.sink(sequence, delta)
             else:
                 self._running.end(sequence, delta, keep=delta.error is None)
-        if rows and step.grafted:
-            self.batch.text_gain.observe(rows, rows + copied)
-        if rows and step.proposer is not None and self.batch.choice is not None:
-            written = len(step.sequences)
-            self.batch.choice.observe(step.size, written, step.proposer, rows, accepted, copied, step.outcomes())
+        if accepted and step.proposer is not None:
+            rows, became = len(step.sequences), step.outcomes()
+            self.batch.policy.record(
+                DraftedStep(step.size, rows, step.proposer, accepted, copied, became, step.levels, indices)
+            )
 
 
 def check_paged(models: Models) -> None:

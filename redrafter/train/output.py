@@ -27,9 +27,9 @@ from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.report import hardware, versions
 from redrafter.scheduler.sequence import Stats
 from redrafter.train.config import TrainConfig, shown_command
-from redrafter.train.evaluate.replay import Shape
 from redrafter.train.output_folder import RECORD_FILE, check_output
 from redrafter.train.progress import TrainingState
+from redrafter.tree.sizes import TreeShape
 
 
 def save_drafter(
@@ -62,10 +62,10 @@ def describe_size(model: PreTrainedModel, drafter: Drafter) -> str:
     return f"{size:,} parameters, {100 * size / base:.1f} % of the base's {base:,}"
 
 
-def served_shape(drafter: Drafter) -> Shape:
+def served_shape(drafter: Drafter) -> TreeShape:
     """Return the tree that a drafter is measured with: its config's beams and depth, with `MEASURED_NODES` at most."""
     beams, depth = drafter.config.draft_beams, drafter.config.draft_len_per_beam
-    return Shape(beams, depth, min(MEASURED_NODES, 1 + beams * depth))
+    return TreeShape(beams, depth, min(MEASURED_NODES, 1 + beams * depth))
 
 
 def make_model_card(
@@ -88,7 +88,7 @@ def make_model_card(
         share_by_depth = ", ".join(f"{count / max(validation.steps, 1):.2f}" for count in validation.accepted_by_depth)
         measured = (
             f"{validation.tokens_per_step:.2f} tokens per step, greedy, on texts that the base wrote from {prompts} "
-            f"({tree.beams} beams x {tree.depth} tokens, {tree.nodes} nodes). Part of the steps in "
+            f"({tree.beams} beams x {tree.depth} tokens, {tree.node_budget} nodes). Part of the steps in "
             f"which at least 1, 2, ... drafts were accepted: {share_by_depth}"
         )
     data = [

@@ -42,7 +42,7 @@ def suite(tmp_path_factory) -> str:
 def every_step_drafted():
     """Let all steps draft the tree that is asked for, though drafts may not pay for a while."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReDrafter, "step_choice", lambda engine, sizes, graphs: None)
+        patch.setattr(ReDrafter, "pauses", False)
         yield
 
 

@@ -13,7 +13,6 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.bench.standing_batch import at_size
 from redrafter.bench.tuner import NO_MEMORY, Timing, Tuner, candidates, choose, deeper, table
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.cli import main
 from redrafter.convert.describe import describe
 from redrafter.drafting.drafter import RecurrentProposer
@@ -24,6 +23,7 @@ from redrafter.measure.report import facts, head
 from redrafter.measure.run import Workload
 from redrafter.model.target import Target
 from redrafter.tree import beam_search
+from redrafter.tree.sizes import TreeShape
 
 SMALL, LARGE = TreeShape(1, 3, 4), TreeShape(5, 5, 26)
 
@@ -106,11 +106,11 @@ def test_a_tree_whose_rows_share_nodes_is_written_printed_and_drawn(home, quick,
         return pair
 
     monkeypatch.setattr(Pair, "load", load_paged)
-    args = ["--batch-sizes", "8,16", "--beams", "4", "--lengths", "3", "--plot", str(home / "tuning.png")]
+    args = ["--batch-sizes", "16,32", "--beams", "4", "--lengths", "3", "--plot", str(home / "tuning.png")]
     assert main(["tune", *args, "--out", str(home / "tuning.json")]) == 0
-    shape = TreeShape(4, 3, 13, 64)
-    assert Tuning.read(home / "tuning.json").shapes[16] == shape
-    assert "4 x 3, 64 shared" in capsys.readouterr().out
+    shape = TreeShape(4, 3, 13, 128)
+    assert Tuning.read(home / "tuning.json").shapes == {16: TreeShape(4, 3, 4), 32: shape}
+    assert "4x3, 128 shared" in capsys.readouterr().out
     assert (home / "tuning.png").is_file()
 
 
@@ -144,22 +144,22 @@ def test_rows_may_share_the_nodes_of_candidates(pair):
     found = candidates(pair.proposer, (1, 3, 5, 10), (3, 5), share=True)
     assert [each for each in found if each.shared_nodes is None] == candidates(pair.proposer, (1, 3, 5, 10), (3, 5))
     assert [(each.beams, each.depth, each.nodes, each.shared_nodes) for each in found if each.shared_nodes] == [
-        *((beams, 2, 1 + 2 * beams, 32) for beams in (1, 2)),
-        *((beams, 3, 1 + 3 * beams, 64) for beams in (1, 3, 4)),
-        *((beams, 4, 1 + 4 * beams, 128) for beams in (1, 3, 5, 8)),
+        *((beams, 2, 1 + 2 * beams, 64) for beams in (1, 2)),
+        *((beams, 3, 1 + 3 * beams, 128) for beams in (3, 4)),  # a chain of 3 has no more nodes than these
+        *((beams, 4, 1 + 4 * beams, 256) for beams in (3, 5, 8)),
     ]
 
 
 def test_trees_that_rows_share_are_timed_at_large_batches_with_as_many_nodes_a_row(pair, monkeypatch):
     lines: list[str] = []
-    made = tuner(pair, batch_sizes=(8, 16, 64, 200), report=lines.append)
+    made = tuner(pair, batch_sizes=(16, 32, 64, 200), report=lines.append)
     monkeypatch.setattr(made, "step_ms", lambda proposer, size: 10.0 + 5 * (proposer.nodes == 12))
     monkeypatch.setattr(made, "tokens_per_step", lambda proposer: 1.0 + proposer.depth / 10)
-    made.run([pair.proposer, replace(pair.proposer, beams=4, depth=4, nodes=17, shared_nodes=128)])
-    assert [each.batch for each in made.timings if each.shape is not None and each.shape.shared_nodes] == [16, 64]
+    made.run([pair.proposer, replace(pair.proposer, beams=4, depth=4, nodes=17, shared_nodes=256)])
+    assert [each.batch for each in made.timings if each.shape is not None and each.shape.shared_nodes] == [32, 64]
     shapes = choose(made.timings)
-    assert shapes == {8: None, 16: TreeShape(4, 4, 17, 128), 64: TreeShape(4, 4, 17, 512), 200: None}
-    assert "2/2, 4 x 4, 8 nodes a row, shared: 1.40 tokens a step; ms a step: 10.00 at 16, 10.00 at 64" in lines[-1]
+    assert shapes == {16: None, 32: TreeShape(4, 4, 17, 256), 64: TreeShape(4, 4, 17, 512), 200: None}
+    assert "2/2, 4 x 4, 8 nodes a row, shared: 1.40 tokens a step; ms a step: 10.00 at 32, 10.00 at 64" in lines[-1]
 
 
 def test_the_steps_of_rows_that_share_nodes_are_measured(monkeypatch):
@@ -173,11 +173,11 @@ def test_the_steps_of_rows_that_share_nodes_are_measured(monkeypatch):
     model = tiny_model("llama")
     model.generation_config.eos_token_id = None
     engine = paged(ReDrafter(Target(model), tiny_drafter()), blocks=300)
-    made = tuner(engine, batch_sizes=(16,), new=40, prompts=[[1, 3 + row] for row in range(24)])
-    tree = RecurrentProposer(engine.drafter, engine.target, 3, 3, 10, 64)
+    made = tuner(engine, batch_sizes=(32,), new=40, prompts=[[1, 3 + row] for row in range(24)])
+    tree = RecurrentProposer(engine.drafter, engine.target, 3, 3, 10, 128)
     made.run([tree])
     plain, shared = made.timings
-    assert shared.shape == TreeShape(3, 3, 10, 64)
+    assert shared.shape == TreeShape(3, 3, 10, 128)
     assert 1 < shared.tokens_per_step <= 4
     assert min(plain.step_ms, shared.step_ms) > 0
     assert (8, 32) in seen  # of 24 prompts, 8 remain after the first 16
@@ -185,7 +185,7 @@ def test_the_steps_of_rows_that_share_nodes_are_measured(monkeypatch):
 
 
 def test_a_proposer_for_other_rows_shares_as_many_nodes_for_each(pair):
-    shared = replace(pair.proposer, shared_nodes=64)
+    shared = replace(pair.proposer, shared_nodes=128)
     assert [at_size(shared, rows).shared_nodes for rows in (1, 16, 48)] == [4, 64, 192]
     assert at_size(pair.proposer, 48) is pair.proposer
     assert at_size(pair.plain, 48) is pair.plain
@@ -295,7 +295,7 @@ def test_bench_and_info_name_the_table_in_use(home):
     path = tuning_path(pair.engine.target, pair.engine.drafter)
     measured = measured_on(pair.engine.target, pair.engine.drafter)
     Tuning({1: TreeShape(5, 5, 8), 2: None}, **measured, date="2026-01-02").write(path)
-    line = f"{path}, measured 2026-01-02: batch 1: 5 x 5, 8 nodes; batch 2: off"
+    line = f"{path}, measured 2026-01-02: batch 1: 5x5, 8 nodes; batch 2: off"
     assert describe(name)["tuning"] == [f"{measured['device']}, float32: {line}"]
     for tuning, named in (("auto", line), (None, "rule, without a table of redrafter tune")):
         work = tuner(ReDrafter.from_pretrained(boxed_pair(), tuning=tuning)).work

@@ -11,17 +11,17 @@ from transformers import AutoTokenizer
 from helpers.generation import ON_BOTH_CACHES, noted, same_as_model, same_undrafted
 from helpers.models import tiny_drafter, tiny_model, uneven_batch
 from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, boxed_pair
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting import prompt_lookup
+from redrafter.drafting.estimates import StepCosts
+from redrafter.drafting.policy import text_nodes
 from redrafter.drafting.prompt_lookup import LEAST_MATCH, PromptLookupProposer, Repeats, graft, latest_match
 from redrafter.drafting.proposer import State
-from redrafter.drafting.step_costs import StepCosts
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.tuning import text_nodes
 from redrafter.model.target import Target
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.tree.accept import accept
 from redrafter.tree.beam_search import beam_search
+from redrafter.tree.sizes import TreeShape
 
 
 def drafts(text, *, ngram=2, draft_len=4, room=6):

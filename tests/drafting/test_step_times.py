@@ -1,7 +1,7 @@
 """What a CPU's steps take, by their own times, and that drafts which do not pay are left out by them."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -10,10 +10,9 @@ from transformers import AutoTokenizer
 from helpers.generation import noted, same_undrafted
 from helpers.models import DRAFTER_ALONE, tiny_drafter, uneven_batch
 from redrafter import PromptLookup, ReDrafter, boxed_pair
+from redrafter.drafting.estimates import ENOUGH, SAMPLES, StepCosts, StepTimes
+from redrafter.drafting.policy import ALLOWED, ALLOWED_SHARE, CostPolicy, DraftedStep, StepRows
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
-from redrafter.drafting.step_choice import ALLOWED, ALLOWED_SHARE, StepChoice
-from redrafter.drafting.step_costs import StepCosts
-from redrafter.drafting.step_times import ENOUGH, SAMPLES, StepTimes
 from redrafter.engine.engine import Engine
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep
@@ -56,6 +55,17 @@ def test_a_kind_that_was_not_timed_is_corrected_as_the_one_most_like_it():
     for rows in (1, 4):
         plain = COSTS.of(PLAIN, rows)
         assert times.of(other, rows) == pytest.approx(plain + 3 * (COSTS.of(other, rows) - plain))
+
+
+def test_a_kind_that_was_measured_before_costs_what_was_found_whatever_else_a_step_does():
+    kind, other, reading = search(3), search(5), 0.001
+    times = StepTimes(replace(COSTS, reading=reading), PLAIN, known=[(4, kind, 2.5)])
+    plain = COSTS.of(PLAIN, 4)
+    assert times.of(kind, 4) == pytest.approx(2.5 * plain)
+    assert times.of(kind, 4, cached=100) == pytest.approx(2.5 * plain + 100 * reading)
+    assert times.of(kind, 4, more=3) - times.of(kind, 4) == pytest.approx(COSTS.of(kind, 4, 3) - COSTS.of(kind, 4))
+    assert times.of(other, 4) > times.of(kind, 4), "others are corrected alike"
+    assert not times.wants(4, kind), "without a clock nothing is timed"
 
 
 @dataclass
@@ -101,15 +111,15 @@ def test_drafts_lose_a_bounded_part_of_the_time_whatever_they_cost():
     for trial in range(60):
         cost, right, rows = dice.uniform(0.05, 3), dice.random() ** 2, dice.choice([1, 4, 32])
         costs = StepCosts(((1, 1.0), (4096, 1.001)), ((1, 1.0), (4096, 1.001)), ((1, cost),), ((1, 0.0),))
-        chosen = StepChoice(costs, {rows: [search(2)]}, PLAIN, {})
+        chosen = CostPolicy(StepTimes(costs, PLAIN), {rows: [search(2)]})
         time, tokens = 0.0, 0
         for _ in range(400):
-            proposer = chosen.choose(rows, rows, rows, 0, 0)
+            proposer = chosen.choose(StepRows(rows, rows, rows))
             time, tokens = time + costs.of(proposer, rows), tokens + rows
             if proposer.depth:
                 accepted = sum(dice.random() < right for _ in range(2 * rows))
                 counts = [[n] * len(LIKELIHOODS) for n in (2 * rows, accepted, rows, rows)]
-                chosen.observe(rows, rows, proposer, rows, accepted, 0, counts)
+                chosen.record(DraftedStep(rows, rows, proposer, [accepted] + [0] * (rows - 1), 0, counts))
                 tokens += accepted
         lost = time - tokens / rows
         assert lost <= ALLOWED + ALLOWED_SHARE * 400 + cost + 0.5, (trial, cost, right, rows)

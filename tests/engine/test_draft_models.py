@@ -9,7 +9,7 @@ from helpers.generation import ON_BOTH_CACHES, same_undrafted
 from helpers.models import VOCAB, tiny_model, uneven_batch
 from helpers.tokenizers import TEXTS, byte_level, sentencepiece_like
 from redrafter import ArgumentError, CheckpointError, DraftTarget, MismatchError, UnsupportedError
-from redrafter.drafting.draft_length import AdaptiveDraftLength
+from redrafter.drafting.policy import DraftedStep, DraftLengthPolicy, StepRows
 
 IDS, MASK = uneven_batch()
 
@@ -65,16 +65,18 @@ def test_what_cannot_be_is_refused_by_name(llama, arguments, error, named):
         DraftTarget.from_pretrained(llama, llama, **arguments)
 
 
+def drafted_step(accepted: dict[int, int], levels: int) -> DraftedStep:
+    """Return a step whose rows, by the indices of their sequences, accepted so many drafts."""
+    return DraftedStep(1, 1, None, [*accepted.values()], levels=levels, indices=[*accepted])
+
+
 def test_a_row_whose_drafts_are_kept_is_drafted_far():
     def after(*accepted, cost=0.1, rows=None, drafted=8):
-        lengths = AdaptiveDraftLength(
-            {length: length for length in range(1, 9)}, len(accepted), lambda rows: cost * rows
-        )
+        lengths = DraftLengthPolicy({length: length for length in range(1, 9)}, [1], lambda rows: cost * rows)
         for _ in range(40):
-            for row, kept in enumerate(accepted):
-                if kept is not None:
-                    lengths.observe(row, kept, drafted)
-        return lengths.choose(rows or range(len(accepted)))
+            judged = {row: kept for row, kept in enumerate(accepted) if kept is not None}
+            lengths.record(drafted_step(judged, drafted))
+        return lengths.choose(StepRows(1, 1, 1, indices=rows or range(len(accepted))))
 
     assert after(8) == 8
     assert after(0) == 1
@@ -89,14 +91,15 @@ def test_a_row_whose_drafts_are_kept_is_drafted_far():
 
 
 def test_how_long_ago_decides_what_a_draft_counts():
-    lengths = AdaptiveDraftLength({length: length for length in (1, 2, 4, 8)}, 1, lambda rows: 0.1)
+    lengths = DraftLengthPolicy({length: length for length in (1, 2, 4, 8)}, [1], lambda rows: 0.1)
+    step = StepRows(1, 1, 1, indices=[0])
     for _ in range(30):
-        lengths.observe(0, 8, 8)
-    assert lengths.choose([0]) == 8
+        lengths.record(drafted_step({0: 8}, 8))
+    assert lengths.choose(step) == 8
     chosen = []
     for _ in range(40):
-        lengths.observe(0, 0, 8)
-        chosen.append(lengths.choose([0]))
+        lengths.record(drafted_step({0: 0}, 8))
+        chosen.append(lengths.choose(step))
     assert chosen == sorted(chosen, reverse=True)
     assert chosen[-1] == 1
 

@@ -17,7 +17,7 @@ from helpers.steps import prefill, read_prompts
 from helpers.vocabularies import renumbered
 from redrafter import ArgumentError, DraftTarget
 from redrafter.cache.paged import PagedCache
-from redrafter.drafting.draft_length import AdaptiveDraftLength
+from redrafter.drafting.policy import DraftLengthPolicy
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -288,11 +288,11 @@ def test_a_tree_is_judged_by_how_deep_it_is(llama, monkeypatch):
     """Its 12 nodes are 4 drafts one below the other: when 4 are kept, none was refused."""
     free = {"cpu": -0.99}  # no cost and no doubt shortens it
     monkeypatch.setattr("redrafter.engine.draft_target.NODE_COST_FORWARDS", free)
-    told = noted(monkeypatch, AdaptiveDraftLength, "observe", lambda _, lengths, *of_step: of_step)
+    levels = noted(monkeypatch, DraftLengthPolicy, "record", lambda _, policy, step: step.levels)
     engine = DraftTarget.from_pretrained(llama, llama, num_beams=3, node_budget=99, adaptive=True)
     engine.generate(IDS[:1], max_new_tokens=40, do_sample=False, eos_token_id=None)
-    assert len(told) > 5
-    assert 1 < max(levels for *_, levels in told) <= 4
+    assert len(levels) > 5
+    assert 1 < max(levels) <= 4
 
 
 @ON_BOTH_CACHES

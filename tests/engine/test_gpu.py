@@ -11,12 +11,12 @@ from helpers.models import tiny_drafter, tiny_model, uneven_batch, with_spread_w
 from helpers.recurrent import generated_alone, recurrent_model
 from helpers.scheduling import make_sequence, run
 from redrafter import ArgumentError, DraftTarget, ReDrafter
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.waiting_queue import Limits
+from redrafter.tree.sizes import TreeShape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -19,11 +19,11 @@ from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.cache import paged as paged_cache
 from redrafter.cache.kv_cache import stored_as
 from redrafter.cache.paged import KVCachePool, PagedCache
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.modes import check_processors, make_batch_invariant, use_kv_cache_dtype
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
+from redrafter.tree.sizes import TreeShape
 
 LIMITS = {"kv_cache_free_gpu_memory_fraction": 0.01, "max_seq_len": 96}
 FP8 = EngineOptions(kv_cache_dtype="fp8", **LIMITS)

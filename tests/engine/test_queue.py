@@ -7,11 +7,11 @@ from helpers.generation import ON_BOTH_CACHES, Steps, noted, same_undrafted
 from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch
 from helpers.scheduling import launch_ahead
 from redrafter import DraftTarget, ReDrafter
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
 from redrafter.scheduler.prefill import Prefiller
 from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.tree.sizes import TreeShape
 
 ENDS = [2, 5, 11, 30, 31, 32, 40]
 WAYS = {

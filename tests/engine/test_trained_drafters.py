@@ -15,13 +15,13 @@ from helpers.models import DRAFTER_ALONE
 from helpers.mtp import random_mtp
 from redrafter import EagleConfig, EagleDrafter, ReDrafter, boxed_pair
 from redrafter.cache.kv_cache import LayerShape
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.mtp import DraftedEntries, MTPDrafter, Past
 from redrafter.model.target import Target
 from redrafter.train.teacher import Teacher
+from redrafter.tree.sizes import TreeShape
 
 LINES = (Path(__file__).parent.parent / "data" / "held_out.jsonl").read_text().splitlines()
 NEW_TOKENS, TRAIN_TEXTS = 80, 340

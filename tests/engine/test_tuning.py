@@ -10,13 +10,12 @@ from helpers.models import CONTEXT, DRAFTER_ALONE, VOCAB, tiny_drafter, tiny_mod
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import quantize_drafter, quantize_model
+from redrafter.drafting.estimates import StepCosts
+from redrafter.drafting.policy import MOST_COPIED
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import PlainProposer
-from redrafter.drafting.step_costs import StepCosts
 from redrafter.engine.tuning import (
-    MOST_COPIED,
     Tuning,
     device_name,
     drafter_fingerprint,
@@ -27,6 +26,7 @@ from redrafter.engine.tuning import (
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
 from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.tree.sizes import TreeShape
 
 SHAPES: dict[int, TreeShape | None] = {1: TreeShape(3, 4, 9), 2: None, 4: TreeShape(1, 3, 4), 8: TreeShape(5, 2, 11)}
 
@@ -69,14 +69,15 @@ def test_a_tuning_without_step_costs_is_read(target, tmp_path):
 def test_drafting_pauses_by_the_measured_cost_of_a_step(target, rows, ratio, monkeypatch):
     monkeypatch.setattr(ReDrafter, "pauses", True)
     engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target, step_costs={1: 1.2, 4: 2.5}))
-    choice = engine.step_choice([rows], None)
-    assert choice.ratios.get(rows) == ratio
-    whole = engine.proposer_for(rows)
-    assert choice.first(rows) is (whole.without_text or whole)
+    policy, whole = engine.draft_policy([rows], None), engine.proposer_for(rows)
+    search = whole.without_text or whole
+    assert policy.first(rows) is search
+    cost = policy.times.of(search, rows) / policy.times.of(engine.plain, rows)
+    assert ratio is None or cost == pytest.approx(ratio)
 
 
 def test_the_costs_of_a_tuning_are_those_of_steps(target, tmp_path, monkeypatch):
-    costs = StepCosts(((1, 0.5), (64, 0.75)), ((8, 0.5),), ((1, 0.125),), ((5, 0.25),))
+    costs = StepCosts(((1, 0.5), (64, 0.75)), ((8, 0.5),), ((1, 0.125),), ((5, 0.25),), 0.001)
     tuning = tuned(target, costs=costs)
     tuning.write(tmp_path / "tuning.json")
     assert Tuning.read(tmp_path / "tuning.json") == tuning
@@ -288,8 +289,8 @@ def test_steps_keep_to_a_shape_that_is_asked_for(llama, home, asked, monkeypatch
     engine = ReDrafter.from_pretrained(llama, tiny_drafter(), **asked)
     copying = TextBeside(engine.plain, MOST_COPIED)
     both = engine.proposer_for(1)
-    assert set(engine.step_choice([1], None).proposers) == {engine.plain, copying, both, both.without_text}
-    assert len(set(ReDrafter.from_pretrained(llama, tiny_drafter()).step_choice([1], None).proposers)) > 3
+    assert set(engine.draft_policy([1], None).proposers) == {engine.plain, copying, both, both.without_text}
+    assert len(set(ReDrafter.from_pretrained(llama, tiny_drafter()).draft_policy([1], None).proposers)) > 3
 
 
 def test_what_an_engine_may_use_is_passed_on(llama, home):

@@ -29,13 +29,13 @@ from helpers.scheduling import KINDS, alone, make_sequence, seeing_sequence
 from helpers.seeing_models import UNEVEN, prompts_with_images, tiny_seeing_model
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.prompt_lookup import PromptLookupProposer, TextBeside, graft
 from redrafter.drafting.proposer import PlainProposer, State
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import Tuning
 from redrafter.model.target import Target
 from redrafter.scheduler.sequence import TokenSequence
+from redrafter.tree.sizes import TreeShape
 from redrafter.tree.token_tree import Tree
 
 NEW = 24

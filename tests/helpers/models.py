@@ -13,7 +13,6 @@ from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
 from redrafter.cache.host_blocks import HostBlocks
 from redrafter.cache.kv_cache import stored_as
 from redrafter.cache.paged import KVCachePool
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import State
 from redrafter.engine.modes import kv_dtype_of
@@ -22,6 +21,7 @@ from redrafter.model.supported import Support
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.paged_memory import PagedMemory, prepare
+from redrafter.tree.sizes import TreeShape
 from redrafter.tree.token_tree import Tree, tree_of
 
 VOCAB, HIDDEN, CONTEXT = 97, 32, 96

@@ -16,13 +16,13 @@ from helpers.recurrent import generated_alone, recurrent_model
 from helpers.seeing_models import prompts_with_images, tiny_seeing_model
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep
 from redrafter.train.config import TrainConfig
 from redrafter.train.loop import train
+from redrafter.tree.sizes import TreeShape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -16,7 +16,6 @@ from redrafter.attention import tree_attention
 from redrafter.cache.dense import cache_argument
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.states import StateCopies, StatesOfRows
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.model import traits
@@ -25,6 +24,7 @@ from redrafter.model.lora import LoraWeights
 from redrafter.model.target import Target
 from redrafter.model.traits import find_mixers
 from redrafter.tree.accept import Path
+from redrafter.tree.sizes import TreeShape
 from redrafter.tree.token_tree import chain, eligible_scores, share_nodes, tree_of
 
 NEW = 20

@@ -7,12 +7,12 @@ import pytest
 from helpers.models import tiny_drafter, tiny_model
 from helpers.scheduling import make_sequence, run, run_as_alone, scheduler
 from redrafter import ReDrafter
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler import finished_texts
 from redrafter.scheduler.finished_texts import KEYS, PIECE, FinishedTexts
 from redrafter.scheduler.sequence import TokenSequence
+from redrafter.tree.sizes import TreeShape
 
 SAMPLED = SamplingParams(temperature=1.0, seed=5)
 

@@ -30,7 +30,6 @@ from helpers.right_drafts import RightDrafts
 from helpers.scheduling import KINDS, alone, dense_scheduler, make_sequence, nothing_is_held, scheduler
 from redrafter import Engine, ReDrafter
 from redrafter.cache import block_manager
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.changes import ChangeDrafter, Sleep, UpdateWeights, Wake
 from redrafter.engine.options import EngineOptions
@@ -39,6 +38,7 @@ from redrafter.scheduler import running_batch
 from redrafter.scheduler.finished_texts import FinishedTexts
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
+from redrafter.tree.sizes import TreeShape
 
 pytestmark = pytest.mark.slow
 

@@ -7,12 +7,12 @@ import pytest
 from helpers.models import tiny_drafter, tiny_model
 from helpers.scheduling import make_sequence, random_sequences, run, run_as_alone, scheduler, until_stepping
 from redrafter import ReDrafter
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.tuning import Tuning
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
+from redrafter.tree.sizes import TreeShape
 
 GREEDY = SamplingParams(temperature=0)
 

@@ -20,12 +20,13 @@ from redrafter.drafting.text_drafters import GivenTexts, ReplayableDrafter, requ
 from redrafter.errors import UnsupportedError
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
-from redrafter.train.evaluate.replay import Shape, ValidationTexts
+from redrafter.train.evaluate.replay import ValidationTexts
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
 from redrafter.train.loss import Unroll
 from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import main
+from redrafter.tree.sizes import TreeShape
 
 DEPTH, LENGTH = 3, 14
 
@@ -86,10 +87,10 @@ def test_a_few_steps_of_training_are_worth_many_tokens():
     config = TrainConfig(form="eagle3", steps=60, draft_len=4, cpu=True, lr=1e-2, log_every=60)
     head = new_drafter(base, config, circle.sort().values)
     texts = ValidationTexts(Target(base), [circle[n : n + 3].tolist() for n in range(0, 36, 4)], 20)
-    before = texts.measure(head, Shape(3, 4, 13)).tokens_per_step
+    before = texts.measure(head, TreeShape(3, 4, 13)).tokens_per_step
     batches = ((round_circle(circle, 8, step), torch.ones(8, 24, dtype=torch.bool)) for step in count())
     result = train(base, head, batches, config, log=lambda _: None)
-    assert texts.measure(head, Shape(3, 4, 13)).tokens_per_step > max(3.5, before)
+    assert texts.measure(head, TreeShape(3, 4, 13)).tokens_per_step > max(3.5, before)
     assert result.accuracy[3] > 0.8
 
 

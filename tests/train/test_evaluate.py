@@ -22,7 +22,6 @@ from helpers.models import DRAFTER_ALONE, HIDDEN, VOCAB, tiny_drafter, tiny_mode
 from helpers.training import learn_circle, round_circle
 from redrafter import RecurrentDrafter, ReDrafter, boxed_pair
 from redrafter.app.loading import Pair
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.cli import main
 from redrafter.drafting.drafter import RecurrentProposer
@@ -34,15 +33,16 @@ from redrafter.train.evaluate import replay as replay_module
 from redrafter.train.evaluate import texts as texts_module
 from redrafter.train.evaluate.command import evaluate
 from redrafter.train.evaluate.options import EvaluateOptions, Search
-from redrafter.train.evaluate.replay import Positions, ReplayStats, Shape, ValidationTexts, count_accepted, replay
+from redrafter.train.evaluate.replay import Positions, ReplayStats, ValidationTexts, count_accepted, replay
 from redrafter.train.evaluate.texts import PromptSource, Texts, repeated_share, write_texts
 from redrafter.train.loop import train
 from redrafter.train.teacher import Teacher
+from redrafter.tree.sizes import TreeShape
 
 SHAPES = [
-    *(Shape(3, depth, nodes) for depth, nodes in ((4, 13), (4, 6), (4, 99), (2, 7), (2, 4), (1, 1))),
-    *(Shape(1, depth, nodes) for depth, nodes in ((4, 5), (4, 3), (2, 3))),
-    Shape(5, 3, 9),
+    *(TreeShape(3, depth, nodes) for depth, nodes in ((4, 13), (4, 6), (4, 99), (2, 7), (2, 4), (1, 1))),
+    *(TreeShape(1, depth, nodes) for depth, nodes in ((4, 5), (4, 3), (2, 3))),
+    TreeShape(5, 3, 9),
 ]
 
 
@@ -105,7 +105,7 @@ def test_a_replay_counts_what_generate_reports(request, pair, temperature, monke
     ids = torch.tensor([[0] * (17 - len(prompt)) + prompt for prompt in prompts])
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "seed": 5} if temperature else {}
     for shape, replayed in zip(SHAPES, found, strict=True):
-        engine = ReDrafter(target, drafter, TreeShape(shape.beams, shape.depth, shape.nodes), options=DRAFTER_ALONE)
+        engine = ReDrafter(target, drafter, shape, options=DRAFTER_ALONE)
         arguments = {"do_sample": False, "max_new_tokens": 23, "return_dict_in_generate": True} | sampling
         out = engine.generate(ids, (ids > 0).long(), **arguments)
         for row, (text, mine, stats) in enumerate(zip(texts.continuations, replayed, out.stats.rows, strict=True)):
@@ -120,7 +120,7 @@ def test_a_replay_counts_what_generate_reports(request, pair, temperature, monke
 
 def replay_chain(drafter: RecurrentDrafter, model: PreTrainedModel, *texts: list[int]) -> ReplayStats:
     """Replay a chain of three drafts along texts with prompts of one token, and add up the statistics."""
-    shape, given = Shape(1, 3, 4), Texts(list(texts), [1] * len(texts), [False] * len(texts))
+    shape, given = TreeShape(1, 3, 4), Texts(list(texts), [1] * len(texts), [False] * len(texts))
     return ReplayStats.sum(shape, replay(drafter, Target(model), given, [shape])[0])
 
 
@@ -141,7 +141,7 @@ def test_a_replay_ends_with_the_text(monkeypatch):
     # Nothing of the first step, two of the second; the third draft had no room.
     assert missing.tried == [2, 1, 1]
     assert missing.accepted_by_depth == [1, 1, 1]
-    assert ReplayStats.sum(Shape(1, 3, 4)).acceptance == [None] * 3
+    assert ReplayStats.sum(TreeShape(1, 3, 4)).acceptance == [None] * 3
 
 
 def positions(pending: Tensor, hidden: Tensor, length: int) -> Positions:
@@ -162,7 +162,8 @@ def test_final_beams_keep_the_prefixes_of_the_beams_that_survive():
     for row in range(rows):
         path = _path(deepest, row, int(torch.randint(1, 21, (), generator=generator)))
         at.state.tokens[row, 1:] = torch.tensor(path + [-1] * (6 - len(path)))
-    accepted, drafted = count_accepted(drafter, target, at, [Shape(4, 5, None), Shape(4, 3, None), Shape(4, 5, 21)])
+    shapes = [TreeShape(4, 5, None), TreeShape(4, 3, None), TreeShape(4, 5, 21)]
+    accepted, drafted = count_accepted(drafter, target, at, shapes)
     for column, depth in ((0, 5), (1, 3)):
         for row in range(rows):
             text = at.state.tokens[row, 1:].tolist()
@@ -190,7 +191,12 @@ def test_one_forward_of_the_base_and_one_search_of_a_width_serve_all_shapes(patt
     for owner, name in ((Teacher, "read"), (drafter, "step")):
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, n=name, of=real: calls.append(n) or of(*args))
-    replay(drafter, target, texts, [Shape(3, 4, nodes) for nodes in (13, 7, 2)] + [Shape(3, 2, 5), Shape(3, 4, None)])
+    replay(
+        drafter,
+        target,
+        texts,
+        [TreeShape(3, 4, nodes) for nodes in (13, 7, 2)] + [TreeShape(3, 2, 5), TreeShape(3, 4, None)],
+    )
     assert calls == ["read"] + ["step"] * 4
 
 
@@ -229,13 +235,13 @@ def test_a_chain_is_cut_at_its_end_even_where_rounding_scores_a_child_above_its_
     monkeypatch.setattr(drafter, "step", step)
     at = positions(torch.full((rows, 1), 5), torch.zeros(rows, HIDDEN), 4)
     at.state.tokens[:, 1:] = torch.tensor([7, 9, 9])
-    accepted, drafted = count_accepted(drafter, Target(model), at, [Shape(1, 2, 2)])
+    accepted, drafted = count_accepted(drafter, Target(model), at, [TreeShape(1, 2, 2)])
     assert accepted.flatten().tolist() == drafted.flatten().tolist() == [1] * rows
 
 
 def test_validation_texts_are_written_once_and_measure_any_drafter(patterned, monkeypatch):
     model, drafter = patterned
-    shape = Shape(3, 4, 13)
+    shape = TreeShape(3, 4, 13)
     mute = ValidationTexts(Target(model), random_prompts(), 12, end_ids=range(VOCAB))
     assert mute.count == mute.measure(drafter, shape).steps == 0
     validation_texts = ValidationTexts(Target(model), random_prompts(), 12)

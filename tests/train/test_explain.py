@@ -28,9 +28,10 @@ from redrafter.train.evaluate.explain import (
     trace_steps,
 )
 from redrafter.train.evaluate.options import EvaluateOptions, Search
-from redrafter.train.evaluate.replay import Shape, replay
+from redrafter.train.evaluate.replay import replay
 from redrafter.train.evaluate.report import MISS_NAMES, advise, format_explanation
 from redrafter.train.evaluate.texts import PromptSource, Texts, read_training_texts, write_texts
+from redrafter.tree.sizes import TreeShape
 
 # Counts of tensors
 
@@ -89,7 +90,8 @@ def fond_drafter(monkeypatch, head: int | None = None) -> RecurrentDrafter:
 )
 def test_each_class_of_misses_comes_from_its_cause(monkeypatch, continuation, nodes, head, outcome, accepted):
     """One step, from a prompt of one token."""
-    target, shape, texts = Target(tiny_model("llama")), Shape(2, 2, nodes), Texts([[9, *continuation]], [1], [False])
+    target, shape = Target(tiny_model("llama")), TreeShape(2, 2, nodes)
+    texts = Texts([[9, *continuation]], [1], [False])
     found = explain_temperature(fond_drafter(monkeypatch, head), target, texts, shape, {"all": 1})["all_steps"]
     tried = min(accepted + 1, 2, len(continuation) - 1)
     missed = {(at, name) for at, depth in enumerate(found["misses"]) for name, count in depth.items() if count}
@@ -102,7 +104,7 @@ def test_each_class_of_misses_comes_from_its_cause(monkeypatch, continuation, no
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("shape", [Shape(3, 4, 13), Shape(3, 4, 6), Shape(1, 3, 4)])
+@pytest.mark.parametrize("shape", [TreeShape(3, 4, 13), TreeShape(3, 4, 6), TreeShape(1, 3, 4)])
 @pytest.mark.parametrize("head", [None, 40])
 def test_traced_steps_are_those_of_the_replay(head, shape, temperature):
     target, drafter = Target(tiny_model("llama")), tiny_drafter(draft_vocab_size=head)
@@ -129,7 +131,7 @@ def test_a_rank_is_that_of_the_search(form, temperature):
     if drafter.context is not None:
         torch.nn.init.normal_(drafter.context.out.weight, std=0.5)  # or nothing that is read would show
     texts = write_texts(target, [[token] for token in range(5, 25)], 60, temperature, seed=3)
-    steps = trace_steps(drafter, target, texts, Shape(1, 3, 3))
+    steps = trace_steps(drafter, target, texts, TreeShape(1, 3, 3))
     missed = steps.accepted < steps.left.clamp(max=3)
     assert ((steps.rank == 0) == (steps.searched > steps.accepted))[missed].all()
     if temperature:
@@ -139,7 +141,7 @@ def test_a_rank_is_that_of_the_search(form, temperature):
 
 def test_texts_that_ended_at_once_have_no_steps():
     target, texts = Target(tiny_model("llama")), Texts([[5, 6], [7, 8, 9]], [1, 2], [True, True])
-    steps = trace_steps(tiny_drafter(), target, texts, Shape(2, 2, 5))
+    steps = trace_steps(tiny_drafter(), target, texts, TreeShape(2, 2, 5))
     assert [len(found) for found in describe_drafts(steps, base_probabilities(target, texts), 2)] == [0, 0, 0]
     assert count_misses(classify(steps, 2, 2), steps.accepted, 2).tolist() == [[0] * 4] * 2
 
@@ -168,7 +170,7 @@ def test_a_context_counts_the_tokens_before_a_draft():
     """Drafts of a head that lacks the text's tokens, behind 256 tokens and more."""
     model = tiny_model("llama", max_position_embeddings=600)
     texts = Texts([[5] * 255 + [60] * 5], [255], [False])
-    found = explain_temperature(tiny_drafter(draft_vocab_size=8), Target(model), texts, Shape(2, 2, 5), {"all": 1})
+    found = explain_temperature(tiny_drafter(draft_vocab_size=8), Target(model), texts, TreeShape(2, 2, 5), {"all": 1})
     assert found["by_context"][:2] == buckets(**{"up to 256": (1, 0), "up to 512": (3, 0)})
     assert not any(bucket["drafts"] for bucket in found["by_context"][2:])
     assert sum(depth["outside_head"] for depth in found["all_steps"]["misses"]) == found["all_steps"]["steps"] == 4
@@ -385,10 +387,10 @@ def test_the_explanation_adds_up_to_the_steps_of_the_replay(explained):
 @pytest.mark.parametrize(
     "options, tree",
     [
-        ({}, Shape(5, 4, 12)),
-        ({"node_budgets": (7,)}, Shape(5, 4, 7)),
-        ({"shapes": (Search(2, 3),)}, Shape(2, 3, 7)),
-        ({"shapes": (Search(2, 3),), "node_budgets": (4,)}, Shape(2, 3, 4)),
+        ({}, TreeShape(5, 4, 12)),
+        ({"node_budgets": (7,)}, TreeShape(5, 4, 7)),
+        ({"shapes": (Search(2, 3),)}, TreeShape(2, 3, 7)),
+        ({"shapes": (Search(2, 3),), "node_budgets": (4,)}, TreeShape(2, 3, 4)),
     ],
 )
 def test_the_tree_that_is_explained_is_the_one_that_generate_would_verify(options, tree):

@@ -16,12 +16,13 @@ from redrafter.drafting.proposer import State
 from redrafter.drafting.text_drafters import GivenTexts
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
-from redrafter.train.evaluate.replay import ReplayStats, Shape, replay
+from redrafter.train.evaluate.replay import ReplayStats, replay
 from redrafter.train.evaluate.texts import Texts
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
 from redrafter.train.loss import Unroll
 from redrafter.train.teacher import Teacher
+from redrafter.tree.sizes import TreeShape
 
 DEPTH, LENGTH = 3, 14
 READING = ["context", "all"]  # forms that attend to committed tokens
@@ -188,7 +189,7 @@ def test_a_replay_accepts_what_is_drafted_from_the_tokens_before_alone(target, f
         for count in accepts:
             drafts = draft_chain(drafter, target, text)
             text += [*drafts[:count], (drafts[count % DEPTH] + 1) % VOCAB if count < DEPTH else 4]
-    stats = replay(drafter, target, Texts(texts, [3, 2], [False, False]), [Shape(1, DEPTH, 1 + DEPTH)])[0]
+    stats = replay(drafter, target, Texts(texts, [3, 2], [False, False]), [TreeShape(1, DEPTH, 1 + DEPTH)])[0]
     expected = [sum(count > depth for count in accepts) for depth in range(DEPTH)]
     assert [found.accepted_by_depth for found in stats] == [expected, expected]
     assert [found.steps for found in stats] == [len(accepts)] * 2
@@ -204,6 +205,6 @@ def test_what_it_learns_is_to_find_what_came_next_before(target, window, least, 
     *batches, others = torch.cat([halves, halves], dim=2)
     mask = (torch.arange(48) > 24).expand(16, -1)
     train(target.model, drafter, [(tokens, mask) for tokens in batches], config, log=lambda _: None)
-    texts, shape = Texts(others.tolist(), [25] * 16, [False] * 16), Shape(1, DEPTH, 1 + DEPTH)
+    texts, shape = Texts(others.tolist(), [25] * 16, [False] * 16), TreeShape(1, DEPTH, 1 + DEPTH)
     found = ReplayStats.sum(shape, replay(drafter.eval(), target, texts, [shape])[0])
     assert least <= found.tokens_per_step <= most

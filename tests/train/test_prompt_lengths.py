@@ -12,8 +12,9 @@ from redrafter.cli import main
 from redrafter.errors import ArgumentError
 from redrafter.train.evaluate.command import evaluate
 from redrafter.train.evaluate.options import EvaluateOptions, Search
-from redrafter.train.evaluate.replay import ReplayStats, Shape, replay
+from redrafter.train.evaluate.replay import ReplayStats, replay
 from redrafter.train.evaluate.texts import PromptChoice, PromptSource, cut_prompt, write_texts
+from redrafter.tree.sizes import TreeShape
 
 TEXTS = ["abcdefghijklmnop", "0123456789", "short", "ABCDEFGHIJKL"]
 WORDS = ["the moon is far away and the sun is farther " * 3, "it was a night without any stars at all " * 3]
@@ -122,7 +123,7 @@ def test_each_length_counts_what_a_replay_of_its_prompts_counts(pair, tmp_path):
         prompts = choice.by_length[result["prompt_length"]]
         texts = write_texts(pair.engine.target, prompts, 12, result["temperature"], 5)
         assert {len(ids) for ids in prompts} == {result["prompt_length"]}
-        shape = Shape(3, 4, 13)
+        shape = TreeShape(3, 4, 13)
         stats = ReplayStats.sum(shape, replay(pair.engine.drafter, pair.engine.target, texts, [shape])[0])
         tree = result["trees"][0]["all_steps"]
         assert (tree["steps"], tree["accepted_by_depth"]) == (stats.steps, stats.accepted_by_depth)

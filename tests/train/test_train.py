@@ -40,7 +40,7 @@ from redrafter.errors import ArgumentError
 from redrafter.model.target import Target
 from redrafter.train import progress
 from redrafter.train.config import TrainConfig, parse, shown_command
-from redrafter.train.evaluate.replay import Shape, ValidationTexts
+from redrafter.train.evaluate.replay import ValidationTexts
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import ADAM_BETAS, learning_rate_factor, make_optimizer, train
 from redrafter.train.loss import BatchLoss, Unroll, total_weight
@@ -49,6 +49,7 @@ from redrafter.train.processes import new_accelerator
 from redrafter.train.progress import Clock, LossMeter, Progress, TrainingState
 from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import main
+from redrafter.tree.sizes import TreeShape
 
 
 def loss_of(model: PreTrainedModel, drafter: RecurrentDrafter, config: TrainConfig, batches: list) -> Tensor:
@@ -139,7 +140,7 @@ def test_a_few_steps_of_training_are_worth_many_tokens():
     seen = []
 
     def validate() -> float:
-        seen.append(validation_texts.measure(drafter, Shape(3, 4, 13)).tokens_per_step)
+        seen.append(validation_texts.measure(drafter, TreeShape(3, 4, 13)).tokens_per_step)
         return seen[-1]
 
     validate()

@@ -7,13 +7,13 @@ import torch
 
 from helpers.models import DRAFTER_ALONE
 from helpers.training import learn_circle, round_circle, tiny_model
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
-from redrafter.train.evaluate.replay import Shape, ValidationTexts, best_tree, candidates, choose_tree
+from redrafter.train.evaluate.replay import ValidationTexts, best_tree, candidates, choose_tree
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
+from redrafter.tree.sizes import TreeShape
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,12 @@ from redrafter.train.loop import train
     ],
 )
 def test_the_tree_that_writes_most_is_chosen_and_of_equals_the_shallowest(deep, wide, chosen):
-    shapes = {"deep": Shape(3, 9, 26), "wide": Shape(6, 4, 25)}
+    shapes = {"deep": TreeShape(3, 9, 26), "wide": TreeShape(6, 4, 25)}
     assert best_tree({shapes["deep"]: deep, shapes["wide"]: wide}) == shapes[chosen]
 
 
 def test_of_trees_as_deep_the_best_is_chosen():
-    assert best_tree({Shape(2, 4, 9): (4.0, 3.0), Shape(5, 4, 21): (4.01, 3.0)}) == Shape(5, 4, 21)
+    assert best_tree({TreeShape(2, 4, 9): (4.0, 3.0), TreeShape(5, 4, 21): (4.01, 3.0)}) == TreeShape(5, 4, 21)
 
 
 def test_a_drafter_of_a_base_that_never_strays_is_searched_deep():
@@ -46,7 +46,7 @@ def test_a_drafter_of_a_base_that_never_strays_is_searched_deep():
     stats, line = choose_tree(drafter, texts, 4, seed=0)
     found = drafter.config.draft_beams, drafter.config.draft_len_per_beam
     assert found[1] > 4
-    assert {shape.nodes for shape in candidates(drafter, 4)} <= set(range(27))
+    assert {shape.node_budget for shape in candidates(drafter, 4)} <= set(range(27))
     assert f"{found[0]}x{found[1]} writes most" in line
     assert "; 5x4 " in line
     engine = ReDrafter(texts.target, drafter, TreeShape(node_budget=26), options=DRAFTER_ALONE)

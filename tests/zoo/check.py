@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from helpers.models import Scripted, paged, row_texts, tiny_drafter
 from redrafter import Engine, ReDrafter, ReDrafterError
-from redrafter.checkpoints.merged import TreeShape
 from redrafter.model.target import Target
+from redrafter.tree.sizes import TreeShape
 
 from .configs import VOCAB, tiny_config
 from .variants import Variant

@@ -11,6 +11,8 @@ from redrafter.app.engines import PLAIN, can_draft
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.tokenizers import end_tokens
+from redrafter.drafting.policy import DraftPolicy
+from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.engine import Engine
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError
@@ -48,7 +50,7 @@ class ServedEngine:
     def of(cls, pair: Pair, options: ServeOptions, load: LoadOptions) -> "ServedEngine":
         """Make the scheduler of a pair that was loaded with some options."""
         engine = pair.engine
-        if engine.draft_lengths_of(1) is not None:
+        if isinstance(engine, DraftTarget) and engine.adaptive:
             raise ArgumentError("a server drafts at one length: leave out --adaptive")
         adapters = parse_lora_modules(options.lora_modules)
         engine.load_adapters(adapters)  # before keys and values take what memory is free
@@ -141,7 +143,8 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     """
     began = time.monotonic()
     limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
-    choice, scheduler.batch.choice = scheduler.batch.choice, None  # steps shall draft, whatever it gains
+    policy = scheduler.batch.policy
+    scheduler.batch.policy = DraftPolicy({size: policy.first(size) for size in scheduler.batch.sizes})  # never pauses
     longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
     # Tokens that need each room at least: beside rows, and without any.
     mixed = scheduler.mixed_prefill
@@ -197,7 +200,7 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
             write(1, length, frequent[0])
             write(min(2, limits.max_batch_size), length, frequent[0])
     _LOG.info("captured %d steps in %.1f s", len(scheduler.batch.captured_steps), time.monotonic() - began)
-    scheduler.limits, scheduler.batch.choice = limits, choice
+    scheduler.limits, scheduler.batch.policy = limits, policy
     scheduler.graphs.forget_prefixes()
     if scheduler.finished is not None:
         scheduler.finished.clear()

@@ -68,16 +68,14 @@ def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -
     drafter = require(ReplayableDrafter, engine.drafter)
     assert isinstance(proposer, SearchProposer)
     search = Search(proposer.beams, proposer.depth)
+    for beams, depth in options.shapes or (search,):
+        check_beams(engine.drafter.config, beams)
+        engine.drafter.check_search(engine.target, depth)
+        if (whole := 1 + beams * depth) > MAX_NODES:
+            raise ArgumentError(f"--shapes {beams}x{depth} has {whole} nodes; at most {MAX_NODES} can be measured")
     trees = options.trees(search)
     if options.explain:
         trees = list(dict.fromkeys([options.explained_tree(search, engine.target.device), *trees]))
-    for tree in trees:
-        check_beams(drafter.config, tree.beams)
-        drafter.check_search(engine.target, tree.depth)
-        if tree.lattice > MAX_NODES:
-            raise ArgumentError(
-                f"--shapes {tree.beams}x{tree.depth} has {tree.lattice} nodes; at most {MAX_NODES} can be measured"
-            )
     target = engine.target
     max_tokens = _max_prompt_tokens(options, target.fixed_rope_context)
 

@@ -17,10 +17,10 @@ from redrafter.train.evaluate.options import EvaluateOptions
 from redrafter.train.evaluate.replay import (
     Positions,
     ReplayStats,
-    Shape,
     count_accepted,
     group_texts,
     measure_positions,
+    name_tree,
     pending_positions,
     read_positions,
     replay,
@@ -29,6 +29,7 @@ from redrafter.train.evaluate.replay import (
 from redrafter.train.evaluate.texts import PromptSource, Texts, read_training_texts, write_texts
 from redrafter.train.teacher import Teacher
 from redrafter.tree.beam_search import Candidates
+from redrafter.tree.sizes import TreeShape
 
 PROBABILITIES, PROBABILITY_NAMES = (0.5, 0.9), ("below 0.5", "0.5 to 0.9", "0.9 or more")
 CONTEXTS = (256, 512, 1024, 2048, 8192)  # tokens
@@ -62,7 +63,7 @@ def explain(
     pair: Pair,
     drafter: ReplayableDrafter,
     options: EvaluateOptions,
-    shape: Shape,
+    shape: TreeShape,
     categories: dict[str, int],
     texts: Sequence[Texts],
     others: OtherTexts,
@@ -82,10 +83,10 @@ def explain(
         for prompts in (others.plain, others.templated)
     )
     return {
-        "tree": str(shape),
+        "tree": name_tree(shape),
         "beams": shape.beams,
         "depth": shape.depth,
-        "nodes": shape.nodes,  # that are verified, the root counted
+        "nodes": shape.node_budget,  # that are verified, the root counted
         "lattice": shape.lattice,  # nodes that the search finds, the root counted
         "head": drafter.config.draft_vocab_size or target.vocab_size,  # tokens that the drafter's head knows
         "vocabulary": target.vocab_size,
@@ -101,7 +102,7 @@ def explain(
 
 
 def explain_temperature(
-    drafter: ReplayableDrafter, target: Target, texts: Texts, shape: Shape, categories: dict[str, int]
+    drafter: ReplayableDrafter, target: Target, texts: Texts, shape: TreeShape, categories: dict[str, int]
 ) -> dict[str, Any]:
     """Explain the acceptance along the texts of one temperature; the arguments are those of `explain`."""
     steps = trace_steps(drafter, target, texts, shape)
@@ -124,7 +125,7 @@ def explain_temperature(
     }
 
 
-def _count_steps(steps: "Steps", shape: Shape, chosen: Tensor) -> dict[str, Any]:
+def _count_steps(steps: "Steps", shape: TreeShape, chosen: Tensor) -> dict[str, Any]:
     """Count how the steps `chosen` `[S]` bool ended."""
     outcome, accepted = classify(steps, shape.beams, shape.depth)[chosen], steps.accepted[chosen]
     misses = count_misses(outcome, accepted, shape.depth)  # [K, classes]
@@ -144,7 +145,7 @@ def _count_steps(steps: "Steps", shape: Shape, chosen: Tensor) -> dict[str, Any]
 
 
 def _measure_form(
-    pair: Pair, drafter: ReplayableDrafter, options: EvaluateOptions, shape: Shape, prompts: list[list[int]]
+    pair: Pair, drafter: ReplayableDrafter, options: EvaluateOptions, shape: TreeShape, prompts: list[list[int]]
 ) -> dict[str, Any]:
     """Measure the steps along greedy texts after prompts in one form, plain or in the chat template."""
     engine, ends = pair.engine, end_tokens(pair.engine.model, pair.tokenizer)
@@ -253,12 +254,12 @@ def bucket_drafts(names: Sequence[str], value: Tensor, accepted: Tensor, bounds:
 
 
 @torch.inference_mode()
-def trace_steps(drafter: ReplayableDrafter, target: Target, texts: Texts, shape: Shape) -> Steps:
+def trace_steps(drafter: ReplayableDrafter, target: Target, texts: Texts, shape: TreeShape) -> Steps:
     """Take the steps that `replay` counts, and tell of each how its first missed draft was missed.
 
     The drafter must be in eval mode, on the target's device and in its dtype.
     """
-    shapes, rows = [shape, replace(shape, nodes=shape.lattice)], list[list[int]]()
+    shapes, rows = [shape, replace(shape, node_budget=shape.lattice)], list[list[int]]()
 
     def trace(at: Positions) -> Tensor:
         accepted = count_accepted(drafter, target, at, shapes)[0]  # [A, 2]
@@ -285,7 +286,7 @@ def best_guess_share(drafter: ReplayableDrafter, target: Target, texts: Texts, d
     plain = replace(texts, temperature=0.0, seeds=None)
     right, count = torch.zeros(depth, dtype=torch.long), torch.zeros(depth, dtype=torch.long)
     for group in group_texts(plain, target.vocab_size):
-        for part in read_positions(drafter, target, plain, group, [Shape(1, depth, None)]):
+        for part in read_positions(drafter, target, plain, group, [TreeShape(1, depth, None)]):
             count += (part.state.tokens[:, 1:-1] >= 0).sum(dim=0).cpu()
             right += (_ranks(drafter, target, part) == 0).sum(dim=0).cpu()
     return [one / of if of else None for one, of in zip(right.tolist(), count.tolist(), strict=True)]

@@ -14,11 +14,10 @@ from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.errors import ArgumentError
 from redrafter.options import option
+from redrafter.tree.sizes import TreeShape
 
 if TYPE_CHECKING:
     import torch
-
-    from redrafter.train.evaluate.replay import Shape
 
 UNUSED_LOAD_OPTIONS = ("num_beams", "draft_len_per_beam", "node_budget", "tuning", "max_input_len", "max_seq_len")
 # Options that choose or cut other prompts than those of a suite, or explain them.
@@ -128,31 +127,28 @@ class EvaluateOptions(PromptOptions):
         """Temperatures of the texts: those asked for, and greedy before them if it is to be compared."""
         return self.temperatures if not self.explain or 0 in self.temperatures else (0.0, *self.temperatures)
 
-    def trees(self, default: Search) -> "list[Shape]":
+    def trees(self, default: Search) -> list[TreeShape]:
         """Return the shapes to measure: each node budget of each search, and the tree of the published method.
 
         `default` is the search to measure if none was asked for.
         """
-        from redrafter.train.evaluate.replay import Shape  # which imports torch
-
         trees = []
         for beams, depth in self.shapes or (default,):
-            whole = Shape(beams, depth, None).lattice
-            trees += [Shape(beams, depth, min(budget, whole)) for budget in self.node_budgets or (whole,)]
-            trees += [Shape(beams, depth, None)] if beams > 1 else []  # for one beam it is the chain itself
+            whole = TreeShape(beams, depth).lattice
+            trees += [TreeShape(beams, depth, min(budget, whole)) for budget in self.node_budgets or (whole,)]
+            trees += [TreeShape(beams, depth, None)] if beams > 1 else []  # for one beam it is the chain itself
         return list(dict.fromkeys(trees))
 
-    def explained_tree(self, default: Search, device: "torch.device") -> "Shape":
+    def explained_tree(self, default: Search, device: "torch.device") -> TreeShape:
         """Return the tree that `--explain` explains: the one asked for, or the one that `generate` verifies untuned.
 
         `default` is the search to explain if none was asked for, and `device` is where the target runs.
         """
-        from redrafter.train.evaluate.replay import Shape
         from redrafter.tree.beam_search import node_count
 
         beams, depth = self.shapes[0] if self.shapes else default
         budget = self.node_budgets[0] if self.node_budgets else None
-        return Shape(beams, depth, node_count(budget, beams, depth, device))
+        return TreeShape(beams, depth, node_count(budget, beams, depth, device))
 
 
 def build_parser() -> ConfigParser:

@@ -11,7 +11,7 @@ drew through the whole lattice, it keeps the first part.
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from redrafter.scheduler.sequence import Stats
 from redrafter.train.evaluate.texts import Texts, write_texts
 from redrafter.train.teacher import Teacher
 from redrafter.tree.accept import accept
+from redrafter.tree.sizes import TreeShape
 from redrafter.tree.token_tree import Tree, keep_best
 
 MAX_BATCH_TEXTS = 16  # texts in one forward of the base
@@ -39,24 +40,15 @@ WIDTHS = (3, 4, 5, 8)  # of the trees that a trained drafter's default is chosen
 TIE = 0.01
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Shape of the tree that a step verifies."""
+def name_tree(shape: TreeShape) -> str:
+    """Return the name of a tree in reports.
 
-    beams: int  # beams W of the search
-    depth: int  # depth K of the search
-    # Best nodes N of the search that are verified, the root counted. None for the tree of the published method: the
-    # prefixes of the W beams that are left at the end of the search.
-    nodes: int | None
-
-    def __str__(self) -> str:
-        kept = "final beams" if self.nodes is None else f"{min(self.nodes, self.lattice)} nodes"
-        return f"{self.beams}x{self.depth}, {kept}"
-
-    @property
-    def lattice(self) -> int:
-        """Nodes that the search finds, the root counted."""
-        return 1 + self.beams * self.depth
+    A shape without a node budget is the tree of the published method here and in all that replays: the prefixes of the
+    W beams that are left at the end of the search.
+    """
+    if shape.node_budget is None:
+        return f"{shape.beams}x{shape.depth}, final beams"
+    return str(replace(shape, node_budget=min(shape.node_budget, shape.lattice)))
 
 
 @dataclass(frozen=True)
@@ -71,7 +63,7 @@ class Positions:
     context: Any  # what the drafter reads of the texts there; None where it reads nothing
 
 
-def count_accepted(drafter: ReplayableDrafter, target: Target, at: Positions, shapes: Sequence[Shape]) -> Tensor:
+def count_accepted(drafter: ReplayableDrafter, target: Target, at: Positions, shapes: Sequence[TreeShape]) -> Tensor:
     """Count the drafts that are accepted and those that are verified at A positions, `[2, A, shapes]` int64.
 
     The drafter must be in eval mode. The depth K of the positions is that of the deepest shape.
@@ -102,15 +94,15 @@ def _record(scores: list[Tensor], score: Tensor) -> bool:
     return False  # the search goes on
 
 
-def _kept(lattice: Tree, score: Tensor, shape: Shape) -> Tensor:
+def _kept(lattice: Tree, score: Tensor, shape: TreeShape) -> Tensor:
     """Return which of the lattice's first nodes, those of the shape's own search, it keeps: `[A, shape.lattice]`."""
     count = shape.lattice
-    if shape.nodes is None:
+    if shape.node_budget is None:
         return lattice.ancestors[:, count - shape.beams : count, :count].any(dim=1)
     if shape.beams == 1:  # rounding may put a node of a chain above its parent
-        return (torch.arange(count, device=score.device) < shape.nodes).expand(len(score), -1)
+        return (torch.arange(count, device=score.device) < shape.node_budget).expand(len(score), -1)
     tokens, parents, depth, score = (x[:, :count] for x in (lattice.tokens, lattice.parents, lattice.depth, score))
-    *_, best = keep_best(tokens, parents, depth, score, min(shape.nodes, count))
+    *_, best = keep_best(tokens, parents, depth, score, min(shape.node_budget, count))
     return torch.zeros_like(score, dtype=torch.bool).scatter(1, best, True)
 
 
@@ -133,7 +125,7 @@ def group_texts(texts: Texts, vocabulary: int) -> Iterator[list[int]]:
 
 
 def read_positions(
-    drafter: ReplayableDrafter, target: Target, texts: Texts, group: list[int], shapes: Sequence[Shape]
+    drafter: ReplayableDrafter, target: Target, texts: Texts, group: list[int], shapes: Sequence[TreeShape]
 ) -> Iterator[Positions]:
     """Read a group of texts with the base, and yield their pending positions, text by text.
 
@@ -181,7 +173,7 @@ def measure_positions(
     drafter: ReplayableDrafter,
     target: Target,
     texts: Texts,
-    shapes: Sequence[Shape],
+    shapes: Sequence[TreeShape],
     measure: Callable[[Positions], Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the index of each text, and what `measure` gives for its P pending positions, `[P, ...]`, on the CPU.
@@ -202,7 +194,7 @@ class ReplayStats(Stats):
     tried: list[int] = field(default_factory=list)
 
     @classmethod
-    def sum(cls, shape: Shape, parts: Iterable["ReplayStats"] = ()) -> "ReplayStats":
+    def sum(cls, shape: TreeShape, parts: Iterable["ReplayStats"] = ()) -> "ReplayStats":
         """Add up the statistics of some texts, all replayed with `shape`; without any, return empty ones."""
         total = cls(accepted_by_depth=[0] * shape.depth, tried=[0] * shape.depth)
         for part in parts:
@@ -251,11 +243,11 @@ class ValidationTexts:
         """Let the base continue the same prompts at temperature 1."""
         return write_texts(self.target, self.prompts, self.new_tokens, 1.0, seed, end_ids=self.end_ids)
 
-    def measure(self, drafter: ReplayableDrafter, shape: Shape) -> ReplayStats:
+    def measure(self, drafter: ReplayableDrafter, shape: TreeShape) -> ReplayStats:
         """Replay all texts with a copy of a drafter in the base's dtype."""
         return self.measure_all(drafter, [shape], self.texts)[0]
 
-    def measure_all(self, drafter: ReplayableDrafter, shapes: Sequence[Shape], texts: Texts) -> list[ReplayStats]:
+    def measure_all(self, drafter: ReplayableDrafter, shapes: Sequence[TreeShape], texts: Texts) -> list[ReplayStats]:
         """Replay some texts for each shape with a copy of a drafter in the base's dtype."""
         model = self.target.model
         served = copy.deepcopy(drafter).to(model.device, model.dtype).eval()
@@ -265,7 +257,7 @@ class ValidationTexts:
 
 @torch.inference_mode()
 def replay(
-    drafter: ReplayableDrafter, target: Target, texts: Texts, shapes: Sequence[Shape]
+    drafter: ReplayableDrafter, target: Target, texts: Texts, shapes: Sequence[TreeShape]
 ) -> list[list[ReplayStats]]:
     """Compute what `generate` would report on texts that the base wrote.
 
@@ -295,15 +287,15 @@ def steps_taken(accepted: Sequence[int]) -> Iterator[int]:
         position += accepted[position] + 1
 
 
-def candidates(drafter: ReplayableDrafter, draft_len: int) -> list[Shape]:
+def candidates(drafter: ReplayableDrafter, draft_len: int) -> list[TreeShape]:
     """Return the trees to compare for a drafter that was trained for `draft_len` steps: up to twice as deep."""
     vocabulary = drafter.config.draft_vocab_size or drafter.config.vocab_size
     widths = [width for width in WIDTHS if width <= vocabulary]
     pairs = [(width, depth) for width in widths for depth in range(2, max(2 * draft_len, 2) + 1)]
-    return [Shape(beams, depth, min(MEASURED_NODES, 1 + beams * depth)) for beams, depth in pairs]
+    return [TreeShape(beams, depth, min(MEASURED_NODES, 1 + beams * depth)) for beams, depth in pairs]
 
 
-def best_tree(tokens_per_step: Mapping[Shape, tuple[float, float]]) -> Shape:
+def best_tree(tokens_per_step: Mapping[TreeShape, tuple[float, float]]) -> TreeShape:
     """Return the tree with the most tokens per step, greedily and at temperature 1 averaged.
 
     Of trees that are as good, it is the shallowest, since a draft's time grows with its depth, and of those the best.
@@ -339,5 +331,5 @@ def choose_tree(
     at = {f"{shape.beams}x{shape.depth}": "{:.2f} greedily, {:.2f} at T=1".format(*measured[shape]) for shape in shapes}
     name, trained = f"{chosen.beams}x{chosen.depth}", f"5x{draft_len}"
     other = f"; {trained} {at[trained]}" if trained in at and trained != name else ""
-    line = f"tree of {chosen.nodes} nodes: {name} writes most, tokens per step {at[name]}{other}"
+    line = f"tree of {chosen.node_budget} nodes: {name} writes most, tokens per step {at[name]}{other}"
     return greedy[shapes.index(chosen)], line

@@ -10,8 +10,9 @@ from redrafter.app.loading import Pair
 from redrafter.measure.report import conditions, describe_pair, drawing, format_table
 from redrafter.measure.suite_table import AVERAGED, LEGEND, SuiteTable, describe_acceptance, mean_of
 from redrafter.train.evaluate.options import EvaluateOptions
-from redrafter.train.evaluate.replay import ReplayStats, Shape
+from redrafter.train.evaluate.replay import ReplayStats, name_tree
 from redrafter.train.evaluate.texts import PromptChoice, Texts, repeated_share
+from redrafter.tree.sizes import TreeShape
 
 NAMED_SHARE = 0.1  # of all misses; a class with less is not worth a line
 DEEPER_SHARE = 0.25  # of all steps, which accepted all drafts: deeper drafts would pay
@@ -35,7 +36,7 @@ class TextsResult:
     """Texts of one temperature and one length of prompts, and what a drafter is worth on them."""
 
     texts: Texts  # texts that the base wrote
-    shapes: list[Shape]  # shapes of the tree
+    shapes: list[TreeShape]  # shapes of the tree
     stats: list[list[ReplayStats]]  # statistics for each shape, for each text
     categories: dict[str, int]  # number of texts of each category, in the order of the texts
     prompt_length: int | None = None  # tokens that the prompts were cut to; None for whole prompts
@@ -87,10 +88,10 @@ def _describe_result(result: TextsResult) -> dict[str, Any]:
         by_category = {name: _describe_stats(shape, stats[span]) for name, span in spans.items()}
         trees.append(
             {
-                "tree": str(shape),
+                "tree": name_tree(shape),
                 "beams": shape.beams,
                 "depth": shape.depth,
-                "nodes": shape.nodes,
+                "nodes": shape.node_budget,
                 "categories": by_category,
                 "mean_of_categories": mean_of(
                     list(by_category.values()), ("drafts_per_step", "tokens_per_step", *AVERAGED)
@@ -118,7 +119,7 @@ def _describe_texts(texts: Texts, span: slice) -> dict[str, Any]:
     }
 
 
-def _describe_stats(shape: Shape, stats: list[ReplayStats]) -> dict[str, Any]:
+def _describe_stats(shape: TreeShape, stats: list[ReplayStats]) -> dict[str, Any]:
     total = ReplayStats.sum(shape, stats)
     return {
         "steps": total.steps,

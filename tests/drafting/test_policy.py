@@ -11,13 +11,12 @@ from helpers.generation import noted, same_undrafted
 from helpers.models import DRAFTER_ALONE, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.scheduling import random_sequences, run_as_alone, scheduler, without_drafts
 from redrafter import ReDrafter
-from redrafter.drafting import step_choice
+from redrafter.drafting import estimates, policy
+from redrafter.drafting.estimates import Promise, StepCosts, StepTimes, best_trees, time_at
+from redrafter.drafting.policy import CostPolicy, DraftedStep, DraftPolicy, Experience, StepRows
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
-from redrafter.drafting.step_choice import Experience, Promise, StepChoice
-from redrafter.drafting.step_costs import StepCosts, time_at
 from redrafter.engine.step_timing import time_to_read
-from redrafter.engine.tree_shapes import best_shapes
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.target import Target
 from redrafter.scheduler.running_batch import RunningBatch
@@ -113,19 +112,28 @@ def test_a_narrow_search_leaves_what_is_known_of_a_wide_one():
 
 def choice(
     costs: StepCosts, *kinds: SearchProposer, size: int = 1, quality: float = 0.5, reading: float = 0.0
-) -> StepChoice:
-    return StepChoice(costs, {size: kinds}, PlainProposer(), {}, Experience(quality), reading=reading)
+) -> CostPolicy:
+    return CostPolicy(StepTimes(replace(costs, reading=reading), PlainProposer()), {size: kinds}, Experience(quality))
 
 
-def steps(chosen: StepChoice, count: int, accepted: float, size: int = 1, cached: int = 0) -> list[int]:
+def choose(chosen: CostPolicy, size: int = 1, cached: int = 0, more: int = 0):
+    return chosen.choose(StepRows(size, size, size, more, cached))
+
+
+def record(chosen: DraftPolicy, proposer, accepted: int, copied: int = 0, found=(), size: int = 1) -> None:
+    chosen.record(DraftedStep(size, size, proposer, [accepted] + [0] * (size - 1), copied, found))
+
+
+def steps(chosen: CostPolicy, count: int, accepted: float, size: int = 1, cached: int = 0) -> list[int]:
     """Take steps in which so much of each likely draft is accepted, and return the depths of their searches."""
     depths, dice = [], random.Random(0)
     for _ in range(count):
-        proposer = chosen.choose(size, size, size, 0, cached)
+        proposer = choose(chosen, size, cached)
         depths.append(proposer.depth)
         if proposer.depth:
             right = sum(dice.random() < accepted for _ in range(size * proposer.depth))
-            chosen.observe(size, size, proposer, size, right, 0, outcomes(proposer.depth, likely=size, accepted=right))
+            found = outcomes(proposer.depth, likely=size, accepted=right)
+            record(chosen, proposer, right, 0, found, size)
     return depths
 
 
@@ -182,15 +190,15 @@ def test_steps_of_a_pause_copy_from_the_text_where_that_alone_pays(searched, cop
     both = TextBeside(search(1, 3, 4), 4)
     alone = TextBeside(PlainProposer(), 4)
     costs = priced(((1, 1.0), (5, 1.1), (9, 1.15)), ((1, 0.3),), FREE)
-    chosen = StepChoice(costs, {1: [both]}, PlainProposer(), {}, Experience(0.5), {1: alone})
+    chosen = CostPolicy(StepTimes(costs, PlainProposer()), {1: [both]}, Experience(0.5), {1: alone})
     dice, taken = random.Random(0), []
     for _ in range(400):
-        proposer = chosen.choose(1, 1, 1, 0, 0)
+        proposer = choose(chosen)
         taken.append({id(both): "searched", id(alone): "copied"}.get(id(proposer), "none"))
         if proposer.depth:
             right = sum(dice.random() < searched for _ in range(3)) if proposer is both else 0
             found, more = outcomes(3, likely=1, accepted=right), dice.random() < copied
-            chosen.observe(1, 1, proposer, 1, right + more, more, found if proposer is both else [])
+            record(chosen, proposer, right + more, more, found if proposer is both else [])
     assert taken[0] == "searched"
     assert taken[-200:].count(kind) > 170
     assert {"searched", kind} >= set(taken[100:])
@@ -199,39 +207,38 @@ def test_steps_of_a_pause_copy_from_the_text_where_that_alone_pays(searched, cop
 def test_a_text_that_repeated_itself_does_not_keep_later_ones_from_being_drafted_for():
     both, alone = TextBeside(search(1, 3, 4), 4), TextBeside(PlainProposer(), 4)
     costs = priced(((1, 1.0), (5, 1.1), (9, 1.15)), ((1, 0.3),), FREE)
-    chosen, taken = StepChoice(costs, {1: [both]}, PlainProposer(), {}, Experience(0.5), {1: alone}), []
+    chosen, taken = CostPolicy(StepTimes(costs, PlainProposer()), {1: [both]}, Experience(0.5), {1: alone}), []
     for step in range(600):
         repeats = step < 200
-        taken.append(proposer := chosen.choose(1, 1, 1, 0, 0))
+        taken.append(proposer := choose(chosen))
         if proposer is both:
             right = 0 if repeats else 3
             copied = 4 * repeats
-            chosen.observe(1, 1, both, 1, right + copied, copied, outcomes(3, likely=1, accepted=right))
+            record(chosen, both, right + copied, copied, outcomes(3, likely=1, accepted=right))
         elif proposer is alone:
-            chosen.observe(1, 1, alone, 1, 4 * repeats, 4 * repeats, [])
+            record(chosen, alone, 4 * repeats, 4 * repeats)
     assert taken[100:200].count(alone) > 80
     assert taken[-200:].count(both) == 200
 
 
 def test_numbers_of_rows_pause_apart():
-    chosen = StepChoice(
-        priced(FLAT, ((1, 0.5),), FREE), {2: [search(1, 1, 2)], 64: [search(1, 1, 2)]}, PlainProposer(), {}
-    )
+    times = StepTimes(priced(FLAT, ((1, 0.5),), FREE), PlainProposer())
+    chosen = CostPolicy(times, {2: [search(1, 1, 2)], 64: [search(1, 1, 2)]})
     steps(chosen, 4, accepted=0.0, size=64)
-    assert chosen.choose(64, 64, 64, 0, 0).depth == 0
-    assert chosen.choose(2, 2, 2, 0, 0).depth == 1
+    assert choose(chosen, 64).depth == 0
+    assert choose(chosen, 2).depth == 1
 
 
 def test_prompts_that_a_step_reads_count_as_tokens_of_its_forward():
     dear = priced(((1, 1.0), (128, 1.2), (192, 9.0)), FREE, FREE)
-    assert [choice(dear, search(1, 1, 2), size=64).choose(64, 64, 64, more, 0).depth for more in (0, 64)] == [1, 0]
+    assert [choose(choice(dear, search(1, 1, 2), size=64), 64, more=more).depth for more in (0, 64)] == [1, 0]
     cheap = priced(((64, 1.0), (128, 1.4), (192, 1.5)), FREE, FREE)
-    assert [choice(cheap, search(1, 1, 2), size=64).choose(64, 64, 64, more, 0).depth for more in (0, 64)] == [1, 1]
+    assert [choose(choice(cheap, search(1, 1, 2), size=64), 64, more=more).depth for more in (0, 64)] == [1, 1]
 
 
 def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():
     whole = search(5, 5, 26)
-    found = {rows: best_shapes(GPU, whole, rows, rows >= 32, (0.65,)) for rows in (1, 4, 8, 16, 32, 64, 128, 512)}
+    found = {rows: best_trees(GPU, whole, rows, rows >= 32, (0.65,)) for rows in (1, 4, 8, 16, 32, 64, 128, 512)}
     nodes = [
         max((s.shared_nodes or rows * s.node_budget for s in of), default=rows) / rows for rows, of in found.items()
     ]
@@ -241,38 +248,38 @@ def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():
 
 
 def test_nothing_is_drafted_where_every_token_takes_its_time():
-    assert best_shapes(priced(RISING, ((1, 0.1),), FREE), search(5, 5, 26), 8, True, (0.3, 0.6)) == []
+    assert best_trees(priced(RISING, ((1, 0.1),), FREE), search(5, 5, 26), 8, True, (0.3, 0.6)) == []
 
 
 @pytest.fixture
 def often(monkeypatch):
     """Let steps look at other kinds each time, and take any that promises as much."""
     monkeypatch.setattr(ReDrafter, "pauses", True)
-    monkeypatch.setattr(step_choice, "RECHECK", 1)
-    monkeypatch.setattr(step_choice, "MARGIN", 1.0)
-    monkeypatch.setattr(step_choice, "RETRY", 2)
-    monkeypatch.setattr(step_choice, "ALLOWED_SHARE", 1.0)
+    monkeypatch.setattr(policy, "RECHECK", 1)
+    monkeypatch.setattr(policy, "MARGIN", 1.0)
+    monkeypatch.setattr(policy, "RETRY", 2)
+    monkeypatch.setattr(policy, "ALLOWED_SHARE", 1.0)
 
 
 def switching(engine: ReDrafter) -> ReDrafter:
     """Let an engine take another kind of step every few steps, none among them."""
-    honest, turn = StepChoice.choose, itertools.count()
+    honest, turn = CostPolicy.choose, itertools.count()
     costs = priced(((1, 1.0), (100, 3.0)), ((1, 0.05),), ((1, 0.05),))
     engine.step_costs = lambda graphs: costs
 
-    class Switching(StepChoice):
-        def choose(self, *asked: int):
-            honest(self, *asked)
+    class Switching(CostPolicy):
+        def choose(self, step: StepRows):
+            honest(self, step)
             return self.proposers[next(turn) // 2 % len(self.proposers)]
 
-    made = engine.step_choice
+    made = engine.draft_policy
 
-    def step_choice_of(sizes, graphs):
+    def policy_of(sizes, graphs):
         found = made(sizes, graphs)
         found.__class__ = Switching
         return found
 
-    engine.step_choice = step_choice_of
+    engine.draft_policy = policy_of
     return engine
 
 
@@ -309,3 +316,47 @@ def test_steps_follow_from_costs_and_tokens_alone(llama, how, often, monkeypatch
             runs.append((out.tolist(), taken))
     assert runs[0] == runs[1]
     assert len(set(runs[0][1])) > 1
+
+
+def copies(drafting: DraftPolicy, count: int, copied: int, match: bool | None = True, rows: int = 1) -> list[bool]:
+    """Take steps in which copies, where there are some, bring so many tokens, and return which ones copied."""
+    taken = []
+    for _ in range(count):
+        proposer = drafting.choose(StepRows(1, rows, rows, match=match))
+        taken.append(proposer.without_text is not None)
+        record(drafting, proposer, copied * taken[-1], copied * taken[-1], size=rows)
+    return taken
+
+
+def copying() -> DraftPolicy:
+    return DraftPolicy({1: TextBeside(search(1, 3, 4), 4)})
+
+
+def test_copies_beside_one_tree_are_left_out_while_they_gain_nothing_and_tried_again():
+    assert all(copies(copying(), 500, copied=2))
+    drafting = copying()
+    taken = copies(drafting, 2000, copied=0)
+    assert all(taken[:5])
+    assert sum(taken[-138:]) <= 2
+    assert sum(taken) < 0.02 * len(taken)
+    assert all(copies(drafting, 300, copied=3)[150:])
+    assert copies(copying(), 3, copied=0, rows=64) == [True, False, False]
+
+
+def test_copies_are_made_where_a_text_may_match_or_nobody_knows():
+    assert not any(copies(copying(), 20, copied=2, match=False))
+    assert all(copies(copying(), 200, copied=0, match=None))
+
+
+@pytest.mark.parametrize("how", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_drafter_that_guesses_badly_is_left_out_of_most_steps(llama, rows, how, monkeypatch):
+    taken = noted(monkeypatch, RunningBatch, "prepare_step", lambda step, *_: isinstance(step.proposer, PlainProposer))
+    monkeypatch.setattr(ReDrafter, "pauses", True)
+    monkeypatch.setattr(estimates, "ASSUMED_SEARCHES", ((1, 3.0),))  # even this drafter often guesses right
+    engine = with_tree(llama, tiny_drafter(), 2, 2)
+    ids, mask = uneven_batch(rows)
+    settings = {"max_new_tokens": 60, "eos_token_id": None} | how
+    out = engine.generate(ids, mask, **settings)
+    assert 0.5 < sum(taken) / len(taken) < 1
+    assert torch.equal(out, engine.generate(ids, mask, speculate=False, **settings))
