@@ -28,7 +28,7 @@ from redrafter.serve.protocol.answers import (
     answer_responses,
     error_responses,
 )
-from redrafter.serve.protocol.fields import IMAGE_TAG, MAX_PARTS, Ids, Strict, field_path
+from redrafter.serve.protocol.fields import IMAGE_TAGS, Ids, Parts, Strict, field_path
 from redrafter.serve.protocol.requests import (
     MAX_TOOLS,
     ApiError,
@@ -256,7 +256,7 @@ def _handle_errors(app: FastAPI, server: "Server") -> None:
         kind, param, message = first["type"], field_path(first), first["msg"].removeprefix("Value error, ")
         if kind == "json_invalid":
             return respond(request, 400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}")
-        if (IMAGE_TAG in first["loc"] or kind == "image") and isinstance(server.images, str):
+        if (not IMAGE_TAGS.isdisjoint(first["loc"]) or kind == "image") and isinstance(server.images, str):
             # How an image is to be sent would mislead a client whose image would be refused then too.
             return respond(request, 400, server.images, (param or "").partition(".")[0] or None, "no_images")
         if kind == "extra_forbidden":
@@ -287,7 +287,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)] | None = None
+    messages: Annotated[Parts[Message], Field(min_length=1)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool = True
