@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -77,12 +78,10 @@ def _finish_left(path: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return  # another server's
-        end, size = 0, os.fstat(file).st_size
-        while end < size and (part := os.pread(file, 1 << 20, max(size - (1 << 20), 0))):
-            if (found := part.rfind(b"\n")) >= 0:
-                end = max(size - (1 << 20), 0) + found + 1
-                break
-            size -= len(part)
+        end = 0
+        if os.fstat(file).st_size:
+            with mmap(file, 0, access=ACCESS_READ) as rows:
+                end = rows.rfind(b"\n") + 1
         os.ftruncate(file, end)
         if end:
             os.replace(path, path.with_name(path.name.removesuffix(OPEN) + FINISHED))

@@ -69,7 +69,7 @@ def talk(**message: Any) -> dict[str, Any]:
         (CHAT, talk(content=[{"type": "text"}]), 422, "messages.0.content.0.text: Field required"),
         (CHAT, talk(content=["a"]), 422, "messages.0.content.0: Input should be a part of text or an image"),
         (CHAT, talk(content=[TEXT, IMAGE]), 400, "messages.0.content.1.image_url.url is not supported: this server f"),
-        (CHAT, talk(content=[AUDIO]), 400, "messages.0.content.0 is not supported: input_audio parts cannot be read"),
+        (CHAT, talk(content=[AUDIO]), 400, "messages.0.content.0 is not supported: input_audio cannot be read"),
         (CHAT, talk(role="function"), 422, "messages.0.role: Input should be 'system', 'developer', 'user'"),
         (CHAT, {"tools": [TOOL], "tool_choice": "any"}, 422, "tool_choice: Input should be 'none', 'auto' or 'requi"),
         (CHAT, {"tools": [TOOL], "tool_choice": 5}, 422, "tool_choice: Input should be 'none', 'auto', 'required' or"),

@@ -7,6 +7,7 @@ An argument or a call is told as soon as it is certain, and the result does not 
 import json
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -41,15 +42,56 @@ class HermesCalls(ChatReader):
         return f'"\\n" {super().write_call(lark, tool)}'
 
 
-class _NamedArguments(ChatReader):
+class _NamedArguments(ChatReader, ABC):
     """Reads calls whose arguments are written one by one: a call is reported with its first argument, or at its end."""
 
-    def _end_arguments(self, name: str, opening: str) -> bool:
-        """Report the end of the arguments; `opening` is what the next one would follow, a brace if there was none."""
-        if opening == "{":
-            self._begin(name)
-        self._add("{}" if opening == "{" else "}")
-        return True
+    name_marks: ClassVar[tuple[str, str]]  # around the name
+    end: ClassVar[str]  # after the last argument
+    _key = ""  # of the argument that was begun last
+
+    def _read_call(self) -> Steps:
+        head, tail = self.name_marks
+        if not (yield from self._skip_literal(head)):
+            return False
+        begin = self._at
+        yield from self._find(_NAME_END)
+        name = self.text[begin : self._at]
+        if name not in self._tools or not (yield from self._skip_literal(tail)):
+            return False
+        opening = "{"
+        while True:
+            yield from self._skip(SPACE)
+            ended = yield from self._skip_literal(self.end)
+            if not ended and not (yield from self._read_key()):
+                if opening == "{":
+                    return False
+                self.cut = self._ends_here()
+                if self.cut:
+                    self._at = len(self.text)
+                else:
+                    self._add("}")
+                return True
+            if opening == "{":
+                self._begin(name)
+            if ended:
+                self._add("{}" if opening == "{" else "}")
+                return True
+            if not (yield from self._read_value(name, f"{opening}{json.dumps(self._key)}: ")):
+                self.cut, self._at = True, len(self.text)
+                return True
+            opening = ", "
+
+    @abstractmethod
+    def _read_key(self) -> Steps:
+        """Read all of an argument before its value, and set `_key`. Return False if there is none."""
+
+    @abstractmethod
+    def _read_value(self, name: str, before: str) -> Steps:
+        """Read and report a value, after the JSON `before`. Return False if the text ends before its end."""
+
+    def _ends_here(self) -> bool:
+        """Return whether the text ends where no argument was found, perhaps within the beginning of one."""
+        return self._at == len(self.text)
 
 
 class MistralCalls(ChatReader):
@@ -148,38 +190,23 @@ class PythonicCalls(_NamedArguments):
     between = SPACE + ",]"
     opening, joint, closing = "[", '", "', "]"
     marks = begins
+    name_marks = ("", "(")
+    end = ")"
 
-    def _read_call(self) -> Steps:
+    def _read_key(self) -> Steps:
         begin = self._at
         yield from self._find(_NAME_END)
-        name = self.text[begin : self._at]
-        if name not in self._tools or not (yield from self._skip_literal("(")):
+        self._key = self.text[begin : self._at]
+        yield from self._skip(SPACE)
+        return bool(self._key) and (yield from self._skip_literal("="))
+
+    def _read_value(self, name: str, before: str) -> Steps:
+        begin = self._at
+        if not (yield from self._skip_python()):
             return False
-        opening = "{"
-        while True:
-            yield from self._skip(SPACE)
-            if (yield from self._skip_literal(")")):
-                return self._end_arguments(name, opening)
-            begin = self._at
-            yield from self._find(_NAME_END)
-            key = self.text[begin : self._at]
-            yield from self._skip(SPACE)
-            if not (key and (yield from self._skip_literal("="))):
-                if opening == "{":
-                    return False
-                self.cut = self._at == len(self.text)
-                if not self.cut:
-                    self._add("}")
-                return True
-            if opening == "{":
-                self._begin(name)
-            begin = self._at
-            if not (yield from self._skip_python()):
-                self.cut = True
-                return True
-            self._add(f"{opening}{json.dumps(key)}: {python_as_json(self.text[begin : self._at].strip())}")
-            opening = ", "
-            yield from self._skip_literal(",")
+        self._add(before + python_as_json(self.text[begin : self._at].strip()))
+        yield from self._skip_literal(",")
+        return True
 
     def _skip_python(self) -> Steps:
         """Move to the comma or the bracket that ends a value. Return False if the text ends before it."""
@@ -241,45 +268,18 @@ class XmlCalls(_NamedArguments):
 
     opening, joint = "<tool_call>", ""
 
-    # Around the name, a key and its value.
-    name_marks: ClassVar[tuple[str, str]] = ("<function=", ">")
+    name_marks = ("<function=", ">")
+    # Around a key and its value.
     key_marks: ClassVar[tuple[str, str]] = ("<parameter=", ">")
     value_marks: ClassVar[tuple[str, str]] = ("", "</parameter>")
-    end: ClassVar[str] = "</function>"
+    end = "</function>"
     _tried = 0  # up to where values were read as JSON that were none
 
-    def _read_call(self) -> Steps:
-        head, tail = self.name_marks
-        if not (yield from self._skip_literal(head)):
-            return False
-        begin = self._at
-        yield from self._find(_NAME_END)
-        name = self.text[begin : self._at]
-        if name not in self._tools or not (yield from self._skip_literal(tail)):
-            return False
-        opening = "{"
-        while True:
-            yield from self._skip(SPACE)
-            if (yield from self._skip_literal(self.end)):
-                return self._end_arguments(name, opening)
-            if not (yield from self._read_key()):
-                if opening == "{":
-                    return False
-                # Text that is no argument ends the call; the beginning of one that the text ends in is left out.
-                marks = (self.key_marks[0], self.value_marks[0], self.end)
-                written = self.text[self._at : self._at + len(max(marks, key=len))]
-                self.cut = any(mark.startswith(written) for mark in marks)
-                if self.cut:
-                    self._at = len(self.text)
-                else:
-                    self._add("}")
-                return True
-            if opening == "{":
-                self._begin(name)
-            if not (yield from self._read_value(name, opening)):
-                self.cut, self._at = True, len(self.text)
-                return True
-            opening = ", "
+    def _ends_here(self) -> bool:
+        # Text that is no argument ends the call; the beginning of one that the text ends in is left out.
+        marks = (self.key_marks[0], self.value_marks[0], self.end)
+        written = self.text[self._at : self._at + len(max(marks, key=len))]
+        return any(mark.startswith(written) for mark in marks)
 
     def _read_key(self) -> Steps:
         head, tail = self.key_marks
@@ -298,14 +298,14 @@ class XmlCalls(_NamedArguments):
         yield from self._skip_literal("\n")
         return True
 
-    def _read_value(self, name: str, opening: str) -> Steps:
+    def _read_value(self, name: str, before: str) -> Steps:
         """Read a value up to its end, which a line break may precede. Return False if the text ends before it."""
         end = self.value_marks[1]
         ends = (f"\n{end}", end)
         types = parameter_types(self._tools[name], self._key)
-        begin, key = self._at, f"{opening}{json.dumps(self._key)}: "
+        begin = self._at
         if types <= {"string"}:
-            self._add(f'{key}"')
+            self._add(f'{before}"')
             self._sent, self._quotes = begin, True
             complete = yield from self._find_mark(ends, self._flush)
             self._flush()
@@ -314,7 +314,7 @@ class XmlCalls(_NamedArguments):
                 self._add('"')
         elif complete := (yield from self._skip_json(end)) or (yield from self._find_mark(ends, _nothing)):
             written = self.text[begin : self._at]
-            self._add(key + (as_json(written.strip(), types) or json.dumps(written, ensure_ascii=False)))
+            self._add(before + (as_json(written.strip(), types) or json.dumps(written, ensure_ascii=False)))
         if complete:
             yield from self._skip_literal("\n")
             yield from self._skip_literal(end)

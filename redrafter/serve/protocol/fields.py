@@ -1,11 +1,23 @@
 """Types of the fields of OpenAI's requests, with their checks."""
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StrictBool, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    StrictBool,
+    Tag,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_PROMPTS = 1024  # of one request, counting each choice
 MAX_ENTRIES = 1 << 14  # of an object, such as logit_bias
@@ -14,10 +26,14 @@ MAX_CHOICE_TEXTS = 1 << 17  # in structured_outputs.choice
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000  # stop strings of a request, characters of each
 MAX_INTEGER = 2**31 - 1  # for counts and ids
 
-# Tags of the members of unions. Pydantic puts them into the location of an error.
-TEXT_TAG, LIST_TAG, IDS_TAG, ID_LISTS_TAG, OBJECT_TAG = "<text>", "<list>", "<ids>", "<lists of ids>", "<object>"
-IMAGE_TAG = "<image>"
+# Tags of the members of unions, by the types of their values. Pydantic puts them into the location of an error.
+_TAGS: dict[type, str] = {str: "<text>", list: "<list>", bool: "<bool>", dict: "<object>", BaseModel: "<object>"}
 _TAG = re.compile("<[a-z_ ]+>")
+IMAGE_TAGS = frozenset({"<image>", "<image_url>", "<input_image>"})
+_MAX_KIND_CHARACTERS = 64  # of an unknown type in the body of an error
+T = TypeVar("T")
+# fail_fast, here and below: a million wrong entries must not become a million errors.
+Parts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 def field_path(error: Any) -> str | None:
@@ -27,37 +43,80 @@ def field_path(error: Any) -> str | None:
     return ".".join(key for key in keys if not _TAG.fullmatch(key)) or None
 
 
-def refuse_with(advice: str) -> BeforeValidator:
-    """Return a validator for a field that OpenAI has and this server refuses. `advice` says what to do instead."""
+def refuse_with(advice: str, *taken: Any) -> BeforeValidator:
+    """Return a validator for a field of a protocol that this server refuses, but for the values `taken`.
+
+    `advice` says what to do instead.
+    """
 
     def refuse(value: Any) -> Any:
+        if value in taken:
+            return value
         raise PydanticCustomError("unsupported", "{advice}", {"advice": advice})
 
     return BeforeValidator(refuse)
 
 
-def one_of(tag_of: Callable[[Any], str | None], wanted: str) -> Discriminator:
-    """Return a discriminator for a union of tagged members, so that errors are about the member that was meant.
+def only(*types: str, advice: str, by_type: Mapping[str, str] = MappingProxyType({})) -> BeforeValidator:
+    """Return a validator that refuses objects of other types by name; `by_type` has advice of its own for some."""
 
-    `tag_of` returns the tag of a value, or None where it fits no member; `wanted` is what it may be, for the error.
+    def check(value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in types:
+            about = {"kind": kind[:_MAX_KIND_CHARACTERS], "advice": by_type.get(kind, advice)}
+            raise PydanticCustomError("unsupported", "{kind} cannot be read here: {advice}", about)
+        return value
+
+    return BeforeValidator(check)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Annotation of a union, by which errors are about the member that was meant, and not about each of them.
+
+    The type of a value chooses the member, and where all members are models, the value's field `type`.
+
+    Attributes:
+        wanted: What a value may be, for the error where it fits no member.
     """
-    return Discriminator(tag_of, custom_error_type="wrong_kind", custom_error_message=f"Input should be {wanted}")
+
+    wanted: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return a union that pydantic validates by tags."""
+        members = {member: _member_type(member) for member in get_args(source)}
+        by_type = all(issubclass(kind, BaseModel) for kind in members.values())
+        choices: dict[str, CoreSchema] = {}
+        default = None
+        for member, kind in members.items():
+            tags = [f"{_tag_of(kind)}"]
+            if by_type:
+                field = kind.model_fields["type"]
+                tags = [f"<{name}>" for name in get_args(field.annotation)]
+                default = default if field.is_required() else field.default
+            choices |= dict.fromkeys(tags, handler.generate_schema(member))
+
+        def choose(value: Any) -> str | None:
+            if not by_type:
+                return _tag_of(type(value))
+            kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+            return f"<{kind}>" if isinstance(kind, str) else None
+
+        message = f"Input should be {self.wanted}"
+        return core_schema.tagged_union_schema(
+            choices, choose, custom_error_type="wrong_kind", custom_error_message=message
+        )
 
 
-def _tag_by(kinds: Mapping[type, str]) -> Callable[[Any], str | None]:
-    return lambda value: next((tag for kind, tag in kinds.items() if isinstance(value, kind)), None)
+def _member_type(member: Any) -> Any:
+    """Return the Python type of the values of a member of a union."""
+    while get_origin(member) is Annotated:
+        member = get_args(member)[0]
+    return type(get_args(member)[0]) if get_origin(member) is Literal else get_origin(member) or member
 
 
-tag_text_or_list = _tag_by({str: TEXT_TAG, list: LIST_TAG})
-tag_text_or_object = _tag_by({str: TEXT_TAG, dict: OBJECT_TAG, BaseModel: OBJECT_TAG})
-_tag_schema = _tag_by({dict: OBJECT_TAG, bool: TEXT_TAG})  # a JSON schema
-
-
-def _tag_prompt(value: Any) -> str | None:
-    tag = tag_text_or_list(value)
-    if tag != LIST_TAG or not value or isinstance(value[0], str):
-        return tag
-    return ID_LISTS_TAG if isinstance(value[0], list) else IDS_TAG
+def _tag_of(kind: type) -> str | None:
+    return next((tag for base, tag in _TAGS.items() if issubclass(kind, base)), None)
 
 
 def limit_entries(value: Any) -> Any:
@@ -126,23 +185,30 @@ class Strict(BaseModel):
 
 Bias = Annotated[dict[str, Annotated[float, Field(strict=True, ge=-100, le=100)]], BeforeValidator(limit_entries)]
 Labels = Annotated[dict[str, str], BeforeValidator(limit_entries)]
-# fail_fast, here and below: a million wrong entries must not become a million errors.
 Ids = Annotated[list[Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]], Field(fail_fast=True)]
-
-
 Count = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopList = Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
-Stops = Annotated[
-    Annotated[_Stop, Tag(TEXT_TAG)] | Annotated[StopList, Tag(LIST_TAG)],
-    one_of(tag_text_or_list, "a text or a list of texts"),
-]
+Stops = Annotated[_Stop | StopList, OneOf("a text or a list of texts")]
+
+
+def _tag_prompt(value: Any) -> str:
+    if not isinstance(value, list):
+        return "<text>" if isinstance(value, str) else ""
+    first = value[0] if value else ""
+    return "<list>" if isinstance(first, str) else "<lists of ids>" if isinstance(first, list) else "<ids>"
+
+
 Prompts = Annotated[
-    Annotated[str, Tag(TEXT_TAG)]
-    | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag(LIST_TAG)]
-    | Annotated[Ids, Tag(IDS_TAG)]
-    | Annotated[list[Ids], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag(ID_LISTS_TAG)],
-    one_of(_tag_prompt, "a text, a list of texts, a list of token ids or a list of such lists"),
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("<list>")]
+    | Annotated[Ids, Tag("<ids>")]
+    | Annotated[list[Ids], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("<lists of ids>")],
+    Discriminator(
+        _tag_prompt,
+        custom_error_type="wrong_kind",
+        custom_error_message="Input should be a text, a list of texts, a list of token ids or a list of such lists",
+    ),
 ]
 
 
@@ -169,10 +235,7 @@ class JsonSchema(Strict):
 
     name: str = "schema"
     description: str | None = None
-    schema_: Annotated[
-        Annotated[dict[str, Any], Tag(OBJECT_TAG)] | Annotated[StrictBool, Tag(TEXT_TAG)],
-        one_of(_tag_schema, "a schema, which is an object"),
-    ] = Field(alias="schema")
+    schema_: Annotated[dict[str, Any] | StrictBool, OneOf("a schema, which is an object")] = Field(alias="schema")
     strict: StrictBool | None = None
 
 
@@ -194,13 +257,9 @@ class ResponseFormat(Strict):
 class StructuredOutputs(Strict):
     """vLLM's `structured_outputs`: a grammar, given as exactly one of these fields."""
 
-    json_: (
-        Annotated[
-            Annotated[dict[str, Any], Tag(OBJECT_TAG)] | Annotated[str, Tag(TEXT_TAG)],
-            one_of(tag_text_or_object, "a schema, as an object or as its text"),
-        ]
-        | None
-    ) = Field(None, alias="json")
+    json_: Annotated[dict[str, Any] | str, OneOf("a schema, as an object or as its text")] | None = Field(
+        None, alias="json"
+    )
     json_object: Literal[True] | None = None
     regex: str | None = None
     choice: Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICE_TEXTS)] | None = None

@@ -3,26 +3,18 @@
 https://platform.claude.com/docs/en/api/messages
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, StrictBool, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field, StrictBool, model_validator
 
 from redrafter.serve.protocol.fields import (
-    IMAGE_TAG,
-    LIST_TAG,
-    MAX_PARTS,
-    OBJECT_TAG,
-    TEXT_TAG,
     Count,
+    OneOf,
+    Parts,
     StopList,
     Strict,
-    one_of,
+    only,
     refuse_with,
-    tag_text_or_list,
-    tag_text_or_object,
 )
 from redrafter.serve.protocol.requests import (
     MAX_TOOLS,
@@ -76,24 +68,6 @@ def messages_error(error: ApiError) -> tuple[int, dict[str, Any]]:
     return status, {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _tag_block(block: Any) -> str | None:
-    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return IMAGE_TAG if kind == "image" else f"<{kind}>" if isinstance(kind, str) else None
-
-
-def _only(*types: str, advice: str, by_type: Mapping[str, str] = MappingProxyType({})) -> BeforeValidator:
-    """Return a validator that refuses objects of other types by name; `by_type` has advice of its own for some."""
-
-    def check(value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind not in types:
-            told = {"kind": kind[:64], "advice": by_type.get(kind, advice)}
-            raise PydanticCustomError("unsupported", "{kind} cannot be read here: {advice}", told)
-        return value
-
-    return BeforeValidator(check)
-
-
 class _Block(Strict):
     """Base of blocks. `cache_control` asks for nothing here: any prefix stays in the cache while there is room."""
 
@@ -121,7 +95,7 @@ class ImageBlock(_Block):
 
     type: Literal["image"]
     source: Annotated[
-        ImageSource, _only("base64", advice="this server fetches nothing: send the image itself, of type base64")
+        ImageSource, only("base64", advice="this server fetches nothing: send the image itself, of type base64")
     ]
 
 
@@ -144,9 +118,9 @@ class ToolUseBlock(_Block):
 
 
 _ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag(IMAGE_TAG)],
-    one_of(_tag_block, "a block of text or an image"),
-    _only("text", "image", advice="a result is text and images", by_type=_REFUSED_BLOCKS),
+    TextBlock | ImageBlock,
+    OneOf("a block of text or an image"),
+    only("text", "image", advice="a result is text and images", by_type=_REFUSED_BLOCKS),
 ]
 
 
@@ -155,26 +129,15 @@ class ToolResultBlock(_Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: (
-        Annotated[
-            Annotated[str, Tag(TEXT_TAG)]
-            | Annotated[list[_ResultBlock], Field(fail_fast=True, max_length=MAX_PARTS), Tag(LIST_TAG)],
-            one_of(tag_text_or_list, "a text or a list of blocks"),
-        ]
-        | None
-    ) = None
+    content: Annotated[str | Parts[_ResultBlock], OneOf("a text or a list of blocks")] | None = None
     is_error: StrictBool = False
 
 
 _TYPES = ("text", "image", "thinking", "tool_use", "tool_result")
 Block = Annotated[
-    Annotated[TextBlock, Tag("<text>")]
-    | Annotated[ImageBlock, Tag(IMAGE_TAG)]
-    | Annotated[ThinkingBlock, Tag("<thinking>")]
-    | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ToolResultBlock, Tag("<tool_result>")],
-    one_of(_tag_block, f"a block of type {', '.join(_TYPES)}"),
-    _only(*_TYPES, advice=f"blocks of type {', '.join(_TYPES)} are", by_type=_REFUSED_BLOCKS),
+    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    OneOf(f"a block of type {', '.join(_TYPES)}"),
+    only(*_TYPES, advice=f"blocks of type {', '.join(_TYPES)} are", by_type=_REFUSED_BLOCKS),
 ]
 _ROLES = {  # whose messages may have which blocks
     "system": (TextBlock,),
@@ -187,11 +150,7 @@ class Message(Strict):
     """A message. One of the role `system` is told where it is, if the chat template can, else within its neighbour."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag(TEXT_TAG)]
-        | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS), Tag(LIST_TAG)],
-        one_of(tag_text_or_list, "a text or a list of blocks"),
-    ]
+    content: Annotated[str | Parts[Block], OneOf("a text or a list of blocks")]
 
     @model_validator(mode="after")
     def _check_blocks(self) -> "Message":
@@ -276,13 +235,7 @@ class Edit(Strict):
     """What to leave out of a conversation: the thoughts of earlier turns."""
 
     type: Literal["clear_thinking_20251015"]
-    keep: (
-        Annotated[
-            Annotated[Literal["all"], Tag(TEXT_TAG)] | Annotated[ThinkingTurns, Tag(OBJECT_TAG)],
-            one_of(tag_text_or_object, "'all' or an object with a type and a value"),
-        ]
-        | None
-    ) = None
+    keep: Annotated[Literal["all"] | ThinkingTurns, OneOf("'all' or an object with a type and a value")] | None = None
 
     @property
     def turns(self) -> int | None:
@@ -292,22 +245,19 @@ class Edit(Strict):
         return None if self.keep == "all" or self.keep.type == "all" else self.keep.value or 1
 
 
-_ClearThinking = Annotated[Edit, _only("clear_thinking_20251015", advice="send a shorter conversation")]
+_ClearThinking = Annotated[Edit, only("clear_thinking_20251015", advice="send a shorter conversation")]
 
 
 class ContextManagement(Strict):
     """How to shorten a conversation before it is read."""
 
-    edits: Annotated[list[_ClearThinking], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    edits: Parts[_ClearThinking] | None = None
 
 
-_TextBlocks = list[Annotated[TextBlock, _only("text", advice="a system prompt is text")]]
-System = Annotated[
-    Annotated[str, Tag(TEXT_TAG)] | Annotated[_TextBlocks, Field(fail_fast=True, max_length=MAX_PARTS), Tag(LIST_TAG)],
-    one_of(tag_text_or_list, "a text or a list of blocks"),
-]
+_SystemBlock = Annotated[TextBlock, only("text", advice="a system prompt is text")]
+System = Annotated[str | Parts[_SystemBlock], OneOf("a text or a list of blocks")]
 _OwnTool = Annotated[
-    MessagesTool, _only("custom", advice="it is Anthropic's own tool: describe one with a name and an input_schema")
+    MessagesTool, only("custom", advice="it is Anthropic's own tool: describe one with a name and an input_schema")
 ]
 
 
@@ -315,7 +265,7 @@ class CountTokensRequest(Strict):
     """Body of `POST /v1/messages/count_tokens`: what makes up a prompt. `betas` and `cache_control` ask for nothing."""
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
+    messages: Annotated[Parts[Message], Field(min_length=1)]
     system: System | None = None
     tools: Annotated[list[_OwnTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None

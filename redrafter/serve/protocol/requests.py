@@ -8,32 +8,27 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, Tag, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from redrafter.errors import ReDrafterError
 from redrafter.serve.protocol.fields import (
-    IMAGE_TAG,
-    LIST_TAG,
     MAX_INTEGER,
-    MAX_PARTS,
-    OBJECT_TAG,
-    TEXT_TAG,
     Bias,
     Count,
     Ids,
     Labels,
+    OneOf,
+    Parts,
     Prompts,
     ResponseFormat,
     Stops,
     StreamOptions,
     Strict,
     StructuredOutputs,
-    one_of,
+    only,
     refuse_with,
-    tag_text_or_list,
-    tag_text_or_object,
 )
 
 DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
@@ -76,8 +71,8 @@ class ToolChoice(Strict):
 
 
 ToolChoices = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(TEXT_TAG)] | Annotated[ToolChoice, Tag(OBJECT_TAG)],
-    one_of(tag_text_or_object, "'none', 'auto', 'required' or the name of a function as an object"),
+    Literal["none", "auto", "required"] | ToolChoice,
+    OneOf("'none', 'auto', 'required' or the name of a function as an object"),
 ]
 
 
@@ -118,21 +113,6 @@ class ImagePart(Strict):
     image_url: ImageUrl
 
 
-def _check_part(part: Any) -> Any:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind not in ("text", "image_url"):
-        raise PydanticCustomError("unsupported", "{kind} parts cannot be read, only text and images", {"kind": kind})
-    return part
-
-
-def _tag_part(part: Any) -> str | None:
-    """Return the tag of a part of a message, which may be a pydantic model already; None for other values."""
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    if kind == "image_url":
-        return IMAGE_TAG
-    return TEXT_TAG if isinstance(part, dict | TextPart) else None
-
-
 class FunctionCall(Strict):
     """A function that the model has called.
 
@@ -164,16 +144,9 @@ class ToolCall(Strict):
 
 
 _Part = Annotated[
-    Annotated[TextPart, Tag(TEXT_TAG)] | Annotated[ImagePart, Tag(IMAGE_TAG)],
-    one_of(_tag_part, "a part of text or an image"),
-    BeforeValidator(_check_part),
-]
-
-
-_Parts = Annotated[
-    list[_Part],
-    Field(fail_fast=True, max_length=MAX_PARTS),
-    Tag(LIST_TAG),
+    TextPart | ImagePart,
+    OneOf("a part of text or an image"),
+    only("text", "image_url", advice="parts are text and images"),
 ]
 
 
@@ -184,12 +157,10 @@ class Message(Strict):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        Annotated[Annotated[str, Tag(TEXT_TAG)] | _Parts, one_of(tag_text_or_list, "a text or a list of parts")] | None
-    ) = None
+    content: Annotated[str | Parts[_Part], OneOf("a text or a list of parts")] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    tool_calls: Parts[ToolCall] | None = None
     tool_call_id: str | None = None
     parsed: Any = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -351,7 +322,7 @@ class CompletionRequest(_Request):
 class ChatRequest(_Request):
     """Body of `POST /v1/chat/completions`: fields of OpenAI, then those of vLLM."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
+    messages: Annotated[Parts[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None

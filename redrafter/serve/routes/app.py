@@ -28,7 +28,7 @@ from redrafter.serve.protocol.answers import (
     answer_responses,
     error_responses,
 )
-from redrafter.serve.protocol.fields import IMAGE_TAG, MAX_PARTS, Ids, Strict, field_path
+from redrafter.serve.protocol.fields import IMAGE_TAGS, Ids, Parts, Strict, field_path
 from redrafter.serve.protocol.requests import (
     MAX_TOOLS,
     ApiError,
@@ -197,73 +197,54 @@ def _event(part: dict[str, Any]) -> str:
 
 
 def _handle_errors(app: FastAPI, server: "Server") -> None:
-    def respond(
-        request: Request,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        **headers: str,
-    ) -> Response:
-        return error_answer(ApiError(status, message, param, code, headers), request.scope["path"])
+    async def answer(request: Request, error: Exception) -> Response:
+        return error_answer(_api_error(error, request, server), request.scope["path"])
 
-    @app.exception_handler(ApiError)
-    async def api(request: Request, error: ApiError) -> Response:
-        return error_answer(error, request.scope["path"])
+    for kind in (ReDrafterError, Stopped, HTTPException, RecursionError, RequestValidationError, Exception):
+        app.add_exception_handler(kind, answer)
 
-    @app.exception_handler(UnsupportedError)
-    async def unsupported(request: Request, error: UnsupportedError) -> Response:
-        """Log what the operator could change, and answer that this server cannot do it."""
-        _LOG.error("a request needs what is not there: %s", error)
-        return respond(request, 501, "this server cannot do what the request asks for", None, "not_implemented")
 
+def _api_error(error: Exception, request: Request, server: "Server") -> ApiError:
+    """Return an error as clients get it, and log what they do not."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, RequestValidationError):
+        return _refused_field(error, server)
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the body is nested too deeply")
     for kind, status, headers in (
-        (ArgumentError, 400, {}),
+        (ArgumentError, 400, None),
         (QueueFullError, 429, {"Retry-After": "1"}),
         (Stopped, 503, {"Retry-After": "5"}),
     ):
-
-        @app.exception_handler(kind)
-        async def told(
-            request: Request, error: Exception, status: int = status, headers: dict[str, str] = headers
-        ) -> Response:
-            return respond(request, status, str(error), **headers)
-
-    @app.exception_handler(ReDrafterError)
-    async def failed(request: Request, error: ReDrafterError) -> Response:
+        if isinstance(error, kind):
+            return ApiError(status, str(error), headers=headers)
+    if isinstance(error, UnsupportedError):  # the log has what the operator could change
+        _LOG.error("a request needs what is not there: %s", error)
+        return ApiError(501, "this server cannot do what the request asks for", None, "not_implemented")
+    if isinstance(error, ReDrafterError):
         _LOG.error("a request failed: %s", error)
-        return respond(request, 500, str(error))
+        return ApiError(500, str(error))
+    # The log has the text of an error that nobody expected; the layer that adds this header has ended with it.
+    request_id = request.scope.get("facts", {}).get("id", "")
+    what = f"the server failed on this request; its log has the reason under the id {request_id}"
+    return ApiError(500, what, headers={"X-Request-Id": request_id})
 
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> Response:
-        """Answer without the text of an error that nobody expected, which the log has."""
-        request_id = request.scope.get("facts", {}).get("id", "")
-        what = f"the server failed on this request; its log has the reason under the id {request_id}"
-        # The layer that adds this header has ended with the error.
-        return respond(request, 500, what, **{"X-Request-Id": request_id})
 
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> Response:
-        return respond(request, error.status_code, str(error.detail), **(error.headers or {}))
-
-    @app.exception_handler(RecursionError)
-    async def deep(request: Request, error: RecursionError) -> Response:
-        return respond(request, 400, "the body is nested too deeply")
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        kind, param, message = first["type"], field_path(first), first["msg"].removeprefix("Value error, ")
-        if kind == "json_invalid":
-            return respond(request, 400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}")
-        if (IMAGE_TAG in first["loc"] or kind == "image") and isinstance(server.images, str):
-            # How an image is to be sent would mislead a client whose image would be refused then too.
-            return respond(request, 400, server.images, (param or "").partition(".")[0] or None, "no_images")
-        if kind == "extra_forbidden":
-            return respond(request, 400, f"{param} is not supported", param, "unsupported_parameter")
-        if kind == "unsupported":
-            return respond(request, 400, f"{param} is not supported: {message}", param, "unsupported_parameter")
-        return respond(request, 422, f"{param}: {message}" if param else message, param)
+def _refused_field(error: RequestValidationError, server: "Server") -> ApiError:
+    first = error.errors()[0]
+    kind, param, message = first["type"], field_path(first), first["msg"].removeprefix("Value error, ")
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}")
+    if (not IMAGE_TAGS.isdisjoint(first["loc"]) or kind == "image") and isinstance(server.images, str):
+        # How an image is to be sent would mislead a client whose image would be refused then too.
+        return ApiError(400, server.images, (param or "").partition(".")[0] or None, "no_images")
+    if kind in ("extra_forbidden", "unsupported"):
+        advice = f": {message}" if kind == "unsupported" else ""
+        return ApiError(400, f"{param} is not supported{advice}", param, "unsupported_parameter")
+    return ApiError(422, f"{param}: {message}" if param else message, param)
 
 
 def _refusal(reason: str) -> Callable[[], Awaitable[None]]:
@@ -287,7 +268,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)] | None = None
+    messages: Annotated[Parts[Message], Field(min_length=1)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool = True

@@ -97,23 +97,10 @@ def as_chat(request: CountTokensRequest, template: ChatTemplate, thinks: bool = 
     if (form := output.format or request.output_format) is not None:
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
     if isinstance(request, MessagesRequest):
-        shared = (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "ignore_eos",
-            "speculate",
-            "priority",
-            "stream",
-            "user",
-        )
-        chat |= {name: getattr(request, name) for name in shared}
         chat |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
         if request.stream:  # the first event tells the tokens of the prompt
             chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    return chat_request(chat)
+    return chat_request(chat, request)
 
 
 def _thinking_variables(request: CountTokensRequest, template: ChatTemplate, thinks: bool) -> dict[str, Any]:

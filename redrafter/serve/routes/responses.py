@@ -45,10 +45,8 @@ def add_responses(app: FastAPI, server: "Server", respond: Callable[..., Awaitab
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
     """Translate a Responses request to a chat request, or raise `ApiError` or `RequestValidationError`."""
-    shared = ("model", "parallel_tool_calls", "service_tier", "temperature", "top_p", "user", "seed", "top_k", "min_p")
-    chat: dict[str, Any] = {name: getattr(request, name) for name in shared}
-    chat |= {"messages": _messages(request), "max_completion_tokens": request.max_output_tokens}
-    chat |= {name: getattr(request, name) for name in ("ignore_eos", "speculate", "priority", "stream")}
+    chat: dict[str, Any] = {"messages": _messages(request), "max_completion_tokens": request.max_output_tokens}
+    chat |= {name: getattr(request, name) for name in ("parallel_tool_calls", "service_tier")}
     if request.reasoning is not None:
         chat["reasoning_effort"] = request.reasoning.effort
     if request.stream:
@@ -67,7 +65,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
                 raise ApiError(400, "text.format of type json_schema needs a schema", "text.format.schema")
             schema = {"name": form.name or "schema", "schema": form.schema_, "strict": form.strict}
             chat["response_format"]["json_schema"] = schema
-    return chat_request(chat)
+    return chat_request(chat, request)
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:

@@ -10,16 +10,21 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from redrafter.serve.protocol.requests import ChatRequest
+from redrafter.serve.protocol.requests import ChatRequest, SharedFields
 
 Event = dict[str, Any]
 Kind = Literal["thought", "text", "call"]
 
 
-def chat_request(fields: dict[str, Any]) -> ChatRequest:
-    """Return the chat request with some fields, or raise `RequestValidationError`."""
+def chat_request(fields: dict[str, Any], request: BaseModel | None = None) -> ChatRequest:
+    """Return the chat request with some fields, or raise `RequestValidationError`.
+
+    It has those `SharedFields` too that another protocol's `request` has.
+    """
+    if isinstance(request, SharedFields):
+        fields = {name: getattr(request, name) for name in SharedFields.model_fields} | fields
     try:
         return ChatRequest.model_validate(fields)
     except ValidationError as error:
