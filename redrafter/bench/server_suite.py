@@ -132,7 +132,7 @@ def run_server_suite(
     for concurrency in concurrencies:
         reference: dict[str, Chats] = {}  # of the first server, by category; plain where it can be asked so
         for number, server in enumerate(servers, start=1):
-            name = f"server {number} ({server.address.url}), {concurrency} at once"
+            name = f"server {number} ({server.url}), {concurrency} at once"
             by_category: dict[str, tuple[Chats, Chats | None]] = {}
             for category, questions in suite.categories.items():
                 with report.section(f"{name}, {category}"):

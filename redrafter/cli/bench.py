@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 from dataclasses import asdict, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,9 @@ from redrafter.app.flags import flag, read_options
 from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair, check_options
 from redrafter.app.options import LoadOptions, PromptOptions, SuiteOptions
 from redrafter.app.templates import require_template
-from redrafter.bench.http_stream import Address
 from redrafter.bench.options import BenchOptions, ServerOptions
 from redrafter.bench.padded_model import SHAPES, describe, pad_drafter, pad_model, unmasked
 from redrafter.bench.sections import run_sections
-from redrafter.bench.server_load import Load, find_server, run_server_loads
-from redrafter.bench.server_suite import ChatLoad, run_server_suite
 from redrafter.bench.suite import run_suite
 from redrafter.checkpoints.merged import TreeShape
 from redrafter.checkpoints.models import quantize_drafter, quantize_model
@@ -30,7 +28,7 @@ from redrafter.data.suites import Dialogues, Suite, read_suite
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.engine.tuning import find_tuning
-from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.errors import ArgumentError, MissingDependencyError, UnsupportedError, how_to_install
 from redrafter.files.checkpoint_kind import check_source
 from redrafter.measure.outputs import check_picture, output_file
 from redrafter.measure.prompts import encode, read_prompts
@@ -157,6 +155,12 @@ def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
 
 
 def _bench_servers(args: argparse.Namespace) -> int:
+    if find_spec("aiohttp") is None:
+        raise MissingDependencyError(f"--url needs aiohttp: {how_to_install('bench')}")
+    from redrafter.bench.http_client import server_url
+    from redrafter.bench.server_load import Load, find_server, run_server_loads
+    from redrafter.bench.server_suite import ChatLoad, run_server_suite
+
     suite_options = read_options(SuiteOptions, args)
     suite_options.refuse_others(args, NOT_OF_SUITES)
     for item in (item for options in (BenchOptions, LoadOptions) for item in fields(options)):
@@ -173,15 +177,15 @@ def _bench_servers(args: argparse.Namespace) -> int:
     key = next(filter(None, (asked.api_key, *map(os.environ.get, KEY_VARIABLES))), None)
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise ArgumentError("an API key must be of printable ASCII characters, without spaces")
-    addresses = [Address.parse(url) for url in asked.url]  # all, before any is asked
-    servers = [asyncio.run(find_server(address, getattr(args, "model", None), key)) for address in addresses]
+    urls = list(map(server_url, asked.url))  # all, before any is asked
+    servers = [asyncio.run(find_server(url, getattr(args, "model", None), key)) for url in urls]
     # The conditions of the measurement, without the API key.
     words = ["KEY" if asked.api_key and asked.api_key in word else word for word in sys.argv[1:]]
     typed = asdict(options) | asdict(asked) | {"api_key": None}
     document: dict[str, Any] = {
         "command": shlex.join(["redrafter", *words]),
         "servers": [
-            {"url": server.address.url, "model": server.model, "kind": server.kind, "version": server.version}
+            {"url": server.url, "model": server.model, "kind": server.kind, "version": server.version}
             for server in servers
         ],
         "prompts": suite_options.suite or options.prompts or SHIPPED_PROMPTS,
@@ -193,7 +197,7 @@ def _bench_servers(args: argparse.Namespace) -> int:
     report.line(document["command"])
     for number, server in enumerate(servers, start=1):
         known = "".join(f", {fact}" for fact in (server.kind, server.version) if fact)
-        report.line(f"server {number}: {server.address.url}, model {server.model}{known}")
+        report.line(f"server {number}: {server.url}, model {server.model}{known}")
     report.line(f"client: {document['client']}; {describe_versions(document)}")
     writing = f"temperature {options.temperature:g}, seed {options.seed} and up"
     if suite is not None:

@@ -143,6 +143,11 @@ def test_what_limits_a_measurement_is_told(monkeypatch, prompts):
     assert "the client limits this: it was busy for" in out
 
 
+def test_servers_without_aiohttp_say_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("redrafter.cli.bench.find_spec", lambda name: None)
+    assert "--url needs aiohttp: pip install '.[bench]' in a checkout" in fails(capsys, "bench", "--url", "http://a")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
