@@ -141,8 +141,6 @@ class SuiteOptions:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if getattr(self, item.name) == "":
-                raise ArgumentError(f"{flag(item.name)} needs a name, got an empty one")
             if self.suite is None and getattr(self, item.name) is not None:
                 raise ArgumentError(f"{flag(item.name)} is for --suite: give that too")
 

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from redrafter.app.flags import flag, integers, names
+from redrafter.app.flags import integers, names
 from redrafter.app.options import PROMPTS_HELP, PromptOptions, check_counts
 from redrafter.errors import ArgumentError
 from redrafter.options import option
@@ -19,12 +19,6 @@ class MeasureOptions(PromptOptions):
     """The prompts that a command measures with."""
 
     prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE", names="prompts")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for item in fields(self):
-            if getattr(self, item.name) == "":
-                raise ArgumentError(f"{flag(item.name)} needs a name, got an empty one")
 
 
 @dataclass(frozen=True)

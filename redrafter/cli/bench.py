@@ -29,12 +29,10 @@ from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.engine.tuning import find_tuning
 from redrafter.errors import ArgumentError, MissingDependencyError, UnsupportedError, how_to_install
-from redrafter.files.checkpoint_kind import check_source
-from redrafter.measure.outputs import check_picture, output_file
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report, describe_versions, facts, head, versions
 from redrafter.measure.run import Workload
-from redrafter.measure.suite_table import LEGEND, TableFiles
+from redrafter.measure.suite_table import LEGEND
 from redrafter.model.target import Target
 from redrafter.parallel.launched import launched_processes, process_rank
 from redrafter.serve.network.api_keys import KEY_VARIABLE
@@ -79,10 +77,6 @@ def _bench_pair(args: argparse.Namespace) -> int:
             options, asked = replace(options, json=None, plots=None), replace(asked, csv=None, markdown=None)
     if options.pad_to is not None and options.pad_to not in SHAPES:
         raise ArgumentError(f"--pad-to knows {', '.join(SHAPES)}, got {options.pad_to!r}")
-    check_picture(options.plots, "--plots", folder=True)
-    if options.assistant_model:
-        check_source(options.assistant_model)
-    path, files = output_file(options.json, "--json"), TableFiles(asked.csv, asked.markdown)
     suite = _read_suite(args, asked, options.seed)
     rows = read_prompts(options.prompts) if suite is None else []
     pair = Pair.load(load) if options.pad_to is None else _padded(load, options)
@@ -110,13 +104,13 @@ def _bench_pair(args: argparse.Namespace) -> int:
     names = {"model": pair.name, "drafter": pair.drafting_model, "padded": note}
     names["prompts"] = asked.suite or options.prompts or SHIPPED_PROMPTS
     known = facts(work, names, asdict(load) | asdict(options))
-    report = Report(known, path=path, note=note)
+    report = Report(known, path=options.json, note=note)
     report.line(*head(known))
     if suite is None:
         run_sections(report, work, options)
     else:
         report.line(str(suite), LEGEND)
-        run_suite(report, work, suite, pair.tokenizer, options, [*head(known), str(suite)], files)
+        run_suite(report, work, suite, pair.tokenizer, options, [*head(known), str(suite)], asked)
     return report.finish()
 
 
@@ -171,7 +165,6 @@ def _bench_servers(args: argparse.Namespace) -> int:
     options, asked = read_options(BenchOptions, args), read_options(ServerOptions, args)
     if suite_options.chat_template is not None:
         raise ArgumentError("--chat-template has no meaning with --url: a server has its own, so leave it out")
-    path, files = output_file(options.json, "--json"), TableFiles(suite_options.csv, suite_options.markdown)
     suite = _read_suite(args, suite_options, options.seed)
     prompts = [_prompt(row) for row in read_prompts(options.prompts)] if suite is None else []
     key = next(filter(None, (asked.api_key, *map(os.environ.get, KEY_VARIABLES))), None)
@@ -193,7 +186,7 @@ def _bench_servers(args: argparse.Namespace) -> int:
         "versions": {name: version for name, version in versions().items() if name in ("redrafter", "python")},
         "options": {name: value for name, value in typed.items() if name in SERVER_OPTIONS or hasattr(asked, name)},
     }
-    report = Report(document, path=path)
+    report = Report(document, path=options.json)
     report.line(document["command"])
     for number, server in enumerate(servers, start=1):
         known = "".join(f", {fact}" for fact in (server.kind, server.version) if fact)
@@ -204,7 +197,7 @@ def _bench_servers(args: argparse.Namespace) -> int:
         lines = [document["command"], str(suite), f"{options.max_new_tokens} new tokens at most; {writing}"]
         report.line(*lines[1:], LEGEND)
         chats = ChatLoad((), options.max_new_tokens, options.temperature, options.seed)
-        run_server_suite(report, servers, suite, chats, asked.concurrency, lines, files)
+        run_server_suite(report, servers, suite, chats, asked.concurrency, lines, suite_options)
         return report.finish()
     load = Load(prompts, options.max_new_tokens, options.temperature, options.seed)
     num_requests = {
