@@ -121,7 +121,7 @@ def test_sampling_is_compared_by_tokens_too():
         ("--pad-to llama-9", "llama-3.1-8b"),
         ("--batch-sizes 0,2", "--batch-sizes must be from 1 to"),
         ("--batch-sizes two", "'two'"),
-        ("--max-new-tokens 1", "2 or more"),
+        ("--max-new-tokens 1", "must be from 2 to 1000000"),
         ("--max-new-tokens 1000", "context is 1024"),
         ("--prompts nowhere.txt", "nowhere.txt"),
         ("--draft-vocab-sizes 3", "num_beams=5"),

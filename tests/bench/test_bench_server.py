@@ -161,7 +161,7 @@ def test_servers_without_aiohttp_say_what_to_install(monkeypatch, capsys):
         ("--plots p", "--plots has no meaning with --url"),
         ("--concurrency 0", "--concurrency must be from 1"),
         ("--num-requests 3 --concurrency 1,4", "--num-requests must be at least"),
-        ("--max-new-tokens 1", "--max-new-tokens must be 2 or more"),
+        ("--max-new-tokens 1", "--max-new-tokens must be from 2 to"),
         ("--url localhost:8000", "--url must be like http://127.0.0.1:8000, got 'localhost:8000'"),
         ("--api-key=two words", "an API key must be"),
         ("--json /nowhere/load.json", "cannot write /nowhere/load.json"),
