@@ -27,7 +27,7 @@ from redrafter.checkpoints.models import device_error
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError, first_line
-from redrafter.files.checkpoint_kind import SHAPE_FILE, check_source, split_adapter
+from redrafter.files.checkpoint_kind import SHAPE_FILE, split_adapter
 from redrafter.measure.run import Prompts, Run, pad_token_of, timed_run
 from redrafter.parallel.launched import launched_processes
 from redrafter.sampling.params import NUMBERS
@@ -54,11 +54,6 @@ def check_options(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadO
     Returns:
         Directory or hub id of the model, the load options with a device, and the draft options.
     """
-    for name in (options.model, options.drafter, draft.draft_model):
-        if name == "":
-            raise ArgumentError("--model, --drafter and --draft-model need a name, got an empty one")
-        if name is not None:
-            check_source(name)
     options, draft = apply_draft_target_config(options, draft)
     shared, default = launched_processes() > 1, "cuda" if torch.cuda.is_available() else "cpu"
     if shared and options.tuning not in ("auto", "none"):

@@ -15,6 +15,7 @@ from redrafter.errors import ArgumentError
 from redrafter.options import option
 
 MAX_COUNT = 1_000_000  # largest value of an option that counts something
+MAX_SEED = (1 << 62) - 1
 PROMPTS_HELP = (
     "prompts. In a .jsonl or .json file or a dataset: the text, prompt, input and instruction of each row, or its "
     "messages up to the first answer. In any other file: one prompt a line (default: sixteen that ship with redrafter)"
@@ -108,7 +109,7 @@ class PromptOptions:
     def __post_init__(self) -> None:
         if not 0 < self.prompt_share <= 1:
             raise ArgumentError(f"--prompt-share must be above 0 and at most 1, got {self.prompt_share:g}")
-        check_counts(self, "prompt_tokens")
+        check_numbers(self, "prompt_tokens")
 
     @property
     def cut(self) -> dict[str, Any]:
@@ -141,8 +142,6 @@ class SuiteOptions:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if getattr(self, item.name) == "":
-                raise ArgumentError(f"{flag(item.name)} needs a name, got an empty one")
             if self.suite is None and getattr(self, item.name) is not None:
                 raise ArgumentError(f"{flag(item.name)} is for --suite: give that too")
 
@@ -208,10 +207,7 @@ class GenerationOptions:
         for name in ("top_k", "top_p", "min_p"):
             if getattr(self, name) is not None and not self.sampling:
                 raise ArgumentError(f"{flag(name)} is for sampling: give --temperature above 0 too")
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise ArgumentError(f"{flag(name)} must be from 0 to 1, got {value:g}")
+        check_numbers(self, "top_p", "min_p", least=0, most=1)
         for name in ("frequency_penalty", "presence_penalty"):
             if not math.isfinite(getattr(self, name) or 0.0):
                 raise ArgumentError(f"{flag(name)} must be a finite number, got {getattr(self, name)}")
@@ -227,15 +223,16 @@ class GenerationOptions:
         return bool(self.temperature)
 
 
-def check_counts(options: Any, *names: str) -> None:
-    """Raise `ArgumentError` for a field's count that is not from 1 to `MAX_COUNT`; drop duplicates of several counts.
+def check_numbers(options: Any, *names: str, least: float = 1, most: float = MAX_COUNT) -> None:
+    """Raise `ArgumentError` for a field's number, or one of several, outside of a range; drop duplicates of several.
 
     The options are a frozen dataclass, whose fields are replaced in place; one of None is left out.
     """
     for name in names:
         value = getattr(options, name)
         numbers = tuple(dict.fromkeys(value)) if isinstance(value, tuple) else (value,)
-        if not all(number is None or 1 <= number <= MAX_COUNT for number in numbers):
-            raise ArgumentError(f"{flag(name)} must be from 1 to {MAX_COUNT}, got {format_value(value)}")
+        if not all(number is None or least <= number <= most for number in numbers):
+            bounds = f"{least:g} or more" if most == math.inf else f"from {least:g} to {most}"
+            raise ArgumentError(f"{flag(name)} must be {bounds}, got {format_value(value)}")
         if isinstance(value, tuple):
             object.__setattr__(options, name, numbers)

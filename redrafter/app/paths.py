@@ -5,16 +5,16 @@ An option says with `names=` (`redrafter.options.option`) which check its value 
 
 from collections.abc import Callable
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from redrafter.app.flags import flag
 from redrafter.data.rows import check_data
 from redrafter.data.suites import suite_files
-from redrafter.errors import ArgumentError, CheckpointError
+from redrafter.errors import ArgumentError, CheckpointError, MissingDependencyError, how_to_install
 from redrafter.files.atomic_file import check_writable
 from redrafter.files.checkpoint_kind import check_source, kind_of, split_adapter, wrong_kind_error
-from redrafter.measure.outputs import check_picture
 from redrafter.measure.prompts import check_prompts
 
 
@@ -28,6 +28,8 @@ def check_paths(*groups: Any) -> None:
             value, check = getattr(options, item.name), item.metadata.get("names")
             if check is not None and value is not None:
                 for name in value if isinstance(value, tuple | list) else (value,):
+                    if name == "":
+                        raise ArgumentError(f"{flag(item.name)} needs a name, got an empty one")
                     CHECKS[check](name, flag(item.name))
 
 
@@ -49,20 +51,29 @@ def check_adapter(name: str, flag: str) -> None:
 
 def _check_model(name: str, flag: str) -> None:
     """Check a hub id, a directory or a GGUF file that is to hold a model."""
-    _check_hub_name(name, flag)
+    check_source(name)
     if (Path(name) / "config.json").is_file() and (error := wrong_kind_error(Path(name), "model")):
         raise error
-
-
-def _check_hub_name(name: str, flag: str) -> None:
-    if name == "":
-        raise ArgumentError(f"{flag} needs a name, got an empty one")
-    check_source(name)
 
 
 def _check_tuning(name: str, flag: str) -> None:
     if name not in ("auto", "none"):
         check_file(name, flag)
+
+
+def _check_picture(name: str, flag: str, *, folder: bool = False) -> None:
+    """Check that pictures can be drawn, into a `.png` or into a folder, which is made."""
+    if find_spec("matplotlib") is None:
+        raise MissingDependencyError(f"{flag} needs matplotlib: {how_to_install('bench')}")
+    if folder:
+        try:
+            Path(name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentError(f"{flag} {name} cannot be a directory: {error.strerror or error}") from error
+    elif Path(name).suffix != ".png":
+        raise ArgumentError(f"{flag} draws a .png, got {name!r}")
+    else:
+        check_writable(Path(name), flag)
 
 
 def _check_tokenizer(name: str, flag: str) -> None:
@@ -74,13 +85,13 @@ CHECKS: dict[str, Callable[[str, str], object]] = {
     "adapter": check_adapter,
     "checkpoint": lambda name, flag: kind_of(Path(name)),
     "data": lambda name, flag: check_data(name),
-    "drafter": _check_hub_name,
-    "drafter or current": lambda name, flag: None if name == "current" else _check_hub_name(name, flag),
+    "drafter": lambda name, flag: check_source(name),
+    "drafter or current": lambda name, flag: None if name == "current" else check_source(name),
     "file": check_file,
     "model": _check_model,
     "new file": lambda name, flag: check_writable(Path(name), flag),
-    "picture": lambda name, flag: check_picture(name, flag),
-    "pictures": lambda name, flag: check_picture(name, flag, folder=True),
+    "picture": _check_picture,
+    "pictures": lambda name, flag: _check_picture(name, flag, folder=True),
     "prompts": lambda name, flag: check_prompts(name),
     "suite": lambda name, flag: suite_files(name),
     "tokenizer": _check_tokenizer,

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from redrafter.app.flags import flag, integers, names
-from redrafter.app.options import PROMPTS_HELP, PromptOptions, check_counts
+from redrafter.app.flags import integers, names
+from redrafter.app.options import MAX_SEED, PROMPTS_HELP, PromptOptions, check_numbers
 from redrafter.errors import ArgumentError
 from redrafter.options import option
 
@@ -19,12 +19,6 @@ class MeasureOptions(PromptOptions):
     """The prompts that a command measures with."""
 
     prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE", names="prompts")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for item in fields(self):
-            if getattr(self, item.name) == "":
-                raise ArgumentError(f"{flag(item.name)} needs a name, got an empty one")
 
 
 @dataclass(frozen=True)
@@ -48,7 +42,7 @@ class CompareOptions(MeasureOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "num_prompts", "max_input_len", "batch_size", "repeats")
+        check_numbers(self, "num_prompts", "max_input_len", "batch_size", "repeats")
 
 
 @dataclass(frozen=True)
@@ -61,12 +55,10 @@ class WorkOptions(MeasureOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_new_tokens < 2:
-            raise ArgumentError(f"--max-new-tokens must be 2 or more, got {self.max_new_tokens}")
+        check_numbers(self, "max_new_tokens", least=2)
+        check_numbers(self, "seed", least=0, most=MAX_SEED)
         if not 0 <= self.temperature < math.inf:
             raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
-        if not 0 <= self.seed < 1 << 62:
-            raise ArgumentError(f"--seed must be from 0 to 2**62 - 1, got {self.seed}")
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,7 @@ class TuneOptions(WorkOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "beams", "lengths", "batch_sizes")
+        check_numbers(self, "beams", "lengths", "batch_sizes")
         if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise ArgumentError(f"--seconds must be more than 0, got {self.seconds:g}")
 
@@ -149,7 +141,7 @@ class BenchOptions(WorkOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "batch_sizes", "context", "draft_vocab_sizes", "num_prompts", "repeats", "pad_head_rank")
+        check_numbers(self, "batch_sizes", "context", "draft_vocab_sizes", "num_prompts", "repeats", "pad_head_rank")
         if self.waves is not None and self.waves < 2:
             raise ArgumentError(
                 f"--waves must be 2 or more, got {self.waves}: a single wave is what is measured anyway"
@@ -193,7 +185,7 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", tuple(dict.fromkeys(self.url)))
-        check_counts(self, "concurrency", "num_requests")
+        check_numbers(self, "concurrency", "num_requests")
         if self.num_requests is not None and self.num_requests < max(self.concurrency):
             raise ArgumentError(
                 f"--num-requests must be at least the largest --concurrency, {max(self.concurrency)}, got "

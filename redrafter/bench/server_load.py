@@ -13,12 +13,13 @@ from itertools import pairwise
 from typing import Any, Protocol
 from uuid import uuid4
 
-from redrafter.bench.http_stream import Address, Connection, EventLines, RequestFailedError
+from aiohttp import ClientSession
+
+from redrafter.bench.http_client import RequestFailedError, open_session, request
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.measure.report import Report
 from redrafter.scheduler.sequence import Stats
 
-MAX_REQUEST_SECONDS = 3600.0  # a request that takes longer has failed
 BUSY_CLIENT = 0.8  # share of processor time from which on the client limits what is measured
 COLUMNS = [("server", 6), ("at once", 7), ("tok/s", 8), ("steady", 8), ("req/s", 7)]
 COLUMNS += [("first p50", 9), ("p99", 7), ("gap p50", 7), ("p99", 7), ("per token", 9), ("all p50", 8), ("p99", 8)]
@@ -78,7 +79,7 @@ class LoadError(ReDrafterError):
 class Server:
     """A server to be measured."""
 
-    address: Address
+    url: str  # without `/v1`
     model: str  # to ask for
     kind: str | None = None  # who owns the model, as the server says, such as `vllm`
     version: str | None = None  # what it answers to `/version`; None where it does not say
@@ -150,35 +151,27 @@ class LoadRun:
         return [completion for completion in self.completions if completion.error is None]
 
 
-async def find_server(address: Address, model: str | None, key: str | None) -> Server:
+async def find_server(url: str, model: str | None, key: str | None) -> Server:
     """Ask a server what it serves; raise `ArgumentError` if it does not say.
 
     Without the name of a `model`, the first that it lists is meant.
     """
-    try:
-        models = await _get_json(address, "/v1/models", key)
-        first = models["data"][0]
-        name = model or str(first["id"])
-    except RequestFailedError as error:
-        hint = "; give --api-key" if str(error).startswith("HTTP 401") else ""
-        raise ArgumentError(f"--url {address.url}: GET /v1/models: {error}{hint}") from error
-    except (ValueError, LookupError, TypeError) as error:
-        raise ArgumentError(f"--url {address.url}: /v1/models lists no model: is it OpenAI's protocol?") from error
-    try:
-        version = (await _get_json(address, "/version", key)).get("version")
-    except (RequestFailedError, ValueError, AttributeError):
-        version = None  # OpenAI's protocol has no such route
-    return Server(address, name, first.get("owned_by"), version, key)
-
-
-async def _get_json(address: Address, path: str, key: str | None) -> Any:
-    pieces: list[bytes] = []
-    connection = Connection(address, key)
-    try:
-        await connection.request("GET", path, b"", pieces.append)
-    finally:
-        connection.close()
-    return json.loads(b"".join(pieces))
+    async with open_session(key) as session:
+        try:
+            async with request(session, "GET", f"{url}/v1/models") as response:
+                first = json.loads(await response.read())["data"][0]
+            name = model or str(first["id"])
+        except RequestFailedError as error:
+            hint = "; give --api-key" if str(error).startswith("HTTP 401") else ""
+            raise ArgumentError(f"--url {url}: GET /v1/models: {error}{hint}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise ArgumentError(f"--url {url}: /v1/models lists no model: is it OpenAI's protocol?") from error
+        try:
+            async with request(session, "GET", f"{url}/version") as response:
+                version = json.loads(await response.read()).get("version")
+        except (RequestFailedError, AttributeError):
+            version = None  # OpenAI's protocol has no such route
+        return Server(url, name, first.get("owned_by"), version, key)
 
 
 async def run_load(
@@ -191,26 +184,25 @@ async def run_load(
     Raises:
         LoadError: Every request before the timed ones failed.
     """
-    connections = [Connection(server.address, server.key) for _ in range(concurrency)]
 
     async def drive(count: int) -> list[Completion]:
         completions: list[Completion] = []
         indices = iter(range(count))  # which all slots take from, each as soon as its last request has ended
 
-        async def fill_slot(connection: Connection) -> None:
+        async def fill_slot() -> None:
             for index in indices:
                 exchange = load.exchange(index, server.model)
                 with suppress(StopIteration):
                     body = next(exchange)
                     while True:
-                        completion = await _complete(connection, load.route(index), index, body)
+                        completion = await _complete(session, server.url + load.route(index), index, body)
                         completions.append(completion)
                         body = exchange.send(completion)
 
-        await asyncio.gather(*map(fill_slot, connections))
+        await asyncio.gather(*(fill_slot() for _ in range(concurrency)))
         return completions
 
-    try:
+    async with open_session(server.key) as session:
         first = await drive(concurrency) if warm_up else []
         if first and all(completion.error and not completion.too_long for completion in first):
             raise LoadError(f"no request was answered; the first: {first[0].error}")
@@ -218,39 +210,30 @@ async def run_load(
         completions = await drive(num_requests)
         ended = time.perf_counter()
         return LoadRun(concurrency, completions, began, ended, (time.process_time() - cpu_began) / (ended - began))
-    finally:
-        for connection in connections:
-            connection.close()
 
 
-async def _complete(connection: Connection, route: str, index: int, body: bytes) -> Completion:
+async def _complete(session: ClientSession, url: str, index: int, body: bytes) -> Completion:
     """Send one request, and time its stream; a failure is noted, not raised."""
-    completion, lines, done = Completion(index, time.perf_counter()), EventLines(), False
-
-    def take(piece: bytes) -> None:
-        nonlocal done
-        now = time.perf_counter()
-        for data in lines.feed(piece):
-            if data == b"[DONE]":
-                done = True
-            else:
-                completion.note(data, now)
-
+    # Many may begin at once, and each waits for its turn in this process: the session notes when it is really sent.
+    completion, done = Completion(index, time.perf_counter()), False
     try:
-        await asyncio.wait_for(connection.request("POST", route, body, take), MAX_REQUEST_SECONDS)
+        async with request(session, "POST", url, data=body, trace_request_ctx=completion) as response:
+            async for line in response.content:  # each `data:` line is an event, as all such servers send them
+                if line.startswith(b"data:"):
+                    if (data := line[5:].strip()) == b"[DONE]":
+                        done = True
+                    else:
+                        completion.note(data, time.perf_counter())
         if not done:
             raise RequestFailedError("the stream ended without [DONE]")
         if not completion.completion_tokens or not completion.chunk_times:
             raise RequestFailedError("the stream told no usage of tokens, which stream_options.include_usage asks for")
-        completion.sent = connection.sent_at  # many may begin at once, and each waits for its turn in this process
     except RequestFailedError as error:
         completion.error = str(error)
         # OpenAI's code for it, which not all servers send; the others say it in words.
         completion.too_long = error.code == "context_length_exceeded" or (
             completion.error.startswith("HTTP 400") and "context" in completion.error
         )
-    except asyncio.TimeoutError:
-        completion.error = f"not answered within {MAX_REQUEST_SECONDS:g} s"
     completion.ended = time.perf_counter()
     return completion
 
@@ -333,7 +316,7 @@ def run_server_loads(report: Report, servers: Sequence[Server], load: Load, num_
     reference: dict[int, str] = {}  # first text of each key of `Load.text_key`, from the first run that succeeds
     for concurrency, count in num_requests.items():
         for number, server in enumerate(servers, start=1):
-            name = f"server {number} ({server.address.url}), {concurrency} at once"
+            name = f"server {number} ({server.url}), {concurrency} at once"
             with report.section(name):
                 run = asyncio.run(run_load(server, load, concurrency, count))
                 texts = [(load.text_key(each.index), each.text) for each in run.answered]

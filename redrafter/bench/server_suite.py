@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
+from redrafter.app.options import SuiteOptions
 from redrafter.bench.server_load import Completion, Server, run_load
 from redrafter.data.suites import Question, Suite
 from redrafter.engine.call import GenerateStats
 from redrafter.measure.report import Report
-from redrafter.measure.suite_table import SuiteTable, TableFiles, describe_acceptance, mean_of
+from redrafter.measure.suite_table import SuiteTable, describe_acceptance, mean_of, write_tables
 
 OWN_KIND = "redrafter"  # who owns the models of this library's servers, which take `speculate`
 
@@ -122,17 +123,18 @@ def run_server_suite(
     load: ChatLoad,
     concurrencies: Sequence[int],
     facts: Sequence[str],
-    files: TableFiles,
+    files: SuiteOptions,
 ) -> None:
     """Ask each server a suite, category by category, with so many questions in flight, and add tables to the report.
 
-    `load` says how, with the questions of a suite in place of its own. `facts` are lines on that, for Markdown.
+    `load` says how, with the questions of a suite in place of its own. `facts` are lines on that, for Markdown;
+    `files` names the tables' CSV and Markdown.
     """
     tables: list[SuiteTable] = []
     for concurrency in concurrencies:
         reference: dict[str, Chats] = {}  # of the first server, by category; plain where it can be asked so
         for number, server in enumerate(servers, start=1):
-            name = f"server {number} ({server.address.url}), {concurrency} at once"
+            name = f"server {number} ({server.url}), {concurrency} at once"
             by_category: dict[str, tuple[Chats, Chats | None]] = {}
             for category, questions in suite.categories.items():
                 with report.section(f"{name}, {category}"):
@@ -158,7 +160,7 @@ def run_server_suite(
             if by_category:
                 tables.append(_table(name, load, by_category, server=number, concurrency=concurrency))
                 report.line(*tables[-1].lines())
-                files.write(tables, facts)
+                write_tables(tables, facts, files.csv, files.markdown)
 
 
 def _table(

@@ -7,13 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from redrafter.app.options import SuiteOptions
 from redrafter.bench.options import BenchOptions
 from redrafter.bench.speedup import compare_texts, describe_equality
 from redrafter.data.suites import Dialogues, Question, Suite
 from redrafter.engine.call import GenerateStats
 from redrafter.measure.report import Report
 from redrafter.measure.run import Prompts, Repeats, Run, Workload, run_in_turn
-from redrafter.measure.suite_table import SuiteTable, TableFiles, describe_acceptance, mean_of
+from redrafter.measure.suite_table import SuiteTable, describe_acceptance, mean_of, write_tables
 
 
 @dataclass
@@ -80,11 +81,11 @@ def run_suite(
     tokenizer: PreTrainedTokenizerBase,
     options: BenchOptions,
     facts: Sequence[str],
-    files: TableFiles,
+    files: SuiteOptions,
 ) -> None:
-    """Answer a suite at each batch size, and add a table of its categories to the report and to the files.
+    """Answer a suite at each batch size, and add a table of its categories to the report and to `files`.
 
-    `facts` are lines on how it is measured, for Markdown.
+    `facts` are lines on how it is measured, for Markdown; `files` names the tables' CSV and Markdown.
     """
     tables: list[SuiteTable] = []
     for rows in options.batch_sizes:
@@ -115,4 +116,4 @@ def run_suite(
             report.line(
                 *(f"  {category}: {line.strip()}" for each in answers.equality for line in describe_equality(each))
             )
-        files.write(tables, facts)
+        write_tables(tables, facts, files.csv, files.markdown)

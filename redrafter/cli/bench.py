@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 from dataclasses import asdict, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,9 @@ from redrafter.app.flags import flag, read_options
 from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair, check_options
 from redrafter.app.options import LoadOptions, PromptOptions, SuiteOptions
 from redrafter.app.templates import require_template
-from redrafter.bench.http_stream import Address
 from redrafter.bench.options import BenchOptions, ServerOptions
 from redrafter.bench.padded_model import SHAPES, describe, pad_drafter, pad_model, unmasked
 from redrafter.bench.sections import run_sections
-from redrafter.bench.server_load import Load, find_server, run_server_loads
-from redrafter.bench.server_suite import ChatLoad, run_server_suite
 from redrafter.bench.suite import run_suite
 from redrafter.checkpoints.models import quantize_drafter, quantize_model
 from redrafter.checkpoints.tokenizers import end_tokens
@@ -29,13 +27,11 @@ from redrafter.data.suites import Dialogues, Suite, read_suite
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.engine.tuning import find_tuning
-from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.files.checkpoint_kind import check_source
-from redrafter.measure.outputs import check_picture, output_file
+from redrafter.errors import ArgumentError, MissingDependencyError, UnsupportedError, how_to_install
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report, describe_versions, facts, head, versions
 from redrafter.measure.run import Workload
-from redrafter.measure.suite_table import LEGEND, TableFiles
+from redrafter.measure.suite_table import LEGEND
 from redrafter.model.target import Target
 from redrafter.parallel.launched import launched_processes, process_rank
 from redrafter.serve.network.api_keys import KEY_VARIABLE
@@ -81,10 +77,6 @@ def _bench_pair(args: argparse.Namespace) -> int:
             options, asked = replace(options, json=None, plots=None), replace(asked, csv=None, markdown=None)
     if options.pad_to is not None and options.pad_to not in SHAPES:
         raise ArgumentError(f"--pad-to knows {', '.join(SHAPES)}, got {options.pad_to!r}")
-    check_picture(options.plots, "--plots", folder=True)
-    if options.assistant_model:
-        check_source(options.assistant_model)
-    path, files = output_file(options.json, "--json"), TableFiles(asked.csv, asked.markdown)
     suite = _read_suite(args, asked, options.seed)
     rows = read_prompts(options.prompts) if suite is None else []
     pair = Pair.load(load) if options.pad_to is None else _padded(load, options)
@@ -112,13 +104,13 @@ def _bench_pair(args: argparse.Namespace) -> int:
     names = {"model": pair.name, "drafter": pair.drafting_model, "padded": note}
     names["prompts"] = asked.suite or options.prompts or SHIPPED_PROMPTS
     known = facts(work, names, asdict(load) | asdict(options))
-    report = Report(known, path=path, note=note)
+    report = Report(known, path=options.json, note=note)
     report.line(*head(known))
     if suite is None:
         run_sections(report, work, options)
     else:
         report.line(str(suite), LEGEND)
-        run_suite(report, work, suite, pair.tokenizer, options, [*head(known), str(suite)], files)
+        run_suite(report, work, suite, pair.tokenizer, options, [*head(known), str(suite)], asked)
     return report.finish()
 
 
@@ -157,6 +149,12 @@ def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
 
 
 def _bench_servers(args: argparse.Namespace) -> int:
+    if find_spec("aiohttp") is None:
+        raise MissingDependencyError(f"--url needs aiohttp: {how_to_install('bench')}")
+    from redrafter.bench.http_client import server_url
+    from redrafter.bench.server_load import Load, find_server, run_server_loads
+    from redrafter.bench.server_suite import ChatLoad, run_server_suite
+
     suite_options = read_options(SuiteOptions, args)
     suite_options.refuse_others(args, NOT_OF_SUITES)
     for item in (item for options in (BenchOptions, LoadOptions) for item in fields(options)):
@@ -167,21 +165,20 @@ def _bench_servers(args: argparse.Namespace) -> int:
     options, asked = read_options(BenchOptions, args), read_options(ServerOptions, args)
     if suite_options.chat_template is not None:
         raise ArgumentError("--chat-template has no meaning with --url: a server has its own, so leave it out")
-    path, files = output_file(options.json, "--json"), TableFiles(suite_options.csv, suite_options.markdown)
     suite = _read_suite(args, suite_options, options.seed)
     prompts = [_prompt(row) for row in read_prompts(options.prompts)] if suite is None else []
     key = next(filter(None, (asked.api_key, *map(os.environ.get, KEY_VARIABLES))), None)
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise ArgumentError("an API key must be of printable ASCII characters, without spaces")
-    addresses = [Address.parse(url) for url in asked.url]  # all, before any is asked
-    servers = [asyncio.run(find_server(address, getattr(args, "model", None), key)) for address in addresses]
+    urls = list(map(server_url, asked.url))  # all, before any is asked
+    servers = [asyncio.run(find_server(url, getattr(args, "model", None), key)) for url in urls]
     # The conditions of the measurement, without the API key.
     words = ["KEY" if asked.api_key and asked.api_key in word else word for word in sys.argv[1:]]
     typed = asdict(options) | asdict(asked) | {"api_key": None}
     document: dict[str, Any] = {
         "command": shlex.join(["redrafter", *words]),
         "servers": [
-            {"url": server.address.url, "model": server.model, "kind": server.kind, "version": server.version}
+            {"url": server.url, "model": server.model, "kind": server.kind, "version": server.version}
             for server in servers
         ],
         "prompts": suite_options.suite or options.prompts or SHIPPED_PROMPTS,
@@ -189,18 +186,18 @@ def _bench_servers(args: argparse.Namespace) -> int:
         "versions": {name: version for name, version in versions().items() if name in ("redrafter", "python")},
         "options": {name: value for name, value in typed.items() if name in SERVER_OPTIONS or hasattr(asked, name)},
     }
-    report = Report(document, path=path)
+    report = Report(document, path=options.json)
     report.line(document["command"])
     for number, server in enumerate(servers, start=1):
         known = "".join(f", {fact}" for fact in (server.kind, server.version) if fact)
-        report.line(f"server {number}: {server.address.url}, model {server.model}{known}")
+        report.line(f"server {number}: {server.url}, model {server.model}{known}")
     report.line(f"client: {document['client']}; {describe_versions(document)}")
     writing = f"temperature {options.temperature:g}, seed {options.seed} and up"
     if suite is not None:
         lines = [document["command"], str(suite), f"{options.max_new_tokens} new tokens at most; {writing}"]
         report.line(*lines[1:], LEGEND)
         chats = ChatLoad((), options.max_new_tokens, options.temperature, options.seed)
-        run_server_suite(report, servers, suite, chats, asked.concurrency, lines, files)
+        run_server_suite(report, servers, suite, chats, asked.concurrency, lines, suite_options)
         return report.finish()
     load = Load(prompts, options.max_new_tokens, options.temperature, options.seed)
     num_requests = {

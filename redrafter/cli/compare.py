@@ -28,7 +28,6 @@ from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.engine.call import GenerateStats
 from redrafter.errors import ArgumentError
 from redrafter.measure.differences import Difference, describe_differences, find_differences
-from redrafter.measure.outputs import output_file
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report, conditions, describe_pair
 from redrafter.measure.run import Prompts, Repeats, Run, describe_stats, run_in_turn, transformers_run
@@ -102,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError("--assisted is for --draft-model: give that too")
     if options.assisted and generation.stop:
         raise ArgumentError("--assisted takes no --stop: transformers' assisted generation has no tokenizer for it")
-    rows, output = read_prompts(options.prompts), output_file(options.output, "--output")
-    if output is not None and options.prompts is not None and output.resolve() == Path(options.prompts).resolve():
+    rows, output = read_prompts(options.prompts), options.output
+    if output and options.prompts and Path(output).resolve() == Path(options.prompts).resolve():
         raise ArgumentError("--output would overwrite the prompts: give another name")
     pairs = _load_pairs(*check_options(load, draft))
     prompts, left_out = select_prompts(

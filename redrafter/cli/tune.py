@@ -20,7 +20,6 @@ from redrafter.engine.redrafter import ReDrafter
 from redrafter.engine.step_timing import measure_step_costs
 from redrafter.engine.tuning import Tuning, measured_on, tuning_path
 from redrafter.errors import ArgumentError
-from redrafter.measure.outputs import check_picture, output_file
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import format_table, versions
 from redrafter.measure.run import Workload
@@ -40,8 +39,6 @@ COLUMNS = {
 def run(args: argparse.Namespace) -> int:
     """Run the command: choose the fastest tree for each batch size, print them, and write the tuning file."""
     options = read_options(TuneOptions, args)
-    check_picture(options.plot)
-    out = output_file(options.out, "--out")
     prompts = read_prompts(options.prompts)
     pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
     engine, proposer = pair.engine, pair.engine.proposer
@@ -68,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         measured=tuple(timing.to_dict() for timing in tuner.timings),
     )
-    path = out or tuning_path(engine.target, engine.drafter)
+    path = Path(options.out) if options.out else tuning_path(engine.target, engine.drafter)
     tuning.write(path)
     cells = ((row["batch"], shapes[row["batch"]] or "off", *map(row.get, COLUMNS.values())) for row in rows)
     lines = format_table(["batch", "shape", *COLUMNS], cells, indent="")

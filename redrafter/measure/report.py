@@ -131,10 +131,10 @@ class Report:
     sentence printed with every table.
     """
 
-    def __init__(self, facts: dict[str, Any], *, path: Path | None = None, note: str | None = None):
+    def __init__(self, facts: dict[str, Any], *, path: str | Path | None = None, note: str | None = None):
         """Begin a report with the conditions of the measurement."""
         self.document: dict[str, Any] = facts | {"complete": False, "errors": []}
-        self.path, self.note, self._start = path, note, time.perf_counter()
+        self.path, self.note, self._start = None if path is None else Path(path), note, time.perf_counter()
 
     def progress(self, text: str) -> None:
         """Print a line on stderr, after the seconds since the report began."""

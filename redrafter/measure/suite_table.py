@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from redrafter.files.atomic_file import write_atomically
-from redrafter.measure.outputs import output_file
 from redrafter.measure.report import cell_text, format_table
 from redrafter.scheduler.sequence import Stats
 
@@ -103,25 +103,23 @@ class SuiteTable:
         return columns, cells
 
 
-class TableFiles:
-    """The files that tables are written to, as CSV and as Markdown; either may be left out."""
+def write_tables(
+    tables: Sequence[SuiteTable], facts: Sequence[str], csv_name: str | None, markdown_name: str | None
+) -> None:
+    """Write all tables as CSV and as Markdown, in place of what these files hold; either may be None.
 
-    def __init__(self, csv_name: str | None, markdown_name: str | None):
-        """Check that the files can be written, as flags of these names ask for; raise `ArgumentError` if not."""
-        self._csv, self._markdown = output_file(csv_name, "--csv"), output_file(markdown_name, "--markdown")
-
-    def write(self, tables: Sequence[SuiteTable], facts: Sequence[str]) -> None:
-        """Write all tables in place of what the files hold; `facts` are lines on how they were measured."""
-        if self._markdown is not None:
-            lines = [f"- {fact}" for fact in (*facts, LEGEND)]
-            lines += [line for table in tables for line in table.markdown()]
-            write_atomically(self._markdown, "\n".join(lines) + "\n")
-        if self._csv is not None:
-            records = [record for table in tables for record in table.records()]
-            names = list(dict.fromkeys(name for record in records for name in record))
-            names.sort(key=lambda name: name.startswith("position_"))  # last, however many the first table has
-            text = StringIO()
-            writer = csv.DictWriter(text, names, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(records)
-            write_atomically(self._csv, text.getvalue())
+    `facts` are lines on how they were measured.
+    """
+    if markdown_name is not None:
+        lines = [f"- {fact}" for fact in (*facts, LEGEND)]
+        lines += [line for table in tables for line in table.markdown()]
+        write_atomically(Path(markdown_name), "\n".join(lines) + "\n")
+    if csv_name is not None:
+        records = [record for table in tables for record in table.records()]
+        names = list(dict.fromkeys(name for record in records for name in record))
+        names.sort(key=lambda name: name.startswith("position_"))  # last, however many the first table has
+        text = StringIO()
+        writer = csv.DictWriter(text, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+        write_atomically(Path(csv_name), text.getvalue())

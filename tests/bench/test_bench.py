@@ -11,7 +11,7 @@ import torch
 from helpers.command_line import TEXT, byte_tokenizer, fails, measured
 from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, with_tree
 from redrafter import ArgumentError, ReDrafterError, UnsupportedError
-from redrafter.app import loading
+from redrafter.app import loading, paths
 from redrafter.bench.options import BenchOptions
 from redrafter.bench.padded_model import SHAPES, PadShape
 from redrafter.bench.sections import run_sections
@@ -19,7 +19,6 @@ from redrafter.bench.speedup import compare_texts, measure_rivals, measure_stead
 from redrafter.bench.standing_batch import long_texts, measure_parts, open_standing_batch, random_drafter
 from redrafter.cli import bench as bench_module
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.measure import outputs
 from redrafter.measure import run as run_module
 from redrafter.measure.floors import Bandwidth, copy_bandwidth, resident_bytes, slot_bytes
 from redrafter.measure.report import Report
@@ -122,7 +121,7 @@ def test_sampling_is_compared_by_tokens_too():
         ("--pad-to llama-9", "llama-3.1-8b"),
         ("--batch-sizes 0,2", "--batch-sizes must be from 1 to"),
         ("--batch-sizes two", "'two'"),
-        ("--max-new-tokens 1", "2 or more"),
+        ("--max-new-tokens 1", "must be from 2 to 1000000"),
         ("--max-new-tokens 1000", "context is 1024"),
         ("--prompts nowhere.txt", "nowhere.txt"),
         ("--draft-vocab-sizes 3", "num_beams=5"),
@@ -138,7 +137,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(folder, capsys, args, me
 
 
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(outputs, "find_spec", lambda name: None)
+    monkeypatch.setattr(paths, "find_spec", lambda name: None)
     assert "pip install '.[bench]' in a checkout" in fails(capsys, "bench", "--plots", str(tmp_path))
 
 

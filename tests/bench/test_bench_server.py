@@ -143,6 +143,11 @@ def test_what_limits_a_measurement_is_told(monkeypatch, prompts):
     assert "the client limits this: it was busy for" in out
 
 
+def test_servers_without_aiohttp_say_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("redrafter.cli.bench.find_spec", lambda name: None)
+    assert "--url needs aiohttp: pip install '.[bench]' in a checkout" in fails(capsys, "bench", "--url", "http://a")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -156,7 +161,7 @@ def test_what_limits_a_measurement_is_told(monkeypatch, prompts):
         ("--plots p", "--plots has no meaning with --url"),
         ("--concurrency 0", "--concurrency must be from 1"),
         ("--num-requests 3 --concurrency 1,4", "--num-requests must be at least"),
-        ("--max-new-tokens 1", "--max-new-tokens must be 2 or more"),
+        ("--max-new-tokens 1", "--max-new-tokens must be from 2 to"),
         ("--url localhost:8000", "--url must be like http://127.0.0.1:8000, got 'localhost:8000'"),
         ("--api-key=two words", "an API key must be"),
         ("--json /nowhere/load.json", "cannot write /nowhere/load.json"),

@@ -6,8 +6,7 @@ import pytest
 
 from helpers.stub_server import DROP, END, StubServer, chunk, completion, event, reply, stream, usage
 from redrafter import ArgumentError
-from redrafter.bench import server_load
-from redrafter.bench.http_stream import Address
+from redrafter.bench import http_client
 from redrafter.bench.server_load import Load, LoadError, LoadRun, Server, find_server, run_load, summarize
 
 LOAD = Load(["zero", "one", "two"], max_new_tokens=3, temperature=0.5, seed=100)
@@ -15,7 +14,7 @@ LOAD = Load(["zero", "one", "two"], max_new_tokens=3, temperature=0.5, seed=100)
 
 def run(url: str, concurrency: int = 1, requests: int = 4, load: Load = LOAD) -> LoadRun:
     async def find_and_run() -> LoadRun:
-        return await run_load(await find_server(Address.parse(url), None, None), load, concurrency, requests)
+        return await run_load(await find_server(url, None, None), load, concurrency, requests)
 
     return asyncio.run(find_and_run())
 
@@ -39,7 +38,7 @@ def test_so_many_requests_are_in_flight_on_connections_that_are_kept():
         answered = run(server.url, concurrency=3, requests=9).answered
     assert server.most_at_once == 3
     assert len(server.bodies) == 3 + 9
-    assert server.connections == 2 + 3  # /v1/models, /version, and the slots
+    assert server.connections == 1 + 3  # /v1/models with /version, and the slots
     assert sorted(completion.index for completion in answered) == list(range(9))
 
 
@@ -104,7 +103,7 @@ def test_a_request_that_fails_is_counted_and_the_load_goes_on(broken, message):
 
 
 def test_a_request_that_takes_too_long_fails(monkeypatch):
-    monkeypatch.setattr(server_load, "MAX_REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(http_client, "MAX_REQUEST_SECONDS", 0.5)
     with StubServer(lambda body: completion(["a"], 5.0 if body["prompt"] == "one" else 0.0)) as server:
         load = run(server.url, requests=3)
     assert [completion.error for completion in load.completions] == [None, "not answered within 0.5 s", None]
@@ -119,8 +118,8 @@ def test_a_server_that_answers_nothing_ends_the_load_before_it_is_timed():
 @pytest.mark.parametrize(("model", "expected"), [(None, "stub"), ("mine", "mine")])
 def test_a_server_says_what_it_serves(model, expected):
     with StubServer(lambda body: [], version=reply(b'{"version": "1.2"}')) as server:
-        found = asyncio.run(find_server(Address.parse(server.url), model, "secret"))
-    assert found == Server(found.address, expected, "nobody", "1.2", "secret")
+        found = asyncio.run(find_server(server.url, model, "secret"))
+    assert found == Server(server.url, expected, "nobody", "1.2", "secret")
     assert "secret" not in repr(found)
     assert all("\r\nauthorization: bearer secret\r\n" in head for head in server.headers)
 
@@ -128,14 +127,14 @@ def test_a_server_says_what_it_serves(model, expected):
 @pytest.mark.parametrize("version", [reply(b"no such route", 404), reply(b"[]"), reply(b"1.2")])
 def test_a_server_need_not_tell_its_version(version):
     with StubServer(lambda body: [], version=version) as server:
-        assert asyncio.run(find_server(Address.parse(server.url), None, None)).version is None
+        assert asyncio.run(find_server(server.url, None, None)).version is None
 
 
 @pytest.mark.parametrize("models", [{}, {"data": []}, [], {"data": [{}]}, 7])
 def test_a_server_without_models_is_refused(monkeypatch, models):
     monkeypatch.setattr("helpers.stub_server.MODELS", models)
     with StubServer(lambda body: []) as server, pytest.raises(ArgumentError, match="/v1/models lists no model"):
-        asyncio.run(find_server(Address.parse(server.url), None, None))
+        asyncio.run(find_server(server.url, None, None))
 
 
 @pytest.mark.parametrize(("temperature", "keys"), [(0.0, [0, 1, 2, 0]), (0.7, [0, 1, 2, 3])])

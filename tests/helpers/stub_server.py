@@ -92,8 +92,8 @@ class StubServer:
         """Answer a request, and return whether the connection stays open."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         self.headers.append(head)
-        length = next(int(line.split(":")[1]) for line in head.split("\r\n") if line.startswith("content-length"))
-        body = await reader.readexactly(length)
+        lengths = (int(line.split(":")[1]) for line in head.split("\r\n") if line.startswith("content-length"))
+        body = await reader.readexactly(next(lengths, 0))
         path = head.split()[1]
         if path == "/v1/models":
             return await self._send(writer, reply(json.dumps(MODELS).encode()))

@@ -435,12 +435,12 @@ def test_command_writes_the_same_with_and_without_a_drafter(saved, tmp_path, cap
         (["--shard", "2/2"], "--shard must be I/N"),
         (["--temperatures", "-1"], "--temperatures must be 0"),
         (["--temperatures", "0", "--top-p", "0.5"], "--top-p"),
-        (["--batch-size", "0"], "--batch-size must be positive"),
+        (["--batch-size", "0"], "--batch-size must be 1 or more, got 0"),
         (["--split", "test", "--shard", "150/160"], "no row for --split test"),
         (["--split", "test"], "no row for --split test"),
         (["--output", "/nowhere/own.jsonl"], "cannot write /nowhere/own.jsonl (--output)"),
         (["--data", "missing.jsonl"], "missing.jsonl cannot be read"),
-        (["--invent", "-1"], "--invent must not be negative"),
+        (["--invent", "-1"], "--invent must be 0 or more, got -1"),
     ],
 )
 def test_command_says_in_one_line_what_is_wrong(saved, tmp_path, capsys, more, reason):

@@ -33,11 +33,10 @@ from redrafter.drafting.text_drafters import ReplayableDrafter, require
 from redrafter.engine.redrafter import ReDrafter
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import write_atomically
-from redrafter.measure.outputs import check_picture, output_file
 from redrafter.measure.report import describe_pair
-from redrafter.measure.suite_table import TableFiles
+from redrafter.measure.suite_table import write_tables
 from redrafter.train.evaluate.explain import OtherTexts, explain
-from redrafter.train.evaluate.options import NOT_OF_SUITES, EvaluateOptions, Search, main
+from redrafter.train.evaluate.options import EvaluateOptions, Search, main
 from redrafter.train.evaluate.replay import replay
 from redrafter.train.evaluate.report import (
     TextsResult,
@@ -129,9 +128,6 @@ def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -
 def run_checked(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run the command with options that `main` has checked, typed as `words`. Returns its exit code."""
     options, asked = read_options(EvaluateOptions, args), read_options(SuiteOptions, args)
-    check_picture(options.plot)
-    json_file, files = output_file(options.json, "--json"), TableFiles(asked.csv, asked.markdown)
-    asked.refuse_others(args, NOT_OF_SUITES)
     suite = None if asked.suite is None else read_suite(asked.suite).choose(options.num_prompts, options.seed)
     pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
     if options.adapter is not None:
@@ -143,9 +139,10 @@ def run_checked(args: argparse.Namespace, words: Sequence[str]) -> int:
     if options.explain:
         print(*format_explanation(document["explanation"]), sep="\n")
     if suite is not None:
-        files.write(suite_tables(document), [*describe_pair(document), *suite_conditions(document)])
-    if json_file is not None:
-        write_atomically(json_file, json.dumps(document, indent=1) + "\n")
+        facts = [*describe_pair(document), *suite_conditions(document)]
+        write_tables(suite_tables(document), facts, asked.csv, asked.markdown)
+    if options.json is not None:
+        write_atomically(Path(options.json), json.dumps(document, indent=1) + "\n")
     if options.plot is not None:
         plot(document, Path(options.plot))
     return 0

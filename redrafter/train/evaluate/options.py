@@ -1,7 +1,6 @@
 """Options of an evaluation: prompts, shapes of the tree and temperatures."""
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, flag, floats, format_value, integers, read_options
-from redrafter.app.options import PROMPTS_HELP, LoadOptions, PromptOptions, SuiteOptions
+from redrafter.app.options import MAX_SEED, PROMPTS_HELP, LoadOptions, PromptOptions, SuiteOptions, check_numbers
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.errors import ArgumentError
@@ -93,19 +92,10 @@ class EvaluateOptions(PromptOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        counts = ("num_prompts", "batch_size", "node_budgets")
-        others = (("prompt_lengths", 2), ("new_tokens", 2), ("temperatures", 0), ("seed", 0))
-        for name, least in (*((count, 1) for count in counts), *others):
-            value = getattr(self, name)
-            numbers = value if isinstance(value, tuple) else (value,)
-            if not all(number is None or least <= number < math.inf for number in numbers):
-                raise ArgumentError(f"{flag(name)} must be {least} or more, got {format_value(value)}")
-        if max(self.temperatures) > MAX_TEMPERATURE:
-            raise ArgumentError(
-                f"--temperatures must be at most {MAX_TEMPERATURE:g}, got {format_value(max(self.temperatures))}"
-            )
-        if self.seed >= 1 << 62:
-            raise ArgumentError(f"--seed must be less than 2**62, got {self.seed}")
+        check_numbers(self, "num_prompts", "batch_size", "node_budgets")
+        check_numbers(self, "prompt_lengths", "new_tokens", least=2)
+        check_numbers(self, "temperatures", least=0, most=MAX_TEMPERATURE)
+        check_numbers(self, "seed", least=0, most=MAX_SEED)
         if not all(search.beams > 0 and search.depth > 0 for search in self.shapes):
             raise ArgumentError(
                 f"--shapes are beams x depth, both 1 or more, such as 5x5,1x4; got {format_value(self.shapes)}"

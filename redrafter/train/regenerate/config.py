@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redrafter.app.config_file import ConfigParser
-from redrafter.app.flags import add_options, dtype_word, flag, floats, read_options
+from redrafter.app.flags import add_options, dtype_word, floats, read_options
+from redrafter.app.options import check_numbers
 from redrafter.app.paths import check_paths
 from redrafter.app.program import import_libraries, run_command
 from redrafter.errors import ArgumentError
@@ -68,13 +69,8 @@ class RegenerateConfig:
     seed: int = option(0, "seed, from which and its number each row's own seed is made")
 
     def __post_init__(self) -> None:
-        for name in ("limit", "batch_size", "max_new_tokens", "max_input_len"):
-            if not (getattr(self, name) is None or getattr(self, name) > 0):
-                raise ArgumentError(f"{flag(name)} must be positive, got {getattr(self, name)}")
-        if self.invent < 0:
-            raise ArgumentError(f"--invent must not be negative, got {self.invent}")
-        if self.seed < 0:
-            raise ArgumentError(f"--seed must not be negative, got {self.seed}")
+        check_numbers(self, "limit", "batch_size", "max_new_tokens", "max_input_len", most=math.inf)
+        check_numbers(self, "invent", "seed", least=0, most=math.inf)
         if not self.temperatures or not all(0 <= value < math.inf for value in self.temperatures):
             raise ArgumentError(f"--temperatures must be 0 (greedy) or more, got {self.temperatures}")
         if (self.top_k is not None or self.top_p is not None) and not any(self.temperatures):

@@ -9,8 +9,7 @@ stand in the order in which they were finished, and are put in the order of the 
 import heapq
 import json
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,7 +196,7 @@ class _Shard:
         settings: dict[str, Any] = self.summary["settings"]
         return settings
 
-    def rows(self, suffix: str = "") -> Generator[tuple[int, bytes], None, None]:
+    def rows(self, suffix: str = "") -> Iterator[tuple[int, bytes]]:
         """Yield the number and the line of each row, in the order of the data set.
 
         `suffix` is the end of the file's name: nothing for the answers, `.errors.jsonl` for the rows that failed.
@@ -236,10 +235,7 @@ def merge(output: Path, paths: Sequence[Path], *, overwrite: bool = False) -> di
 
 
 def _merge_rows(shards: Sequence[_Shard], suffix: str = "") -> Iterator[bytes]:
-    with ExitStack() as stack:
-        yield from (
-            line for _, line in heapq.merge(*(stack.enter_context(closing(shard.rows(suffix))) for shard in shards))
-        )
+    return (line for _, line in heapq.merge(*(shard.rows(suffix) for shard in shards)))
 
 
 def _check_one_run(shards: Sequence[_Shard]) -> None:
