@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("--draft-model", default=str(boxed_pair()), help="for DraftTarget (default: the boxed base)")
     parser.add_argument("--prompts", default=str(PROMPTS))
     parser.add_argument("--count", type=int, default=40, help="prompts to answer (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="of each answer (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=24, help="of each answer (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     transformers.logging.disable_progress_bar()
