@@ -85,12 +85,14 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 # torch goes first, alone: with its version already there, nothing later pulls in another build of it.
+# setuptools warns of every editable installation.
 $(READY): pyproject.toml constraints.txt
+	@echo "making $(VENV), once: pip installs torch and what else is needed, some minutes without a line"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	case $(TRANSFORMERS) in \
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@case $(TRANSFORMERS) in \
 		lowest) $(BIN)/python -m pip install --quiet "transformers==$$(sed -n 's/.*"transformers>=\([0-9.]*\).*/\1.*/p' pyproject.toml)";; \
 		newest) $(BIN)/python -m pip install --quiet --upgrade "transformers<6";; \
 	esac

@@ -23,6 +23,7 @@ from redrafter import DraftTarget, Engine, PromptLookup, ReDrafter, Stats, boxed
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.measure.prompts import encode, read_prompts
 
+DTYPES = ("float32", "bfloat16")
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 Tokens = list[list[int]]
 
@@ -64,7 +65,8 @@ def main() -> int:
     parser.add_argument("--draft-model", default=str(boxed_pair()), help="for DraftTarget (default: the boxed base)")
     parser.add_argument("--prompts", default=str(PROMPTS))
     parser.add_argument("--count", type=int, default=40, help="prompts to answer (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="of each answer (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=16, help="of each answer (default: %(default)s)")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="parts to run (default: both)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     transformers.logging.disable_progress_bar()
@@ -78,7 +80,7 @@ def main() -> int:
     }
     greedy = {"do_sample": False, "max_new_tokens": args.max_new_tokens}
     failed = False
-    for dtype in ("float32", "bfloat16"):
+    for dtype in args.dtypes:
         invariant = dtype == "bfloat16"
         what, expected, plain_seconds = "undrafted decoding", None, 0.0
         if not invariant:

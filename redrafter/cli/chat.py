@@ -25,6 +25,9 @@ def run(args: argparse.Namespace) -> int:
     options = read_options(GenerationOptions, args)
     if args.compare and not options.speculate:
         raise ArgumentError("--compare sets speculation against plain decoding: leave out --no-speculate")
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print("(loading the model)", file=sys.stderr)
     pair = Pair.load(read_options(LoadOptions, args), read_options(DraftOptions, args), options.speculate)
     encoder = ChatEncoder(pair)
     history = History(encoder, args.system, pair.engine.target.context, options.max_new_tokens)
@@ -68,14 +71,18 @@ def run(args: argparse.Namespace) -> int:
         for speculate in (True, False):
             short = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens), speculate=speculate)
             decode(history.prompt("Hello")[0], short)
-    interactive = sys.stdin.isatty()
     if interactive:
+        colored = options.speculate and use_color(args.color, sys.stdout)
+        drafts = "; what was drafted is green" if colored else ""
+        print(f"(type a question; Ctrl-D ends the talk{drafts})", file=sys.stderr)
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  gives `input` a history and an editable line
     while True:
         try:
             line = input("> " if interactive else "").strip()
         except EOFError:
+            if interactive:  # the prompt stands on this line
+                print(file=sys.stderr)
             break
         except UnicodeError as error:
             raise ArgumentError(f"stdin is not UTF-8 text: {error}") from error

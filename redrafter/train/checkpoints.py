@@ -36,7 +36,7 @@ CHANGEABLE_OPTIONS = {
     *SIZED_OPTIONS,
     *("output", "overwrite", "resume", "dry_run", "show_sample", "save_every", "keep", "log_every", "report_to"),
     *("minutes", "save_dtype", "trust_remote_code", "validate_every", "model", "data", "drafter", "cpu"),
-    "shard_drafter",
+    *("shard_drafter", "recipe"),
 }
 
 

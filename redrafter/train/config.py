@@ -19,6 +19,7 @@ from redrafter.drafting.recurrent_form import (
 from redrafter.errors import ArgumentError
 from redrafter.options import option
 from redrafter.train.output_folder import check_no_checkpoints, check_output
+from redrafter.train.recipes import RECIPES
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -66,7 +67,8 @@ class TrainConfig:
     """Options of a training, from which the command line is made. The fields' help texts describe them.
 
     `redrafter.train.loop.train` reads only the fields from `steps` on; a caller with a model and batches of its own
-    leaves the others alone. Raises `ArgumentError` where a value is out of range.
+    leaves the others alone. `recipe` names where values came from: the command line fills them in, and in Python
+    `TrainConfig(**RECIPES["small"].options)` does. Raises `ArgumentError` where a value is out of range.
     """
 
     model: str | None = option(None, "base model: a hub id, a directory or a GGUF file", required=True, names="model")
@@ -102,6 +104,12 @@ class TrainConfig:
         "LoRA adapter that the base has: a directory that PEFT wrote; the drafter learns what both write",
         path=True,
         names="adapter",
+    )
+    recipe: str | None = option(
+        None,
+        "options that were measured together, where neither a flag nor a file sets them: "
+        + "; ".join(f"{name}, for {recipe.suits}" for name, recipe in RECIPES.items()),
+        choices=tuple(RECIPES),
     )
     trust_remote_code: bool = option(False, "run model code that comes with the base")
     dtype: str = option("auto", "dtype of the base; auto: as saved", choices=("auto", *DTYPES), type=dtype_word)
@@ -250,6 +258,17 @@ class TrainConfig:
             value, highest = getattr(self, item.name), MAX_VALUES.get(item.name, 1 << 31)
             if type(value) in (int, float) and value > highest and item.name not in ("epochs", "minutes"):
                 raise ArgumentError(f"{flag(item.name)} must be at most {highest}, got {value}")
+        if self.recipe is not None and not RECIPES[self.recipe].options.keys().isdisjoint(FORM_OPTIONS):
+            others = {
+                "--drafter": self.drafter is not None,
+                "--form eagle3": self.form == "eagle3",
+                "--recurrence apple": self.recurrence == "apple",
+                "--no-rnn": not self.rnn,
+            }
+            for typed in (words for words, given in others.items() if given):
+                raise ArgumentError(
+                    f"--recipe {self.recipe} is for a new drafter with a gated cell: leave it out with {typed}"
+                )
         for name in FORM_OPTIONS if self.drafter is not None else ():
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise ArgumentError(f"{flag(name)} is the drafter's own: leave it out with --drafter")
@@ -287,7 +306,12 @@ def build_parser() -> ConfigParser:
 
 def parse(argv: Sequence[str] | None) -> TrainConfig:
     """Parse the words after the name of the command; None takes those of the process."""
-    config = read_options(TrainConfig, build_parser().parse_args(argv))
+    args = build_parser().parse_args(argv)
+    recipe = getattr(args, "recipe", None)
+    for name, value in RECIPES[recipe].options.items() if recipe is not None else ():
+        if not hasattr(args, name):
+            setattr(args, name, value)
+    config = read_options(TrainConfig, args)
     if config.lora_rank is not None and config.drafter is None:
         raise ArgumentError(
             "--lora-rank updates a drafter that is trained: give it with --drafter D or --drafter current"

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from redrafter.app.flags import flag, format_value
 from redrafter.checkpoints.models import load_config
 from redrafter.data.documents import encode_documents, format_sample
 from redrafter.data.prompts import sample_prompts
 from redrafter.data.rows import Row, read_rows
 from redrafter.data.windows import Windows
+from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.drafting.drafter_types import drafter_class, make_drafter
 from redrafter.drafting.low_rank import LowRankDrafter
 from redrafter.drafting.text_drafters import TrainableDrafter, require
@@ -27,6 +29,7 @@ from redrafter.model.target import context_of
 from redrafter.train.config import DEFAULT_LENGTH, TrainConfig
 from redrafter.train.head_loss import chunk_anchors
 from redrafter.train.init_drafter import new_config
+from redrafter.train.recipes import RECIPES, SMALL_BASE
 
 MAX_NAMED_ROWS = 8
 MAX_SHOWN_ROWS = 2  # of the named rows, those whose text is shown
@@ -64,6 +67,7 @@ def describe_plan(config: TrainConfig, windows: Windows, processes: int) -> list
         f"base: {type(base).__name__}, {base_size:,} parameters, {dtype_name(base.dtype)}, frozen",
         f"drafter: {trained:,} trainable parameters{'' if trained == drafter_size else f' of {drafter_size:,}'}, "
         f"{100 * drafter_size / base_size:.1f} % of the base's",
+        *describe_recipe(config, base, drafter),
         *_memory(config, base, drafter, trained, row, processes),
         f"data: {len(windows):,} windows, {len(windows.tokens):,} tokens, {learnt:,} of them learnt, in "
         f"{len(windows.row_widths):,} rows of at most {row} tokens",
@@ -72,6 +76,36 @@ def describe_plan(config: TrainConfig, windows: Windows, processes: int) -> list
         f"an epoch: {math.ceil(per_epoch / config.accumulate):,} steps",
         f"in all: {total}" + (f"; at most {config.minutes:g} minutes" if config.minutes else ""),
         *notes(config, base, drafter, steps),
+    ]
+
+
+def describe_recipe(config: TrainConfig, base: PreTrainedModel, drafter: TrainableDrafter) -> list[str]:
+    """Return lines with the recipe that a training follows, the form it makes, and what was measured of it.
+
+    Without a recipe the line names the one that suits the base's size. A drafter that is trained further follows none.
+    """
+    form = drafter.config
+    if config.drafter is not None or not isinstance(form, DrafterConfig):
+        return [] if config.recipe is None else [f"recipe {config.recipe}: {RECIPES[config.recipe].suits}"]
+    rank = f"rank {form.head_rank:,}" if form.head_rank else "full rank"
+    ids = f"all {form.vocab_size:,}" if form.draft_vocab_size is None else f"{form.draft_vocab_size:,}"
+    layers = f"{form.num_draft_layers} residual layer{'' if form.num_draft_layers == 1 else 's'}"
+    made = f"{layers} of width {form.exit_dim:,}, a head of {rank} over {ids} ids"
+    if config.recipe is None:
+        suits = "small" if base.num_parameters() < SMALL_BASE else "large"
+        hint = f"; --recipe {suits} is for {RECIPES[suits].suits}" if form.recurrence == "gated" else ""
+        return [f"recipe none: {made}{hint}"]
+    recipe = RECIPES[config.recipe]
+    values = ((name, getattr(config, name)) for name in recipe.options)
+    changes = [
+        f"no {flag(name)}" if value is False else f"{flag(name)} {format_value(value)}"
+        for name, value in values
+        if value not in (None, recipe.options[name])
+    ]
+    changed, without = (f" with {', '.join(changes)}", " without these changes") if changes else ("", "")
+    return [
+        f"recipe {config.recipe} ({recipe.suits}){changed}: {made}",
+        f"measured{without}: {recipe.measured}",
     ]
 
 
@@ -151,6 +185,16 @@ def row_length(config: TrainConfig) -> int:
     base = load_config(str(config.model), trust_remote_code=config.trust_remote_code)
     context = context_of(base.get_text_config(decoder=True))
     return DEFAULT_LENGTH if context is None else min(DEFAULT_LENGTH, context)
+
+
+def drafted_ids(config: TrainConfig) -> int | None:
+    """Return `--draft-vocab-size`; None, for all ids, where a recipe's value is no fewer than the base has."""
+    count = config.draft_vocab_size
+    if count is None or config.recipe is None or count != RECIPES[config.recipe].options.get("draft_vocab_size"):
+        return count
+    base = load_config(str(config.model), trust_remote_code=config.trust_remote_code)
+    known: int = base.get_text_config(decoder=True).vocab_size
+    return count if count < known else None
 
 
 def _memory(

@@ -45,6 +45,8 @@ from redrafter.train.output_folder import check_no_checkpoints, check_output
 from redrafter.train.plan import (
     describe_bad_rows,
     describe_plan,
+    describe_recipe,
+    drafted_ids,
     last_step,
     load_windows,
     notes,
@@ -81,7 +83,7 @@ def run(config: TrainConfig, log: Callable[[str], object]) -> None:
     if config.show_sample:
         log(show_first_document(config, tokenizer))
         return
-    config = replace(config, length=row_length(config))
+    config = replace(config, length=row_length(config), draft_vocab_size=drafted_ids(config))
     if config.dry_run:
         processes = PartialState(cpu=stays_on_cpu(config)).num_processes
         log("\n".join(describe_plan(config, load_windows(config, tokenizer), processes)))
@@ -122,7 +124,10 @@ class TrainingSession:
             f"base {self.target.name}, frozen; drafter of {describe_size(self.target.model, self.drafter)}, {what}; "
             f"{len(self.windows):,} windows"
         )
-        for line in notes(config, self.target.model, self.drafter, last_step(config, self.windows, self.processes)):
+        for line in [
+            *describe_recipe(config, self.target.model, self.drafter),
+            *notes(config, self.target.model, self.drafter, last_step(config, self.windows, self.processes)),
+        ]:
             console.print_line(line)
         if self.resumed is not None:
             console.print_line(f"going on from step {self.resumed.state.step}")

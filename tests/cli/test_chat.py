@@ -68,6 +68,20 @@ def test_chat_compares_its_answers_with_undrafted_decoding_when_it_ends(chat, an
     assert chat("", "--compare") == ("", "")
 
 
+def test_a_terminal_is_shown_how_a_chat_ends_and_what_is_drafted(folder, capsys, monkeypatch, answers):
+    def on_terminal(*args: str) -> tuple[str, str]:
+        typed(monkeypatch, "ja\n")
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+        assert main(["chat", "--model", str(folder / "merged"), "--max-new-tokens", "8", *args]) == 0
+        return capsys.readouterr()
+
+    out, err = on_terminal()
+    assert out == f"> {answers('ja')}> "
+    assert err == "(loading the model)\n(type a question; Ctrl-D ends the talk)\n\n"
+    assert "what was drafted is green" in on_terminal("--color", "always")[1]
+    assert "green" not in on_terminal("--color", "always", "--no-speculate")[1]
+
+
 def test_chat_compares_nothing_with_itself(capsys, folder):
     line = fails(capsys, "chat", "--model", str(folder / "merged"), "--compare", "--no-speculate")
     assert "leave out --no-speculate" in line
