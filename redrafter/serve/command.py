@@ -32,6 +32,8 @@ from redrafter.serve.engine_process.start import EngineProcess, LoadEngine
 from redrafter.serve.network.api_keys import OPERATOR_KEY_VARIABLE, ApiKeys, collect_keys, collect_operator_keys
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from redrafter.serve.server import Server
 
 _LOG = logging.getLogger("redrafter.serve")
@@ -156,10 +158,12 @@ def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
     from redrafter.serve.capture import prepare_folder
     from redrafter.serve.network.server_process import ServerProcess
 
-    def start() -> "Server":
+    def start() -> "tuple[Server, ASGIApp]":
         module = import_libraries("redrafter.serve.server")  # torch, which the engine's process imports meanwhile too
+        from redrafter.serve.routes.app import server_app
+
         server: Server = module.load_server(engine, options, request.load, keys, operators)
-        return server
+        return server, server_app(server)
 
     def ready(server: "Server") -> None:
         for line in server.summary(url):

@@ -60,6 +60,7 @@ def server(loaded: Any) -> Iterator[Any]:
 def url(server: Any) -> Iterator[str]:
     """The address of `server`."""
     from helpers.serving import listening
+    from redrafter.serve.routes.app import server_app
 
-    with listening(server.app) as address:
+    with listening(server_app(server)) as address:
         yield address

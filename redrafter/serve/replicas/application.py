@@ -216,9 +216,11 @@ class EngineReplica:
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         process = EngineProcess(LoadEngine(options, load, draft))
         try:
+            from redrafter.serve.routes.app import server_app
             from redrafter.serve.server import load_server
 
             self._server = load_server(process, options, load, keys)
+            self._app = server_app(self._server)
         except BaseException:
             process.close()
             raise
@@ -231,7 +233,7 @@ class EngineReplica:
 
         Raises `ReplicaLostError` if the engine has ended: what it had not written is no part of the answer.
         """
-        async with aclosing(answer_parts(self._server.app, call)) as parts:
+        async with aclosing(answer_parts(self._app, call)) as parts:
             async for part in parts:
                 self.check_health()
                 if part.start is not None:

@@ -75,6 +75,16 @@ _REFUSED = {
 }
 
 
+def server_app(server: "Server") -> FastAPI:
+    """Return the ASGI application of a server, with the access, the limits and the traces that it was made with."""
+    options = server.options
+    policy = AccessPolicy.of(server.keys, options, server.operators)
+    app = create_app(server, policy, options.max_body_size, options.allow_runtime_lora_updating)
+    if server.traces is not None:
+        app.add_middleware(server.traces.continue_traces)
+    return app
+
+
 def create_app(
     server: "Server",
     policy: AccessPolicy | None = None,
