@@ -14,11 +14,11 @@ pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 
 from helpers.serving import listening
+from redrafter.extensions.messages.protocol import MessagesRequest
+from redrafter.extensions.responses.protocol import ResponsesRequest
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.protocol import fields
-from redrafter.serve.protocol.messages import MessagesRequest
 from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
-from redrafter.serve.protocol.responses import ResponsesRequest
 from redrafter.serve.routes.app import create_app, server_app
 from redrafter.serve.server import Server
 

@@ -23,9 +23,9 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redrafter.serve.config import ServeOptions
+from redrafter.serve.extension import protocol_at
 from redrafter.serve.log import log_requests
 from redrafter.serve.network.api_keys import OPERATOR_KEY_VARIABLE, ApiKeys
-from redrafter.serve.protocol.messages import is_messages, messages_error
 from redrafter.serve.protocol.requests import ApiError, error_body
 
 # Answer with no more than a status, for load balancers and the like.
@@ -86,8 +86,8 @@ class AccessPolicy:
 
 def error_answer(error: ApiError, path: str) -> JSONResponse:
     """Return the answer with an error, in the shape of the protocol that is spoken at a path."""
-    if is_messages(path):
-        status, body = messages_error(error)
+    if (protocol := protocol_at(path)) is not None:
+        status, body = protocol.format_error(error)
         return JSONResponse(body, status, error.headers)
     return JSONResponse(error_body(error.status, str(error), error.param, error.code), error.status, error.headers)
 
