@@ -5,7 +5,7 @@ package `redrafter.extensions`, and those that entry points `redrafter.extension
 none by name.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from fastapi.responses import Response
     from starlette.routing import BaseRoute
 
+    from redrafter.engine.engine import Engine
+    from redrafter.scheduler.engine_change import EngineChange
     from redrafter.serve.protocol.requests import ApiError
     from redrafter.serve.server import Server
 
 GROUP = "redrafter.extensions"  # the package that is searched, and the entry points of others
 Respond = Callable[..., "Awaitable[Response]"]  # `respond` of `redrafter.serve.routes.app`
+MakeChange = Callable[["Engine", str | None], "EngineChange"]  # of the engine, and a path on its machine or None
 
 
 class Extension:
@@ -55,6 +58,13 @@ class Extension:
         """Return the status and the body of an error at `protocol_path`."""
         raise NotImplementedError
 
+    def changes(self) -> Mapping[str, MakeChange]:
+        """Return what makes the changes of the engine that `EngineClient.change_engine` requests, by their kinds.
+
+        The engine's process calls it. A change is found to be possible where it is made, and applied between two steps.
+        """
+        return {}
+
 
 @cache
 def extensions() -> tuple[Extension, ...]:
@@ -75,6 +85,12 @@ def extensions() -> tuple[Extension, ...]:
                 f"EXTENSION ({first_line(error)}): correct or uninstall its package"
             ) from error
     return tuple(found)
+
+
+def make_change(kind: str, engine: "Engine", path: str | None) -> "EngineChange":
+    """Make a change of the engine, of a kind that an extension has."""
+    makers = {name: make for extension in extensions() for name, make in extension.changes().items()}
+    return makers[kind](engine, path)
 
 
 def protocol_at(path: str) -> Extension | None:

@@ -39,7 +39,6 @@ from redrafter.serve.protocol.requests import (
     Tool,
     error_body,
 )
-from redrafter.serve.routes.operator import add_operator_routes
 from redrafter.serve.routes.page import page
 from redrafter.serve.routes.translated import chat_request
 from redrafter.version import __version__
@@ -150,7 +149,6 @@ def create_app(
 
     add_token_routes(app, server)
     add_adapter_routes(app, server, allow_lora_updating)
-    add_operator_routes(app, server)
     add_extension_routes(app, server)
     for path, reason in _REFUSED.items():  # with all below them; clients do not retry after 404 in OpenAI's shape
         for route in (path, f"{path}/{{rest:path}}"):
