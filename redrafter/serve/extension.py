@@ -6,6 +6,7 @@ none by name.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -21,12 +22,20 @@ if TYPE_CHECKING:
 
     from redrafter.engine.engine import Engine
     from redrafter.scheduler.engine_change import EngineChange
+    from redrafter.serve.engine_process.start import LoadEngine
+    from redrafter.serve.network.api_keys import ApiKeys
     from redrafter.serve.protocol.requests import ApiError
     from redrafter.serve.server import Server
 
 GROUP = "redrafter.extensions"  # the package that is searched, and the entry points of others
 Respond = Callable[..., "Awaitable[Response]"]  # `respond` of `redrafter.serve.routes.app`
 MakeChange = Callable[["Engine", str | None], "EngineChange"]  # of the engine, and a path on its machine or None
+Launch = Callable[["LoadEngine", "ApiKeys", "ApiKeys"], None]  # of what to load, clients' keys and operators'
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of an extension without flags."""
 
 
 class Extension:
@@ -36,16 +45,24 @@ class Extension:
     import what they need.
 
     Attributes:
+        options: Dataclass whose fields are flags of `redrafter serve`, for `launcher`.
+        options_title: Their heading in `--help`.
         protocol_path: Path at and below which `format_error` makes the bodies of errors; None where they are OpenAI's.
         error_event: Name of the event of an error within a stream at these paths; None where it has no name.
         writing_paths: Paths of requests that have a `seed` and are answered with generated text.
         ignored_marks: Prefixes of texts in requests that are not part of the prompt.
     """
 
+    options: type = NoOptions
+    options_title = ""
     protocol_path: str | None = None
     error_event: str | None = None
     writing_paths: tuple[str, ...] = ()
     ignored_marks: tuple[str, ...] = ()
+
+    def launcher(self, options: Any) -> Launch | None:
+        """Return what serves in place of this process's own server; None where that serves. options: of `options`."""
+        return None
 
     def routes(self, server: "Server", respond: Respond) -> "Sequence[BaseRoute]":
         """Return the routes of a server: each a `JsonRoute`, for clients, or an `OperatorRoute`, for operators.

@@ -24,9 +24,10 @@ from redrafter.app.options import LoadOptions
 from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.errors import ArgumentError
+from redrafter.extensions.replicas.options import check_replicated
 from redrafter.extensions.rollouts.changes import CHANGES
 from redrafter.model.target import Target
-from redrafter.serve.config import ServeOptions, check_replicated
+from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.engine import ServedEngine
 from redrafter.serve.network.api_keys import OPERATOR_KEY_VARIABLE, ApiKeys, collect_operator_keys
 from redrafter.serve.routes.app import server_app

@@ -22,10 +22,10 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from redrafter.extensions.replicas.exchange import AnswerPart, AnswerStart, HttpCall
 from redrafter.serve.extension import extensions, protocol_at
 from redrafter.serve.network.guards import HEALTH_PATHS, AccessPolicy, JsonRequest, add_guards, error_answer
 from redrafter.serve.protocol.requests import ApiError
-from redrafter.serve.replicas.exchange import AnswerPart, AnswerStart, HttpCall
 
 SESSION_HEADER = b"x-session-id"  # as Ray Serve has it
 KEY_CHARACTERS = 256  # of a prompt's beginning: some four blocks of keys and values
