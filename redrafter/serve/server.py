@@ -48,9 +48,8 @@ from redrafter.serve.engine_process.start import EngineProcess
 from redrafter.serve.images import ImageReader
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
-from redrafter.serve.network.guards import SMALL_BODY_BYTES
 from redrafter.serve.prompts import ChatTemplate, Prompts
-from redrafter.serve.protocol.fields import MAX_PROMPTS, StreamOptions
+from redrafter.serve.protocol.fields import MAX_PROMPTS, SMALL_BODY_BYTES, StreamOptions
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, Message, TooManyTokensError
 from redrafter.serve.tools import forced_tools, strict_tools
 

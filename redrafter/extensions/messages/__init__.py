@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from redrafter.extensions.messages.names import BILLING_MARK, MESSAGES_PATH
 from redrafter.serve.extension import Extension, Respond
 
 if TYPE_CHECKING:
@@ -10,11 +11,6 @@ if TYPE_CHECKING:
 
     from redrafter.serve.protocol.requests import ApiError
     from redrafter.serve.server import Server
-
-MESSAGES_PATH = "/v1/messages"
-# Claude Code's system prompt begins with a block of this kind: a hash for Anthropic's billing, another one in every
-# request. It would keep all that follows from being found in the cache.
-BILLING_MARK = "x-anthropic-billing-header"
 
 
 class MessagesExtension(Extension):

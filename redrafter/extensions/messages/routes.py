@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.routing import BaseRoute
 
-from redrafter.extensions.messages import BILLING_MARK, MESSAGES_PATH
+from redrafter.extensions.messages.names import BILLING_MARK, MESSAGES_PATH
 from redrafter.extensions.messages.protocol import (
     CountTokensAnswer,
     CountTokensRequest,

@@ -10,13 +10,11 @@ if TYPE_CHECKING:
 
     from redrafter.serve.server import Server
 
-RESPONSES_PATH = "/v1/responses"
-
 
 class ResponsesExtension(Extension):
     """Adds `/v1/responses`."""
 
-    writing_paths = (RESPONSES_PATH,)
+    writing_paths = ("/v1/responses",)
 
     def routes(self, server: "Server", respond: Respond) -> "Sequence[BaseRoute]":
         """Return the route; it is for clients."""

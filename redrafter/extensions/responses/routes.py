@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.routing import BaseRoute
 
-from redrafter.extensions.responses import RESPONSES_PATH
 from redrafter.extensions.responses.protocol import (
     CallItem,
     CallOutputItem,
@@ -34,7 +33,7 @@ def responses_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
     """Return the route; `respond` as `Extension.routes` gets it."""
     routes = APIRouter(route_class=JsonRoute)
 
-    @routes.post(RESPONSES_PATH, responses=answer_responses(ResponseAnswer))
+    @routes.post("/v1/responses", responses=answer_responses(ResponseAnswer))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         head = _head(body, body.model or server.model)
 

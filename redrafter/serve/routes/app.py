@@ -157,13 +157,22 @@ def create_app(
 
 
 def add_extension_routes(app: FastAPI, server: "Server") -> None:
-    """Add the routes of extensions, or raise `ArgumentError` for one that would not check who calls."""
+    """Add the routes of extensions.
+
+    Raises `ArgumentError` for one that would not check who calls, and for one that is there already.
+    """
     for extension in extensions():
         for route in extension.routes(server, respond):
             if not isinstance(route, JsonRoute):
                 raise ArgumentError(
                     f"{type(extension).__name__} has the route {getattr(route, 'path', route)!r} that does not check "
                     "who calls: make it with APIRouter(route_class=JsonRoute), or OperatorRoute"
+                )
+            others = (other for other in app.routes if isinstance(other, JsonRoute) and other.path == route.path)
+            if any(set(other.methods or ()) & set(route.methods or ()) for other in others):
+                raise ArgumentError(
+                    f"{type(extension).__name__} has the route {route.path!r}, which the server has already: choose "
+                    "another path"
                 )
             app.routes.append(route)  # as it is: `include_router` wraps or copies it, by FastAPI's version
 

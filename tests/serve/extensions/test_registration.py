@@ -14,13 +14,14 @@ import pytest
 pytest.importorskip("fastapi")
 
 from fastapi import APIRouter
+from fastapi.routing import APIRoute
 
 import redrafter
 from redrafter.errors import ArgumentError
 from redrafter.extensions.responses import EXTENSION
 from redrafter.serve.extension import extensions, protocol_at
 from redrafter.serve.network.api_keys import ApiKeys
-from redrafter.serve.network.guards import AccessPolicy
+from redrafter.serve.network.guards import AccessPolicy, JsonRoute
 from redrafter.serve.routes.app import create_app
 
 NOTES = Path(__file__).parents[2] / "third_party" / "notes"
@@ -54,11 +55,18 @@ async def test_the_routes_of_another_package_check_who_calls_and_refuse_unknown_
     assert (await post(app, "/v1/notes", "client")).json() == [""]
 
 
-def test_a_route_that_would_not_check_who_calls_is_refused(monkeypatch):
-    open_to_all = APIRouter()
-    open_to_all.add_api_route("/v1/open", lambda: None)
-    monkeypatch.setattr(type(EXTENSION), "routes", lambda *_: open_to_all.routes)
-    with pytest.raises(ArgumentError, match="ResponsesExtension has the route '/v1/open' that does not check who"):
+@pytest.mark.parametrize(
+    ("path", "kind", "reason"),
+    [
+        ("/v1/open", APIRoute, "that does not check who calls"),
+        ("/v1/models", JsonRoute, "which the server has already"),
+    ],
+)
+def test_a_route_is_refused_that_checks_no_caller_or_that_nobody_could_reach(path, kind, reason, monkeypatch):
+    routes = APIRouter(route_class=kind)
+    routes.add_api_route(path, lambda: None)
+    monkeypatch.setattr(type(EXTENSION), "routes", lambda *_: routes.routes)
+    with pytest.raises(ArgumentError, match=f"ResponsesExtension has the route '{path}',? {reason}"):
         create_app(SimpleNamespace())
 
 
