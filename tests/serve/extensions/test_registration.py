@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,16 +23,7 @@ from redrafter.serve.network.api_keys import ApiKeys
 from redrafter.serve.network.guards import AccessPolicy, JsonRoute
 from redrafter.serve.routes.app import create_app
 
-NOTES = Path(__file__).parents[2] / "third_party" / "notes"
 POLICY = AccessPolicy(ApiKeys(["client"]), operators=ApiKeys(["sesame"], "operator"))
-
-
-@pytest.fixture
-def search_again() -> Iterator[None]:
-    """Let extensions be searched where a test has changed the path, and again after it."""
-    extensions.cache_clear()
-    yield
-    extensions.cache_clear()
 
 
 async def post(app: Any, path: str, key: str | None, body: Any = None) -> httpx.Response:
@@ -42,8 +32,7 @@ async def post(app: Any, path: str, key: str | None, body: Any = None) -> httpx.
         return await client.post(path, headers=headers, json={} if body is None else body)
 
 
-async def test_the_routes_of_another_package_check_who_calls_and_refuse_unknown_fields(monkeypatch, search_again):
-    monkeypatch.syspath_prepend(NOTES)
+async def test_the_routes_of_another_package_check_who_calls_and_refuse_unknown_fields(notes):
     app = create_app(SimpleNamespace(images=""), POLICY)
     assert (await post(app, "/v1/notes", "client", {"text": "sea"})).json() == ["sea"]
     assert (await post(app, "/v1/notes", None)).status_code == 401
@@ -85,12 +74,12 @@ def test_the_protocol_of_a_path_is_that_of_its_extension():
     assert [type(each).__name__ for each in spoken.values()] == ["MessagesExtension"] * 2 + ["NoneType"] * 3
 
 
-def test_the_help_of_the_server_imports_neither_torch_nor_fastapi():
+def test_the_help_of_the_server_imports_neither_torch_nor_fastapi(notes):
     program = "import sys; from redrafter.serve.command import main; main(['--help'])"
     program = (
         f"import atexit, sys; atexit.register(lambda: print({{'torch', 'fastapi'}} & {{*sys.modules}})); {program}"
     )
-    path = os.pathsep.join((str(NOTES), str(Path(redrafter.__file__).parents[1])))
+    path = os.pathsep.join((str(notes), str(Path(redrafter.__file__).parents[1])))
     run = [sys.executable, "-c", program]
     done = subprocess.run(run, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
