@@ -34,6 +34,7 @@ COSTLY = {
     "convert",
     "drafting",
     "engine",
+    "extensions",
     "grammar",
     "kernels",
     "scheduler",

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
-from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from redrafter.app.flags import add_options, read_options
 from redrafter.app.options import DraftOptions, LoadOptions
@@ -21,17 +20,18 @@ from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
 from redrafter.parallel.launched import process_rank
 from redrafter.serve.config import (
     LIMIT_OPTIONS,
-    NOT_OPERATED,
-    ReplicaOptions,
     ServeOptions,
     config_beside,
     parse_lora_modules,
     read_config,
 )
 from redrafter.serve.engine_process.start import EngineProcess, LoadEngine
-from redrafter.serve.network.api_keys import OPERATOR_KEY_VARIABLE, ApiKeys, collect_keys, collect_operator_keys
+from redrafter.serve.extension import extensions
+from redrafter.serve.network.api_keys import ApiKeys, collect_keys, collect_operator_keys
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from redrafter.serve.server import Server
 
 _LOG = logging.getLogger("redrafter.serve")
@@ -88,7 +88,8 @@ def build_parser() -> Parser:
     add_options(parser, ServeOptions, "serving")
     add_options(parser, LoadOptions, "loading", without=("model",))
     add_options(parser, DraftOptions, "drafting without a drafter")
-    add_options(parser, ReplicaOptions, "replicas on Ray Serve")
+    for extension in extensions():
+        add_options(parser, extension.options, extension.options_title)
     return parser
 
 
@@ -98,15 +99,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         args = _with_config(build_parser().parse_args(argv))
         options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
-        draft, replicas = read_options(DraftOptions, args), read_options(ReplicaOptions, args)
+        draft = read_options(DraftOptions, args)
+        added: list[Any] = [read_options(extension.options, args) for extension in extensions()]
         if args.print_config:
-            shown = asdict(load) | asdict(draft) | asdict(replicas) | asdict(options)
+            shown = {name: value for group in (load, draft, *added, options) for name, value in asdict(group).items()}
             if any([shown.pop("api_key"), shown.pop("operator_key")]):
                 print("redrafter: the API keys are not shown", file=sys.stderr)
             print(json.dumps(shown, indent=2))
             return 0
         request = LoadEngine(options, load, draft)  # which refuses what does not go together
-        check_paths(options, load, draft)
+        check_paths(options, load, draft, *added)
         for path in parse_lora_modules(options.lora_modules).values():
             check_adapter(path, "--lora-modules")
         missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
@@ -116,7 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             from redrafter.serve.traces import Traces
 
             Traces(options.otlp_traces_endpoint).close()  # reports what it lacks before a model is loaded
-        if process_rank() > 0 and not replicas.ray:
+        launchers = (extension.launcher(group) for extension, group in zip(extensions(), added, strict=True))
+        launch = next(filter(None, launchers), _serve)
+        if process_rank() > 0 and launch is _serve:
             worker = import_libraries("redrafter.serve.engine_process.worker")
             keys = collect_keys(options.api_key, options.api_key_file)  # so that all ranks draft alike
             code: int = worker.follow(replace(request, options=options.with_keys(len(keys))))
@@ -129,12 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options = options.with_keys(len(keys))
             request = replace(request, options=options)
             operators = collect_operator_keys(options.operator_key, keys)
-            if replicas.ray:
-                if operators:
-                    raise ArgumentError(f"{NOT_OPERATED} (--operator-key, {OPERATOR_KEY_VARIABLE})")
-                _serve_on_ray(options, load, draft, replicas, keys)
-            else:
-                _serve(request, keys, operators)
+            launch(request, keys, operators)
         except ReDrafterError as error:
             _LOG.error("%s", " ".join(str(error).split()))
             return 2
@@ -144,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_config(args: argparse.Namespace) -> argparse.Namespace:
-    kinds = (ServeOptions, LoadOptions, DraftOptions, ReplicaOptions)
+    kinds = (ServeOptions, LoadOptions, DraftOptions, *(extension.options for extension in extensions()))
     configured = read_config(args.config, kinds)
     given = {name: value for name, value in vars(args).items() if not (name == "model" and value is None)}
     model = (configured | given).get("model")
@@ -156,10 +155,12 @@ def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
     from redrafter.serve.capture import prepare_folder
     from redrafter.serve.network.server_process import ServerProcess
 
-    def start() -> "Server":
+    def start() -> "tuple[Server, ASGIApp]":
         module = import_libraries("redrafter.serve.server")  # torch, which the engine's process imports meanwhile too
+        from redrafter.serve.routes.app import server_app
+
         server: Server = module.load_server(engine, options, request.load, keys, operators)
-        return server
+        return server, server_app(server)
 
     def ready(server: "Server") -> None:
         for line in server.summary(url):
@@ -173,17 +174,6 @@ def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
         process = ServerProcess(options, listening)
         _LOG.info("on %s; loading %s", url, request.load.model or "the pair in the box")
         process.run(start, ready, lambda: engine.doing)
-
-
-def _serve_on_ray(
-    options: ServeOptions, load: LoadOptions, draft: DraftOptions, replicas: ReplicaOptions, keys: ApiKeys
-) -> None:
-    with listen(options) as listening:  # Ray's proxy says less of an address that it cannot listen on
-        url, port = address(options, listening), listening.getsockname()[1]
-    _LOG.info("on %s; loading %s on Ray Serve", url, load.model or "the pair in the box")
-    ready = partial(_LOG.info, "ready on %s", url)
-    application = import_libraries("redrafter.serve.replicas.application")
-    application.serve_replicas(replace(options, port=port), load, draft, replicas, keys, ready)
 
 
 if __name__ == "__main__":

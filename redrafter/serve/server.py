@@ -48,11 +48,9 @@ from redrafter.serve.engine_process.start import EngineProcess
 from redrafter.serve.images import ImageReader
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
-from redrafter.serve.network.guards import SMALL_BODY_BYTES, AccessPolicy
 from redrafter.serve.prompts import ChatTemplate, Prompts
-from redrafter.serve.protocol.fields import MAX_PROMPTS, StreamOptions
+from redrafter.serve.protocol.fields import MAX_PROMPTS, SMALL_BODY_BYTES, StreamOptions
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, Message, TooManyTokensError
-from redrafter.serve.routes.app import create_app
 from redrafter.serve.tools import forced_tools, strict_tools
 
 if TYPE_CHECKING:
@@ -73,7 +71,7 @@ Answer = dict[str, Any] | AsyncIterator[dict[str, Any]]  # a whole one, or the p
 
 @dataclass
 class Server:
-    """Answers requests for completions and chats with the texts of an engine, as the ASGI application `app`."""
+    """Answers requests for completions and chats with the texts of an engine."""
 
     engine: EngineClient
     tokenizer: PreTrainedTokenizerBase
@@ -107,10 +105,6 @@ class Server:
             self.images,
             self.control,
         )
-        policy = AccessPolicy.of(self.keys, options, self.operators)
-        self.app = create_app(self, policy, options.max_body_size, options.allow_runtime_lora_updating)
-        if self.traces is not None:
-            self.app.add_middleware(self.traces.continue_traces)
 
     def _observe(self, sequence: ServedSequence, delta: SequenceDelta) -> None:
         self.metrics.observe(sequence, delta)

@@ -35,7 +35,7 @@ def load():
         raise CheckpointError("this model is no good")
     load, nothing = SimpleNamespace(running=1), lambda *_: None
     engine = SimpleNamespace(start=nothing, idle=IDLE, load=load)
-    return SimpleNamespace(app=app, engine=engine, drain=nothing, close=nothing)
+    return SimpleNamespace(engine=engine, drain=nothing, close=nothing), app
 
 IDLE, DRAIN, FILES, DOING = True, 1.0, {}, "compiling kernels"
 CHANGES

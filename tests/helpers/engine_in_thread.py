@@ -19,6 +19,7 @@ from redrafter.serve.engine_process.messages import Submit
 from redrafter.serve.engine_process.process import serve
 from redrafter.serve.engine_process.start import Channel, EngineFacts
 from redrafter.serve.network.api_keys import ApiKeys
+from redrafter.serve.routes.app import server_app
 from redrafter.serve.server import Server, load_server
 
 GREEDY = SamplingParams(temperature=0)
@@ -98,7 +99,7 @@ def serving(load: LoadOptions, draft: DraftOptions | None = None, **options: Any
     server = load_server(EngineThread(engine.scheduler, pair.tokenizer, engine.facts), served, load, ApiKeys())
     server.engine.start()
     try:
-        with listening(server.app) as url:
+        with listening(server_app(server)) as url:
             yield ServerHere(server, url)
     finally:
         server.close()

@@ -4,12 +4,14 @@ import asyncio
 import inspect
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from redrafter import ReDrafter, boxed_pair
+from redrafter.serve.extension import extensions
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -20,6 +22,22 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = inspect.signature(pyfuncitem.obj).parameters
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True
+
+
+@pytest.fixture
+def search_again() -> Iterator[None]:
+    """Let extensions be searched where a test has changed the path, and again after it."""
+    extensions.cache_clear()
+    yield
+    extensions.cache_clear()
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch, search_again: None) -> Path:
+    """Put an extension of another package on the path, whose routes are `/v1/notes` and `/v1/notes/forget`."""
+    place = Path(__file__).parents[1] / "third_party" / "notes"
+    monkeypatch.syspath_prepend(place)
+    return place
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +78,7 @@ def server(loaded: Any) -> Iterator[Any]:
 def url(server: Any) -> Iterator[str]:
     """The address of `server`."""
     from helpers.serving import listening
+    from redrafter.serve.routes.app import server_app
 
-    with listening(server.app) as address:
+    with listening(server_app(server)) as address:
         yield address

@@ -22,6 +22,7 @@ from redrafter.serve.answers.call_forms import PARSERS, call_form
 from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.answers.thoughts import PARSERS as THOUGHTS
 from redrafter.serve.answers.thoughts import ThoughtMarks
+from redrafter.serve.routes.app import server_app
 from redrafter.serve.server import Server
 
 PROPERTIES = {
@@ -314,7 +315,7 @@ def test_marks_that_are_special_tokens_are_read_of_an_answer(server, tokenizer, 
     monkeypatch.setattr(server.engine, "deltas", deltas)
     tools = [{"type": "function", "function": {"name": name}} for name in TOOLS]
     body: dict[str, Any] = {"model": serving.model, "messages": [{"role": "user", "content": "Hello"}], "tools": tools}
-    with listening(serving.app) as url:
+    with listening(server_app(serving)) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         choice = client.chat.completions.create(**body).choices[0]
         assert choice.message.content == "I look."

@@ -30,6 +30,7 @@ from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import ServedSequence
 from redrafter.serve.engine_process.engine import ServedEngine
 from redrafter.serve.network.api_keys import ApiKeys
+from redrafter.serve.routes.app import server_app
 from redrafter.serve.server import Server
 
 
@@ -257,7 +258,7 @@ def test_a_server_captures_the_tokens_of_its_texts_but_for_keys_left_out(tmp_pat
     server.engine.start()
     body = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}
     chat = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 12, "stream": True}
-    with listening(server.app) as url, httpx.Client(base_url=url, timeout=300) as http:
+    with listening(server_app(server)) as url, httpx.Client(base_url=url, timeout=300) as http:
         mine, theirs = ({"Authorization": f"Bearer {key}"} for key in "ab")
         answer = http.post("/v1/completions", json=body | {"n": 2}, headers=mine).json()
         http.post("/v1/completions", json=body | {"prompt": "A secret"}, headers=theirs)

@@ -14,12 +14,12 @@ pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 
 from helpers.serving import listening
+from redrafter.extensions.messages.protocol import MessagesRequest
+from redrafter.extensions.responses.protocol import ResponsesRequest
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.protocol import fields
-from redrafter.serve.protocol.messages import MessagesRequest
 from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
-from redrafter.serve.protocol.responses import ResponsesRequest
-from redrafter.serve.routes.app import create_app
+from redrafter.serve.routes.app import create_app, server_app
 from redrafter.serve.server import Server
 
 HELLO = {"role": "user", "content": "Hello"}
@@ -243,7 +243,7 @@ def test_thoughts_are_told_apart(client, server, monkeypatch):
     thinking = Server(server.engine, server.tokenizer)
     opened = [*TALK, {"role": "assistant", "content": "<think>"}]
     body = SAME | {"max_tokens": 24, "temperature": 0}
-    with listening(thinking.app) as url:
+    with listening(server_app(thinking)) as url:
         thinker = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         assert thinker.chat.completions.create(**body).choices[0].message.content == plain
         settings = body | {"messages": opened, "extra_body": {"continue_final_message": True}}

@@ -14,6 +14,7 @@ openai = pytest.importorskip("openai")
 from helpers.serving import SCHEMA, listening, text_of
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.protocol.requests import ChatRequest
+from redrafter.serve.routes.app import server_app
 from redrafter.serve.server import Server
 
 PARSERS = ["qwen3_coder", "glm45", "mistral", "pythonic", "deepseek_v3", "hermes", "openai", "llama3_json"]
@@ -41,7 +42,7 @@ def made(server) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(made) -> "Iterator[openai.OpenAI]":
-    with listening(made.app) as url:
+    with listening(server_app(made)) as url:
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 

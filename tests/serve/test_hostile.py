@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
-from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,11 +14,12 @@ pytest.importorskip("llguidance")
 
 from helpers.processes import cpu_seconds
 from helpers.serving import Program
+from redrafter.extensions.messages.protocol import MessagesErrorAnswer
 from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.protocol.answers import ErrorAnswer
 from redrafter.serve.protocol.fields import Strict, limit_entries
-from redrafter.serve.protocol.messages import MessagesErrorAnswer
 from redrafter.serve.protocol.requests import error_body
+from redrafter.serve.routes.app import create_app
 
 CHAT, COMPLETION, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 HALF = "\ud800"  # of a character
@@ -170,7 +171,7 @@ def subclasses(cls: type[Strict]) -> Iterator[type[Strict]]:
 
 def test_no_field_makes_an_error_of_each_of_a_million_entries():
     """An error holds the event loop for some microseconds, so lists end at the first and objects may not be large."""
-    import_module("redrafter.serve.routes.app")  # which defines and imports all requests
+    create_app(SimpleNamespace())  # which defines and imports all requests
     seen = set()
     for request in subclasses(Strict):
         for schema, around in parts(request.__pydantic_core_schema__):

@@ -26,6 +26,7 @@ from redrafter.serve.answers.reader import ChatReader
 from redrafter.serve.answers.thoughts import PARSERS as THOUGHTS
 from redrafter.serve.answers.thoughts import ThoughtMarks
 from redrafter.serve.protocol.requests import ChatRequest
+from redrafter.serve.routes.app import server_app
 from redrafter.serve.server import Server
 from redrafter.serve.tools import forced_tools
 
@@ -53,7 +54,7 @@ def thinking(server) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(thinking) -> "Iterator[openai.OpenAI]":
-    with listening(thinking.app) as url:
+    with listening(server_app(thinking)) as url:
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 

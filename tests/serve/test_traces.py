@@ -25,6 +25,7 @@ from redrafter.cli import main
 from redrafter.serve.command import listen
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.network.server_process import OpenConnections, http_config
+from redrafter.serve.routes.app import server_app
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 6, "temperature": 0}
@@ -183,7 +184,7 @@ def test_pipelined_requests_are_no_children_of_the_one_before_them(traced, colle
     """Nor are later ones of the connection, which the loop reads in the context that a pipelined request left."""
     options = ServeOptions(port=0)
     listener = listen(options)
-    http = uvicorn.Server(http_config(traced.server.app, OpenConnections(10), options))
+    http = uvicorn.Server(http_config(server_app(traced.server), OpenConnections(10), options))
     thread = threading.Thread(target=http.run, args=([listener],))
     thread.start()
     body = b'{"prompt": "The sea", "max_tokens": 2}'

@@ -49,8 +49,8 @@ class ChangeAdapters:
 class ChangeEngine:
     """A request, with a number of its own, to change the engine between two steps.
 
-    `kind` is one of `CHANGES`. `path` is a directory or a file of the engine's machine; None for a change that needs
-    none, or, of a drafter, for the one before.
+    `kind` is a key of `Extension.changes`. `path` is a directory or a file of the engine's machine; None for a change
+    that needs none, or, of a drafter, for the one before.
     """
 
     number: int

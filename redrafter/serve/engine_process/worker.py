@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeAlias
 
 from redrafter.checkpoints.adapters import read_adapter
-from redrafter.engine.changes import ChangeDrafter, Sleep, UpdateWeights, Wake
+from redrafter.engine.changes import ChangeDrafter
 from redrafter.engine.engine import Engine
 from redrafter.errors import ReDrafterError, ends_device, first_line
 from redrafter.grammar.grammar import Grammar
@@ -24,15 +24,9 @@ from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
 from redrafter.serve.engine_process.messages import Cancel, EngineError, EngineLoad, Submit, Written
 from redrafter.serve.engine_process.start import LoadEngine
+from redrafter.serve.extension import make_change
 
 _LOG = logging.getLogger(__name__)
-# The changes of an engine that an operator may ask for, each made of the engine and a path or None.
-CHANGES: dict[str, Callable[[Engine, str | None], EngineChange]] = {
-    "sleep": lambda engine, _: Sleep(engine),
-    "wake": lambda engine, _: Wake(engine),
-    "update_weights": lambda engine, path: UpdateWeights(engine, path or ""),
-    "change_drafter": ChangeDrafter,
-}
 Done: TypeAlias = Callable[[EngineChange | ReDrafterError], object]  # is called with a change, or why it was not made
 MAX_FAILED_ROUNDS = 8  # in a row, without one that wrote a token: by then, what made them fail is there in every round
 STOP_SECONDS = 10.0  # seconds for which `stop` waits for the current round
@@ -139,7 +133,7 @@ class Worker:
         """Prepare a change of the engine, here, and let the rounds' thread make it between two rounds.
 
         Args:
-            kind: Which one, of `CHANGES`.
+            kind: Which one, of those that extensions make.
             path: A directory or a file for it, or None.
             done: Called in the rounds' thread with the change, once it is made, or with why it was not.
 
@@ -148,7 +142,7 @@ class Worker:
         """
         engine = self.scheduler.engine
         assert isinstance(engine, Engine), "what is served is an engine"
-        self._changes.append((CHANGES[kind](engine, path), done))
+        self._changes.append((make_change(kind, engine, path), done))
         self._work.set()
 
     def cancel(self, numbers: Iterable[int]) -> None:

@@ -23,9 +23,10 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redrafter.serve.config import ServeOptions
+from redrafter.serve.extension import protocol_at
 from redrafter.serve.log import log_requests
 from redrafter.serve.network.api_keys import OPERATOR_KEY_VARIABLE, ApiKeys
-from redrafter.serve.protocol.messages import is_messages, messages_error
+from redrafter.serve.protocol.fields import SMALL_BODY_BYTES
 from redrafter.serve.protocol.requests import ApiError, error_body
 
 # Answer with no more than a status, for load balancers and the like.
@@ -40,7 +41,6 @@ CHALLENGE = {"WWW-Authenticate": "Bearer"}
 KEY_HEADERS = (b"authorization", b"x-api-key")
 READING_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 BODY_SECONDS = 30.0  # in which a body must arrive
-SMALL_BODY_BYTES = 1 << 16  # of a body that is parsed in a few milliseconds, and need not wait for others
 POLL_SECONDS = 0.01  # after which a body that waits for its turn looks again
 MAX_LARGE_BODIES_BYTES = 256 << 20  # of larger bodies that are held at once
 # Of the bytes that a body may have, one in so many may be
@@ -86,8 +86,8 @@ class AccessPolicy:
 
 def error_answer(error: ApiError, path: str) -> JSONResponse:
     """Return the answer with an error, in the shape of the protocol that is spoken at a path."""
-    if is_messages(path):
-        status, body = messages_error(error)
+    if (protocol := protocol_at(path)) is not None:
+        status, body = protocol.format_error(error)
         return JSONResponse(body, status, error.headers)
     return JSONResponse(error_body(error.status, str(error), error.param, error.code), error.status, error.headers)
 

@@ -60,6 +60,7 @@ class ServerProcess:
         self.options, self._listening = options, listening
         self._connections = OpenConnections(room_for_connections(options.max_connections))
         self._loaded: Server | None = None
+        self._app: ASGIApp | None = None  # of the loaded server
         # Shown while the model loads: their scripts ask again until it is there.
         self._loading_pages = {"/": page("page.html", 503), "/docs": page("docs.html", 503)}
         self._ending: asyncio.Future[None] | None = None
@@ -72,16 +73,16 @@ class ServerProcess:
 
     def run(
         self,
-        load: Callable[[], "Server"],
+        load: Callable[[], "tuple[Server, ASGIApp]"],
         ready: Callable[["Server"], object],
         doing: Callable[[], str] = lambda: "loading",
     ) -> None:
         """Serve until SIGINT or SIGTERM.
 
         The first signal lets running requests end within `--drain-timeout`; a second one drops them. `load` is called
-        in a thread, while every request is answered with 503; what it raises ends the server. `ready` is called with
-        what was loaded, once it is served. `doing` returns what `load` waits for, such as "loading", for the log and
-        those who ask meanwhile.
+        in a thread, and returns the server and its application; meanwhile every request is answered with 503. What it
+        raises ends the server. `ready` is called with the server, once it is served. `doing` returns what `load` waits
+        for, such as "loading", for the log and those who ask meanwhile.
 
         Raises:
             EngineEndedError: The engine has ended by itself; running requests have got an error.
@@ -95,7 +96,7 @@ class ServerProcess:
         if self._engine_end is not None:
             raise EngineEndedError(self._engine_end)
 
-    async def _serve(self, load: Callable[[], "Server"], ready: Callable[["Server"], object]) -> None:
+    async def _serve(self, load: Callable[[], "tuple[Server, ASGIApp]"], ready: Callable[["Server"], object]) -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._log_loop_error)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -109,11 +110,11 @@ class ServerProcess:
             began, loading = time.monotonic(), asyncio.ensure_future(asyncio.to_thread(load))
             while not (await asyncio.wait([loading], timeout=LOADING_LOG_SECONDS))[0]:
                 _LOG.info("still %s after %.0f s", self._doing(), time.monotonic() - began)
-            loaded = loading.result()
+            loaded, app = loading.result()
             gc.collect()
             gc.freeze()  # what is loaded stays; collecting it takes 0.3 s, in which no row steps
             loaded.engine.start(lambda reason: loop.call_soon_threadsafe(self._engine_ended, reason))
-            self._loaded = loaded
+            self._loaded, self._app = loaded, app
             ready(loaded)
             await serving
         finally:
@@ -125,8 +126,8 @@ class ServerProcess:
                 _end_by_force_after(FORCED_END_SECONDS, self._exit_code)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._loaded is not None:
-            return await self._loaded.app(scope, receive, send)
+        if self._app is not None:
+            return await self._app(scope, receive, send)
         if scope["type"] != "http":
             return
         if scope["path"] == "/v1/health/live":

@@ -19,6 +19,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+SMALL_BODY_BYTES = 1 << 16  # of a body that is parsed in a few milliseconds, and need not wait for others
 MAX_PROMPTS = 1024  # of one request, counting each choice
 MAX_ENTRIES = 1 << 14  # of an object, such as logit_bias
 MAX_PARTS = 4096  # messages of a request, parts of a message, calls of a message

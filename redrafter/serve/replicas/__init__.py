@@ -1,1 +1,1 @@
-"""Replicas of a server on Ray Serve: which one answers a request, and who goes on with it when that one is lost."""
+"""The name by which configurations of Ray Serve call the application of replicas."""

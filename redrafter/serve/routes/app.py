@@ -1,4 +1,4 @@
-"""The ASGI application: routes of OpenAI and Anthropic, health, metrics, a page to try, and what is refused by name."""
+"""The ASGI application: routes of OpenAI and of extensions, health, metrics, a page, and what is refused by name."""
 
 import asyncio
 import json
@@ -18,6 +18,7 @@ from redrafter.sandbox.process import SandboxedProcess
 from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import Stopped
+from redrafter.serve.extension import extensions
 from redrafter.serve.network.guards import AccessPolicy, JsonRoute, add_guards, error_answer
 from redrafter.serve.protocol.answers import (
     ChatAnswer,
@@ -38,10 +39,7 @@ from redrafter.serve.protocol.requests import (
     Tool,
     error_body,
 )
-from redrafter.serve.routes.messages import add_messages
-from redrafter.serve.routes.operator import add_operator_routes
 from redrafter.serve.routes.page import page
-from redrafter.serve.routes.responses import add_responses
 from redrafter.serve.routes.translated import chat_request
 from redrafter.version import __version__
 
@@ -73,6 +71,16 @@ _REFUSED = {
     "/v1/score": "scores of pairs are not served; for log-probabilities, /v1/completions with prompt_logprobs",
     "/pooling": "pooling is not served: " + _TEXT,
 }
+
+
+def server_app(server: "Server") -> FastAPI:
+    """Return the ASGI application of a server, with the access, the limits and the traces that it was made with."""
+    options = server.options
+    policy = AccessPolicy.of(server.keys, options, server.operators)
+    app = create_app(server, policy, options.max_body_size, options.allow_runtime_lora_updating)
+    if server.traces is not None:
+        app.add_middleware(server.traces.continue_traces)
+    return app
 
 
 def create_app(
@@ -133,24 +141,43 @@ def create_app(
 
     @app.post("/v1/completions", responses=answer_responses(CompletionAnswer))
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _respond(server.completion(body, request.scope["facts"]), request)
+        return await respond(server.completion(body, request.scope["facts"]), request)
 
     @app.post("/v1/chat/completions", responses=answer_responses(ChatAnswer))
     async def chat(body: ChatRequest, request: Request) -> Response:
-        return await _respond(server.chat(body, request.scope["facts"]), request)
+        return await respond(server.chat(body, request.scope["facts"]), request)
 
     add_token_routes(app, server)
-    add_responses(app, server, _respond)
-    add_messages(app, server, _respond)
     add_adapter_routes(app, server, allow_lora_updating)
-    add_operator_routes(app, server)
+    add_extension_routes(app, server)
     for path, reason in _REFUSED.items():  # with all below them; clients do not retry after 404 in OpenAI's shape
         for route in (path, f"{path}/{{rest:path}}"):
             app.add_api_route(route, _refusal(reason), methods=["GET", "POST", "DELETE"], include_in_schema=False)
     return app
 
 
-async def _respond(
+def add_extension_routes(app: FastAPI, server: "Server") -> None:
+    """Add the routes of extensions.
+
+    Raises `ArgumentError` for one that would not check who calls, and for one that is there already.
+    """
+    for extension in extensions():
+        for route in extension.routes(server, respond):
+            if not isinstance(route, JsonRoute):
+                raise ArgumentError(
+                    f"{type(extension).__name__} has the route {getattr(route, 'path', route)!r} that does not check "
+                    "who calls: make it with APIRouter(route_class=JsonRoute), or OperatorRoute"
+                )
+            others = (other for other in app.routes if isinstance(other, JsonRoute) and other.path == route.path)
+            if any(set(other.methods or ()) & set(route.methods or ()) for other in others):
+                raise ArgumentError(
+                    f"{type(extension).__name__} has the route {route.path!r}, which the server has already: choose "
+                    "another path"
+                )
+            app.routes.append(route)  # as it is: `include_router` wraps or copies it, by FastAPI's version
+
+
+async def respond(
     work: Awaitable[dict[str, Any] | AsyncIterator[dict[str, Any]]],
     request: Request,
     events: Callable[[AsyncIterator[dict[str, Any]]], AsyncIterator[str]] | None = None,

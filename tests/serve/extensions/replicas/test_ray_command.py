@@ -13,16 +13,17 @@ import yaml
 
 from redrafter.cli import main
 from redrafter.errors import ArgumentError, MissingDependencyError
-from redrafter.serve.config import ReplicaOptions, ServeOptions, check_replicated
-from redrafter.serve.replicas.application import app
+from redrafter.extensions.replicas.options import ReplicaOptions, check_replicated
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.replicas.application import app  # as configurations of Ray Serve name it
 
 pytest.importorskip("fastapi")
 
 from helpers.fake_ray import FakeRay
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ReDrafterError
+from redrafter.extensions.replicas.application import serve_replicas
 from redrafter.serve.network.api_keys import ApiKeys
-from redrafter.serve.replicas.application import serve_replicas
 
 LOADING, RUNNING = ("DEPLOYING", ""), ("RUNNING", "")
 
@@ -95,7 +96,7 @@ def test_a_cluster_that_is_not_there_is_told(port, monkeypatch):
         serve(port)
 
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "ray"
+EXAMPLES = Path(__file__).parents[4] / "examples" / "ray"
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,17 @@ from helpers.fake_ray import Deployment, FakeHandle, FakeRay, FakeUnavailableErr
 from helpers.processes import soon
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ReDrafterError
-from redrafter.serve.config import ReplicaOptions, ServeOptions
+from redrafter.extensions.replicas.application import (
+    EngineReplica,
+    RouterReplica,
+    app,
+    build_application,
+    merge_metrics,
+)
+from redrafter.extensions.replicas.exchange import AnswerPart, AnswerStart, HttpCall, ReplicaLostError
+from redrafter.extensions.replicas.options import ReplicaOptions
+from redrafter.serve.config import ServeOptions
 from redrafter.serve.network.api_keys import ApiKeys
-from redrafter.serve.replicas.application import EngineReplica, RouterReplica, app, build_application, merge_metrics
-from redrafter.serve.replicas.exchange import AnswerPart, AnswerStart, HttpCall, ReplicaLostError
 
 
 def built(load: LoadOptions | None = None, **replicas: object) -> tuple[Deployment, Deployment]:
@@ -33,7 +40,7 @@ def built(load: LoadOptions | None = None, **replicas: object) -> tuple[Deployme
 
 @pytest.fixture(autouse=True)
 def ray(monkeypatch) -> FakeRay:
-    monkeypatch.setattr("redrafter.serve.replicas.application.start_logging", lambda form, level: None)
+    monkeypatch.setattr("redrafter.extensions.replicas.application.start_logging", lambda form, level: None)
     return FakeRay().install(monkeypatch)
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from redrafter.serve.replicas.router import rank_replicas, routing_key
+from redrafter.extensions.replicas.router import rank_replicas, routing_key
 
 pytest.importorskip("fastapi")
 
 from helpers.fake_ray import FakeRay
-from redrafter.serve.replicas.exchange import HttpCall
+from redrafter.extensions.replicas.exchange import HttpCall
 
 SYSTEM = {"role": "system", "content": "You are the keeper of a lighthouse." * 10}
 BILL = "x-anthropic-billing-header: cch="
@@ -92,7 +92,7 @@ def test_a_replica_may_have_a_quarter_more_than_the_mean_where_all_have_many():
     assert rank_replicas("hot", busy | {first: 40}, 4)[-1] == first
 
 
-MODULE = "redrafter.serve.replicas.prefix_router"
+MODULE = "redrafter.extensions.replicas.prefix_router"
 
 
 class _Id(SimpleNamespace):

@@ -22,10 +22,10 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from redrafter.extensions.replicas.exchange import AnswerPart, AnswerStart, HttpCall
+from redrafter.serve.extension import extensions, protocol_at
 from redrafter.serve.network.guards import HEALTH_PATHS, AccessPolicy, JsonRequest, add_guards, error_answer
-from redrafter.serve.protocol.messages import BILLING_MARK, MESSAGES_PATH, is_messages
 from redrafter.serve.protocol.requests import ApiError
-from redrafter.serve.replicas.exchange import AnswerPart, AnswerStart, HttpCall
 
 SESSION_HEADER = b"x-session-id"  # as Ray Serve has it
 KEY_CHARACTERS = 256  # of a prompt's beginning: some four blocks of keys and values
@@ -38,7 +38,7 @@ _DONE = b"[DONE]"
 _TOLD_BY_TOKEN = ("logprobs", "tools", "prompt_logprobs")
 _CHANNELS = ("text", "content", "reasoning_content")
 _LOG = logging.getLogger(__name__)
-WRITING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES_PATH)
+WRITING_PATHS = ("/v1/completions", "/v1/chat/completions")  # with those of extensions
 MAX_RETRIES = 2  # of a request whose replica is lost: more, and a request that ends engines would end all of them
 HEALTH_SECONDS = 5.0  # in which some replica must answer
 SEED_BITS = 61
@@ -88,7 +88,8 @@ def _beginning(prompt: Any) -> str:
     content = first.get("content", messages)  # of a message, or the list is a system prompt's blocks
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = (part.get("text") for part in parts if isinstance(part, dict))
-    told = (text for text in texts if isinstance(text, str) and not text.startswith(BILLING_MARK))
+    ignored = tuple(mark for extension in extensions() for mark in extension.ignored_marks)
+    told = (text for text in texts if isinstance(text, str) and not text.startswith(ignored))
     return " ".join(told)[:KEY_CHARACTERS]
 
 
@@ -260,7 +261,8 @@ async def _read(scope: Scope) -> tuple[bytes, Mapping[str, Any]]:
         return body, {}
     if not isinstance(document, dict):
         return body, {}
-    if scope["path"] in WRITING_PATHS and document.get("seed") is None:
+    writing = (WRITING_PATHS, *(extension.writing_paths for extension in extensions()))
+    if any(scope["path"] in paths for paths in writing) and document.get("seed") is None:
         document["seed"] = secrets.randbits(SEED_BITS)
         body = json.dumps(document).encode()
     return body, document
@@ -320,7 +322,8 @@ class _Answer:
         path = self._call.scope["path"]
         answer = error_answer(ApiError(503, message, headers={"Retry-After": "1"}), path)
         body = bytes(answer.body)
-        if self._begun:  # streams of Anthropic's protocol name their events
-            body = (b"event: error\n" if is_messages(path) else b"") + b"data: " + body + b"\n\n"
+        if self._begun:
+            event = None if (protocol := protocol_at(path)) is None else protocol.error_event
+            body = (b"" if event is None else f"event: {event}\n".encode()) + b"data: " + body + b"\n\n"
         await self._send_start(AnswerStart(answer.status_code, answer.raw_headers))
         await self._send({"type": "http.response.body", "body": body})

@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve, on two nodes: `pip install '.[ray]'`, then `pytest -m slow tests/serve/replicas`."""
+"""Replicas on Ray Serve, on two nodes: `pip install '.[ray]'`, `pytest -m slow tests/serve/extensions/replicas`."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -2,18 +2,15 @@
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from starlette.routing import BaseRoute
 
-from redrafter.sandbox.process import SandboxedProcess
-from redrafter.serve.prompts import ChatTemplate
-from redrafter.serve.protocol.answers import answer_responses
-from redrafter.serve.protocol.messages import (
-    BILLING_MARK,
-    MESSAGES_PATH,
+from redrafter.extensions.messages.names import BILLING_MARK, MESSAGES_PATH
+from redrafter.extensions.messages.protocol import (
     CountTokensAnswer,
     CountTokensRequest,
     ImageBlock,
@@ -29,6 +26,11 @@ from redrafter.serve.protocol.messages import (
     messages_error,
     text_blocks,
 )
+from redrafter.sandbox.process import SandboxedProcess
+from redrafter.serve.extension import Respond
+from redrafter.serve.network.guards import JsonRoute
+from redrafter.serve.prompts import ChatTemplate
+from redrafter.serve.protocol.answers import answer_responses
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 from redrafter.serve.routes.translated import Event, Kind, PartWriter, chat_request, format_events
 
@@ -40,12 +42,13 @@ _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "cancelled": "end_turn"}
 
 
-def add_messages(app: FastAPI, server: "Server", respond: Callable[..., Awaitable[Response]]) -> None:
-    """Add the routes. respond: makes a response of a dictionary or a stream, and stops if the client leaves."""
+def messages_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
+    """Return the routes; `respond` as `Extension.routes` gets it."""
+    routes = APIRouter(route_class=JsonRoute)
     errors: dict[int | str, dict[str, Any]] = {"default": {"model": MessagesErrorAnswer, "description": "an error"}}
     answers: dict[int | str, dict[str, Any]] = {200: answer_responses(MessageAnswer)[200]}
 
-    @app.post(MESSAGES_PATH, responses=answers | errors)
+    @routes.post(MESSAGES_PATH, responses=answers | errors)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         async def work() -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
             server.check_model(body.model)
@@ -56,7 +59,7 @@ def add_messages(app: FastAPI, server: "Server", respond: Callable[..., Awaitabl
 
         return await respond(work(), request, format_events)
 
-    @app.post(f"{MESSAGES_PATH}/count_tokens", response_model=CountTokensAnswer, responses=errors)
+    @routes.post(f"{MESSAGES_PATH}/count_tokens", response_model=CountTokensAnswer, responses=errors)
     async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
         server.check_model(body.model)
         chat = as_chat(body, server.prompts.template, server.thinks)
@@ -65,6 +68,8 @@ def add_messages(app: FastAPI, server: "Server", respond: Callable[..., Awaitabl
             return server.counting_prompts.encode_chat(chat, decoder)[0]
 
         return {"input_tokens": len(await server.encode(encode, chat, chat.messages, request.scope["facts"]))}
+
+    return routes.routes
 
 
 def as_chat(request: CountTokensRequest, template: ChatTemplate, thinks: bool = False) -> ChatRequest:

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from redrafter.serve.replicas.exchange import AnswerPart, AnswerStart, HttpCall, answer_parts
+from redrafter.extensions.replicas.exchange import AnswerPart, AnswerStart, HttpCall, answer_parts
 
 CALL = HttpCall({"type": "http"}, b"the body")
 
@@ -56,7 +56,7 @@ async def test_an_application_is_told_that_its_client_has_left():
 
 
 async def test_an_application_that_does_not_listen_is_cancelled(monkeypatch):
-    monkeypatch.setattr("redrafter.serve.replicas.exchange.LEAVING_SECONDS", 0.01)
+    monkeypatch.setattr("redrafter.extensions.replicas.exchange.LEAVING_SECONDS", 0.01)
     ended = []
 
     async def app(scope, receive, send):

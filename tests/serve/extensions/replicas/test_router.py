@@ -6,16 +6,16 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from redrafter.serve.replicas.router import DivergedError, SentStream, can_resume
+from redrafter.extensions.replicas.router import DivergedError, SentStream, can_resume
 
 pytest.importorskip("fastapi")
 
 from starlette.testclient import TestClient
 
+from redrafter.extensions.replicas.exchange import AnswerPart, AnswerStart, HttpCall, ReplicaLostError
+from redrafter.extensions.replicas.router import MAX_RETRIES, create_router
 from redrafter.serve.network.api_keys import ApiKeys
 from redrafter.serve.network.guards import AccessPolicy
-from redrafter.serve.replicas.exchange import AnswerPart, AnswerStart, HttpCall, ReplicaLostError
-from redrafter.serve.replicas.router import MAX_RETRIES, create_router
 
 JSON = AnswerStart(200, [(b"content-type", b"application/json"), (b"x-request-id", b"of the replica")])
 EVENTS = AnswerStart(200, [(b"content-type", b"text/event-stream")])
@@ -180,7 +180,7 @@ def test_a_body_that_is_too_long_is_refused():
 
 
 def test_metrics_are_those_of_all_replicas_and_health_is_503_while_none_answers(monkeypatch):
-    monkeypatch.setattr("redrafter.serve.replicas.router.HEALTH_SECONDS", 0.05)
+    monkeypatch.setattr("redrafter.extensions.replicas.router.HEALTH_SECONDS", 0.05)
     _, client = router([60.0])
     assert client.get("/metrics").text == "all metrics"
     assert client.get("/health").status_code == 503

@@ -24,11 +24,13 @@ from redrafter.app.options import LoadOptions
 from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.errors import ArgumentError
+from redrafter.extensions.replicas.options import check_replicated
+from redrafter.extensions.rollouts.changes import CHANGES
 from redrafter.model.target import Target
-from redrafter.serve.config import ServeOptions, check_replicated
+from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.engine import ServedEngine
-from redrafter.serve.engine_process.worker import CHANGES
 from redrafter.serve.network.api_keys import OPERATOR_KEY_VARIABLE, ApiKeys, collect_operator_keys
+from redrafter.serve.routes.app import server_app
 from redrafter.serve.server import load_server
 
 LOAD = LoadOptions(device="cpu", dtype="float32")
@@ -64,7 +66,7 @@ def served() -> Iterator[ServerHere]:
     server = load_server(thread, options, LOAD, ApiKeys(), ApiKeys(["sesame"], "operator"))
     server.engine.start()
     try:
-        with listening(server.app) as url:
+        with listening(server_app(server)) as url:
             here = ServerHere(server, url)
             here.memory = engine.scheduler.graphs
             yield here
@@ -110,7 +112,7 @@ def test_only_an_operator_may_change_the_engine(http, served):
 def test_an_operator_key_opens_nothing_else_and_a_client_key_opens_no_change(served):
     keys, operators = ApiKeys(["client"]), ApiKeys(["sesame"], "operator")
     server = type(served.server)(served.server.engine, served.server.tokenizer, keys=keys, operators=operators)
-    with listening(server.app) as url, httpx.Client(base_url=url, timeout=300) as http:
+    with listening(server_app(server)) as url, httpx.Client(base_url=url, timeout=300) as http:
         client = {"Authorization": "Bearer client"}
         answer = http.post("/v1/sleep", json={}, headers=client)
         assert (answer.status_code, "operator's key" in answer.text) == (403, True)
@@ -121,7 +123,7 @@ def test_an_operator_key_opens_nothing_else_and_a_client_key_opens_no_change(ser
 
 def test_a_server_without_an_operator_key_says_what_to_type(served):
     server = type(served.server)(served.server.engine, served.server.tokenizer)
-    with listening(server.app) as url:
+    with listening(server_app(server)) as url:
         for path in PATHS:
             answer = httpx.post(url + path, json={}, headers=OPERATOR)
             assert answer.status_code == 404

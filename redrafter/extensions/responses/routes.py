@@ -2,15 +2,14 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from starlette.routing import BaseRoute
 
-from redrafter.serve.protocol.answers import answer_responses
-from redrafter.serve.protocol.requests import ApiError, ChatRequest, TooManyTokensError
-from redrafter.serve.protocol.responses import (
+from redrafter.extensions.responses.protocol import (
     CallItem,
     CallOutputItem,
     FlatToolChoice,
@@ -20,16 +19,21 @@ from redrafter.serve.protocol.responses import (
     ResponseAnswer,
     ResponsesRequest,
 )
+from redrafter.serve.extension import Respond
+from redrafter.serve.network.guards import JsonRoute
+from redrafter.serve.protocol.answers import answer_responses
+from redrafter.serve.protocol.requests import ApiError, ChatRequest, TooManyTokensError
 from redrafter.serve.routes.translated import Event, Kind, PartWriter, chat_request, format_events
 
 if TYPE_CHECKING:
     from redrafter.serve.server import Server
 
 
-def add_responses(app: FastAPI, server: "Server", respond: Callable[..., Awaitable[Response]]) -> None:
-    """Add the route. respond: makes a response of a dictionary or a stream, and stops if the client leaves."""
+def responses_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
+    """Return the route; `respond` as `Extension.routes` gets it."""
+    routes = APIRouter(route_class=JsonRoute)
 
-    @app.post("/v1/responses", responses=answer_responses(ResponseAnswer))
+    @routes.post("/v1/responses", responses=answer_responses(ResponseAnswer))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         head = _head(body, body.model or server.model)
 
@@ -41,6 +45,8 @@ def add_responses(app: FastAPI, server: "Server", respond: Callable[..., Awaitab
             return head | _whole(answer) if isinstance(answer, dict) else response_events(head, answer)
 
         return await respond(work(), request, format_events)
+
+    return routes.routes
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:

@@ -7,8 +7,9 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter
 from pydantic import BaseModel, StrictBool, model_validator
+from starlette.routing import BaseRoute
 
 from redrafter.errors import CacheFullError, ReDrafterError
 from redrafter.serve.engine_process.client import Stopped
@@ -112,8 +113,8 @@ def _is_there(path: str, kind: str) -> bool:
     return os.path.isdir(path) or (kind == "update_weights" and os.path.isfile(path))
 
 
-def add_operator_routes(app: FastAPI, server: "Server") -> None:
-    """Add the routes, each of which checks the operator's key."""
+def rollout_routes(server: "Server") -> list[BaseRoute]:
+    """Return the routes, each of which checks the operator's key."""
     operated, routes = OperatedEngine(server), APIRouter(route_class=OperatorRoute)
     options: dict[str, Any] = {"response_model": EngineState}
     options["responses"] = error_responses(400, 401, 403, 404, 408, 413, 422, 500, 503)
@@ -139,4 +140,4 @@ def add_operator_routes(app: FastAPI, server: "Server") -> None:
     async def drafter() -> EngineState:
         return operated.state
 
-    app.routes.extend(routes.routes)  # as they are: `include_router` wraps or copies them, by FastAPI's version
+    return routes.routes

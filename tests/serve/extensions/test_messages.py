@@ -18,13 +18,19 @@ from pydantic import TypeAdapter
 from helpers.chats import LLAMA_LIKE, tiny_tokenizer
 from helpers.serving import SCHEMA, Program, listening
 from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.extensions.messages.protocol import (
+    CountTokensRequest,
+    MessagesErrorAnswer,
+    MessagesRequest,
+    messages_error,
+)
+from redrafter.extensions.messages.routes import as_chat, message_events
 from redrafter.scheduler.waiting_queue import QueueFullError
 from redrafter.serve.answers.call_forms import HarmonyMessages
 from redrafter.serve.engine_process.client import SlowConsumerError, Stopped
 from redrafter.serve.prompts import Prompts
-from redrafter.serve.protocol.messages import CountTokensRequest, MessagesErrorAnswer, MessagesRequest, messages_error
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
-from redrafter.serve.routes.messages import as_chat, message_events
+from redrafter.serve.routes.app import server_app
 from redrafter.serve.server import Server
 
 EVENTS = TypeAdapter(RawMessageStreamEvent)
@@ -494,7 +500,7 @@ def thinker(server: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     template = server.tokenizer.chat_template
     monkeypatch.setattr(server.tokenizer, "chat_template", template + "{# <think> </think> #}")
     monkeypatch.setattr(server.engine, "on_delta", server.engine.on_delta)  # is put back in the end
-    with listening(Server(server.engine, server.tokenizer).app) as url:
+    with listening(server_app(Server(server.engine, server.tokenizer))) as url:
         yield url
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from redrafter.serve.replicas.exchange import HttpCall
-from redrafter.serve.replicas.router import rank_replicas
+from redrafter.extensions.replicas.exchange import HttpCall
+from redrafter.extensions.replicas.router import rank_replicas
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray may not be installed where types are checked

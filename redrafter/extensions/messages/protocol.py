@@ -25,10 +25,6 @@ from redrafter.serve.protocol.requests import (
     error_body,
 )
 
-MESSAGES_PATH = "/v1/messages"
-# Claude Code's system prompt begins with a block of this kind: a hash for Anthropic's billing, another one in every
-# request. It would keep all that follows from being found in the cache.
-BILLING_MARK = "x-anthropic-billing-header"
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -45,11 +41,6 @@ _REFUSED_BLOCKS = {
     "redacted_thinking": "only Anthropic can read it: leave it out",
     "tool_reference": "all tools are told from the beginning: leave out defer_loading and the search for tools",
 }
-
-
-def is_messages(path: str) -> bool:
-    """Return whether Anthropic's protocol is spoken at a path."""
-    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def messages_error(error: ApiError) -> tuple[int, dict[str, Any]]:

@@ -14,9 +14,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
 from helpers.serving import SCHEMA, Program
+from redrafter.extensions.responses.protocol import ResponsesRequest
+from redrafter.extensions.responses.routes import as_chat, response_events
 from redrafter.serve.protocol.requests import ApiError
-from redrafter.serve.protocol.responses import ResponsesRequest
-from redrafter.serve.routes.responses import as_chat, response_events
 
 EVENTS = TypeAdapter(ResponseStreamEvent)
 TALK = {"input": "Tell me of the sea", "max_output_tokens": 24, "temperature": 0}

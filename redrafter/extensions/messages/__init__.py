@@ -1,0 +1,37 @@
+"""Anthropic's Messages protocol, as its client and coding agents speak it."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from redrafter.extensions.messages.names import BILLING_MARK, MESSAGES_PATH
+from redrafter.serve.extension import Extension, Respond
+
+if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
+    from redrafter.serve.protocol.requests import ApiError
+    from redrafter.serve.server import Server
+
+
+class MessagesExtension(Extension):
+    """Adds `/v1/messages` and `/v1/messages/count_tokens`, with errors in Anthropic's shape."""
+
+    protocol_path = MESSAGES_PATH
+    error_event = "error"
+    writing_paths = (MESSAGES_PATH,)
+    ignored_marks = (BILLING_MARK,)
+
+    def routes(self, server: "Server", respond: Respond) -> "Sequence[BaseRoute]":
+        """Return the routes; they are for clients."""
+        from redrafter.extensions.messages.routes import messages_routes
+
+        return messages_routes(server, respond)
+
+    def format_error(self, error: "ApiError") -> tuple[int, dict[str, Any]]:
+        """Return the status and the body of an error in Anthropic's shape."""
+        from redrafter.extensions.messages.protocol import messages_error
+
+        return messages_error(error)
+
+
+EXTENSION = MessagesExtension()

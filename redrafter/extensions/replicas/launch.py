@@ -1,0 +1,31 @@
+"""What `redrafter serve --ray` does once its options are read, before torch is imported."""
+
+import logging
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from redrafter.app.program import import_libraries
+from redrafter.errors import ArgumentError
+from redrafter.extensions.replicas.options import NOT_OPERATED, ReplicaOptions
+from redrafter.serve.network.api_keys import OPERATOR_KEY_VARIABLE, ApiKeys
+
+if TYPE_CHECKING:
+    from redrafter.serve.engine_process.start import LoadEngine
+
+_LOG = logging.getLogger("redrafter.serve")
+
+
+def launch(replicas: ReplicaOptions, request: "LoadEngine", keys: ApiKeys, operators: ApiKeys) -> None:
+    """Serve what a server would load, with replicas; raise `ArgumentError` where operators have keys."""
+    from redrafter.serve.command import address, listen
+
+    options, load = request.options, request.load
+    if operators:
+        raise ArgumentError(f"{NOT_OPERATED} (--operator-key, {OPERATOR_KEY_VARIABLE})")
+    with listen(options) as listening:  # Ray's proxy says less of an address that it cannot listen on
+        url, port = address(options, listening), listening.getsockname()[1]
+    _LOG.info("on %s; loading %s on Ray Serve", url, load.model or "the pair in the box")
+    ready = partial(_LOG.info, "ready on %s", url)
+    application = import_libraries("redrafter.extensions.replicas.application")
+    application.serve_replicas(replace(options, port=port), load, request.draft, replicas, keys, ready)
