@@ -42,6 +42,7 @@ from redrafter.engine.modes import kv_dtype_of, make_batch_invariant, use_kv_cac
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import AdapterNames, OwnArguments, Request, Seed, read_request, row_adapters
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
+from redrafter.features import HOST_CACHE
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.lora import LoraWeights
 from redrafter.model.supported import check_autocast
@@ -99,11 +100,8 @@ class Engine(Changeable):
         self.target = target
         super().__init__()
         self.proposer, self.options = proposer, options or EngineOptions()
-        if self.options.kv_host_cache_gib and target.ranks.size > 1:
-            raise UnsupportedError(
-                "kv_host_cache_gib (--kv-host-cache-gib) is not supported with tensor parallelism: leave it out, or "
-                "run in one process, without torchrun and tp_size"
-            )
+        if self.options.kv_host_cache_gib:
+            target.features.check(HOST_CACHE)
         if self.options.batch_invariant:
             make_batch_invariant(target, proposer.model, compile=self.options.compile)
         use_kv_cache_dtype(target, proposer.model, self.options.kv_cache_dtype)

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 import torch
 
-from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.errors import UnsupportedError
+from redrafter.features import BATCH_INVARIANCE, EAGER_FORWARD, FeatureSet
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
 
@@ -24,13 +25,12 @@ def make_batch_invariant(target: Target, draft_model: Target | None, *, compile:
     What is drafted changes no text, so the draft model is computed as ever.
 
     Raises:
-        ArgumentError: The target is on a GPU, and `compile` says that it is not compiled.
-        UnsupportedError: The target cannot be computed so, or the draft model not beside it.
+        ArgumentError: The target was compiled before.
+        UnsupportedError: The target cannot be computed so, as on a GPU without `compile`, or the draft model not
+            beside it.
     """
     if target.device.type == "cuda" and not compile:
-        raise ArgumentError(
-            "batch_invariant=True needs the compiled forward on a GPU: leave out compile=False (--no-compile)"
-        )
+        FeatureSet(target.name, EAGER_FORWARD).check(BATCH_INVARIANCE)
     target.make_batch_invariant()
     if draft_model is not None and draft_model is not target:
         _decode_paged("batch_invariant=True", "without --batch-invariant", target, draft_model)
@@ -55,7 +55,7 @@ def _decode_paged(mode: str, instead: str, target: Target, *models: Target) -> N
 
 def check_processors(target: Target, processors: Iterable[object]) -> None:
     """Refuse Hugging Face's processors by which a batch-invariant target would draw other tokens in another batch."""
-    if not target.batch_invariant or target.device.type == "cpu":
+    if BATCH_INVARIANCE not in target.features or target.device.type == "cpu":
         return
     for processor in processors:
         if argument := _BY_ROWS.get(type(processor).__name__):

@@ -16,6 +16,7 @@ from redrafter.cache.kv_cache import stored_as
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.states import RowStates
 from redrafter.errors import CacheFullError, UnsupportedError, first_line
+from redrafter.features import BATCH_INVARIANCE, OWNERS_HOOKS, FeatureSet
 from redrafter.files.home import keep_kernels
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.batch_invariance import check_rows
@@ -248,8 +249,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     target.note_state()  # fused weights are elsewhere
     compile = compile and all(mixer.tokens_alone for mixer in target.traits.mixers)
     if hooked := target.hooked:
-        if target.batch_invariant:
-            raise UnsupportedError(f"{target.name} cannot be batch-invariant: {hooked} has a forward hook")
+        FeatureSet(f"{target.name} with a hook on {hooked}", *target.features).check(OWNERS_HOOKS)
         if target.device.type == "cuda":
             warnings.warn(
                 f"{hooked} has a forward hook, so steps of {target.name} are neither compiled nor captured, slower: "
@@ -265,7 +265,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     try:
         forward()
     except Exception as error:
-        if target.batch_invariant:
+        if BATCH_INVARIANCE in target.features:
             raise UnsupportedError(
                 f"{target.name} cannot be batch-invariant: it cannot be compiled ({first_line(error)})"
             ) from error
@@ -276,7 +276,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
             stacklevel=2,
         )
         return
-    if target.batch_invariant:
+    if BATCH_INVARIANCE in target.features:
         check_rows(target.varlen_forward, store)
 
 

@@ -15,6 +15,7 @@ from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import stack_block_tables
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.draft_model import clamp_to_vocab
+from redrafter.features import RECURRENT_STATES
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.forward_batch import Prompts
@@ -309,7 +310,7 @@ class Prefiller:
     def can_mix(self) -> bool:
         """Tell whether steps can read prompts too: not where a draft model must read them as well, or whole."""
         # Recurrent layers read prompts row by row, in a forward of their own.
-        may_mix = not self._target.keeps_states and self._target.paged.ok
+        may_mix = RECURRENT_STATES not in self._target.features and self._target.paged.ok
         return may_mix and self._draft_model is None and self._limits.chunked
 
     def fits_step(self, sequences: Sequence[TokenSequence], *, alone: bool) -> bool:
