@@ -38,11 +38,10 @@ from redrafter.engine.arguments import (
 from redrafter.engine.call import Call, ColumnStream, GenerateOutput, StepStreamer, takes_columns
 from redrafter.engine.changeable import Changeable
 from redrafter.engine.idle_batches import IdleBatches
-from redrafter.engine.modes import kv_dtype_of, make_batch_invariant, use_kv_cache_dtype
+from redrafter.engine.modes import set_modes
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import AdapterNames, OwnArguments, Request, Seed, read_request, row_adapters
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
-from redrafter.features import HOST_CACHE
 from redrafter.model.linear_layers import forward_bytes
 from redrafter.model.lora import LoraWeights
 from redrafter.model.supported import check_autocast
@@ -100,11 +99,7 @@ class Engine(Changeable):
         self.target = target
         super().__init__()
         self.proposer, self.options = proposer, options or EngineOptions()
-        if self.options.kv_host_cache_gib:
-            target.features.check(HOST_CACHE)
-        if self.options.batch_invariant:
-            make_batch_invariant(target, proposer.model, compile=self.options.compile)
-        use_kv_cache_dtype(target, proposer.model, self.options.kv_cache_dtype)
+        set_modes(target, proposer.model, self.options)
         self.plain: Proposer = PlainProposer()
         self.draft_model = proposer.model
         self.graphs: PagedMemory | None = None
@@ -150,15 +145,13 @@ class Engine(Changeable):
         return PagedMemory.on(
             self.target,
             None if self._unpaged_draft else self.draft_model,
-            memory_fraction=self.options.kv_cache_free_gpu_memory_fraction,
+            options=self.options,
             max_seq_len=self.options.max_seq_len,
             rows=rows,
             max_rows=rows if max_rows is None else max_rows,
             compile=self.options.compile,
             draft_pieces=None if self.draft_vocabulary is None else self.draft_vocabulary.max_pieces,
-            host_bytes=int(self.options.kv_host_cache_gib * 2**30),
-            kv_dtype=kv_dtype_of(self.options.kv_cache_dtype),
-            prefix_states=self.options.max_prefix_states if reuse else 0,
+            reuse=reuse,
         )
 
     def open_graphs(self) -> PagedMemory:

@@ -4,8 +4,10 @@ from collections.abc import Iterable
 
 import torch
 
+from redrafter.cache.options import CacheOptions
+from redrafter.engine.options import EngineOptions
 from redrafter.errors import UnsupportedError
-from redrafter.features import BATCH_INVARIANCE, EAGER_FORWARD, FeatureSet
+from redrafter.features import BATCH_INVARIANCE, EAGER_FORWARD, HOST_CACHE, FeatureSet
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
 
@@ -17,6 +19,15 @@ _BY_ROWS = {
     "TopHLogitsWarper": "top_h",
     "TypicalLogitsWarper": "typical_p",
 }
+
+
+def set_modes(target: Target, draft_model: Target | None, options: EngineOptions) -> None:
+    """Let the models of an engine be computed as its options say; raise `UnsupportedError` where they cannot be."""
+    if options.kv_host_cache_gib:
+        target.features.check(HOST_CACHE)
+    if options.batch_invariant:
+        make_batch_invariant(target, draft_model, compile=options.compile)
+    use_kv_cache_dtype(target, draft_model, options)
 
 
 def make_batch_invariant(target: Target, draft_model: Target | None, *, compile: bool) -> None:
@@ -65,21 +76,13 @@ def check_processors(target: Target, processors: Iterable[object]) -> None:
             )
 
 
-_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-
-
-def kv_dtype_of(name: str) -> torch.dtype | None:
-    """Return the format that a name of `KV_CACHE_DTYPES` stands for; None for that of the activations."""
-    return _DTYPES.get(name)
-
-
-def use_kv_cache_dtype(target: Target, draft_model: Target | None, name: str) -> None:
+def use_kv_cache_dtype(target: Target, draft_model: Target | None, options: CacheOptions) -> None:
     """Let the models of an engine be decoded on a paged cache, which alone stores keys and values in FP8.
 
     Raises:
         UnsupportedError: A model cannot be decoded so, or the GPU has no such format.
     """
-    dtype = kv_dtype_of(name)
+    dtype, name = options.kv_dtype, options.kv_cache_dtype
     if dtype is None:
         return
     if target.device.type == "cuda" and dtype == torch.float8_e4m3fn:

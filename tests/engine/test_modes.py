@@ -264,10 +264,10 @@ def test_an_older_gpu_has_e5m2_alone(monkeypatch, name, capability, fits):
     monkeypatch.setattr(target, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     if fits:
-        use_kv_cache_dtype(target, None, name)
+        use_kv_cache_dtype(target, None, EngineOptions(kv_cache_dtype=name))
     else:
         with pytest.raises(UnsupportedError, match=r"this one has 8\.0: take 'fp8_e5m2'"):
-            use_kv_cache_dtype(target, None, name)
+            use_kv_cache_dtype(target, None, EngineOptions(kv_cache_dtype=name))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

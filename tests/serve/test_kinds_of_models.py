@@ -147,7 +147,7 @@ def test_a_cache_on_the_host_needs_reuse():
 
 @pytest.mark.parametrize("gib", [-1.0, float("nan"), 1e9])
 def test_a_size_that_cannot_be_is_refused_before_anything_is_loaded(gib: float):
-    with pytest.raises(ArgumentError, match=r"--kv-host-cache-gib\) must be from 0 to the machine's memory"):
+    with pytest.raises(ArgumentError, match="kv_host_cache_gib must be from 0 to the machine's memory"):
         LoadOptions(kv_host_cache_gib=gib)
 
 
