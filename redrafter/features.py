@@ -63,6 +63,7 @@ class FeatureSet:
 RECURRENT_STATES = Feature("layers with recurrent states")
 CHUNKED_ATTENTION = Feature("attention within chunks")
 INDEXED_ATTENTION = Feature("attention to tokens that an indexer chooses")
+ROPE_BY_LENGTH = Feature("a rope that follows the length of a sequence")
 SWITCHING_ROPE = Feature("a rope that switches at a length of sequence")
 QUANTISED_WEIGHTS = Feature("weights that another library quantised", "load it unquantised")
 GGUF_FILE = Feature("weights in a GGUF file")
@@ -157,6 +158,11 @@ HOST_CACHE = Feature(
         TENSOR_PARALLELISM: "blocks on the host belong to one process",
         NO_PREFIX_REUSE: "what is stored on the host is never found again",
     },
+)
+GRAMMARS = Feature(
+    "grammars (response_format, structured_outputs, a tool_choice that forces a call)",
+    "leave them out",
+    {TENSOR_PARALLELISM: "a server's processes follow no grammars yet"},
 )
 ENGINE_CHANGES = Feature(
     "changes of a running engine",

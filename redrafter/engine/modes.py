@@ -7,7 +7,7 @@ import torch
 from redrafter.cache.options import CacheOptions
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import UnsupportedError
-from redrafter.features import BATCH_INVARIANCE, EAGER_FORWARD, HOST_CACHE, FeatureSet
+from redrafter.features import BATCH_INVARIANCE, EAGER_FORWARD, HOST_CACHE, Feature, FeatureSet
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
 
@@ -66,14 +66,12 @@ def _decode_paged(mode: str, instead: str, target: Target, *models: Target) -> N
 
 def check_processors(target: Target, processors: Iterable[object]) -> None:
     """Refuse Hugging Face's processors by which a batch-invariant target would draw other tokens in another batch."""
-    if BATCH_INVARIANCE not in target.features or target.device.type == "cpu":
+    if target.device.type == "cpu":
         return
     for processor in processors:
         if argument := _BY_ROWS.get(type(processor).__name__):
-            raise UnsupportedError(
-                f"{argument} sums in an order that suits the number of rows, which batch_invariant=True rules out: use "
-                "top_p, top_k or min_p"
-            )
+            why = "it sums in an order that suits the number of rows"
+            target.features.check(Feature(argument, "use top_p, top_k or min_p", {BATCH_INVARIANCE: why}))
 
 
 def use_kv_cache_dtype(target: Target, draft_model: Target | None, options: CacheOptions) -> None:

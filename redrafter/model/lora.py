@@ -241,7 +241,7 @@ class AdapterSlots:
         return list(self._by_name)
 
     def load(self, name: str, weights: LoraWeights, max_loras: int, max_lora_rank: int) -> Adapter:
-        """Load an adapter into a free slot. Rows that have the slot in `ForwardBatch.adapters` are computed with it.
+        """Load an adapter into a free slot. Rows that have the slot in `ForwardBatch.inputs` are computed with it.
 
         Args:
             name: What to call it.

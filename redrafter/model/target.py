@@ -4,7 +4,7 @@ The model is used as it is: no forked modelling code, nothing stored on it. When
 compared with plain forwards; an architecture whose answers differ is refused, so what is served is right.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,10 @@ from redrafter.features import (
     INDEXED_ATTENTION,
     QUANTISED_WEIGHTS,
     RECURRENT_STATES,
+    ROPE_BY_LENGTH,
     SWITCHING_ROPE,
     TENSOR_PARALLELISM,
+    Feature,
     FeatureSet,
 )
 from redrafter.files.dtype_names import dtype_name
@@ -319,23 +321,23 @@ class Target(BoundModel):
         tree = batch.tree if self.rope is None else self.rope.drop_past_switch(batch.tree, batch.length)
         return ForwardOutput(tree, *forward(batch))
 
-    def reread(self, tokens: Tensor, marked: Tensor, cache: KVCache, adapters: Tensor | None) -> None:
+    def reread(self, tokens: Tensor, marked: Tensor, cache: KVCache, inputs: Mapping[Feature, Tensor]) -> None:
         """Read again rows that have reached the rope switch, with the frequencies of long texts; see `reread_from`.
 
         Args:
             tokens: The texts of all rows, `[B, P]` int64.
             marked: The rows that are read again, `[B]` bool.
             cache: Keys and values of all rows; those of the rows that are read again are replaced.
-            adapters: As in `ForwardBatch`.
+            inputs: As in `ForwardBatch`.
         """
         assert self.reread_from is not None, "the model has no rope that switches"
         end, rows = self.reread_from, marked.nonzero()[:, 0]
         if not len(rows):
             return
-        adapters = None if adapters is None else adapters[rows]
         with cache.subset(rows, end) as some:
             starts, ends, long = [0] * len(rows), [end] * len(rows), torch.full_like(rows, end + 1)
-            self.prompt_reader.read(Prompts(tokens[rows], starts, ends, some, long, adapters))
+            of_rows = {feature: x[rows] for feature, x in inputs.items()} | {ROPE_BY_LENGTH: long}
+            self.prompt_reader.read(Prompts(tokens[rows], starts, ends, some, of_rows))
 
     def prefill(
         self, prompts: Prompts, *, max_tokens: int | None = None, show: ShowLogits | None = None

@@ -18,7 +18,7 @@ from redrafter.attention.mask import TreeSlots, additive_mask
 from redrafter.attention.tree_plan import ChunkEnds
 from redrafter.cache.dense import CACHE_NAME, DenseCache, cache_argument
 from redrafter.errors import UnsupportedError
-from redrafter.features import FeatureSet
+from redrafter.features import ADAPTERS, IMAGES, ROPE_BY_LENGTH, FeatureSet
 from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, join_hidden
 from redrafter.model.lora import AdapterSlots
 from redrafter.model.patch import CompiledPart, ModelPatch
@@ -181,7 +181,8 @@ class PaddedForward(TreeForward):
         new, mixing = tree.new, None
         nodes = tree.tokens.shape[1]
         cache.write_after(length + (nodes - new), new, drafts=nodes > 1 and batch.pieces is None)
-        positions = places if batch.position_shift is None else places + batch.position_shift[:, None]
+        shift = batch.inputs.get(IMAGES)
+        positions = places if shift is None else places + shift[:, None]
         if bound.context is not None:
             # Nodes past the end of the context are never kept; they only must not index past a table.
             positions = positions.clamp(max=bound.context - 1)
@@ -191,12 +192,12 @@ class PaddedForward(TreeForward):
             if self._mixers:
                 mixing = mixer_plan(batch, padded=True)
                 replace_mixers(patch, self._mixers, mixing)
-            if batch.adapters is not None:
-                bound.adapters.loaded.apply(patch, bound.adapters.loaded.keep(batch.adapters[:, None].expand(-1, new)))
+            if (adapters := batch.inputs.get(ADAPTERS)) is not None:
+                bound.adapters.loaded.apply(patch, bound.adapters.loaded.keep(adapters[:, None].expand(-1, new)))
             if self._slot_readers:
                 answer_by_position(patch, self._slot_readers, lambda: places, slots)
             if bound.rope is not None:
-                at_least = torch.zeros_like(length) if batch.rope_lengths is None else batch.rope_lengths
+                at_least = batch.inputs.get(ROPE_BY_LENGTH, torch.zeros_like(length))
                 bound.rope.apply(patch, lambda: at_least[:, None])
             self._index, self._written = index, cache
             mask = None if cache.committed else self._mask(slots)

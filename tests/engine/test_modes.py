@@ -284,5 +284,5 @@ def test_processors_that_sum_by_rows_are_refused_on_a_gpu(monkeypatch):
     engine = engine_of(tiny_target("llama", torch.bfloat16), options=INVARIANT)
     engine.generate(*uneven_batch(rows=1), max_new_tokens=2, do_sample=True, typical_p=0.9)
     monkeypatch.setattr(engine.target, "device", torch.device("cuda"))
-    with pytest.raises(UnsupportedError, match="typical_p sums in an order that suits the number of rows"):
+    with pytest.raises(UnsupportedError, match="typical_p and batch_invariant=True exclude each other: it sums"):
         check_processors(engine.target, [TypicalLogitsWarper(0.9)])
