@@ -1,7 +1,13 @@
-"""How an option is declared: a field of a dataclass, with what its flag says of it."""
+"""How an option is declared: a field of a dataclass, with what its flag says of it and which values it takes."""
 
-from dataclasses import field
+from collections.abc import Callable
+from dataclasses import field, fields
 from typing import Any
+
+from redrafter.errors import ArgumentError
+
+Check = Callable[[object], str | None]
+"""Returns what a value must be, such as "a positive integer", where it is not; None where it is."""
 
 
 def option(default: Any, help: str, **argument: Any) -> Any:
@@ -13,7 +19,43 @@ def option(default: Any, help: str, **argument: Any) -> Any:
             as the help of its flag `--no-...` is derived from it.
         argument: Further arguments of `ArgumentParser.add_argument`, such as `choices`, `metavar`, `type`, `required`;
             `path=True` for a flag that names a file or a directory; `names`, which of the checks of
-            `redrafter.app.paths` its value gets; and `commands`, names of the commands that have the
-            flag, where not all do.
+            `redrafter.app.paths` its value gets; `commands`, names of the commands that have the flag, where not all
+            do; and `check`, a `Check` of its value for `check_values`.
     """
     return field(default=default, metadata={"help": help, **argument})
+
+
+def check_values(options: Any) -> None:
+    """Raise `ArgumentError` for a field of a dataclass of options whose value its declaration rules out.
+
+    That is one that its `check` refuses or that is not among its `choices`, and anything but a bool where the default
+    is one. Fields of a subclass are checked too, where they declare a `check` or a bool.
+    """
+    for item in fields(options):
+        value, choices, must_be = getattr(options, item.name), item.metadata.get("choices"), None
+        if check := item.metadata.get("check"):
+            must_be = check(value)
+        elif isinstance(item.default, bool) and not isinstance(value, bool):
+            must_be = "True or False"
+        elif choices and value not in (item.default, *choices):
+            must_be = f"one of {', '.join(choices)}"
+        if must_be is not None:
+            raise ArgumentError(f"{item.name} must be {must_be}, got {value!r}")
+
+
+def whole(least: int, *, optional: bool = False) -> Check:
+    """Return the check of an integer of at least `least`; with `optional`, None is one too."""
+    named = {0: "an integer of 0 or more", 1: "a positive integer"}
+    must_be = named.get(least, f"an integer of {least} or more, and below 2**31")
+
+    def check(value: object) -> str | None:
+        fits = isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
+        return None if fits or (optional and value is None) else must_be
+
+    return check
+
+
+def share(value: object) -> str | None:
+    """Check that a value is a number above 0 and at most 1."""
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+    return None if fits else "above 0 and at most 1"

@@ -108,9 +108,7 @@ def step(
     noise = sampler.noise(state.length + 1, tree.levels + 1, known=noise)  # drafts that the text adds may be deeper
 
     # 2. Verify. One forward computes the target's logits and hidden states at all nodes.
-    batch = ForwardBatch(
-        tree, state.length, cache, position_shift=state.position_shift, adapters=state.adapters, chunks=chunks
-    )
+    batch = ForwardBatch(tree, state.length, cache, inputs=state.inputs, chunks=chunks)
     verified = target.verify(batch)  # logits [B, N, V], hidden states [B, N, F]
 
     # 3. Draw. The target draws its own next token at every node, after that node's own prefix.

@@ -17,6 +17,7 @@ from redrafter.options import option as option
 
 T = TypeVar("T")
 
+_NOT_ARGPARSE = ("path", "names", "commands", "check")  # metadata of fields that `add_argument` does not take
 _METAVARS = {int: "N", float: "X"}
 
 
@@ -101,7 +102,7 @@ def add_options(
     for item in sorted(fields(options), key=lambda item: item.name in inherited):
         if item.name in without or command not in item.metadata.get("commands", command):
             continue
-        argument = {key: value for key, value in item.metadata.items() if key not in ("path", "names", "commands")}
+        argument = {key: value for key, value in item.metadata.items() if key not in _NOT_ARGPARSE}
         negated = item.default is True
         kind = next(arm for arm in union_arms(hints[item.name]) if arm is not type(None))
         if kind is bool and "type" not in argument:

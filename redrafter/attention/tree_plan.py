@@ -1,7 +1,7 @@
 """What attention over a paged cache must know of a forward over token trees."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from redrafter.attention.mask import AttentionKind, TreeSlots, additive_mask
+from redrafter.features import ADAPTERS, ROPE_BY_LENGTH, Feature
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK, AttentionInputs, TokenRows
 from redrafter.kernels.block_size import BLOCK_SIZE
 
@@ -30,24 +31,23 @@ class PromptChunks:
         starts: Index in `tokens` of the first token of each chunk and, last, of the padding, `[P + 1]` int64.
         lengths: Tokens of each prompt that the cache holds already, `[P]` int64.
         table: Blocks of each prompt in order of position, `[P, M]` int32; 0 where it has fewer.
-        adapters: Slot of each prompt's adapter, 0 for none, `[P]` int64.
-        prompts: Length of text whose rope each prompt's tokens have at least, `[P]` int64.
+        inputs: The number of each prompt that a feature reads, `[P]` int64, by feature, as in `ForwardBatch`.
     """
 
     tokens: Tensor
     starts: Tensor
     lengths: Tensor
     table: Tensor
-    adapters: Tensor
-    prompts: Tensor
+    inputs: Mapping[Feature, Tensor]
 
     @classmethod
     def room(cls, count: int, blocks: int, device: torch.device) -> "PromptChunks":
         """Return empty room for P = `count` chunks, with M = `blocks` blocks in each block table."""
         with device:
             tokens, starts = torch.zeros(count * TOKENS_PER_CHUNK, dtype=torch.long), torch.zeros(count + 1).long()
-            lengths, adapters, prompts = (starts[:-1].clone() for _ in range(3))
-            return cls(tokens, starts, lengths, torch.zeros(count, blocks, dtype=torch.int32), adapters, prompts)
+            lengths, table = starts[:-1].clone(), torch.zeros(count, blocks, dtype=torch.int32)
+            inputs = {feature: starts[:-1].clone() for feature in (ADAPTERS, ROPE_BY_LENGTH)}
+            return cls(tokens, starts, lengths, table, inputs)
 
     @property
     def count(self) -> int:

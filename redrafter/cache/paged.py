@@ -166,7 +166,7 @@ class PagedCache(KVCache):
     def plan_chains(self, tree: Tree, length: Tensor, windows: tuple[int, ...], tokens: int) -> Plan:
         """Return what attention needs for a forward over chains alone: each is a chunk of its row, beside no tree."""
         no_tree = replace(chain(tree.tokens[:1, :1]), counts=torch.zeros_like(length[:1]), total=0)
-        chunks = PromptChunks(tree.tokens, tree.row_starts(), length, self.table, *[torch.zeros_like(length)] * 2)
+        chunks = PromptChunks(tree.tokens, tree.row_starts(), length, self.table, {})
         nowhere = PagedCache(self.pool, torch.zeros_like(self.table[:1]))
         return nowhere.plan(no_tree, torch.zeros_like(length[:1]), windows, chunks, tokens)
 

@@ -30,6 +30,7 @@ from transformers.utils.hub import cached_file
 
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line
+from redrafter.features import FP8_WEIGHTS, GGUF_FILE, QUANTISED_WEIGHTS, TENSOR_PARALLELISM, FeatureSet
 from redrafter.files.checkpoint_kind import check_path, check_source, load_error, wrong_kind_error
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.gguf_file import SUFFIX, find_gguf, read_header, reading
@@ -278,16 +279,16 @@ def check_splits(
     """
     if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1:
         raise ArgumentError(f"tp_size must be a positive integer, got {tp_size!r}")
-    config = kwargs.get("config")
+    config, shared = kwargs.get("config"), FeatureSet(name, TENSOR_PARALLELISM)
     if find_gguf(name) is not None:
-        raise UnsupportedError(f"{name} is a GGUF file, which is read whole: {_WITHOUT}")
+        shared.check(GGUF_FILE)
     if config is None:
         config = load_config(
             name, trust_remote_code=trust_remote_code, **{key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
         )
     text = config.get_text_config(decoder=True)
     if quantized or getattr(config, "quantization_config", None):
-        raise UnsupportedError(f"{name} is quantised, and quantised weights cannot be split yet: {_WITHOUT}")
+        shared.check(QUANTISED_WEIGHTS)
     plan = getattr(text, "base_model_tp_plan", None)
     if not plan:
         raise UnsupportedError(
@@ -369,9 +370,8 @@ def quantize_model(model: Any, name: str, device: torch.device | str | None = No
 
     Each weight is moved to `device` first, so that the others need no memory there; None leaves it where it is.
     """
-    argument = "quantization='fp8' (--quantization fp8)"
     if is_quantized(model.config):
-        raise UnsupportedError(f"{name} is quantised already: leave out {argument}")
+        FeatureSet(name, QUANTISED_WEIGHTS).check(FP8_WEIGHTS)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     dtype = embedding.weight.dtype
     on_gpu = torch.device(embedding.weight.device if device is None else device).type == "cuda"
@@ -383,13 +383,13 @@ def quantize_model(model: Any, name: str, device: torch.device | str | None = No
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise UnsupportedError(
             f"{name} is moved to its device layer by layer, and is not in memory to be quantised: leave out "
-            f"device_map, or {argument}"
+            f"device_map, or {FP8_WEIGHTS.remedy}"
         )
     held = {id(x) for module in (embedding, head) if module is not None for x in module.parameters()}
     count = sum(x.numel() for x in model.parameters() if id(x) not in held)
     quantized = quantize_linears(model, keep=(head,), device=device)
     if not quantized:
-        raise UnsupportedError(f"{name} has no linear layers to quantise: leave out {argument}")
+        raise UnsupportedError(f"{name} has no linear layers to quantise: {FP8_WEIGHTS.remedy}")
     if 2 * quantized < count:
         warnings.warn(
             f"only {quantized / count:.0%} of the weights of {name}, embedding and head apart, are in linear layers "

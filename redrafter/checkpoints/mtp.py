@@ -19,6 +19,7 @@ from redrafter.attention.tree_attention import replacement_for
 from redrafter.checkpoints.mtp_layer import FoundLayer, find_layer
 from redrafter.drafting.mtp import ATTENTION_NAME, DraftedEntries, MTPConfig, MTPDrafter, Past
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
+from redrafter.features import MTP_DRAFTER
 from redrafter.files.checkpoint_kind import read_json
 from redrafter.files.gguf_file import SUFFIX
 from redrafter.files.headers import INDEX_FILE, WEIGHTS_FILE
@@ -51,11 +52,7 @@ def load_mtp(name: str, target: Target, revision: str | None = None) -> MTPDraft
     found = find_layer(files)
     if found is None:
         return None
-    if target.ranks.size > 1:
-        raise UnsupportedError(
-            f"{name} has an MTP layer, which reads the whole head, and tensor parallelism splits it: write without "
-            "drafts (--no-speculate), or give a drafter"
-        )
+    target.features.check(MTP_DRAFTER)
     if missing := sorted(set(found.own.values()) - set(files)):
         raise CheckpointError(f"{name} has no {missing[0]}, so its MTP layer is not whole: {_OTHERWISE}")
     wanted = found.own | {

@@ -20,7 +20,7 @@ from redrafter.checkpoints.tokenizers import load_processor
 from redrafter.cli.printer import Printer, use_color
 from redrafter.data.prompts import turns_before_answer
 from redrafter.data.rows import Row
-from redrafter.errors import ArgumentError, UnsupportedError, first_line
+from redrafter.errors import ArgumentError, first_line
 from redrafter.files.gguf_file import is_gguf
 from redrafter.measure.differences import first_difference
 from redrafter.measure.prompts import ROW_SUFFIXES, encode, read_prompts
@@ -213,8 +213,7 @@ def encode_with_images(
         UnsupportedError: The model takes no images.
     """
     target = pair.engine.target
-    if not target.images.ok:
-        raise UnsupportedError(f"{target.name} takes no images: {target.images.reason}; leave out --image")
+    target.images.check()
     processor = load_processor(pair.name, trust_remote_code=trust_remote_code)
     from PIL import Image, ImageOps  # which the processor has asked for
 

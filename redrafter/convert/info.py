@@ -17,6 +17,7 @@ from redrafter.app.program import import_libraries, run_command
 from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.mtp_layer import find_layer
 from redrafter.errors import ArgumentError
+from redrafter.features import BATCH_INVARIANCE, QUANTISED_WEIGHTS, FeatureSet
 from redrafter.files.checkpoint_kind import (
     DRAFTER_FOLDER,
     SHAPE_FILE,
@@ -103,7 +104,9 @@ def model_facts(architecture: str, tensors: Stored, sizes: Sequence[Any], method
 
 def batch_invariant(method: str | None) -> str:
     """Say whether a model of transformers can be decoded with `batch_invariant`; `method` is how it is quantised."""
-    return "tried when --batch-invariant loads it" if method is None else "no: it is quantised"
+    if method is None:
+        return "tried when --batch-invariant loads it"
+    return f"no: {FeatureSet(method, QUANTISED_WEIGHTS).conflict(BATCH_INVARIANCE)}"
 
 
 def stored_facts(tensors: Stored) -> dict[str, Any]:

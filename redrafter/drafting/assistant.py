@@ -25,6 +25,7 @@ from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.drafter_types import register_drafter
 from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.errors import CheckpointError, MismatchError, UnsupportedError
+from redrafter.features import ASSISTANT
 from redrafter.files.atomic_file import share_weights
 from redrafter.files.checkpoint_kind import load_error
 from redrafter.files.stored_tensors import read_directory
@@ -154,11 +155,7 @@ class AssistantDrafter(DrafterModel):
             MismatchError: The target has no layer of the kind, or one of other sizes.
             UnsupportedError: The target is split over processes.
         """
-        if target.ranks.size > 1:
-            raise UnsupportedError(
-                "an assistant attends to whole keys and values of its target, and tensor parallelism splits them: run "
-                "it in one process, or give another drafter"
-            )
+        target.features.check(ASSISTANT)
         kinds = list(getattr(target.config, "layer_types", None) or ())
         kinds = kinds[: len(kinds) - (getattr(target.config, "num_kv_shared_layers", None) or 0)]
         last, shared = {kind: index for index, kind in enumerate(kinds)}, dict[str, int]()

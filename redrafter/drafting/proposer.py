@@ -1,7 +1,7 @@
 """The interface of all proposers, the state of the rows that a step starts from, and proposers that search a tree."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from redrafter.cache.kv_cache import KVCache
 from redrafter.drafting.drafter_config import AnyDrafterConfig
+from redrafter.features import Feature
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.beam_search import Expand, beam_search
@@ -27,9 +28,7 @@ class State:
         length: Committed tokens n of each row, `[B]` int64.
         hidden: The target's hidden state that produced the pending token, `[B, F]`.
         active: Rows that a step advances, `[B]` bool; the others stay as they are.
-        position_shift: What is added to the places of each row's tokens in its text to get their positions in the
-            target, `[B]` int64: images count as other numbers of positions than tokens. None for nothing.
-        adapters: Slot of each row's adapter, 0 for none, `[B]` int64; None where no row has one.
+        inputs: The number of each row that a feature of the target reads, as in `ForwardBatch`.
         pieces: A piece of an earlier text that each row may repeat, `[B, R]` int64, 0 where there is none; None where
             no earlier texts are kept.
     """
@@ -38,8 +37,7 @@ class State:
     length: Tensor
     hidden: Tensor
     active: Tensor
-    position_shift: Tensor | None = None
-    adapters: Tensor | None = None
+    inputs: Mapping[Feature, Tensor] = field(default_factory=dict)
     pieces: Tensor | None = None
 
     @property
@@ -49,7 +47,15 @@ class State:
 
     def at(self, rows: Tensor | slice) -> "State":
         """Return the state of rows `rows`, `[B']` int64 or a slice, alone."""
-        return State(*(None if x is None else x[rows] for x in vars(self).values()))  # type: ignore[arg-type]
+        inputs = {feature: x[rows] for feature, x in self.inputs.items()}
+        pieces = None if self.pieces is None else self.pieces[rows]
+        return State(self.tokens[rows], self.length[rows], self.hidden[rows], self.active[rows], inputs, pieces)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors, whose first dimension is that of the rows."""
+        pieces = [] if self.pieces is None else [self.pieces]
+        return [self.tokens, self.length, self.hidden, self.active, *self.inputs.values(), *pieces]
 
     def with_active(self, active: Tensor) -> "State":
         """Return the same state with the rows marked in `active` `[B]` bool active."""

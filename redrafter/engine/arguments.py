@@ -325,7 +325,8 @@ def separate_inputs(arguments: Mapping[str, Any], target: Target) -> tuple[dict[
         images |= {name: value for name, value in given.items() if marks_tokens(name, model)}
     for name in sorted(given.keys() - images.keys()):
         _check_empty(name, given[name], model)
-    _check_images(bool(images), target)
+    if images:
+        target.images.check()
     others = {name: value for name, value in arguments.items() if name not in inputs}
     return others, {name: to_model(value, target.device) for name, value in images.items()}
 
@@ -346,7 +347,8 @@ def read_prepared(
         raise UnsupportedError("past_key_values cannot be continued from; pass the whole text as input_ids")
     images = split_rows(prepared, input_ids, seen, target.model)
     of_images = {"position_ids"}
-    _check_images(any(images), target)
+    if any(images):
+        target.images.check()
     of_images |= {name for row in images if row is not None for name in row.inputs}
     text = torch.tensor([row is None for row in images])
     if positions is not None and not _count_tokens(positions.to(seen.device), seen, text):
@@ -354,11 +356,6 @@ def read_prepared(
     for name in sorted(prepared.keys() - _LOOP - of_images):
         _check_empty(name, prepared[name], target.model)
     return images
-
-
-def _check_images(given: bool, target: Target) -> None:
-    if given and not target.images.ok:
-        raise UnsupportedError(f"{target.name} takes no images here: {target.images.reason}; pass text alone")
 
 
 def _check_empty(name: str, value: Any, model: Any) -> None:

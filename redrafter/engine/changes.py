@@ -13,8 +13,8 @@ from redrafter.checkpoints.drafters import check_fits_target
 from redrafter.checkpoints.weights import read_weights
 from redrafter.drafting.drafter_types import Drafter, open_drafter_model
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
+from redrafter.features import ENGINE_CHANGES, WEIGHT_UPDATES
 from redrafter.formats.sources import load_foreign
-from redrafter.model.linear_layers import is_quantized
 from redrafter.model.weights import NewWeights, ParkedMemory, snapshot
 from redrafter.scheduler.engine_change import EngineChange
 from redrafter.scheduler.paged_memory import PagedMemory
@@ -86,11 +86,7 @@ class UpdateWeights(EngineChange):
         """Read the weights and find them to fit; see `Changeable.update_weights`."""
         check_changeable(engine, asleep=False)
         target = engine.target
-        if is_quantized(target.model.config):
-            raise UnsupportedError(
-                f"{target.name} was quantised by another library, so that its weights cannot be exchanged: make a new "
-                "engine"
-            )
+        target.features.check(WEIGHT_UPDATES)
         self._engine = engine
         self._new = NewWeights.of(target.model, read_weights(weights, target), target.name)
         self.not_finite = self._new.not_finite
@@ -148,11 +144,7 @@ class ChangeDrafter(EngineChange):
 
 def check_changeable(engine: "Changeable", *, asleep: bool | None) -> None:
     """Raise unless an engine is one process's own, and asleep or awake as it must be; None for either."""
-    if engine.target.ranks.size > 1:
-        raise UnsupportedError(
-            f"{engine.target.name} is shared by several processes, whose weights and drafter stay as they are: run it "
-            "in one process, without torchrun and tp_size"
-        )
+    engine.target.features.check(ENGINE_CHANGES)
     if asleep is False and engine.target.parked is not None:
         raise ArgumentError("the engine is asleep, and its weights are not there: wake it first")
 

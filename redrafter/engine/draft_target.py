@@ -18,7 +18,8 @@ from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
-from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.errors import ArgumentError
+from redrafter.features import DRAFT_TREES, OTHER_TOKENIZER, RECURRENT_STATES, REJECTION_SAMPLING, FeatureSet
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import bucket
@@ -71,18 +72,11 @@ class DraftTarget(Engine):
         if not isinstance(adaptive, bool):
             raise ArgumentError(f"adaptive must be True or False, got {adaptive!r}")
         if acceptance == "rejection" and num_beams > 1:
-            raise UnsupportedError(
-                f"acceptance='rejection' is exact for one sampled chain only: leave out num_beams={num_beams}, or use "
-                "acceptance='match', which takes trees"
-            )
+            FeatureSet(f"num_beams={num_beams}", DRAFT_TREES).check(REJECTION_SAMPLING)
         check_bound(type(self), target, Target)
         check_bound(type(self), draft_model, Target)
         if vocabulary is not None:
-            if draft_model.keeps_states:
-                raise UnsupportedError(
-                    f"{draft_model.name} keeps recurrent states and has another tokenizer than the model; take a draft "
-                    "model with the model's tokenizer, or one whose layers are all attention"
-                )
+            draft_model.features.check(OTHER_TOKENIZER)
             vocabulary = vocabulary.fit(target.vocab_size, draft_model.vocab_size).to(draft_model.device)
         common = min(target.vocab_size, draft_model.vocab_size) if vocabulary is None else vocabulary.shared_count
         if num_beams > common:
@@ -115,7 +109,8 @@ class DraftTarget(Engine):
     def proposer_for(self, rows: int) -> Proposer:
         """Return the proposer for a batch of `rows` rows, beside which drafts may be copied from the text."""
         proposer, target = self._by_length[self.draft_len], self.target
-        states = proposer.model.keeps_states or (target.keeps_states and target.device.type != "cpu")
+        states = RECURRENT_STATES in proposer.model.features
+        states = states or (RECURRENT_STATES in target.features and target.device.type != "cpu")
         if (
             not self.options.draft_from_text
             or self.adaptive

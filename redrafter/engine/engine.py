@@ -36,7 +36,7 @@ from redrafter.engine.arguments import (
 from redrafter.engine.call import Call, ColumnStream, GenerateOutput, StepStreamer, takes_columns
 from redrafter.engine.changeable import Changeable
 from redrafter.engine.idle_batches import IdleBatches
-from redrafter.engine.modes import kv_dtype_of, make_batch_invariant, use_kv_cache_dtype
+from redrafter.engine.modes import set_modes
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import AdapterNames, OwnArguments, Request, Seed, read_request, row_adapters
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
@@ -97,14 +97,7 @@ class Engine(Changeable):
         self.target = target
         super().__init__()
         self.proposer, self.options = proposer, options or EngineOptions()
-        if self.options.kv_host_cache_gib and target.ranks.size > 1:
-            raise UnsupportedError(
-                "kv_host_cache_gib (--kv-host-cache-gib) is not supported with tensor parallelism: leave it out, or "
-                "run in one process, without torchrun and tp_size"
-            )
-        if self.options.batch_invariant:
-            make_batch_invariant(target, proposer.model, compile=self.options.compile)
-        use_kv_cache_dtype(target, proposer.model, self.options.kv_cache_dtype)
+        set_modes(target, proposer.model, self.options)
         self.plain: Proposer = PlainProposer()
         self.draft_model = proposer.model
         self.graphs: PagedMemory | None = None
@@ -150,15 +143,13 @@ class Engine(Changeable):
         return PagedMemory.on(
             self.target,
             None if self._unpaged_draft else self.draft_model,
-            memory_fraction=self.options.kv_cache_free_gpu_memory_fraction,
+            options=self.options,
             max_seq_len=self.options.max_seq_len,
             rows=rows,
             max_rows=rows if max_rows is None else max_rows,
             compile=self.options.compile,
             draft_pieces=None if self.draft_vocabulary is None else self.draft_vocabulary.max_pieces,
-            host_bytes=int(self.options.kv_host_cache_gib * 2**30),
-            kv_dtype=kv_dtype_of(self.options.kv_cache_dtype),
-            prefix_states=self.options.max_prefix_states if reuse else 0,
+            reuse=reuse,
         )
 
     def open_graphs(self) -> PagedMemory:

@@ -4,7 +4,10 @@ from collections.abc import Iterable
 
 import torch
 
-from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.cache.options import CacheOptions
+from redrafter.engine.options import EngineOptions
+from redrafter.errors import UnsupportedError
+from redrafter.features import BATCH_INVARIANCE, EAGER_FORWARD, HOST_CACHE, Feature, FeatureSet
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
 
@@ -18,19 +21,27 @@ _BY_ROWS = {
 }
 
 
+def set_modes(target: Target, draft_model: Target | None, options: EngineOptions) -> None:
+    """Let the models of an engine be computed as its options say; raise `UnsupportedError` where they cannot be."""
+    if options.kv_host_cache_gib:
+        target.features.check(HOST_CACHE)
+    if options.batch_invariant:
+        make_batch_invariant(target, draft_model, compile=options.compile)
+    use_kv_cache_dtype(target, draft_model, options)
+
+
 def make_batch_invariant(target: Target, draft_model: Target | None, *, compile: bool) -> None:
     """Make the target of an engine batch-invariant, and let its draft model, if it has one, share its kind of cache.
 
     What is drafted changes no text, so the draft model is computed as ever.
 
     Raises:
-        ArgumentError: The target is on a GPU, and `compile` says that it is not compiled.
-        UnsupportedError: The target cannot be computed so, or the draft model not beside it.
+        ArgumentError: The target was compiled before.
+        UnsupportedError: The target cannot be computed so, as on a GPU without `compile`, or the draft model not
+            beside it.
     """
     if target.device.type == "cuda" and not compile:
-        raise ArgumentError(
-            "batch_invariant=True needs the compiled forward on a GPU: leave out compile=False (--no-compile)"
-        )
+        FeatureSet(target.name, EAGER_FORWARD).check(BATCH_INVARIANCE)
     target.make_batch_invariant()
     if draft_model is not None and draft_model is not target:
         _decode_paged("batch_invariant=True", "without --batch-invariant", target, draft_model)
@@ -55,31 +66,21 @@ def _decode_paged(mode: str, instead: str, target: Target, *models: Target) -> N
 
 def check_processors(target: Target, processors: Iterable[object]) -> None:
     """Refuse Hugging Face's processors by which a batch-invariant target would draw other tokens in another batch."""
-    if not target.batch_invariant or target.device.type == "cpu":
+    if target.device.type == "cpu":
         return
     for processor in processors:
         if argument := _BY_ROWS.get(type(processor).__name__):
-            raise UnsupportedError(
-                f"{argument} sums in an order that suits the number of rows, which batch_invariant=True rules out: use "
-                "top_p, top_k or min_p"
-            )
+            why = "it sums in an order that suits the number of rows"
+            target.features.check(Feature(argument, "use top_p, top_k or min_p", {BATCH_INVARIANCE: why}))
 
 
-_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-
-
-def kv_dtype_of(name: str) -> torch.dtype | None:
-    """Return the format that a name of `KV_CACHE_DTYPES` stands for; None for that of the activations."""
-    return _DTYPES.get(name)
-
-
-def use_kv_cache_dtype(target: Target, draft_model: Target | None, name: str) -> None:
+def use_kv_cache_dtype(target: Target, draft_model: Target | None, options: CacheOptions) -> None:
     """Let the models of an engine be decoded on a paged cache, which alone stores keys and values in FP8.
 
     Raises:
         UnsupportedError: A model cannot be decoded so, or the GPU has no such format.
     """
-    dtype = kv_dtype_of(name)
+    dtype, name = options.kv_dtype, options.kv_cache_dtype
     if dtype is None:
         return
     if target.device.type == "cuda" and dtype == torch.float8_e4m3fn:

@@ -21,6 +21,7 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions, split_keywords, takes_options
 from redrafter.engine.step_timing import measure_step_costs
 from redrafter.engine.tuning import Tuning, find_tuning
+from redrafter.features import RECURRENT_STATES
 from redrafter.files.checkpoint_kind import check_drafter
 from redrafter.formats.sources import load_foreign
 from redrafter.model.target import Target
@@ -249,7 +250,7 @@ class ReDrafter(Engine):
         """Return a proposer that also copies from the text, or the same one where that is off or costs much."""
         # Recurrent layers are called once for each level, and a chain adds as many levels as it has drafts: on a GPU in
         # every step, on a CPU only where the text has a match.
-        costly = self.target.keeps_states and self.target.device.type != "cpu"
+        costly = RECURRENT_STATES in self.target.features and self.target.device.type != "cpu"
         copies = self.options.draft_from_text and proposer.shared_nodes is None and not costly
         costs = self._tuned_costs or self._measured
         count = text_nodes(bucket(rows), proposer.nodes, self.target.device.type, costs) if copies else 0

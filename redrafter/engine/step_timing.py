@@ -111,7 +111,7 @@ class _Steps:
     def _seconds(self, proposer: Proposer, rows: int) -> float:
         target, device = self._target, self._device
         blocks = -(-(COMMITTED + proposer.scratch_slots + proposer.depth + 2) // BLOCK_SIZE)
-        state = replace(new_state(target, rows, blocks * BLOCK_SIZE), adapters=None)
+        state = replace(new_state(target, rows, blocks * BLOCK_SIZE), inputs={})
         state.length.fill_(COMMITTED)
         with device:
             table = torch.zeros(rows, blocks, dtype=torch.int32)

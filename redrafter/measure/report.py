@@ -18,7 +18,6 @@ import torch
 import transformers
 
 from redrafter.cache.kv_cache import stored_as
-from redrafter.engine.modes import kv_dtype_of
 from redrafter.errors import ReDrafterError, first_line
 from redrafter.files.atomic_file import write_atomically
 from redrafter.files.dtype_names import dtype_name
@@ -68,7 +67,7 @@ def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dic
     """
     engine, target = work.engine, work.engine.target
     lengths = [len(prompt) for prompt in work.prompts]
-    stored = stored_as(target.shapes, kv_dtype_of(engine.options.kv_cache_dtype))
+    stored = stored_as(target.shapes, engine.options.kv_dtype)
     return {
         **conditions(target),
         **names,

@@ -17,13 +17,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from redrafter.cache.kv_cache import LayerShape, states_of
+from redrafter.cache.kv_cache import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.invariant_linear import in_full_vectors, invariant_expert_linear, invariant_linear
 from redrafter.model.forward_batch import ForwardBatch, decoder_stack
-from redrafter.model.linear_layers import has_float8_layers, is_quantized
 from redrafter.model.patch import ModelPatch
 from redrafter.model.supported import Support
 from redrafter.model.tree_forward import BoundModel
@@ -42,27 +41,11 @@ PRODUCT = re.compile(
 )
 
 
-def support_of(bound: BoundModel, shapes: Sequence[LayerShape]) -> Support:
-    """Return whether a model may be batch-invariant, as far as can be told without a forward in that mode.
-
-    `shapes` are what its layers store on a paged cache.
-    """
-    if bound.ranks.size > 1:
-        return Support("it is split by tensor parallelism, and sums of ranks have an order of their own")
-    if is_quantized(bound.model.config):
-        return Support("it is quantised, and its products are the quantiser's own; load it in bfloat16")
-    if has_float8_layers(bound.model):
-        return Support(
-            "its weights are FP8, whose products sum in an order that suits the number of tokens; leave out "
-            "quantization='fp8' (--quantization fp8)"
-        )
+def support_of(bound: BoundModel) -> Support:
+    """Return whether the weights of a model allow it to be batch-invariant."""
     for name, module in bound.model.named_modules():
         if isinstance(module, nn.Linear) and type(module.weight) is not nn.Parameter:
             return Support(f"the weight of {name} is a {type(module.weight).__name__}; load it unquantised")
-    if bound.traits.kinds.chunk_sizes:
-        return Support("its layers attend within chunks, and the attention of one fixed order knows no chunks")
-    if states_of(shapes):
-        return Support("its layers keep recurrent states, whose recurrences sum in an order of their own")
     return Support()
 
 

@@ -8,7 +8,7 @@ A drafter reads hidden states of several depths. Reading the outputs of earlier 
 how EAGLE-3 feeds its head (Li et al. 2025, arXiv 2503.01840).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.kv_cache import KVCache, LayerShape
 from redrafter.cache.to_device import to_device
 from redrafter.errors import MismatchError, UnsupportedError
+from redrafter.features import Feature
 from redrafter.tree.token_tree import Tree
 
 
@@ -34,11 +35,10 @@ class ForwardBatch:
         length: Committed tokens of each row, `[B]` int64.
         cache: Keys and values of the rows; receives those of the new nodes, and its pool those of the chunks.
         logits_index: The one of each row's M new nodes at which to compute the head, `[B]` int64; None for all.
-        position_shift: What is added to the places of each row's tokens in its text to get their positions, `[B]`
-            int64: images count as other numbers of positions than tokens. None for nothing.
-        rope_lengths: Sequence length that selects RoPE frequencies, at least, of each row's tokens, `[B]` int64; None
-            for that up to each token.
-        adapters: Slot of each row's adapter, 0 for none, `[B]` int64; None where no row and no chunk has one.
+        inputs: The number of each row that a feature reads, `[B]` int64, by feature; one that no row uses is left out.
+            `IMAGES`: what is added to the slots of tokens in the row to get their positions, as images count as other
+            numbers of positions than tokens. `ROPE_BY_LENGTH`: sequence length that selects RoPE frequencies, at
+            least; else that up to each token. `ADAPTERS`: slot of the row's adapter, 0 for none.
         chunks: What is read of prompts beside the trees, on a paged cache; None for nothing.
         pieces: For chains that are parts of prompts, what is read of each row that reads on; its recurrent states are
             those after it then. None for a tree, whose path is committed later.
@@ -48,9 +48,7 @@ class ForwardBatch:
     length: Tensor
     cache: Any  # a `KVCache`; each forward knows which kind
     logits_index: Tensor | None = None
-    position_shift: Tensor | None = None
-    rope_lengths: Tensor | None = None
-    adapters: Tensor | None = None
+    inputs: Mapping[Feature, Tensor] = field(default_factory=dict)
     chunks: PromptChunks | None = None
     pieces: Sequence[Piece] | None = None
 
@@ -85,6 +83,13 @@ class ForwardBatch:
         of_nodes = of_rows.expand(-1, self.tree.new).flatten()[self.nodes]
         return of_nodes if of_chunks is None else torch.cat([of_nodes, of_chunks])
 
+    def token_inputs(self, feature: Feature) -> Tensor:
+        """Return the number that a feature reads for each of T tokens, `[T]` int64; 0 for rows without one."""
+        of_rows = self.inputs.get(feature)
+        of_rows = torch.zeros_like(self.length) if of_rows is None else of_rows
+        chunks = self.chunks
+        return self.flat(of_rows[:, None], None if chunks is None else chunks.by_token(chunks.inputs[feature]))
+
 
 @dataclass(frozen=True)
 class ForwardOutput:
@@ -112,16 +117,14 @@ class Prompts:
         starts: Number of each row's tokens that the cache holds already.
         ends: Position to stop before in each row, behind its start.
         cache: Keys and values of the rows; receives those of the tokens.
-        rope_lengths: As in `ForwardBatch`; None for `ends`.
-        adapters: As in `ForwardBatch`.
+        inputs: As in `ForwardBatch`; without `ROPE_BY_LENGTH`, that is `ends`.
     """
 
     tokens: Tensor
     starts: Sequence[int]  # on the host, as the ends are: a forward is planned without waiting for the device
     ends: Sequence[int]
     cache: Any = field(repr=False)
-    rope_lengths: Tensor | None = None
-    adapters: Tensor | None = None
+    inputs: Mapping[Feature, Tensor] = field(default_factory=dict)
 
     @cached_property
     def upto(self) -> Tensor:

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.utils.generic import ModelOutput
 
-from redrafter.cache.kv_cache import KVCache, states_of
+from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import RoundingCache
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
-from redrafter.model.positions import DynamicRope
+from redrafter.features import IMAGES
 from redrafter.model.self_test import CacheSupport
 from redrafter.model.supported import Support
 from redrafter.model.tree_forward import BoundModel
@@ -220,35 +220,33 @@ class ImageReader:
 
     @property
     def reason(self) -> str | None:
-        """Why prompts may have no images, as the end of a sentence; None where they may."""
+        """Why prompts may have no images, and what to do; None where they may."""
         return self.on_paged.reason if self._target.varlen.ok else self._on_dense.reason
+
+    def check(self) -> None:
+        """Raise `UnsupportedError` where prompts may have no images."""
+        self._target.features.check(IMAGES)
+        if reason := self.reason:
+            raise UnsupportedError(f"{self._target.name} takes no images here: {reason}")
 
     @property
     def on_paged(self) -> Support:
         """Tell whether prompts may have images on a paged cache."""
         stored = [replace(shape, source=None) for shape in self._caches.paged_shapes]
         if self._on_dense.ok and stored != self._caches.shapes:
-            return Support("it stores something else on a paged cache than on its own")
+            return Support(
+                "it stores something else on a paged cache than on its own; pass text alone (without --image)"
+            )
         return self._on_dense
 
     @property
     def _on_dense(self) -> Support:
-        target = self._target
-        if not target.image_arguments:
-            return Support("its forward takes no images that were encoded before (mm_encoder_outputs)")
-        if target.batch_invariant:
-            return Support("it is batch-invariant, and images of a batch are encoded together")
-        if target.ranks.size > 1:
+        if not self._target.image_arguments:
             return Support(
-                "it reads images by a part of its own, which is not supported with tensor parallelism: run it in one "
-                "process, without torchrun and tp_size"
+                "its forward takes no images that were encoded before (mm_encoder_outputs); pass text alone (without "
+                "--image)"
             )
-        if any(shape.extra_dim for shape in self._caches.shapes):
-            return Support("its layers attend to tokens that an indexer chooses")
-        if states_of(self._caches.shapes):
-            return Support("its layers keep recurrent states, which are not copied from what reads images")
-        switches = target.rope is not None and not isinstance(target.rope, DynamicRope)
-        return Support("its rope switches at a length of text") if switches else Support()
+        return Support(self._target.features.conflict(IMAGES))
 
     def read(self, ids: Tensor, prompt: ImagePrompt, cache: KVCache, adapters: Tensor | None) -> tuple[Tensor, Tensor]:
         """Read one prompt with images into a cache, as the model itself does.

@@ -11,7 +11,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
+from redrafter.features import ADAPTERS, ENCODER_ADAPTER, IMAGES, FeatureSet
 from redrafter.model.patch import ModelPatch, Running
 
 TRIAL_ROWS, TRIAL_TOKENS = 2, 16  # of the forward in which the layers of an adapter are watched
@@ -70,11 +71,7 @@ class Adapter:
     def check_images(self) -> None:
         """Raise `UnsupportedError` where it changes how images are encoded, which the model does alone."""
         if self.left_out:
-            raise UnsupportedError(
-                f"the adapter {self.name!r} takes no images here: it changes {self.left_out[0]}, which no text passes "
-                "through, and images are encoded without adapters; merge it into its model with PEFT's "
-                "merge_and_unload()"
-            )
+            FeatureSet(f"the adapter {self.name!r} changes {self.left_out[0]}", ENCODER_ADAPTER).check(IMAGES)
 
 
 def _widths(layer: Any) -> tuple[int, int]:
@@ -217,7 +214,8 @@ class AdapterSlots:
         device: torch.device,
         dtype: torch.dtype,
         try_tokens: Callable[[Tensor], object],
-        loading: Callable[[str], AbstractContextManager[None]],
+        features: FeatureSet,
+        model_lock: Any,
     ):
         """Begin without adapters.
 
@@ -226,11 +224,11 @@ class AdapterSlots:
             device: Device of its hidden states.
             dtype: Their dtype.
             try_tokens: Runs tokens `[B, M]` int64 through the model.
-            loading: Returns a context in which no forward runs, for the name of what is loaded in it; entering it
-                raises `UnsupportedError` where the model takes no adapters.
+            features: The model's features.
+            model_lock: Held by every forward of the model.
         """
         self._model, self._device, self._dtype = model, device, dtype
-        self._try_tokens, self._loading = try_tokens, loading
+        self._try_tokens, self._features, self._model_lock = try_tokens, features, model_lock
         self.stacks: LoraStacks | None = None
         self._by_name: dict[str, Adapter] = {}
         self._holds: Counter[int] = Counter()  # texts by slot
@@ -243,7 +241,7 @@ class AdapterSlots:
         return list(self._by_name)
 
     def load(self, name: str, weights: LoraWeights, max_loras: int, max_lora_rank: int) -> Adapter:
-        """Load an adapter into a free slot. Rows that have the slot in `ForwardBatch.adapters` are computed with it.
+        """Load an adapter into a free slot. Rows that have the slot in `ForwardBatch.inputs` are computed with it.
 
         Args:
             name: What to call it.
@@ -256,7 +254,8 @@ class AdapterSlots:
             MismatchError: It was made for another model.
             UnsupportedError: It cannot be applied to each token by itself, or not to this model.
         """
-        with self._loading(name), self._lock:
+        self._features.check(ADAPTERS)
+        with self._model_lock, self._lock:  # no forward runs
             if name in self._by_name:
                 raise ArgumentError(f"an adapter {name!r} is loaded already: unload it first, or use another name")
             _check_layers(self._model, weights)
@@ -279,6 +278,7 @@ class AdapterSlots:
                 )
             stacks.write(slot, weights, layers)
             self.stacks = stacks
+            self._features.add(ADAPTERS)
             left_out = tuple(layer for layer in weights.layers if layer not in layers)
             adapter = self._by_name[name] = Adapter(name, slot, next(self._numbers), left_out)
             return adapter

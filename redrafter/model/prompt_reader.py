@@ -12,6 +12,7 @@ from redrafter.attention.prompt_attention import Piece, cut_prompts
 from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import PagedCache
 from redrafter.cache.to_device import to_device
+from redrafter.features import ROPE_BY_LENGTH
 from redrafter.model.forward_batch import ForwardBatch, Prompts
 from redrafter.model.tree_forward import TreeForward
 from redrafter.model.varlen_forward import VarlenForward
@@ -90,7 +91,7 @@ class PromptReader:
             chunk = max(chunk, math.isqrt(MAX_MASK_NUMBERS // rows))
         if not (paged and sum(counts) <= max_tokens):
             chunk = max(min(chunk, max_tokens // rows), 1)
-        rope_lengths = length if prompts.rope_lengths is None else prompts.rope_lengths
+        inputs = {ROPE_BY_LENGTH: length, **prompts.inputs}
         logits = hidden = None
         for offset in range(0, max(counts), chunk):
             sizes = [min(max(count - offset, 0), chunk) for count in counts]
@@ -111,8 +112,7 @@ class PromptReader:
                 read,
                 cache,
                 logits_index=end if show is None else None,
-                rope_lengths=rope_lengths,
-                adapters=prompts.adapters,
+                inputs=inputs,
                 pieces=pieces,
             )
             new_logits, new_hidden, _ = forward(batch)

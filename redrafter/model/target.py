@@ -4,8 +4,7 @@ The model is used as it is: no forked modelling code, nothing stored on it. When
 compared with plain forwards; an architecture whose answers differ is refused, so what is served is right.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +12,28 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from redrafter.cache.dense import DenseCache
-from redrafter.cache.kv_cache import KVCache, LayerShape, states_of
+from redrafter.cache.kv_cache import KVCache, LayerShape
 from redrafter.cache.paged import PagedCache
 from redrafter.cache.to_device import made_on_host
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
+from redrafter.features import (
+    BATCH_INVARIANCE,
+    CHUNKED_ATTENTION,
+    FP8_WEIGHTS,
+    INDEXED_ATTENTION,
+    QUANTISED_WEIGHTS,
+    RECURRENT_STATES,
+    ROPE_BY_LENGTH,
+    SWITCHING_ROPE,
+    TENSOR_PARALLELISM,
+    Feature,
+    FeatureSet,
+)
 from redrafter.files.dtype_names import dtype_name
 from redrafter.model.batch_invariance import RowByRow, check_products, check_rows, small_pool, support_of
 from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, ForwardOutput, Prompts, decoder_layers
 from redrafter.model.images import ImageReader, image_arguments, token_type_arguments
-from redrafter.model.linear_layers import is_quantized, warn_of_shared_scales
+from redrafter.model.linear_layers import has_float8_layers, is_quantized, warn_of_shared_scales
 from redrafter.model.lora import AdapterSlots
 from redrafter.model.patch import MODEL_ERRORS, ModelPatch, ModelState, ModelWatch, hooked_module
 from redrafter.model.positions import find_dynamic_rope, find_switching_rope
@@ -45,12 +57,6 @@ from redrafter.model.weights import ParkedMemory
 from redrafter.parallel.local_shards import use_local_shards
 from redrafter.tree.token_tree import chain
 
-_INVARIANT_ADAPTERS = (
-    "batch_invariant=True computes one model for all rows, and adapters are products of each row's own: merge the "
-    "adapter into the model with PEFT's merge_and_unload(), or leave out batch_invariant=True (--batch-invariant)"
-)
-_NOT_SPLIT = "which is not supported with tensor parallelism: run it in one process, without torchrun and tp_size"
-
 
 class Target(BoundModel):
     """A causal LM bound for token tree verification; `BoundModel` says what is known of it.
@@ -58,7 +64,6 @@ class Target(BoundModel):
     Attributes:
         version: Number of times that `follow_changes` found other weights or other code: keys and values that are kept
             are those of their time.
-        keeps_states: Whether any layer keeps recurrent states.
         varlen_forward: The forward over a paged cache.
         images: Whether prompts may have images, and what reads them.
         prompt_reader: What reads prompts.
@@ -85,9 +90,10 @@ class Target(BoundModel):
         model = base_of(model)
         self.name = name or type(model).__name__
         check_supported(model, self.name)
-        self.ranks = use_local_shards(model)
-        if self.ranks.size > 1 and is_quantized(model.config):
-            raise UnsupportedError(f"{self.name} is quantised, {_NOT_SPLIT}")
+        self.ranks, self.features = use_local_shards(model), FeatureSet(self.name)
+        self.features.add(TENSOR_PARALLELISM, self.ranks.size > 1)
+        self.features.add(QUANTISED_WEIGHTS, is_quantized(model.config))
+        self.features.add(FP8_WEIGHTS, has_float8_layers(model))
         super().__init__(model)
         self.config = model.config.get_text_config(decoder=True)
         self.embedding, self.head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -117,8 +123,8 @@ class Target(BoundModel):
         ids = torch.arange(8, device=self.device) * 7919 % self.vocab_size
         self.dtype = self.embedding(ids).dtype  # the model's own may be that of a quantised weight
         self.traits = traits = learn_traits(self.model, self.config, ids, self.name)
-        if traits.mixers and self.ranks.size > 1:
-            raise UnsupportedError(f"{self.name} has layers with recurrent states, {_NOT_SPLIT}")
+        self.features.add(RECURRENT_STATES, bool(traits.mixers))
+        self.features.add(CHUNKED_ATTENTION, bool(traits.kinds.chunk_sizes))
         if not traits.mixers:
             check_states_found(self.model, self.config, self.name)
         if traits.attention.changed:
@@ -130,16 +136,17 @@ class Target(BoundModel):
         self._padded_forward, self.varlen_forward = PaddedForward(self), VarlenForward(self)
         self.prompt_reader = PromptReader(self._padded_forward, self.varlen_forward)
         self._caches = CacheSupport(self, self.prompt_reader)
-        self.keeps_states = bool(states_of(self._caches.shapes))
+        self.features.add(INDEXED_ATTENTION, any(shape.extra_dim for shape in self._caches.shapes))
         self.varlen = Support("it is not on a GPU") if self.device.type != "cuda" else self.paged
         dynamic = find_dynamic_rope(self.model)
         if dynamic is not None and self.context is not None:
             self.context = max(self.context, dynamic.context)
         self.rope = dynamic or find_switching_rope(self.model, self.config, self.new_cache(1))
+        self.features.add(SWITCHING_ROPE, self.rope is not None and dynamic is None)
         self.fixed_rope_context = self.context if self.rope is None else self.rope.switch_at
         self.reread_from = self.rope.switch_at if self.rope is not None and self.rope.rereads else None
         self.images = ImageReader(self, self._caches, self._padded_forward.read_whole)
-        self.adapters = AdapterSlots(self.model, self.device, self.dtype, self._try_tokens, self._loading)
+        self.adapters = AdapterSlots(self.model, self.device, self.dtype, self._try_tokens, self.features, self.lock)
         if self.ranks.size > 1:  # a rank that takes another way than the others would wait for them for ever
             ways = self.paged, self.varlen, [(shape.key_dim, shape.value_dim) for shape in self.shapes]
             self.ranks.check_equal(ways, f"what {self.name} can be decoded on")
@@ -221,15 +228,14 @@ class Target(BoundModel):
             ArgumentError: The model was compiled before.
             UnsupportedError: This model cannot be computed so.
         """
-        if self.batch_invariant:
+        if BATCH_INVARIANCE in self.features:
             return
-        if self.adapters.stacks is not None:
-            raise UnsupportedError(_INVARIANT_ADAPTERS)
+        self.features.check(BATCH_INVARIANCE)
         if self.device.type == "cuda" and self.varlen_forward.linears_fused:
             raise ArgumentError(
                 f"{self.name} was compiled for an engine without batch_invariant=True; load the model anew"
             )
-        reason = support_of(self, self.paged_shapes).reason or self.paged.reason
+        reason = support_of(self).reason or self.paged.reason
         reason = reason or (self.varlen.reason if self.device.type == "cuda" else None)
         if reason:
             raise UnsupportedError(f"{self.name} cannot be batch-invariant: {reason}")
@@ -244,7 +250,8 @@ class Target(BoundModel):
             if isinstance(error, UnsupportedError):
                 raise
             raise UnsupportedError(f"{self.name} cannot be batch-invariant: {first_line(error)}") from error
-        self.varlen, self.prompt_reader.masks, self.batch_invariant = Support(), True, True
+        self.features.add(BATCH_INVARIANCE)
+        self.varlen, self.prompt_reader.masks = Support(), True
 
     def new_cache(self, rows: int) -> DenseCache:
         """Return an empty dense cache for `rows` rows."""
@@ -289,21 +296,6 @@ class Target(BoundModel):
         cache.reserve(tokens.shape[1])
         self.verify(ForwardBatch(chain(tokens), torch.zeros_like(tokens[:, 0]), cache))
 
-    @contextmanager
-    def _loading(self, name: str) -> Iterator[None]:
-        """Enter a context in which no forward runs, to load an adapter of that name; refuse where none may be."""
-        if self.batch_invariant:
-            raise UnsupportedError(_INVARIANT_ADAPTERS)
-        if self.ranks.size > 1:
-            raise UnsupportedError(f"{name} is an adapter, {_NOT_SPLIT}")
-        if self.keeps_states:
-            raise UnsupportedError(
-                f"{name} cannot be applied beside others: layers of {self.name} keep recurrent states, and are called "
-                "with other tokens than the forward's; merge it into the model with PEFT's merge_and_unload()"
-            )
-        with self.lock:
-            yield
-
     def store_drafter_layer(self, layer: DrafterLayer) -> None:
         """Store a drafter's keys and values of every token that is read later, in caches that are made from now on.
 
@@ -329,23 +321,23 @@ class Target(BoundModel):
         tree = batch.tree if self.rope is None else self.rope.drop_past_switch(batch.tree, batch.length)
         return ForwardOutput(tree, *forward(batch))
 
-    def reread(self, tokens: Tensor, marked: Tensor, cache: KVCache, adapters: Tensor | None) -> None:
+    def reread(self, tokens: Tensor, marked: Tensor, cache: KVCache, inputs: Mapping[Feature, Tensor]) -> None:
         """Read again rows that have reached the rope switch, with the frequencies of long texts; see `reread_from`.
 
         Args:
             tokens: The texts of all rows, `[B, P]` int64.
             marked: The rows that are read again, `[B]` bool.
             cache: Keys and values of all rows; those of the rows that are read again are replaced.
-            adapters: As in `ForwardBatch`.
+            inputs: As in `ForwardBatch`.
         """
         assert self.reread_from is not None, "the model has no rope that switches"
         end, rows = self.reread_from, marked.nonzero()[:, 0]
         if not len(rows):
             return
-        adapters = None if adapters is None else adapters[rows]
         with cache.subset(rows, end) as some:
             starts, ends, long = [0] * len(rows), [end] * len(rows), torch.full_like(rows, end + 1)
-            self.prompt_reader.read(Prompts(tokens[rows], starts, ends, some, long, adapters))
+            of_rows = {feature: x[rows] for feature, x in inputs.items()} | {ROPE_BY_LENGTH: long}
+            self.prompt_reader.read(Prompts(tokens[rows], starts, ends, some, of_rows))
 
     def prefill(
         self, prompts: Prompts, *, max_tokens: int | None = None, show: ShowLogits | None = None

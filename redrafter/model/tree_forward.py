@@ -18,6 +18,7 @@ from redrafter.attention.mask import TreeSlots, additive_mask
 from redrafter.attention.tree_plan import ChunkEnds
 from redrafter.cache.dense import CACHE_NAME, DenseCache, cache_argument
 from redrafter.errors import UnsupportedError
+from redrafter.features import ADAPTERS, IMAGES, ROPE_BY_LENGTH, FeatureSet
 from redrafter.model.forward_batch import DrafterLayer, ForwardBatch, join_hidden
 from redrafter.model.lora import AdapterSlots
 from redrafter.model.patch import CompiledPart, ModelPatch
@@ -47,6 +48,7 @@ class BoundModel:
         context: Positions that the model can tell apart; None when it names no limit.
         traits: What its layers are.
         ranks: The processes that compute the model together, each its own heads.
+        features: What it has of features that others may exclude, such as batch invariance.
         lock: Held while anything is set on the model, by any forward of any target on it.
         compiled_parts: Parts that the model's owner has compiled, which run as they are written in our calls: they
             know neither the hooks nor the shapes of these.
@@ -57,8 +59,6 @@ class BoundModel:
         aux_modules: These layers.
         drafter_layer: What a drafter stores of every token beside the model's keys and values; None for nothing.
         adapters: LoRA adapters that are loaded beside it.
-        batch_invariant: Whether a token's logits depend on its text alone, bit for bit, and on nothing else that is
-            computed beside it.
         varlen: Whether the model is decoded by the varlen forward, on a paged cache and in captured steps. Whoever
             spreads it over processes, or wants it on a CPU, says otherwise.
         image_arguments: Names of arguments of `generate` that give the model images; none where it takes none.
@@ -76,6 +76,7 @@ class BoundModel:
     context: int | None
     traits: ModelTraits
     ranks: Ranks
+    features: FeatureSet
     compiled_parts: Sequence[CompiledPart] = ()
     rope: RopeByLength | None = None
     fixed_rope_context: int | None = None
@@ -83,7 +84,6 @@ class BoundModel:
     aux_modules: Sequence[nn.Module] = ()
     drafter_layer: DrafterLayer | None = None
     adapters: AdapterSlots
-    batch_invariant = False
     varlen: Support
     image_arguments: frozenset[str]
 
@@ -181,7 +181,8 @@ class PaddedForward(TreeForward):
         new, mixing = tree.new, None
         nodes = tree.tokens.shape[1]
         cache.write_after(length + (nodes - new), new, drafts=nodes > 1 and batch.pieces is None)
-        positions = places if batch.position_shift is None else places + batch.position_shift[:, None]
+        shift = batch.inputs.get(IMAGES)
+        positions = places if shift is None else places + shift[:, None]
         if bound.context is not None:
             # Nodes past the end of the context are never kept; they only must not index past a table.
             positions = positions.clamp(max=bound.context - 1)
@@ -191,12 +192,12 @@ class PaddedForward(TreeForward):
             if self._mixers:
                 mixing = mixer_plan(batch, padded=True)
                 replace_mixers(patch, self._mixers, mixing)
-            if batch.adapters is not None:
-                bound.adapters.loaded.apply(patch, bound.adapters.loaded.keep(batch.adapters[:, None].expand(-1, new)))
+            if (adapters := batch.inputs.get(ADAPTERS)) is not None:
+                bound.adapters.loaded.apply(patch, bound.adapters.loaded.keep(adapters[:, None].expand(-1, new)))
             if self._slot_readers:
                 answer_by_position(patch, self._slot_readers, lambda: places, slots)
             if bound.rope is not None:
-                at_least = torch.zeros_like(length) if batch.rope_lengths is None else batch.rope_lengths
+                at_least = batch.inputs.get(ROPE_BY_LENGTH, torch.zeros_like(length))
                 bound.rope.apply(patch, lambda: at_least[:, None])
             self._index, self._written = index, cache
             mask = None if cache.committed else self._mask(slots)

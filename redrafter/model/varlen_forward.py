@@ -19,6 +19,7 @@ from redrafter.attention.tree_attention import (
 )
 from redrafter.attention.tree_plan import RUNNING_PLAN, ChunkEnds, Plan
 from redrafter.cache.dense import DenseCache
+from redrafter.features import ADAPTERS, IMAGES, ROPE_BY_LENGTH
 from redrafter.kernels.attention_inputs import TOKEN_MULTIPLE
 from redrafter.model.forward_batch import ForwardBatch, Prompts
 from redrafter.model.layer_compiler import LayerCompiler
@@ -98,8 +99,8 @@ class VarlenForward(TreeForward):
         in_chunks = None if chunks is None else chunks.positions()  # those of prompts are not shifted
         in_rows = batch.places
         places = positions = batch.flat(in_rows, in_chunks)
-        if batch.position_shift is not None:
-            positions = batch.flat(in_rows + batch.position_shift[:, None], in_chunks)
+        if (shift := batch.inputs.get(IMAGES)) is not None:
+            positions = batch.flat(in_rows + shift[:, None], in_chunks)
         if bound.context is not None:  # what is past the end is never kept
             places, positions = places.clamp(max=bound.context - 1), positions.clamp(max=bound.context - 1)
         tokens = len(ids), ids, places
@@ -113,13 +114,10 @@ class VarlenForward(TreeForward):
         plan = replace(plan, chunk_sizes=self._kinds.chunk_sizes, invariant=self.row_by_row is not None)
         prompt = None
         if bound.rope is not None:
-            of_rows = torch.zeros_like(length) if batch.rope_lengths is None else batch.rope_lengths
-            in_chunks = None if chunks is None else chunks.by_token(chunks.prompts)
-            prompt = _aligned(batch.flat(of_rows[:, None], in_chunks))
+            prompt = _aligned(batch.token_inputs(ROPE_BY_LENGTH))
         keep = None
-        if batch.adapters is not None:
-            in_chunks = None if chunks is None else chunks.by_token(chunks.adapters)
-            keep = self._kept_columns(batch.flat(batch.adapters[:, None], in_chunks), len(ids))
+        if ADAPTERS in batch.inputs:
+            keep = self._kept_columns(batch.token_inputs(ADAPTERS), len(ids))
         for x in (ids, positions, head_index, *plan.tensors, prompt, keep):
             if x is not None:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
@@ -159,8 +157,10 @@ class VarlenForward(TreeForward):
         index = torch.arange(len(tokens)) if all_tokens else counts.cumsum(0) - 1
         prompt = None
         if bound.rope is not None:
-            prompt = (read.upto if read.rope_lengths is None else read.rope_lengths)[rows]
-        keep = None if read.adapters is None else self._kept_columns(read.adapters[rows], len(tokens))
+            prompt = read.inputs.get(ROPE_BY_LENGTH, read.upto)[rows]
+        keep = None
+        if (slots := read.inputs.get(ADAPTERS)) is not None:
+            keep = self._kept_columns(slots[rows], len(tokens))
         plan = cache.plan_prefill(pieces, self._kinds.by_layer or ())
         states = None if cache.states is None else PromptStates(pieces, cache.states)
         with bound.lock, self._attending(PROMPT_ATTENTION_NAME, plan, states, keep, threads_apart=True):

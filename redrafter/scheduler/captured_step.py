@@ -17,6 +17,7 @@ from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.errors import first_line
+from redrafter.features import ADAPTERS, IMAGES
 from redrafter.model.target import Target
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.logprobs import score_drawn
@@ -158,10 +159,11 @@ def new_state(target: Target, rows: int, width: int, piece: int = 0) -> State:
     with target.device:
         tokens, length = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
         hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype)
-        shift = torch.zeros_like(length) if target.images.ok else None
-        active, adapters = torch.zeros(rows, dtype=torch.bool), torch.zeros_like(length)
+        features = (ADAPTERS, IMAGES) if target.images.ok else (ADAPTERS,)
+        inputs = {feature: torch.zeros_like(length) for feature in features}
+        active = torch.zeros(rows, dtype=torch.bool)
         pieces = torch.zeros(rows, piece, dtype=torch.long) if piece else None
-        return State(tokens, length, hidden, active, shift, adapters, pieces)
+        return State(tokens, length, hidden, active, inputs, pieces)
 
 
 class GraphCapturer:

@@ -13,9 +13,11 @@ import torch
 from redrafter.cache.block_manager import BlockManager, BlockTable
 from redrafter.cache.host_blocks import HostBlocks
 from redrafter.cache.kv_cache import stored_as
+from redrafter.cache.options import CacheOptions
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.cache.states import RowStates
 from redrafter.errors import CacheFullError, UnsupportedError, first_line
+from redrafter.features import BATCH_INVARIANCE, OWNERS_HOOKS, FeatureSet
 from redrafter.files.home import keep_kernels
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.batch_invariance import check_rows
@@ -169,30 +171,26 @@ class PagedMemory:
         target: Target,
         draft_model: Target | None = None,
         *,
-        memory_fraction: float,
+        options: CacheOptions,
         max_seq_len: int | None,
         rows: int = MOST_ROWS,
         max_rows: int = MOST_ROWS,
         compile: bool = True,
         draft_pieces: int | None = None,
-        host_bytes: int = 0,
-        kv_dtype: torch.dtype | None = None,
-        prefix_states: int = 0,
+        reuse: bool = True,
     ) -> "PagedMemory":
         """Take memory for keys and values and, on a GPU, prepare the models' forwards.
 
         Args:
             target: The model that verifies.
             draft_model: A model that drafts on the same device, or None.
-            memory_fraction: Share of the free memory that keys and values may take.
+            options: How much memory keys and values may take, of the device and of the host, and their format.
             max_seq_len: Most tokens of a text, where the model's context does not say less; None for what it says.
             rows: Rows of the longest text that memory is taken for, at most.
             max_rows: Most rows at once, whose recurrent states memory is taken for.
             compile: Whether forwards are compiled.
             draft_pieces: The most tokens of the draft model for one of the target; None where its ids are the target's.
-            host_bytes: Memory of the host for keys and values that have to leave the device.
-            kv_dtype: Format that keys and values are stored in; None for that in which the models compute.
-            prefix_states: Most stored prefixes whose recurrent states are kept.
+            reuse: Whether prefixes are to be found again.
 
         Raises:
             CacheFullError: The device has too little memory.
@@ -201,22 +199,23 @@ class PagedMemory:
         longest = min((x for x in (target.context, max_seq_len) if x is not None), default=MAX_TEXT_TOKENS)
         tokens = max(rows * (min(longest, MAX_TEXT_TOKENS) + EXTRA_SLOTS), longest + EXTRA_SLOTS)
         models = [target] if draft_model is None else [target, draft_model]
-        if not all(mixer.continues for model in models for mixer in model.traits.mixers):
-            prefix_states = 0  # what follows a prefix would be read token by token, slower than all of it at once
+        # Where a mixer does not continue, what follows a prefix would be read token by token, slower than all at once.
+        keeps = reuse and all(mixer.continues for model in models for mixer in model.traits.mixers)
         stores = KVCachePool.in_free_memory(
-            [stored_as(model.paged_shapes, kv_dtype) for model in models],
+            [stored_as(model.paged_shapes, options.kv_dtype) for model in models],
             scales=[1, draft_pieces or 1][: len(models)],
-            fraction=memory_fraction,
+            fraction=options.kv_cache_free_gpu_memory_fraction,
             max_blocks=-(-tokens // BLOCK_SIZE) + rows,
             max_rows=max_rows,
-            prefix_states=prefix_states,
+            prefix_states=options.max_prefix_states if keeps else 0,
             ranks=target.ranks,
         )
         for model, store in zip(models, stores, strict=True):
             # It may be prepared, by another engine; and a model may draft for itself.
             if target.device.type == "cuda" and not model.varlen_forward.linears_fused:
                 prepare(model, store, compile)
-        hosts = _take_host_memory(target, host_bytes, [stores] if draft_pieces is None else [[s] for s in stores])
+        groups = [stores] if draft_pieces is None else [[store] for store in stores]
+        hosts = _take_host_memory(target, options.host_bytes, groups)
         return cls(target, stores[0], stores[1] if len(stores) > 1 else None, *hosts, compile=compile)
 
 
@@ -248,8 +247,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     target.note_state()  # fused weights are elsewhere
     compile = compile and all(mixer.tokens_alone for mixer in target.traits.mixers)
     if hooked := target.hooked:
-        if target.batch_invariant:
-            raise UnsupportedError(f"{target.name} cannot be batch-invariant: {hooked} has a forward hook")
+        FeatureSet(f"{target.name} with a hook on {hooked}", *target.features).check(OWNERS_HOOKS)
         if target.device.type == "cuda":
             warnings.warn(
                 f"{hooked} has a forward hook, so steps of {target.name} are neither compiled nor captured, slower: "
@@ -265,7 +263,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     try:
         forward()
     except Exception as error:
-        if target.batch_invariant:
+        if BATCH_INVARIANCE in target.features:
             raise UnsupportedError(
                 f"{target.name} cannot be batch-invariant: it cannot be compiled ({first_line(error)})"
             ) from error
@@ -276,7 +274,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
             stacklevel=2,
         )
         return
-    if target.batch_invariant:
+    if BATCH_INVARIANCE in target.features:
         check_rows(target.varlen_forward, store)
 
 

@@ -6,6 +6,7 @@ Prompts have forwards of their own, or are read by a step's forward beside the t
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from redrafter.cache.kv_cache import KVCache
 from redrafter.cache.paged import stack_block_tables
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.draft_model import clamp_to_vocab
+from redrafter.features import ADAPTERS, RECURRENT_STATES, ROPE_BY_LENGTH, Feature
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.forward_batch import Prompts
@@ -143,21 +145,22 @@ class ChunkBuffers:
         """Write chunks of prompts into the smallest buffers that have room for them."""
         room = room_for(chunks)
         buffers = self._by_room[room]
-        tokens, starts, lengths, adapters, prompts = list[int](), [0], list[int](), list[int](), list[int]()
+        tokens, starts, lengths = list[int](), [0], list[int]()
+        inputs: dict[Feature, list[int]] = {feature: [] for feature in buffers.inputs}
         for sequence, count in chunks:
             tokens += sequence.tokens[sequence.prefilled : sequence.prefilled + count]
             starts.append(len(tokens))
             lengths.append(sequence.prefilled)
-            adapters.append(sequence.adapter_slot)
-            prompts.append(rope_length(self._target, sequence))
+            given = sequence.inputs | {ROPE_BY_LENGTH: rope_length(self._target, sequence)}
+            for feature, numbers_of in inputs.items():
+                numbers_of.append(given[feature])
         empty = room - len(chunks)
         padding, ends = [0] * (len(buffers.tokens) - len(tokens)), starts[-1:] * empty
-        numbers = tokens + padding + starts + ends + lengths + adapters + prompts
-        device = buffers.tokens.device
-        sizes = len(buffers.tokens), room + 1, len(lengths), len(adapters), len(prompts)
-        parts = to_device(numbers, device, torch.long).split(sizes)  # one copy
-        written = buffers.tokens, buffers.starts, buffers.lengths, buffers.adapters, buffers.prompts
-        for buffer, part in zip(written, parts, strict=True):
+        parts = [tokens + padding, starts + ends, lengths, *inputs.values()]
+        device, sizes = buffers.tokens.device, [len(part) for part in parts]
+        numbers = to_device(list(chain.from_iterable(parts)), device, torch.long).split(sizes)  # one copy
+        written = buffers.tokens, buffers.starts, buffers.lengths, *buffers.inputs.values()
+        for buffer, part in zip(written, numbers, strict=True):
             buffer[: len(part)] = part
         tables = tables_of([sequence for sequence, _ in chunks])
         buffers.table[: len(tables)] = stack_block_tables(tables, device, self._blocks)
@@ -253,10 +256,10 @@ class Prefiller:
         complete = [end == sequence.prefill_length for sequence, end in zip(sequences, ends, strict=True)]
         first = [0 if whole else max(start - 1, 0) for whole, start in zip(complete, starts, strict=True)]
         tokens = to_device(_stack([sequence.tokens for sequence in sequences], ends, first), device)
-        caches, rope_lengths = row_caches.of_prompts(sequences), to_device(rope, device)
-        slots = [sequence.adapter_slot for sequence in sequences]
-        adapters = to_device(slots, device, torch.long) if any(slots) else None
-        prompts = Prompts(tokens, starts, ends, caches.target, rope_lengths, adapters)
+        caches, inputs = row_caches.of_prompts(sequences), {ROPE_BY_LENGTH: to_device(rope, device)}
+        if any(slots := [sequence.inputs[ADAPTERS] for sequence in sequences]):
+            inputs[ADAPTERS] = to_device(slots, device, torch.long)
+        prompts = Prompts(tokens, starts, ends, caches.target, inputs)
 
         def show(row: int, first: int, logits: Tensor) -> None:
             sequence, count = sequences[row], sequences[row].params.prompt_logprobs
@@ -297,7 +300,7 @@ class Prefiller:
         adapters = None
         if sequence.adapter is not None:
             sequence.adapter.check_images()
-            adapters = to_device([sequence.adapter_slot], device, torch.long)
+            adapters = to_device([sequence.adapter.slot], device, torch.long)
         prompt = sequence.images.prepare(self._target.model, sequence.prompt)
         sequence.position_shift = prompt.position_shift
         self._read_drafts([sequence], [count], Prompts(tokens, [0], [count], caches.target), caches.draft)
@@ -309,7 +312,7 @@ class Prefiller:
     def can_mix(self) -> bool:
         """Tell whether steps can read prompts too: not where a draft model must read them as well, or whole."""
         # Recurrent layers read prompts row by row, in a forward of their own.
-        may_mix = not self._target.keeps_states and self._target.paged.ok
+        may_mix = RECURRENT_STATES not in self._target.features and self._target.paged.ok
         return may_mix and self._draft_model is None and self._limits.chunked
 
     def fits_step(self, sequences: Sequence[TokenSequence], *, alone: bool) -> bool:

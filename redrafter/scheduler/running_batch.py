@@ -22,6 +22,7 @@ from redrafter.drafting.policy import DraftPolicy, StepRows
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import Proposer, State, step_tokens
 from redrafter.drafting.vocabulary_map import VocabularyMap
+from redrafter.features import ADAPTERS
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
@@ -230,13 +231,8 @@ class RunningBatch:
         state.tokens[rows, : read.tokens.shape[1]] = read.tokens
         state.tokens[rows].scatter_(1, read.lengths[:, None], pending[:, None])
         state.length[rows], state.hidden[rows], state.active[rows] = read.lengths, read.hidden, True
-        if state.position_shift is not None:
-            shifts = [sequence.position_shift for sequence in sequences]
-            state.position_shift[rows] = to_device(shifts, state.length.device, torch.long)
-        assert state.adapters is not None, "buffers have the adapter of each row"
-        state.adapters[rows] = to_device(
-            [sequence.adapter_slot for sequence in sequences], state.length.device, torch.long
-        )
+        for feature, buffer in state.inputs.items():
+            buffer[rows] = to_device([sequence.inputs[feature] for sequence in sequences], buffer.device, torch.long)
         if state.pieces is not None:
             state.pieces[rows] = 0  # what another sequence of the row was given may be of another salt
             for sequence in sequences:
@@ -263,10 +259,8 @@ class RunningBatch:
         sequence.row = self._asked = None
         last = len(self.rows) - 1
         if row != last:
-            state = self.state
-            for tensor in vars(state).values():  # `active` too: both rows step
-                if tensor is not None:
-                    tensor[row] = tensor[last]
+            for tensor in self.state.tensors:  # `active` too: both rows step
+                tensor[row] = tensor[last]
             self.sampling.move(last, row)
             self.caches.move(last, row)
             self.rows[row] = self.rows[last]
@@ -336,7 +330,7 @@ class RunningBatch:
         if self.target.reread_from is not None and longest >= self.target.reread_from:
             state = step.state
             at_switch = (state.length == self.target.reread_from) & state.active
-            self.target.reread(state.tokens, at_switch, step.cache, state.adapters)
+            self.target.reread(state.tokens, at_switch, step.cache, state.inputs)
         return step
 
     def _look_at_rows(self) -> Asked:
@@ -378,8 +372,8 @@ class RunningBatch:
         while len(self.captured_steps) >= MAX_CAPTURED_STEPS:
             del self.captured_steps[next(iter(self.captured_steps))]
         first = self.state.at(slice(key.rows))  # shares memory with `state`
-        adapters = first.adapters if key.adapters else None
-        state = replace(first, tokens=first.tokens[:, : key.window], adapters=adapters)
+        inputs = {feature: x for feature, x in first.inputs.items() if feature is not ADAPTERS or key.adapters}
+        state = replace(first, tokens=first.tokens[:, : key.window], inputs=inputs)
         caches = self.caches.of_step(key.rows, key.window)
         keep_scores = self._rejection_sampling and proposer is not self._plain
         sampler = self.sampling.sampler(key.rows, self.rows, keep_scores=keep_scores)

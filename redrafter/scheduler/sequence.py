@@ -12,6 +12,7 @@ from redrafter.cache.block_manager import BlockTable
 from redrafter.drafting.prompt_lookup import Repeats
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError, NotFiniteError
+from redrafter.features import ADAPTERS, IMAGES, Feature
 from redrafter.grammar.grammar import GuidedText
 from redrafter.model.images import ImageInputs, ImagePrompt
 from redrafter.model.lora import Adapter
@@ -206,9 +207,9 @@ class TokenSequence:
         return len(self.tokens) - len(self.prompt)
 
     @property
-    def adapter_slot(self) -> int:
-        """Slot of its adapter, 0 for none."""
-        return 0 if self.adapter is None else self.adapter.slot
+    def inputs(self) -> dict[Feature, int]:
+        """The numbers that features read in its row of a forward; see `ForwardBatch.inputs`."""
+        return {ADAPTERS: 0 if self.adapter is None else self.adapter.slot, IMAGES: self.position_shift}
 
     @property
     def prefix_salt(self) -> Hashable:

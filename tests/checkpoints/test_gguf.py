@@ -220,5 +220,7 @@ def test_a_missing_package_is_named_with_what_to_type(models, monkeypatch):
 
 
 def test_a_gguf_file_is_not_split(models):
-    with pytest.raises(UnsupportedError, match="is a GGUF file, which is read whole"):
+    with pytest.raises(
+        UnsupportedError, match="GGUF file and tensor parallelism exclude each other: the file is read whole"
+    ):
         load_model(models / "file.gguf", tp_size=2, **LOAD | {"device": None})

@@ -66,7 +66,7 @@ def test_a_merged_drafter_reads_the_text_as_it_did(saved, tmp_path):
     assert all(torch.equal(weight, drafter.get_parameter(name)) for name, weight in found.named_parameters())
 
 
-@pytest.mark.parametrize(("method", "answer"), [(None, "tried when"), ("awq", "no: it is quantised")])
+@pytest.mark.parametrize(("method", "answer"), [(None, "tried when"), ("awq", "no: batch_invariant=True and weights")])
 def test_info_says_whether_a_base_can_be_batch_invariant(saved, tmp_path, method, answer):
     base = shutil.copytree(saved / "base", tmp_path / "base")
     if method:

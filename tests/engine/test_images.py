@@ -85,7 +85,7 @@ def test_an_adapter_of_the_encoder_takes_texts_and_refuses_images(tmp_path):
     engine.load_adapter("it", tmp_path)
     texts, images = prompts_with_images(engine.model, [(5,), (9,)]), prompts_with_images(engine.model)
     assert torch.equal(engine.generate(**texts, adapter="it", **GREEDY), model.generate(**texts, **GREEDY))
-    with pytest.raises(UnsupportedError, match=r"'it' takes no images here: it changes .*visual.*qkv, .*merge"):
+    with pytest.raises(UnsupportedError, match=r"'it' changes .*visual.*qkv: images .* exclude each other: .*merge"):
         engine.generate(**images, adapter="it", **GREEDY)
     expected = engine.model.generate(**images, **GREEDY)
     assert torch.equal(engine.generate(**images, **GREEDY), expected)  # rows without it see
@@ -152,7 +152,7 @@ def test_what_the_model_cannot_see_is_refused(name):
 
 def test_a_batch_invariant_engine_takes_no_images():
     engine = make("llava", batch_invariant=True)
-    with pytest.raises(UnsupportedError, match="takes no images here: it is batch-invariant"):
+    with pytest.raises(UnsupportedError, match="images in prompts and batch_invariant=True exclude each other"):
         engine.generate(**prompts_with_images(engine.model), **GREEDY)
 
 

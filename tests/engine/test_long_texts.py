@@ -9,6 +9,7 @@ from helpers.models import DRAFTER_ALONE, VOCAB, paged, tiny_drafter, tiny_model
 from helpers.scheduling import launch_ahead, make_sequence, run, scheduler, until_stepping
 from redrafter import ReDrafter
 from redrafter.cache.block_manager import BlockManager
+from redrafter.cache.options import CacheOptions
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
@@ -113,7 +114,9 @@ def test_the_prefix_of_a_text_that_waits_for_blocks_is_not_sought_in_every_round
 
 
 def test_a_single_row_has_blocks_for_the_longest_text(model):
-    graphs = PagedMemory.on(Target(model), memory_fraction=0.5, max_seq_len=None, rows=1)
+    graphs = PagedMemory.on(
+        Target(model), options=CacheOptions(kv_cache_free_gpu_memory_fraction=0.5), max_seq_len=None, rows=1
+    )
     assert (graphs.store.num_blocks - 1) * BLOCK_SIZE >= CONTEXT
 
 

@@ -21,6 +21,7 @@ from redrafter.cache.kv_cache import stored_as
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.engine.modes import check_processors, make_batch_invariant, use_kv_cache_dtype
 from redrafter.engine.options import EngineOptions
+from redrafter.features import BATCH_INVARIANCE
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.model.target import Target
 from redrafter.tree.sizes import TreeShape
@@ -227,7 +228,7 @@ def test_a_prompt_of_which_most_is_in_the_cache_is_read_beside_a_whole_one():
 def test_flags_set_the_modes(tmp_path):
     use = {"model": base_dir(tmp_path), "max_seq_len": 64, "kv_cache_free_gpu_memory_fraction": 0.01}
     draft = DraftOptions(prompt_lookup=True)
-    assert Pair.load(LoadOptions(batch_invariant=True, **use), draft).engine.target.batch_invariant
+    assert BATCH_INVARIANCE in Pair.load(LoadOptions(batch_invariant=True, **use), draft).engine.target.features
     graphs = Pair.load(LoadOptions(kv_cache_dtype="fp8", **use), draft).engine.make_graphs(rows=1)
     assert graphs.store.fp8 == torch.float8_e4m3fn
 
@@ -263,10 +264,10 @@ def test_an_older_gpu_has_e5m2_alone(monkeypatch, name, capability, fits):
     monkeypatch.setattr(target, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     if fits:
-        use_kv_cache_dtype(target, None, name)
+        use_kv_cache_dtype(target, None, EngineOptions(kv_cache_dtype=name))
     else:
         with pytest.raises(UnsupportedError, match=r"this one has 8\.0: take 'fp8_e5m2'"):
-            use_kv_cache_dtype(target, None, name)
+            use_kv_cache_dtype(target, None, EngineOptions(kv_cache_dtype=name))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -274,7 +275,8 @@ def test_a_gpu_needs_a_forward_that_is_compiled_for_the_mode(monkeypatch, compil
     engine = make_engine("undrafted")
     bound = paged(engine).target if compiled else engine.target
     monkeypatch.setattr(bound, "device", torch.device("cuda"))
-    with pytest.raises(ArgumentError, match="load the model anew" if compiled else "leave out compile=False"):
+    error, says = (ArgumentError, "load the model anew") if compiled else (UnsupportedError, "leave out compile=False")
+    with pytest.raises(error, match=says):
         make_batch_invariant(bound, None, compile=compiled)
 
 
@@ -282,5 +284,5 @@ def test_processors_that_sum_by_rows_are_refused_on_a_gpu(monkeypatch):
     engine = engine_of(tiny_target("llama", torch.bfloat16), options=INVARIANT)
     engine.generate(*uneven_batch(rows=1), max_new_tokens=2, do_sample=True, typical_p=0.9)
     monkeypatch.setattr(engine.target, "device", torch.device("cuda"))
-    with pytest.raises(UnsupportedError, match="typical_p sums in an order that suits the number of rows"):
+    with pytest.raises(UnsupportedError, match="typical_p and batch_invariant=True exclude each other: it sums"):
         check_processors(engine.target, [TypicalLogitsWarper(0.9)])

@@ -74,5 +74,5 @@ def test_rows_come_and_go():
 
 
 def test_batch_invariance_is_refused():
-    with pytest.raises(UnsupportedError, match="cannot be batch-invariant: its layers keep recurrent states"):
+    with pytest.raises(UnsupportedError, match="batch_invariant=True and layers with recurrent states exclude"):
         PromptLookup.from_pretrained(recurrent_model("lfm2"), batch_invariant=True)

@@ -15,7 +15,6 @@ from redrafter.cache.kv_cache import stored_as
 from redrafter.cache.paged import KVCachePool
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import State
-from redrafter.engine.modes import kv_dtype_of
 from redrafter.engine.options import EngineOptions
 from redrafter.model.supported import Support
 from redrafter.model.target import Target
@@ -226,7 +225,7 @@ def graphs_with_host(engine: Engine, stores: list[KVCachePool], host_blocks: int
 
 def new_pool(engine: Engine, model: Target, blocks: int) -> KVCachePool:
     """Return memory for keys and values of an engine's target or draft model, in the format that its options name."""
-    shapes = stored_as(model.paged_shapes, kv_dtype_of(engine.options.kv_cache_dtype))
+    shapes = stored_as(model.paged_shapes, engine.options.kv_dtype)
     return KVCachePool(shapes, blocks, prefix_states=engine.options.max_prefix_states)
 
 

@@ -15,6 +15,7 @@ from redrafter import UnsupportedError
 from redrafter.attention import invariant_attention
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.features import BATCH_INVARIANCE
 from redrafter.kernels import invariant_linear
 from redrafter.model.batch_invariance import check_rows, small_pool
 from redrafter.model.forward_batch import ForwardBatch
@@ -175,7 +176,7 @@ def test_an_order_that_follows_from_the_number_of_tokens_is_refused(broken, monk
     bound = Target(tiny_model("llama", hidden_size=128, head_dim=64, num_key_value_heads=4))
     with pytest.raises(UnsupportedError, match="the output of layer 0 depends on how many tokens share a forward"):
         bound.make_batch_invariant()
-    assert not bound.batch_invariant
+    assert BATCH_INVARIANCE not in bound.features
     assert not bound.varlen.ok
 
 
@@ -199,7 +200,7 @@ LAYERS = {"attention_types": [[["global", "local", "global"], 1]], "num_heads": 
 REFUSED = {
     r"transformer\.h\.0\.attn\.c_attn calls addmm": lambda: tiny_model("gpt2"),
     "cannot be batch-invariant: its attention": lambda: tiny_model("gpt_neo", **LAYERS),
-    "cannot be batch-invariant: its layers attend within chunks": lambda: tiny_model("llama4_text", **CHUNKED),
+    "batch_invariant=True and attention within chunks exclude each other": lambda: tiny_model("llama4_text", **CHUNKED),
     r"the weight of model\.layers\.1\.mlp\.up_proj is a Packed": packed,
 }
 

@@ -13,8 +13,8 @@ from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, Unsup
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.models import quantize_drafter, quantize_model
 from redrafter.engine.options import EngineOptions
+from redrafter.features import FP8_WEIGHTS
 from redrafter.kernels.float8_inputs import round_inputs
-from redrafter.model.batch_invariance import support_of
 from redrafter.model.linear_layers import (
     Float8Linear,
     FusedLinears,
@@ -224,7 +224,7 @@ def partly_on_meta() -> Any:
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (quantized_already, UnsupportedError, "mine is quantised already: leave out quantization='fp8'"),
+        (quantized_already, UnsupportedError, "mine: FP8 weights .* quantised exclude .*leave out quantization='fp8'"),
         (lambda: tiny_model("gpt2"), UnsupportedError, r"mine has no linear layers .* \(--quantization fp8\)"),
         (lambda: tiny_model("llama").double(), ArgumentError, "mine has float64: add dtype='bfloat16'"),
         (partly_on_meta, UnsupportedError, "leave out device_map"),
@@ -243,6 +243,6 @@ def test_experts_that_stay_as_they_are_are_told():
 def test_batch_invariance_is_refused_by_name():
     model = quantized()
     target = Target(model)
-    assert "its weights are FP8" in str(support_of(target, target.paged_shapes).reason)
+    assert FP8_WEIGHTS in target.features
     with pytest.raises(UnsupportedError, match=r"leave out quantization='fp8' \(--quantization fp8\)"):
         ReDrafter(Target(model), tiny_drafter(), options=EngineOptions(batch_invariant=True))

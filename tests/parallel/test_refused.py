@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from helpers.models import tiny_model
 from redrafter import ArgumentError, PromptLookup, UnsupportedError
 from redrafter.checkpoints.models import check_loaded_size, check_splits, split_device
+from redrafter.features import TENSOR_PARALLELISM
 from redrafter.model.target import Target
 from redrafter.parallel.ranks import Ranks
 
@@ -17,13 +18,14 @@ def shared() -> Target:
     """A target that believes that another rank has a part of it."""
     target = Target(tiny_model("llama"))
     target.ranks = Ranks(rank=0, size=2)
+    target.features.add(TENSOR_PARALLELISM)
     return target
 
 
 @pytest.mark.parametrize(
     ("use", "says"),
     [
-        (lambda target: target.adapters.load("poems", None, 1, 8), "poems is an adapter, .* tensor parallelism"),
+        (lambda target: target.adapters.load("poems", None, 1, 8), "LoRA adapters and tensor parallelism exclude"),
         (lambda target: target.make_batch_invariant(), "tensor parallelism"),
         (
             lambda target: PromptLookup.from_pretrained(target, kv_host_cache_gib=1),
@@ -51,8 +53,11 @@ def quantised() -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: tiny_model("mamba", num_hidden_layers=1, state_size=4), "recurrent states, .* tensor parallelism"),
-        (quantised, "is quantised, .* tensor parallelism"),
+        (
+            lambda: tiny_model("mamba", num_hidden_layers=1, state_size=4),
+            "recurrent states and tensor parallelism exclude .*without tp",
+        ),
+        (quantised, "quantised and tensor parallelism exclude .*without tp"),
     ],
 )
 def test_a_model_is_not_shared(monkeypatch, make, says):

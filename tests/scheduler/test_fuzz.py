@@ -33,6 +33,7 @@ from redrafter.cache import block_manager
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.changes import ChangeDrafter, Sleep, UpdateWeights, Wake
 from redrafter.engine.options import EngineOptions
+from redrafter.features import RECURRENT_STATES
 from redrafter.model.target import Target
 from redrafter.scheduler import running_batch
 from redrafter.scheduler.finished_texts import FinishedTexts
@@ -169,7 +170,7 @@ class Episode:
         stores_keys = bool(new_pool(engine, engine.target, 4).pools)
         if engine.draft_model is not None:
             stores_keys &= bool(new_pool(engine, engine.draft_model, 4).pools)
-        if engine.target.keeps_states and not engine.options.max_prefix_states:
+        if RECURRENT_STATES in engine.target.features and not engine.options.max_prefix_states:
             stores_keys = False  # nothing that is stored would be found
         most = 30 if engine.draft_vocabulary is not None else 14
         served = scheduler(

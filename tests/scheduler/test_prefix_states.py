@@ -27,6 +27,7 @@ from redrafter.cache.block_manager import BlockManager
 from redrafter.cache.states import RowStates
 from redrafter.engine.changes import Sleep, UpdateWeights, Wake
 from redrafter.engine.options import EngineOptions
+from redrafter.features import RECURRENT_STATES
 from redrafter.model.recurrent_layers import PromptStates
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
@@ -74,7 +75,7 @@ def test_prompts_continue_from_what_earlier_ones_have_stored(model, name, monkey
     with counted(monkeypatch) as read:
         run(served, sequences[2:])  # side by side
     assert [sequence.reused for sequence in sequences] == [0, 0] + [80] * len(KINDS)
-    models = 1 + (served.graphs.draft_store is not None and engine.draft_model.keeps_states)
+    models = 1 + (served.graphs.draft_store is not None and RECURRENT_STATES in engine.draft_model.features)
     assert sum(read) == models * sum(len(sequence.prompt) - 80 for sequence in sequences[2:])
     same_alone(engine, sequences)
     prompt = torch.tensor([sequences[2].prompt])

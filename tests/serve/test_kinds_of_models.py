@@ -22,7 +22,7 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.cli import main
 from redrafter.engine.tuning import Tuning, measured_on, tuning_path
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.model.target import Target
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.scheduler import Scheduler
@@ -141,13 +141,13 @@ def test_tokens_found_on_the_host_are_reported():
 
 
 def test_a_cache_on_the_host_needs_reuse():
-    with pytest.raises(ArgumentError, match="--kv-host-cache-gib stores what --no-kv-cache-reuse never finds"):
+    with pytest.raises(UnsupportedError, match=r"exclude each other: .*, or leave out --no-kv-cache-reuse"):
         LoadEngine(ServeOptions(kv_cache_reuse=False), LoadOptions(kv_host_cache_gib=1.0), DraftOptions())
 
 
 @pytest.mark.parametrize("gib", [-1.0, float("nan"), 1e9])
 def test_a_size_that_cannot_be_is_refused_before_anything_is_loaded(gib: float):
-    with pytest.raises(ArgumentError, match=r"--kv-host-cache-gib\) must be from 0 to the machine's memory"):
+    with pytest.raises(ArgumentError, match="kv_host_cache_gib must be from 0 to the machine's memory"):
         LoadOptions(kv_host_cache_gib=gib)
 
 

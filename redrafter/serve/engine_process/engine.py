@@ -15,7 +15,7 @@ from redrafter.drafting.policy import DraftPolicy
 from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.engine import Engine
 from redrafter.engine.redrafter import ReDrafter
-from redrafter.errors import ArgumentError
+from redrafter.features import ADAPTIVE_DRAFTS, BATCH_INVARIANCE, SERVING, FeatureSet
 from redrafter.files.dtype_names import dtype_name
 from redrafter.kernels.attention_inputs import TOKENS_PER_CHUNK
 from redrafter.model.linear_layers import has_float8_layers
@@ -51,7 +51,7 @@ class ServedEngine:
         """Make the scheduler of a pair that was loaded with some options."""
         engine = pair.engine
         if isinstance(engine, DraftTarget) and engine.adaptive:
-            raise ArgumentError("a server drafts at one length: leave out --adaptive")
+            FeatureSet("redrafter serve", ADAPTIVE_DRAFTS).check(SERVING)
         adapters = parse_lora_modules(options.lora_modules)
         engine.load_adapters(adapters)  # before keys and values take what memory is free
         limits = options.limits(load.max_seq_len)
@@ -69,7 +69,7 @@ class ServedEngine:
             _sampling_defaults(engine),
             scheduler.batch.depth,
             limits.reuse,
-            engine.target.batch_invariant,
+            BATCH_INVARIANCE in engine.target.features,
             adapters,
             engine.target.image_inputs if engine.target.images.on_paged.ok else frozenset(),
             has_float8_layers(engine.model),
@@ -106,7 +106,7 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
     if proposer is not None and pair.method != PLAIN:
         drafts = f"{pair.method}, {proposer.sizes or 'no drafts at one row'}"
     weights = ", FP8 weights" if has_float8_layers(target.model) else ""
-    invariant = ", batch-invariant" if target.batch_invariant else ""
+    invariant = ", batch-invariant" if BATCH_INVARIANCE in target.features else ""
     host = scheduler.graphs.host
     on_host = "" if host is None else f", and {(host.num_blocks - 1) * 16:,} more on the host"
     kv_dtype = pair.engine.options.kv_cache_dtype

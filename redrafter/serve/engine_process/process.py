@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.program import run_command, silence_libraries
 from redrafter.errors import ArgumentError, ReDrafterError, ends_device
+from redrafter.features import GRAMMARS, TENSOR_PARALLELISM
 from redrafter.grammar.grammar import Grammar, GrammarProcess
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.engine_change import EngineChange
@@ -58,10 +59,6 @@ MAX_REMEMBERED_REFUSALS = 64  # grammars whose refusal is remembered
 REFUSAL_SECONDS = 60.0  # for which it is
 
 Result = TypeVar("Result")
-_NO_GRAMMARS = (
-    "this server's model is shared by several processes, which follow no grammars yet (response_format, "
-    "structured_outputs, a tool_choice that forces a call): leave them out, or start the server without torchrun"
-)
 
 
 def main(descriptor: int) -> None:
@@ -125,13 +122,13 @@ class _EngineServer:
         self._channel, self._grammars = channel, Grammars(tokenizer)
         self._done = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._shared = scheduler.engine.target.ranks.size > 1
+        self._features = scheduler.engine.target.features
 
         def end() -> None:
             self._call(self._done.set)
 
         line = scheduler, channel.send, end
-        self._worker = SharedWorker(*line, self._refuse) if self._shared else Worker(*line)
+        self._worker = SharedWorker(*line, self._refuse) if TENSOR_PARALLELISM in self._features else Worker(*line)
         self._changing: set[asyncio.Task[None]] = set()
         self._compiling: dict[tuple[int, ...], asyncio.Task[None]] = {}  # by the numbers of a request's texts
 
@@ -171,8 +168,8 @@ class _EngineServer:
             task.add_done_callback(self._changing.discard)
         elif message.grammar is None:
             self._submit(message, None)
-        elif self._shared:
-            self._refuse(message, ArgumentError(_NO_GRAMMARS))
+        elif conflict := self._features.conflict(GRAMMARS):
+            self._refuse(message, ArgumentError(conflict))
         else:
             task = asyncio.ensure_future(self._compile(message, message.grammar))
             self._compiling[message.numbers] = task

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from redrafter.app.options import DraftOptions, LoadOptions
-from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.errors import ReDrafterError
+from redrafter.features import HOST_CACHE, NO_PREFIX_REUSE, FeatureSet
 from redrafter.sandbox.frames import receive_frame, send_frame
 from redrafter.sandbox.process import start_interpreter
 from redrafter.serve.config import ServeOptions
@@ -38,7 +39,7 @@ class LoadEngine:
 
     def __post_init__(self) -> None:
         if self.load.kv_host_cache_gib and not self.options.kv_cache_reuse:
-            raise ArgumentError("--kv-host-cache-gib stores what --no-kv-cache-reuse never finds: leave one out")
+            FeatureSet("redrafter serve", NO_PREFIX_REUSE).check(HOST_CACHE)
 
 
 @dataclass(frozen=True)

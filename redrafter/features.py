@@ -1,0 +1,175 @@
+"""The features of models, engines and servers, and which of them exclude each other: one table and one message.
+
+A feature declares those declared before it that it excludes, and why. Code that uses a feature adds it to the
+`FeatureSet` of the model, or checks it against that set, and needs no knowledge of other features.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from redrafter.errors import UnsupportedError
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    """Something that a model, an engine or a server may have, and that others may rule out.
+
+    Attributes:
+        words: Its name in messages.
+        remedy: What to type in order to do without it; empty where nothing that is typed decides.
+        excludes: Features that cannot be combined with it, and the reason for each, a main clause.
+    """
+
+    words: str
+    remedy: str = ""
+    excludes: Mapping["Feature", str] = field(default_factory=dict, repr=False)
+
+
+class FeatureSet:
+    """The features that one model, engine or server has; none of them excludes another."""
+
+    def __init__(self, owner: str, *features: Feature):
+        """Begin with some features; `owner` names what has them, for messages."""
+        self._owner, self._features = owner, dict.fromkeys(features)
+
+    def __contains__(self, feature: Feature) -> bool:
+        return feature in self._features
+
+    def __iter__(self) -> Iterator[Feature]:
+        return iter(self._features)
+
+    def conflict(self, feature: Feature) -> str | None:
+        """Return why a feature cannot be combined with one of these, and what to type; None where it can."""
+        for other in self._features:
+            if reason := feature.excludes.get(other) or other.excludes.get(feature):
+                remedies = ", or ".join(each.remedy for each in (feature, other) if each.remedy)
+                return f"{feature.words} and {other.words} exclude each other: {reason}; {remedies}"
+        return None
+
+    def check(self, feature: Feature) -> None:
+        """Raise `UnsupportedError` if a feature cannot be combined with one of these."""
+        if conflict := self.conflict(feature):
+            raise UnsupportedError(f"{self._owner}: {conflict}")
+
+    def add(self, feature: Feature, found: bool = True) -> None:
+        """Add a feature if it is `found`; raise `UnsupportedError` if it cannot be combined with one of these."""
+        if found:
+            self.check(feature)
+            self._features[feature] = None
+
+
+# What the model or its checkpoint decides.
+
+RECURRENT_STATES = Feature("layers with recurrent states")
+CHUNKED_ATTENTION = Feature("attention within chunks")
+INDEXED_ATTENTION = Feature("attention to tokens that an indexer chooses")
+ROPE_BY_LENGTH = Feature("a rope that follows the length of a sequence")
+SWITCHING_ROPE = Feature("a rope that switches at a length of sequence")
+QUANTISED_WEIGHTS = Feature("weights that another library quantised", "load it unquantised")
+GGUF_FILE = Feature("weights in a GGUF file")
+OWNERS_HOOKS = Feature("forward hooks of the model's owner", "remove the hooks")
+
+# How the model is loaded and computed.
+
+FP8_WEIGHTS = Feature(
+    "FP8 weights",
+    "leave out quantization='fp8' (--quantization fp8)",
+    {QUANTISED_WEIGHTS: "weights are quantised once"},
+)
+TENSOR_PARALLELISM = Feature(
+    "tensor parallelism",
+    "run it in one process, without tp_size and torchrun",
+    {
+        RECURRENT_STATES: "states are not split between processes",
+        QUANTISED_WEIGHTS: "quantised weights cannot be split yet",
+        FP8_WEIGHTS: "quantised weights cannot be split yet",
+        GGUF_FILE: "the file is read whole",
+    },
+)
+EAGER_FORWARD = Feature("compile=False on a GPU", "leave out compile=False (--no-compile)")
+BATCH_INVARIANCE = Feature(
+    "batch_invariant=True",
+    "leave out batch_invariant=True (--batch-invariant)",
+    {
+        RECURRENT_STATES: "recurrences sum in an order of their own",
+        CHUNKED_ATTENTION: "the attention of one fixed order knows no chunks",
+        QUANTISED_WEIGHTS: "their products are the quantiser's own",
+        FP8_WEIGHTS: "their products sum in an order that suits the number of tokens",
+        OWNERS_HOOKS: "a forward with hooks is not compiled",
+        TENSOR_PARALLELISM: "sums of ranks have an order of their own",
+        EAGER_FORWARD: "only the compiled forward has one fixed order there",
+    },
+)
+ADAPTERS = Feature(
+    "LoRA adapters",
+    "merge the adapter into the model with PEFT's merge_and_unload()",
+    {
+        RECURRENT_STATES: "such layers are called with other tokens than the forward's",
+        TENSOR_PARALLELISM: "the products of an adapter are not split between processes",
+        BATCH_INVARIANCE: "it computes one model for all rows, and an adapter is a product of each row's own",
+    },
+)
+ENCODER_ADAPTER = Feature("an adapter of layers that encode images", ADAPTERS.remedy)
+IMAGES = Feature(
+    "images in prompts",
+    "pass text alone (without --image)",
+    {
+        RECURRENT_STATES: "states are not copied from the forward that reads images",
+        INDEXED_ATTENTION: "the indexer's keys are not copied from the forward that reads images",
+        SWITCHING_ROPE: "a sequence with images is not read again where the rope switches",
+        TENSOR_PARALLELISM: "the part that encodes images is not split between processes",
+        BATCH_INVARIANCE: "images of a batch are encoded together",
+        ENCODER_ADAPTER: "images are encoded without adapters",
+    },
+)
+
+# What drafts, and how drafts are accepted.
+
+MTP_DRAFTER = Feature(
+    "a drafter in an MTP layer",
+    "write without drafts (--no-speculate), or give a drafter",
+    {TENSOR_PARALLELISM: "the layer reads the whole head, which is split"},
+)
+ASSISTANT = Feature(
+    "an assistant",
+    "give another drafter",
+    {TENSOR_PARALLELISM: "it attends to whole keys and values of its target, which are split"},
+)
+OTHER_TOKENIZER = Feature(
+    "a draft model with another tokenizer",
+    "take one with the model's tokenizer, or one whose layers are all attention",
+    {RECURRENT_STATES: "one token may be several of the draft model's, and its states are one token behind"},
+)
+DRAFT_TREES = Feature("num_beams above 1", "leave out num_beams")
+REJECTION_SAMPLING = Feature(
+    "acceptance='rejection'",
+    "take acceptance='match', which takes trees",
+    {DRAFT_TREES: "it is exact for one sampled chain only"},
+)
+ADAPTIVE_DRAFTS = Feature("adaptive drafts", "leave out --adaptive")
+
+# What an engine or a server does between requests.
+
+NO_PREFIX_REUSE = Feature("--no-kv-cache-reuse", "leave out --no-kv-cache-reuse")
+HOST_CACHE = Feature(
+    "kv_host_cache_gib (--kv-host-cache-gib)",
+    "leave out kv_host_cache_gib",
+    {
+        TENSOR_PARALLELISM: "blocks on the host belong to one process",
+        NO_PREFIX_REUSE: "what is stored on the host is never found again",
+    },
+)
+GRAMMARS = Feature(
+    "grammars (response_format, structured_outputs, a tool_choice that forces a call)",
+    "leave them out",
+    {TENSOR_PARALLELISM: "a server's processes follow no grammars yet"},
+)
+ENGINE_CHANGES = Feature(
+    "changes of a running engine",
+    "start a new engine",
+    {TENSOR_PARALLELISM: "weights and drafters of several processes stay as they are"},
+)
+WEIGHT_UPDATES = Feature(
+    "updates of weights", "make a new engine", {QUANTISED_WEIGHTS: "their format is that library's own"}
+)
+SERVING = Feature("a server", excludes={ADAPTIVE_DRAFTS: "a server drafts at one length"})
