@@ -76,7 +76,7 @@ class LoadError(ReDrafterError):
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerUnderTest:
     """A server to be measured."""
 
     url: str  # without `/v1`
@@ -151,7 +151,7 @@ class LoadRun:
         return [completion for completion in self.completions if completion.error is None]
 
 
-async def find_server(url: str, model: str | None, key: str | None) -> Server:
+async def find_server(url: str, model: str | None, key: str | None) -> ServerUnderTest:
     """Ask a server what it serves; raise `ArgumentError` if it does not say.
 
     Without the name of a `model`, the first that it lists is meant.
@@ -171,11 +171,11 @@ async def find_server(url: str, model: str | None, key: str | None) -> Server:
                 version = json.loads(await response.read()).get("version")
         except (RequestFailedError, AttributeError):
             version = None  # OpenAI's protocol has no such route
-        return Server(url, name, first.get("owned_by"), version, key)
+        return ServerUnderTest(url, name, first.get("owned_by"), version, key)
 
 
 async def run_load(
-    server: Server, load: Requests, concurrency: int, num_requests: int, *, warm_up: bool = True
+    server: ServerUnderTest, load: Requests, concurrency: int, num_requests: int, *, warm_up: bool = True
 ) -> LoadRun:
     """Keep `concurrency` requests in flight until `num_requests` have ended, after one of each slot that is not timed.
 
@@ -307,7 +307,9 @@ def summarize(run: LoadRun, max_new_tokens: int) -> dict[str, Any]:
     }
 
 
-def run_server_loads(report: Report, servers: Sequence[Server], load: Load, num_requests: Mapping[int, int]) -> None:
+def run_server_loads(
+    report: Report, servers: Sequence[ServerUnderTest], load: Load, num_requests: Mapping[int, int]
+) -> None:
     """Measure all servers at each concurrency, and add what they do to the report; texts should be those of the first.
 
     How many requests are sent stands in `num_requests` by how many of them are in flight.

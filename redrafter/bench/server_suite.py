@@ -12,7 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from redrafter.app.options import SuiteOptions
-from redrafter.bench.server_load import Completion, Server, run_load
+from redrafter.bench.server_load import Completion, ServerUnderTest, run_load
 from redrafter.data.suites import Question, Suite
 from redrafter.engine.call import GenerateStats
 from redrafter.measure.report import Report
@@ -104,7 +104,7 @@ class Chats:
         return row
 
 
-def ask(server: Server, load: ChatLoad, concurrency: int, *, warm_up: bool) -> Chats:
+def ask(server: ServerUnderTest, load: ChatLoad, concurrency: int, *, warm_up: bool) -> Chats:
     """Ask a server all questions of a load, `concurrency` at once.
 
     Raises:
@@ -118,7 +118,7 @@ def ask(server: Server, load: ChatLoad, concurrency: int, *, warm_up: bool) -> C
 
 def run_server_suite(
     report: Report,
-    servers: Sequence[Server],
+    servers: Sequence[ServerUnderTest],
     suite: Suite,
     load: ChatLoad,
     concurrencies: Sequence[int],

@@ -11,7 +11,7 @@ from redrafter.checkpoints.models import load_model
 from redrafter.errors import first_line
 from redrafter.measure.differences import find_differences
 from redrafter.measure.floors import resident_bytes
-from redrafter.measure.run import Arrival, Prompts, Repeats, Run, Workload, run_in_turn, transformers_run
+from redrafter.measure.run import Arrival, Prompts, RepeatedRuns, Run, Workload, run_in_turn, transformers_run
 
 MAX_RIVAL_PROMPTS = 4  # prompts that rivals continue, one at a time
 LOOKUP_TOKENS = 10  # drafts per step of Hugging Face's prompt lookup
@@ -21,10 +21,10 @@ def measure_speedup(work: Workload, rows: int, repeats: int) -> dict[str, Any]:
     """Decode each batch of `rows` rows plainly and speculatively in turn, as an entry of the document's `batches`."""
 
     def way(speculate: bool) -> Callable[[Prompts, int], Run]:
-        return lambda batch, first: work.run(batch, speculate, seed=first)
+        return lambda batch, first: work.run_batch(batch, speculate, seed=first)
 
     batches = work.batches(rows)
-    first = [work.run(batches[0], speculate).seconds for speculate in (False, True)]
+    first = [work.run_batch(batches[0], speculate).seconds for speculate in (False, True)]
     if work.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(work.device)
     plain, fast = run_in_turn([way(False), way(True)], batches, repeats, alternate=True)
@@ -45,7 +45,7 @@ def measure_speedup(work: Workload, rows: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def _speed(ran: Repeats, first_request_s: float, new_tokens: int) -> dict[str, float]:
+def _speed(ran: RepeatedRuns, first_request_s: float, new_tokens: int) -> dict[str, float]:
     """Return the speed of repeats whose rows wrote `new_tokens` tokens each; medians over repeats."""
     rest = [sum(run.seconds - run.first_token for run in runs) for runs in ran.repeats]
     steps = [sum(run.steps for run in runs) for runs in ran.repeats]
@@ -137,8 +137,8 @@ def measure_steady_state(work: Workload, rows: int, waves: int) -> dict[str, Any
     engine.options = replace(options, max_batch_size=rows)
     try:
         for way, speculate in (("plain", False), ("speculative", True)):
-            work.run(prompts, speculate)
-            run = work.run(prompts, speculate)
+            work.run_batch(prompts, speculate)
+            run = work.run_batch(prompts, speculate)
             found[way] = {
                 "tokens_per_second": run.tokens_per_second,  # of all texts, prefill included
                 "steady_tokens_per_second": steady_rate(run.arrivals, rows),
@@ -156,9 +156,9 @@ def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) 
     What is yielded are entries of the document's `rivals`; one that raises has an `error` in place of numbers.
     """
     prompts = [work.prompts[i % len(work.prompts)] for i in range(min(MAX_RIVAL_PROMPTS, work.num_prompts))]
-    work.run(prompts[:1], True)
-    speed = Repeats([[work.run([prompt], True) for prompt in prompts]]).tokens_per_second[0]
-    plain = [work.run([prompt], False).tokens[0] for prompt in prompts]
+    work.run_batch(prompts[:1], True)
+    speed = RepeatedRuns([[work.run_batch([prompt], True) for prompt in prompts]]).tokens_per_second[0]
+    plain = [work.run_batch([prompt], False).tokens[0] for prompt in prompts]
     for name in names:
         rival: dict[str, Any] = {"name": name, "what": name, "prompts": len(prompts)}
         rival |= dict.fromkeys(("tokens_per_second", "speedup", "first_request_s", "same_texts", "error"))
@@ -172,7 +172,7 @@ def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) 
             )
             if wrong := next((run.count for run in rest if run.count != work.max_new_tokens), None):
                 raise RuntimeError(f"it wrote {wrong} tokens, not {work.max_new_tokens}")
-            theirs = Repeats([rest]).tokens_per_second[0]
+            theirs = RepeatedRuns([rest]).tokens_per_second[0]
             rival |= {"tokens_per_second": theirs, "speedup": speed / theirs}  # ours over theirs
             rival["first_request_s"] = first.seconds  # which compiles
             if not work.temperature:  # that plain decoding wrote too; a sampling rival draws other noise

@@ -13,7 +13,7 @@ from redrafter.bench.speedup import compare_texts, describe_equality
 from redrafter.data.suites import Dialogues, Question, Suite
 from redrafter.engine.call import GenerateStats
 from redrafter.measure.report import Report
-from redrafter.measure.run import Prompts, Repeats, Run, Workload, run_in_turn
+from redrafter.measure.run import Prompts, RepeatedRuns, Run, Workload, run_in_turn
 from redrafter.measure.suite_table import SuiteTable, describe_acceptance, mean_of, write_tables
 
 
@@ -21,8 +21,8 @@ from redrafter.measure.suite_table import SuiteTable, describe_acceptance, mean_
 class Answers:
     """Holds the answers to the turns of some questions, plainly and with drafts, and their times."""
 
-    plain: Repeats = field(default_factory=Repeats)
-    drafted: Repeats = field(default_factory=Repeats)
+    plain: RepeatedRuns = field(default_factory=RepeatedRuns)
+    drafted: RepeatedRuns = field(default_factory=RepeatedRuns)
     skipped: int = 0  # turns that were not asked
     equality: list[dict[str, Any]] = field(default_factory=list)  # entries that `compare_texts` returned
 
@@ -59,7 +59,7 @@ def answer_questions(
     """
 
     def way(speculate: bool) -> Callable[[Prompts, int], Run]:
-        return lambda batch, first: turn.run(batch, speculate, seed=first)
+        return lambda batch, first: turn.run_batch(batch, speculate, seed=first)
 
     answers, asked = Answers(), 0
     dialogues = Dialogues(questions, tokenizer, work.most_prompt_tokens)
@@ -94,7 +94,7 @@ def run_suite(
         # Nothing is captured or compiled for the first time in a run that is timed.
         report.progress(f"batch {rows}: warming up")
         for speculate in (False, True):
-            work.run([work.prompts[row % len(work.prompts)] for row in range(rows)], speculate)
+            work.run_batch([work.prompts[row % len(work.prompts)] for row in range(rows)], speculate)
         for category, questions in suite.categories.items():
             with report.section(f"batch {rows}, {category}: {len(questions)} questions"):
                 this = replace(work, seed=work.seed + asked)

@@ -80,7 +80,7 @@ class Tuner:
         self.timings: list[Timing] = []
         self._rows, self._deadline, self._measured_trees = MAX_WRITING_ROWS, math.inf, 0
 
-    def run(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int] = ()) -> None:
+    def measure_trees(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int] = ()) -> None:
         """Measure trees in their order, then those of `deeper` lengths from short to long while they pay.
 
         Raises `ArgumentError` where the time is over before all are measured: what is fastest of a few trees, or off,
@@ -93,9 +93,9 @@ class Tuner:
             # Past its eight shapes torch.compile would compile no more, and steps would be timed uncompiled.
             patch = config.patch(recompile_limit=256, accumulated_recompile_limit=4096)
         with patch:
-            self._run(trees, deeper_lengths)
+            self._measure_trees(trees, deeper_lengths)
 
-    def _run(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int]) -> None:
+    def _measure_trees(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int]) -> None:
         plain_proposer = self.engine.plain
         self.step_ms(plain_proposer, 1)  # pays for what only a first request pays for: compiling may take minutes
         began = time.monotonic()

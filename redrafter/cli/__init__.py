@@ -54,16 +54,16 @@ def _run(argv: list[str]) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
 
-    def run() -> int:
+    def command() -> int:
         if args.command == "completion":
             scripts = {name: importlib.import_module(module).build_parser() for name, (module, _) in SCRIPTS.items()}
             print(completion_script(args.shell, {**parser.commands, **scripts}), end="")
             return 0
         _check(args, parser.commands[args.command].option_types)
-        code: int = import_libraries(f"redrafter.cli.{args.command}").run(args)
+        code: int = import_libraries(f"redrafter.cli.{args.command}").run_checked(args)
         return code
 
-    return run_command(run)
+    return run_command(command)
 
 
 def _check(args: argparse.Namespace, option_types: Sequence[type]) -> None:

@@ -51,7 +51,7 @@ KEY_VARIABLES = (KEY_VARIABLE, "OPENAI_API_KEY")
 SHIPPED_PROMPTS = "those that ship"
 
 
-def run(args: argparse.Namespace) -> int:
+def run_checked(args: argparse.Namespace) -> int:
     """Run the command: check the options, then measure what they ask for, and print the report."""
     if not hasattr(args, "url"):
         return _bench_pair(args)
@@ -82,7 +82,7 @@ def _bench_pair(args: argparse.Namespace) -> int:
     pair = Pair.load(load) if options.pad_to is None else _padded(load, options)
     engine = pair.engine
     assert isinstance(engine, ReDrafter)
-    work = Workload.of(engine, pair.tokenizer, encode(rows, pair.tokenizer, **options.cut), options)
+    work = Workload.from_options(engine, pair.tokenizer, encode(rows, pair.tokenizer, **options.cut), options)
     if suite is not None:
         require_template(pair.tokenizer, pair.name, asked.chat_template)
         questions = [question for some in suite.categories.values() for question in some]

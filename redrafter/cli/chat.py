@@ -15,12 +15,12 @@ from redrafter.app.program import print_message
 from redrafter.cli.generate import WARM_UP_TOKENS
 from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.measure.run import Repeats, Run
+from redrafter.measure.run import RepeatedRuns, Run
 
 COMMANDS = ("/exit", "/reset", "/stats")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_checked(args: argparse.Namespace) -> int:
     """Run the command: answer each line of stdin until it ends or the user types /exit."""
     options = read_options(GenerationOptions, args)
     if args.compare and not options.speculate:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     asked: list[list[int]] = []  # the prompt of each run
 
     def decode(ids: list[int], options: GenerationOptions, **arguments: Any) -> Run:
-        return pair.run([ids], options, eos_token_id=[*encoder.eos, *options.stop_token_ids], **arguments)
+        return pair.run_batch([ids], options, eos_token_id=[*encoder.eos, *options.stop_token_ids], **arguments)
 
     def answer(question: str) -> None:
         ids, forgotten = history.prompt(question)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             seeds = {} if run.stats.seeds is None else {"seed": run.stats.seeds}
             printer = Printer(pair.tokenizer, [None], silent)  # the same work of formatting
             plain.append(decode(ids, replace(options, speculate=False), streamer=printer, **seeds))
-        drafted, undrafted = Repeats([runs]), Repeats([plain])
+        drafted, undrafted = RepeatedRuns([runs]), RepeatedRuns([plain])
         same = sum(a.tokens == b.tokens for a, b in zip(runs, plain, strict=True))
         return (
             f"with drafts {drafted.tokens_per_second[0]:.1f} tokens/s, {drafted.stats.tokens_per_step:.2f} tokens per "
@@ -133,7 +133,7 @@ class History:
 def _totals(runs: list[Run]) -> str:
     if not runs:
         return "no answers yet"
-    answers = Repeats([runs])
+    answers = RepeatedRuns([runs])
     total, seconds, tokens = answers.stats, answers.seconds[0], sum(run.count for run in runs)
     shares = [f"{count / max(total.steps, 1):.2f}" for count in total.accepted_by_depth]
     return (

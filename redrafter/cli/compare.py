@@ -30,7 +30,7 @@ from redrafter.errors import ArgumentError
 from redrafter.measure.differences import Difference, describe_differences, find_differences
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report, conditions, describe_pair
-from redrafter.measure.run import Prompts, Repeats, Run, describe_stats, run_in_turn, transformers_run
+from redrafter.measure.run import Prompts, RepeatedRuns, Run, describe_stats, run_in_turn, transformers_run
 
 ASSISTED = "HF assisted"
 WARM_UP_TOKENS = 8  # new tokens of a warm-up run on a CPU; on a GPU a warm-up run is whole, to capture all graphs
@@ -38,7 +38,7 @@ COLUMNS = (("", 14), ("tokens/s", 9), ("x plain", 8), ("tokens/step", 12), ("dra
 
 
 @dataclass
-class Method(Repeats):
+class ComparedMethod(RepeatedRuns):
     """A method of decoding and its runs."""
 
     pair: Pair = field(kw_only=True)  # the target with the engine of this method
@@ -49,7 +49,7 @@ class Method(Repeats):
         """Tell whether the method promises the tokens of plain decoding."""
         return not (self.pair.engine.rejection_sampling and self.generation.sampling)
 
-    def run(self, batch: Prompts, first: int, **changes: Any) -> Run:
+    def run_batch(self, batch: Prompts, first: int, **changes: Any) -> Run:
         """Decode a batch with `first` prompts before it, under changed options, and time it.
 
         Prompt i has the seed `seed + i`, whatever the batch size.
@@ -61,11 +61,11 @@ class Method(Repeats):
 
     def decode(self, batch: Prompts, generation: GenerationOptions) -> Run:
         """Decode a batch of prompts, given as token ids, and time it."""
-        return self.pair.run(batch, generation)
+        return self.pair.run_batch(batch, generation)
 
 
 @dataclass
-class AssistedMethod(Method):
+class AssistedMethod(ComparedMethod):
     """Assisted generation of transformers with the pair's draft model and transformers' own settings."""
 
     draft_tokenizer: PreTrainedTokenizerBase | None = None  # of the draft model, where it is not the target's
@@ -89,7 +89,7 @@ class AssistedMethod(Method):
         return Run([run.tokens[0] for run in runs], stats, sum(run.seconds for run in runs))
 
 
-def run(args: argparse.Namespace) -> int:
+def run_checked(args: argparse.Namespace) -> int:
     """Run the command: check the options, decode batch by batch with each method in turn, print the report."""
     options, generation = read_options(CompareOptions, args), read_options(GenerationOptions, args)
     # A temperature of None would be the checkpoint's own, which only the drafter's engine knows.
@@ -108,10 +108,10 @@ def run(args: argparse.Namespace) -> int:
     prompts, left_out = select_prompts(
         encode(rows, pairs[0].tokenizer, **options.cut), options, pairs[0].engine.target.context
     )
-    plain = Method(
+    plain = ComparedMethod(
         pair=replace(pairs[0], method=PLAIN, drafting_model=None), generation=replace(generation, speculate=False)
     )
-    methods = [plain, *(Method(pair=pair, generation=generation) for pair in pairs)]
+    methods = [plain, *(ComparedMethod(pair=pair, generation=generation) for pair in pairs)]
     if options.assisted:
         methods.append(_assisted_method(pairs, generation, load.trust_remote_code))
     batches = [prompts[start : start + options.batch_size] for start in range(0, len(prompts), options.batch_size)]
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     short = most if pairs[0].engine.target.device.type == "cuda" else min(WARM_UP_TOKENS, most)
     for method in methods:  # one batch of each size, so that no timed run is the first of its kind
         for batch in {len(batch): batch for batch in batches}.values():
-            method.run(batch, 0, max_new_tokens=short)
+            method.run_batch(batch, 0, max_new_tokens=short)
     least, longest = (f(map(len, prompts)) for f in (min, max))
     found = {"count": len(prompts), "left_out": left_out, "shortest": least, "longest": longest}
     facts = conditions(pairs[0].engine.target) | {
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         f"{len(prompts)} prompts of {least} to {longest} tokens, {left_out} longer ones left out; "
         f"{options.batch_size} at once, up to {most} new tokens each, temperature {generation.temperature:g}",
     )
-    ran = run_in_turn([method.run for method in methods], batches, options.repeats, report.progress)
+    ran = run_in_turn([method.run_batch for method in methods], batches, options.repeats, report.progress)
     for method, runs in zip(methods, ran, strict=True):
         method.repeats = runs.repeats
     decode = pairs[0].tokenizer.decode
@@ -202,7 +202,7 @@ def select_prompts(
     return short_enough[: options.num_prompts], len(prompts) - len(short_enough)
 
 
-def _result(method: Method, plain: Method, prompts: Prompts, *, compare: bool) -> dict[str, Any]:
+def _result(method: ComparedMethod, plain: ComparedMethod, prompts: Prompts, *, compare: bool) -> dict[str, Any]:
     """Return a method's entry of `ways` in the document; outputs are compared where plain decoding's are promised."""
     pair, rows = method.pair, max(len(run.tokens) for run in method.repeats[0])
     compared = compare and method is not plain and method.exact

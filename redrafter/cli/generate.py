@@ -33,7 +33,7 @@ WARM_UP_TOKENS = 8  # new tokens of the warm-up runs before a comparison
 MAX_HEADING_CHARS = 60  # of a prompt in the line above its text
 
 
-def run(args: argparse.Namespace) -> int:
+def run_checked(args: argparse.Namespace) -> int:
     """Run the command: read prompts, generate, print the texts and the speed."""
     options, copies = read_options(GenerationOptions, args), args.num_return_sequences
     if copies < 1:
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         short = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens))
         for speculate in (True, False):
-            pair.run(ids, replace(short, speculate=speculate), **extra)
-    speculative = pair.run(ids, options, streamer=printer(sys.stdout), **extra)
+            pair.run_batch(ids, replace(short, speculate=speculate), **extra)
+    speculative = pair.run_batch(ids, options, streamer=printer(sys.stdout), **extra)
     stats = speculative.stats
     print(
         f"{speculative.count} tokens in {speculative.seconds:.2f} s, {speculative.tokens_per_second:.1f} tokens/s, "
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         # The same seeds, and the same work of formatting, so that the times compare.
         seeds = {} if stats.seeds is None else {"seed": stats.seeds}
         streamer = printer(io.StringIO())
-        plain = pair.run(ids, replace(options, speculate=False), streamer=streamer, **extra | seeds)
+        plain = pair.run_batch(ids, replace(options, speculate=False), streamer=streamer, **extra | seeds)
         # Rejection sampling promises the distribution only.
         comparison = _compare(speculative, plain, tokens=not (pair.engine.rejection_sampling and options.sampling))
     if args.json:

@@ -204,7 +204,7 @@ def _holds(kind: str, path: Path) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
 
-    def run() -> int:
+    def command() -> int:
         config = parse(argv)
         check_paths(config)
         if not config.dry_run:
@@ -212,4 +212,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = import_libraries("redrafter.convert.convert_checkpoint").run_checked(config)
         return code
 
-    return run_command(run)
+    return run_command(command)

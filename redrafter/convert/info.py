@@ -182,7 +182,7 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
 
-    def run() -> int:
+    def command() -> int:
         args = build_parser().parse_args(argv)
         if args.model is None and args.drafter is not None:
             raise ArgumentError("--drafter needs the model that it should fit: redrafter info MODEL --drafter D")
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(document) if args.json else "\n".join(_format_lines(document)))
         return 0
 
-    return run_command(run)
+    return run_command(command)
 
 
 if __name__ == "__main__":

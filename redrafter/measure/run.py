@@ -123,7 +123,7 @@ class Run:
 
 
 @dataclass
-class Repeats:
+class RepeatedRuns:
     """The runs of one way of decoding the same batches again and again: of each repeat, one per batch."""
 
     repeats: list[list[Run]] = field(default_factory=list)
@@ -147,13 +147,13 @@ class Repeats:
         """Return the new token ids of each prompt in a repeat."""
         return [row for run in self.repeats[repeat] for row in run.tokens]
 
-    def add(self, more: "Repeats") -> None:
+    def add(self, more: "RepeatedRuns") -> None:
         """Add the runs of further batches, which were repeated as often."""
         if more.repeats:
             own = self.repeats or [[]] * len(more.repeats)
             self.repeats = [a + b for a, b in zip(own, more.repeats, strict=True)]
 
-    def speedup(self, plain: "Repeats") -> float:
+    def speedup(self, plain: "RepeatedRuns") -> float:
         """Return the ratio of tokens per second to those of `plain`, the median of the repeats' own ratios."""
         return statistics.median(a / b for a, b in zip(self.tokens_per_second, plain.tokens_per_second, strict=True))
 
@@ -171,14 +171,14 @@ def run_in_turn(
     progress: Callable[[str], None] = lambda text: None,
     *,
     alternate: bool = False,
-) -> list[Repeats]:
+) -> list[RepeatedRuns]:
     """Decode all batches in all ways `repeats` times, and return the runs of each way.
 
     Each batch is decoded in every way before the next one, so that other load of the machine slows all alike. A way is
     called with a batch and the number of prompts before it, and `progress` with a line ahead of each batch. To
     `alternate` is to take the ways backwards in every other repeat.
     """
-    ran = [Repeats() for _ in ways]
+    ran = [RepeatedRuns() for _ in ways]
     for repeat in range(repeats):
         for way in ran:
             way.repeats.append([])
@@ -267,7 +267,9 @@ class Workload:
     ends: Sequence[int] = ()  # token ids that end a text
 
     @classmethod
-    def of(cls, engine: ReDrafter, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, options: Any) -> "Workload":
+    def from_options(
+        cls, engine: ReDrafter, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, options: Any
+    ) -> "Workload":
         """Return the workload of a command, whose options have the other fields' names."""
         values = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "seed")}
         return cls(engine, prompts, pad_token_of(tokenizer), getattr(options, "num_prompts", 1), **values)
@@ -314,7 +316,7 @@ class Workload:
         ends = {"eos_token_id": list(self.ends)} if self.ends else {}
         return {"max_new_tokens": self.max_new_tokens} | ends | (sampling if self.temperature else {"do_sample": False})
 
-    def run(self, batch: Prompts, speculate: bool, *, seed: int = 0) -> Run:
+    def run_batch(self, batch: Prompts, speculate: bool, *, seed: int = 0) -> Run:
         """Decode a batch once, timed, without keys and values of earlier runs; `seed` is added to the workload's."""
         self.engine.forget_prefixes()
         arrivals = _Arrivals(watch := Stopwatch(self.device))

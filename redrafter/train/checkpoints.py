@@ -102,7 +102,7 @@ class Checkpoint:
     identity: dict[str, Any]  # `TrainingIdentity` of the run, as a dict
 
     @classmethod
-    def read(cls, path: Path) -> "Checkpoint":
+    def load(cls, path: Path) -> "Checkpoint":
         """Read trainer.json of a checkpoint."""
         try:
             document = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
@@ -166,7 +166,7 @@ class Checkpoints:
         steps = self._steps()
         if not steps:
             return None
-        checkpoint = Checkpoint.read(steps[-1])
+        checkpoint = Checkpoint.load(steps[-1])
         if checkpoint.path.name != f"step-{checkpoint.state.step!r:0>7}":
             raise CheckpointError(
                 f"{checkpoint.path} holds step {checkpoint.state.step!r}, not the step in its name; delete it"

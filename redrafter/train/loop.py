@@ -63,7 +63,7 @@ def train(
         log: Prints a line of progress after the first step and every `config.log_every` steps.
         progress: Called with the progress in place of `log`.
 
-    Raises `NotFiniteError` where the loss of a step was not finite. Nothing is written after that step.
+    Raises `NotFiniteLossError` where the loss of a step was not finite. Nothing is written after that step.
     """
     accelerator = accelerator or new_accelerator(config)
     trainer = Trainer(model, drafter, config, accelerator, resumed)
@@ -177,7 +177,7 @@ class Trainer:
         mean_weight = self.accelerator.reduce(weight.clone(), "mean").clamp(min=1e-9)
         for index, (tokens, mask, *segment) in enumerate(group):
             tokens, *segment = map(self._to_device, (tokens, *segment))
-            teacher_output = self.teacher.read(tokens, *segment)
+            teacher_output = self.teacher.read_batch(tokens, *segment)
             last = index == len(group) - 1  # where the gradients are averaged over the processes
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.unroll):
                 batch_loss = self.unroll(tokens, mask, teacher_output, *segment)
@@ -201,8 +201,8 @@ class Trainer:
             yield group
 
     def read_meter(self, *, reset: bool = True) -> None:
-        """Wait for the device and bring the state up to date, as `LossMeter.read` does. Call it on every rank."""
-        self.meter.read(self.clock.state, reset=reset)
+        """Wait for the device and update the state with `LossMeter.update_state`. Collective: call it on every rank."""
+        self.meter.update_state(self.clock.state, reset=reset)
         self._note_time()
 
     def progress(self, first_step: float | None = None) -> Progress:

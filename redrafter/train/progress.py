@@ -19,7 +19,7 @@ from redrafter.train.config import TrainConfig
 from redrafter.train.loss import BatchLoss
 
 
-class NotFiniteError(ArgumentError):
+class NotFiniteLossError(ArgumentError):
     """A loss or a gradient was infinite or not a number.
 
     `rows` describes the batch's rows, for the message.
@@ -203,15 +203,15 @@ class LossMeter:
         self._process_tokens += tokens
 
     def check_finite(self) -> None:
-        """Wait for the device; raise `NotFiniteError` if a loss was not finite. Collective: call it on every rank."""
+        """Wait for the device; raise `NotFiniteLossError` for a loss that is not finite. Collective."""
         local = torch.stack([self._bad_step, torch.tensor(self._process_tokens, device=self._bad_step.device)])
         bad_steps, tokens = zip(*self.accelerator.gather(local[None]).tolist(), strict=True)
         self.tokens = sum(tokens)
         if max(bad_steps) >= 0:
             step, process = min((step, process) for process, step in enumerate(bad_steps) if step >= 0)
-            raise NotFiniteError(step, process)
+            raise NotFiniteLossError(step, process)
 
-    def read(self, state: TrainingState, *, reset: bool = True) -> None:
+    def update_state(self, state: TrainingState, *, reset: bool = True) -> None:
         """Bring loss and accuracy of a state up to date; where nothing was added since the last call, they stay.
 
         Without `reset` the next call counts the same batches again. It waits as `check_finite` does, and is

@@ -55,7 +55,9 @@ class Teacher:
         self._mixers, self._kinds = traits.mixers, traits.kinds.by_name
         self._cache_name = cache_argument(self.model.forward) or CACHE_NAME
         self._layers = decoder_layers(model, config.num_hidden_layers, layers)
-        self._captured: dict[str, list[Tensor]] | None = None  # set during `read` only; the model may run between reads
+        self._captured: dict[str, list[Tensor]] | None = (
+            None  # set during `read_batch` only; the model may run between reads
+        )
 
     def __enter__(self) -> "Teacher":
         self._hooks = ModelPatch(threads_apart=False)
@@ -72,7 +74,7 @@ class Teacher:
             self._captured[what].append(tensor)
 
     @torch.no_grad()
-    def read(self, tokens: Tensor, segment: Tensor | None = None) -> TeacherOutput:
+    def read_batch(self, tokens: Tensor, segment: Tensor | None = None) -> TeacherOutput:
         """Run the base over a batch of texts.
 
         `tokens` is `[B, T]` int64. Rows are padded at the end with any ids, since earlier positions of a causal model

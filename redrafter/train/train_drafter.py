@@ -62,7 +62,7 @@ from redrafter.train.processes import (
     tracker_arguments,
     watch_processes,
 )
-from redrafter.train.progress import Console, NotFiniteError, TrainingState
+from redrafter.train.progress import Console, NotFiniteLossError, TrainingState
 from redrafter.train.sharding import load_sharded
 from redrafter.train.watch import CURRENT, current_drafter, watch
 
@@ -75,7 +75,7 @@ RIGHT = (
 __all__ = ["TrainConfig", "main", "new_drafter", "train"]
 
 
-def run(config: TrainConfig, log: Callable[[str], object]) -> None:
+def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
     """Train a drafter from the files that a command line names, and save it."""
     tokenizer = load_tokenizer(str(config.model), trust_remote_code=config.trust_remote_code)
     if config.show_sample:
@@ -139,7 +139,7 @@ class TrainingSession:
         self.validation: ReplayStats | None = None  # result of the last validation
 
     def train(self) -> TrainingState:
-        """Run the training loop. Raises `NotFiniteError` naming the rows of a batch whose loss was not finite."""
+        """Run the training loop. Raises `NotFiniteLossError` naming the rows of a batch whose loss was not finite."""
         config, accelerator = self.config, self.accelerator
         steps = last_step(config, self.windows, self.processes)
         done = 0 if self.resumed is None else self.resumed.state.step
@@ -157,11 +157,11 @@ class TrainingSession:
                 resumed=self.resumed,
                 progress=self.console.show_progress,
             )
-        except NotFiniteError as error:
+        except NotFiniteLossError as error:
             by_batch = self.windows.window_indices(*self._batch_arguments(error.step, error.process))
             window_numbers = chain.from_iterable(islice(by_batch, self.accumulate))
             rows = describe_bad_rows(window_numbers, self.windows, self.tokenizer)
-            raise NotFiniteError(error.step, error.process, rows) from None
+            raise NotFiniteLossError(error.step, error.process, rows) from None
 
     def validate(self) -> float | None:
         """Return the drafter's tokens per step on the validation texts; None where there are none."""
@@ -179,7 +179,7 @@ class TrainingSession:
         config, drafter, output = self.config, self.drafter, Path(str(self.config.output))
         if result.best_step not in (None, result.step):
             if self.accelerator.is_main_process:  # on whose machine it was written
-                best = Checkpoint.read(self.checkpoints.best)
+                best = Checkpoint.load(self.checkpoints.best)
                 # A run that was killed and resumed, on a device whose results vary, may have kept another step's.
                 result = replace(result, best_step=best.state.best_step)
                 drafter.load_state_dict(load_drafter(best.path).state_dict())
@@ -281,8 +281,8 @@ def run_checked(config: TrainConfig) -> int:
     if config.drafter == CURRENT:
         config = replace(config, drafter=current_drafter(config))
     if config.watch:
-        watch(config, lambda of_round: run(of_round, log), log)
-    run(config, log)
+        watch(config, lambda of_round: train_from_files(of_round, log), log)
+    train_from_files(config, log)
     return 0
 
 

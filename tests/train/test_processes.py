@@ -133,7 +133,7 @@ def test_another_number_of_processes_goes_on_with_a_training(tmp_path, processes
     said = together(resumed, *form, "--resume", *sharding, processes=processes)
     assert "going on from step 4" in said
     close(whole, resumed)
-    checkpoint = Checkpoint.read(resumed / "out.checkpoints" / "step-0000004")
+    checkpoint = Checkpoint.load(resumed / "out.checkpoints" / "step-0000004")
     assert checkpoint.identity["processes"] == 2
 
 
@@ -279,7 +279,7 @@ def test_a_process_that_is_killed_ends_the_others_and_leaves_a_whole_checkpoint(
         "again, with --resume where there are checkpoints"
     ]
     newest = max(checkpoints.glob("step-*"))
-    assert Checkpoint.read(newest).load_optimizer()
+    assert Checkpoint.load(newest).load_optimizer()
     assert RecurrentDrafter.from_pretrained(newest)
 
 

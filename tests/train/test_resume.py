@@ -133,7 +133,7 @@ def test_checkpoints_load_as_drafters_and_the_oldest_go(whole):
     files = ["config.json", "model.safetensors", "optimizer.pt", "random.pt", "trainer.json"]
     assert names(folder / f"step-{last:07}") == files
     for each in folder.iterdir():
-        drafter, at = RecurrentDrafter.from_pretrained(each), Checkpoint.read(each).state
+        drafter, at = RecurrentDrafter.from_pretrained(each), Checkpoint.load(each).state
         assert drafter.config.base_model == "base"
         assert drafter.config.trained_draft_len == 3
         assert at.tokens > 0
@@ -218,7 +218,7 @@ def test_checkpoints_of_before_are_in_nobodys_way_unseen(tmp_path, capsys, monke
     assert "--resume, or begin anew with --overwrite" in refused(capsys, arguments)
     assert main([*arguments, "--overwrite", "--seed", "7"]) == 0
     assert names(tmp_path / "out.checkpoints") == ["step-0000002", "step-0000004"]
-    assert Checkpoint.read(tmp_path / "out.checkpoints" / "step-0000002").identity["options"]["seed"] == 7
+    assert Checkpoint.load(tmp_path / "out.checkpoints" / "step-0000002").identity["options"]["seed"] == 7
     (tmp_path / "out.checkpoints" / "step-0000004" / "trainer.json").write_text("{}")
     said = refused(capsys, [*arguments, "--overwrite", "--resume"])
     assert "step-0000004 is no checkpoint of a training" in said
@@ -320,7 +320,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path, kills=3):
         for each in checkpoints.iterdir():
             if not each.name.startswith("."):
                 RecurrentDrafter.from_pretrained(each)
-                Checkpoint.read(each).load_optimizer() if each.name != "best" else None
+                Checkpoint.load(each).load_optimizer() if each.name != "best" else None
     assert main(arguments) == 0
     assert same(weights(tmp_path / "out"), weights(tmp_path / "whole" / "out"))
     assert facts(tmp_path / "out") == facts(tmp_path / "whole" / "out")

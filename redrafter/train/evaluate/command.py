@@ -109,7 +109,7 @@ def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -
         prompts = source.of_lengths(options.prompt_lengths)
     else:
         prompts = PromptChoice.whole(source.by_category(max_tokens))
-    others = OtherTexts.read(pair, options, max_tokens) if options.explain else None
+    others = OtherTexts.load(pair, options, max_tokens) if options.explain else None
     for temperature, length in product(options.written_temperatures, prompts.by_length):
         chosen = prompts.by_length[length]
         what = f"temperature {temperature:g}" + ("" if length is None else f", prompts of {length} tokens")

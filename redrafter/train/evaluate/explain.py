@@ -47,7 +47,7 @@ class OtherTexts:
     templated: list[list[int]]  # token ids of the same prompts in the chat template
 
     @classmethod
-    def read(cls, pair: Pair, options: EvaluateOptions, max_tokens: int) -> "OtherTexts":
+    def load(cls, pair: Pair, options: EvaluateOptions, max_tokens: int) -> "OtherTexts":
         """Read the texts for a pair, with prompts of `max_tokens` tokens at most; raises as the readers do."""
         target, training, has_temperature = pair.engine.target, None, False
         if options.data:
@@ -302,7 +302,7 @@ def base_probabilities(target: Target, texts: Texts) -> list[Tensor]:
     with Teacher(target.model) as teacher:
         for group in group_texts(texts, target.vocab_size):
             tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True)  # [B, T]
-            logits = teacher.read(tokens.to(target.device)).logits  # [B, T, V]
+            logits = teacher.read_batch(tokens.to(target.device)).logits  # [B, T, V]
             for row, index in enumerate(group):
                 length = len(texts.tokens[index])
                 scores = logits[row, : length - 1].float() / (texts.temperature or 1.0)

@@ -166,11 +166,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(words)
 
-    def run() -> int:
+    def command() -> int:
         asked = read_options(SuiteOptions, args)
         asked.refuse_others(args, NOT_OF_SUITES)
         check_paths(read_options(EvaluateOptions, args), asked, read_options(LoadOptions, args))
         code: int = import_libraries("redrafter.train.evaluate.command").run_checked(args, words)
         return code
 
-    return run_command(run)
+    return run_command(command)

@@ -136,7 +136,7 @@ def read_positions(
     tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True, padding_value=-1)  # [B, T]
     ids = tokens.clamp(min=0).to(device)
     with Teacher(target.model, drafter.layers_read(target)) as teacher:
-        read = teacher.read(ids)
+        read = teacher.read_batch(ids)
     hidden, contexts = read.hidden, drafter.read_texts(ids, read.hidden, read.embedding)  # [B, T, F]
     anchors = [(b, n) for b, i in enumerate(group) for n in pending_positions(texts, i)]
     row, position = torch.tensor(anchors, dtype=torch.long).reshape(-1, 2).unbind(1)  # [A] each

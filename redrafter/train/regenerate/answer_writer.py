@@ -50,7 +50,7 @@ class BaseLimits:
     max_tokens: int | None  # tokens of a prompt, at most; None for no limit
 
     @classmethod
-    def of(cls, pair: Pair, config: RegenerateConfig) -> "BaseLimits":
+    def from_pair(cls, pair: Pair, config: RegenerateConfig) -> "BaseLimits":
         """Find the limits of a pair's base, and of `config`."""
         target = pair.engine.target
         context = target.fixed_rope_context
@@ -177,7 +177,7 @@ class AnswerWriter:
         total: int | None,
     ):
         self.pair, self.config, self.journal, self.log, self.total = pair, config, journal, log, total
-        self.tokenizer, self.limits = fingerprint(pair.tokenizer), BaseLimits.of(pair, config)
+        self.tokenizer, self.limits = fingerprint(pair.tokenizer), BaseLimits.from_pair(pair, config)
         self.base = short_name(str(pair.engine.model.config.name_or_path or pair.engine.target.name))
         self.open: list[Task] = []  # that have begun and are not done
         self.size = config.batch_size  # rows in a batch, halved when memory is short
@@ -243,7 +243,7 @@ class AnswerWriter:
             options = replace(options, temperature=1.0, top_k=config.top_k, top_p=config.top_p)
             arguments["temperature"] = [task.temperature for task in batch]
             arguments["seed"] = [task.seed for task in batch]
-        return self.pair.run([task.ids for task in batch], options, streamer=None, **arguments)
+        return self.pair.run_batch([task.ids for task in batch], options, streamer=None, **arguments)
 
     def _halve_batch(self, batch: Sequence[Task], reason: str) -> None:
         """Halve the batch size; a row that does not fit into memory alone has failed."""

@@ -81,7 +81,7 @@ def regenerate(
     return summary
 
 
-def run(config: RegenerateConfig, log: Callable[[str], object]) -> dict[str, Any]:
+def regenerate_files(config: RegenerateConfig, log: Callable[[str], object]) -> dict[str, Any]:
     """Answer the rows of the files that a command line names. Returns the summary."""
     check_output(Path(str(config.output)), "--output", config.overwrite)
 
@@ -108,7 +108,7 @@ def load(config: RegenerateConfig) -> Pair:
 
 def run_checked(config: RegenerateConfig) -> int:
     """Run the command with options that `main` has checked. Returns its exit code."""
-    summary = run(config, log=lambda line: print(line, file=sys.stderr, flush=True))
+    summary = regenerate_files(config, log=lambda line: print(line, file=sys.stderr, flush=True))
     print(
         f"{config.output}: {summary['success']} of {summary['input']} rows, {summary['errors']} errors, "
         f"{summary['skipped']} skipped; {summary['tokens']:,} tokens in {summary['seconds']:.0f} s, "

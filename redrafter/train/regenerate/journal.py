@@ -168,7 +168,7 @@ class _Shard:
     summary: dict[str, Any]  # what it wrote to PATH.json
 
     @classmethod
-    def read(cls, path: Path) -> "_Shard":
+    def load(cls, path: Path) -> "_Shard":
         """Read the summary of a finished shard. Raises `CheckpointError` for one that is not finished or not whole."""
         if not path.is_file():
             unfinished = path.with_name(path.name + ".partial").exists()
@@ -226,7 +226,7 @@ def merge(output: Path, paths: Sequence[Path], *, overwrite: bool = False) -> di
         CheckpointError: A shard has not finished or is not whole.
     """
     check_output(output, "OUTPUT", overwrite)
-    shards = [_Shard.read(path) for path in paths]
+    shards = [_Shard.load(path) for path in paths]
     _check_one_run(shards)
     total = {name: sum(shard.summary[name] for shard in shards) for name in COUNTS}
     summary = shards[0].summary | with_rates(total) | {"settings": shards[0].settings | {"shard": "0/1"}}
