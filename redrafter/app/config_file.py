@@ -1,10 +1,10 @@
-"""Options of a command from JSON files, which `--config FILE` names, converted to what the options' dataclasses hold.
+"""Read options of a command from JSON files that `--config FILE` names, and convert them to the fields' types.
 
-A file holds one object. Its keys are the options' names with dashes or underscores, its values what the options take:
+A file holds one object that maps option names, with dashes or underscores, to their values:
 
     {"model": "my-base", "batch-size": 8, "target-layers": [8, 16, 24], "compile": true}
 
-What is typed on the command line wins over every file, and a later file over an earlier one.
+The command line overrides every file, and a later file overrides an earlier one.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from redrafter.app.flags import flag, union_arms
 from redrafter.app.parser import Parser
 from redrafter.errors import ArgumentError, did_you_mean
 
-# What a value must be, in a message, by the type of the option.
-_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-_JSON_NAMES = {list: "list", str: "text", int: "number", float: "number", bool: "truth value", type(None): "null"}
+# How a message describes the value that an option of each type expects.
+_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+_JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
 class Option(NamedTuple):
@@ -41,7 +41,7 @@ class Option(NamedTuple):
 
     @property
     def parser(self) -> Callable[[str], Any] | None:
-        """What reads all elements of an option from one word; None where its flag takes an element a word."""
+        """The function that parses all elements from one word; None if the flag takes one word per element."""
         return None if self.field.metadata.get("action") == "append" else self.field.metadata.get("type")
 
 
@@ -55,10 +55,10 @@ def options_by_name(options: Iterable[type]) -> dict[str, Option]:
 
 
 class ConfigParser(Parser):
-    """A parser that also reads options from the JSON files that `--config` names; what is typed wins over them."""
+    """A parser that also reads options from the JSON files that `--config` names; flags override the files."""
 
     def __init__(self, *, options: Iterable[type], **kwargs: Any):
-        """Make a parser for the options of dataclasses, whose flags `add_options` adds."""
+        """Create a parser for dataclasses of options, whose flags `add_options` adds."""
         super().__init__(**kwargs)
         self._options = options_by_name(options)
         self._config: dict[str, Any] = {}
@@ -72,7 +72,7 @@ class ConfigParser(Parser):
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse a command line, then fill in from the files what it leaves out."""
+        """Parse a command line, then set options that it omits from the files."""
         self._config = {}
         parsed, unknown = super().parse_known_args(args, namespace)
         vars(parsed).pop("config", None)
@@ -82,7 +82,7 @@ class ConfigParser(Parser):
         return parsed, unknown
 
     def _load_config(self, path: str) -> None:
-        """Remember the options of a file, which need not be typed any more. A mistake in it ends the program."""
+        """Store the options of a file and stop requiring their flags. An invalid file exits the program."""
         flags = {action.dest: action for action in self._actions}
         known = {name: option for name, option in self._options.items() if name in flags}
         config: dict[str, Any] = {}
@@ -107,10 +107,10 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_object(file: str | Path, *, json5: bool = False) -> dict[str, Any]:
-    """Return the object that a file of options holds, in JSON, or else in JSON5 where that is allowed and installed.
+    """Load the object in a file of options: JSON, or with `json5` also JSON5 if its package is installed.
 
     Raises:
-        ArgumentError: It cannot be read, holds nothing, or something else than an object.
+        ArgumentError: The file cannot be read, is empty, or does not hold an object.
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
@@ -135,7 +135,7 @@ def read_object(file: str | Path, *, json5: bool = False) -> dict[str, Any]:
 
 
 def check_object(file: str | Path, document: Any) -> dict[str, Any]:
-    """Return what a file of options holds, parsed; raise `ArgumentError` unless that is an object."""
+    """Return the parsed content of a file of options; raise `ArgumentError` if it is not an object."""
     if not isinstance(document, dict):
         raise ArgumentError(f"{file} must hold a JSON object, got a {_JSON_NAMES[type(document)]}")
     return document
@@ -144,7 +144,7 @@ def check_object(file: str | Path, document: Any) -> dict[str, Any]:
 def convert_value(
     file: str | Path, key: str, value: Any, known: Mapping[str, Option], aliases: Mapping[str, str] | None = None
 ) -> Any:
-    """Convert the JSON value of a file's key to what its option holds.
+    """Convert the JSON value of a key to the type of its option.
 
     Args:
         file: The file, as errors name it.
@@ -154,7 +154,7 @@ def convert_value(
         aliases: Names of options by their aliases.
 
     Raises:
-        ArgumentError: The key is no option, or the value of another type; it says what may be meant.
+        ArgumentError: The key is unknown or the value has another type; the message suggests a correction.
     """
     aliases = aliases or {}
     name = key.replace("-", "_")
@@ -173,7 +173,7 @@ def convert_value(
 
 
 def _convert(value: Any, option: Option) -> Any:
-    """Convert a JSON value to what its option holds. Raises `ValueError` where it is of another type."""
+    """Convert a JSON value to the type of its option. Raises `ValueError` if the types do not match."""
     metadata, read = option.field.metadata, option.parser
     if metadata.get("required") and value in (None, []):
         raise ValueError
@@ -185,14 +185,14 @@ def _convert(value: Any, option: Option) -> Any:
             raise ValueError
     if option.element is None:
         return _convert_scalar(value, option.arms)
-    # Where a flag takes all elements as one word, such as `--target-layers 8,16,24`, a file may hold that word too.
+    # A flag that takes all elements as one word, such as `--target-layers 8,16,24`, accepts that word in a file too.
     if read is not None and isinstance(value, str):
         return tuple(read(value))
     if not isinstance(value, list):
         raise ValueError
     if option.element in _EXPECTED:
         return tuple(_convert_scalar(item, (option.element,)) for item in value)
-    assert read is not None, "a tuple of a class of ours has a function that reads it"
+    assert read is not None, "a tuple of another type declares its parser"
     return tuple(read(",".join(_convert_scalar(item, (str,)) for item in value))) if value else ()
 
 
@@ -210,7 +210,7 @@ def _expected(option: Option) -> str:
     if choices := metadata.get("choices"):
         return f"one of {', '.join(choices)}"
     if option.element is not None:
-        plural = {int: "whole numbers", float: "numbers"}.get(option.element, "texts")
+        plural = {int: "whole numbers", float: "numbers"}.get(option.element, "strings")
         example = metadata.get("metavar") if option.parser else None
         return f"a list of {plural}" + (f", as for {flag(option.field.name)} {example}" if example else "")
     return " or ".join(_EXPECTED[arm] for arm in option.arms if arm in _EXPECTED)

@@ -24,7 +24,7 @@ PROMPTS_HELP = (
 
 @dataclass(frozen=True)
 class LoadOptions(EngineOptions):
-    """Which model and drafter to load, and how."""
+    """Options that select the model and the drafter, and configure how they are loaded."""
 
     model: str | None = option(
         None,
@@ -64,13 +64,13 @@ class LoadOptions(EngineOptions):
         choices=("fp8",),
     )
     draft_quantization: str | None = option(
-        None, "the same as --quantization, for the drafter or the draft model", choices=("fp8",)
+        None, "quantization of the drafter or the draft model, as --quantization for the model", choices=("fp8",)
     )
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Options of drafting without a recurrent drafter: with a smaller LM, or with a lookup in the text itself."""
+    """Options of drafting without a recurrent drafter: with a smaller LM, or by prompt lookup."""
 
     draft_model: str | None = option(
         None,
@@ -81,7 +81,7 @@ class DraftOptions:
     )
     prompt_lookup: bool = option(False, "draft the tokens that followed the same tokens earlier in the text")
     draft_len: int | None = option(None, "tokens drafted per step by --draft-model or --prompt-lookup (default: 4)")
-    ngram: int | None = option(None, "most tokens to look up (default: 2)")
+    ngram: int | None = option(None, "maximum n-gram length to look up (default: 2)")
     acceptance: str | None = option(
         None,
         "match: accept a draft that equals the token that the model draws itself. rejection: accept it by rejection "
@@ -101,10 +101,10 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Options that cut a prompt out of each row of a data set, for every command that has `--prompts`."""
+    """Options that select the part of a data set's row to use as prompt, for every command with `--prompts`."""
 
-    prompt_share: float = option(1.0, "share of the tokens of a row's text that is the prompt")
-    prompt_tokens: int | None = option(None, "most tokens of a row's text that are the prompt (default: all)")
+    prompt_share: float = option(1.0, "fraction of the tokens of a row's text to use as prompt")
+    prompt_tokens: int | None = option(None, "maximum number of tokens of a row's text to use as prompt (default: all)")
 
     def __post_init__(self) -> None:
         if not 0 < self.prompt_share <= 1:
@@ -119,7 +119,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class SuiteOptions:
-    """A suite of questions to measure on, for `evaluate` and `bench`, and where its tables go."""
+    """Options of `evaluate` and `bench` that select a suite of questions and the files for its tables."""
 
     suite: str | None = option(
         None,
@@ -146,7 +146,7 @@ class SuiteOptions:
                 raise ArgumentError(f"{flag(item.name)} is for --suite: give that too")
 
     def refuse_others(self, args: argparse.Namespace, names: Iterable[str]) -> None:
-        """Raise `ArgumentError` where a suite is measured and an option was typed that has no meaning with it."""
+        """Raise `ArgumentError` if `--suite` is given together with an option of `names` that does not apply to it."""
         for name in sorted(names):
             if self.suite is not None and hasattr(args, name):
                 raise ArgumentError(f"{flag(name)} has no meaning with --suite: leave it out")
@@ -156,7 +156,7 @@ class SuiteOptions:
 class GenerationOptions:
     """Options of generation, under Hugging Face's names; None takes the value of the model's generation config."""
 
-    max_new_tokens: int = option(128, "most new tokens")
+    max_new_tokens: int = option(128, "maximum number of new tokens")
     temperature: float | tuple[float, ...] | None = option(
         None,
         "0 is greedy, a higher value samples, whatever the checkpoint's greedy_search says (default: greedy, unless "
@@ -187,7 +187,10 @@ class GenerationOptions:
         (), "end the answer after this text (may be repeated)", action="append", metavar="TEXT"
     )
     stop_token_ids: Sequence[int] = option(
-        (), "end the answer after these tokens too, beside the model's own end tokens", type=integers, metavar="ID,..."
+        (),
+        "end the answer after these tokens, in addition to the model's own end tokens",
+        type=integers,
+        metavar="ID,...",
     )
     adapter: str | None = option(
         None,
@@ -219,14 +222,14 @@ class GenerationOptions:
 
     @property
     def sampling(self) -> bool:
-        """True if the temperature asks for sampling: it is above 0, or given for each prompt."""
+        """Whether the temperature enables sampling: it is above 0, or set for each prompt."""
         return bool(self.temperature)
 
 
 def check_numbers(options: Any, *names: str, least: float = 1, most: float = MAX_COUNT) -> None:
-    """Raise `ArgumentError` for a field's number, or one of several, outside of a range; drop duplicates of several.
+    """Raise `ArgumentError` if a field's number, or one of its numbers, is out of range; remove duplicates.
 
-    The options are a frozen dataclass, whose fields are replaced in place; one of None is left out.
+    `options` is a frozen dataclass whose fields are replaced in place; fields that are None are skipped.
     """
     for name in names:
         value = getattr(options, name)

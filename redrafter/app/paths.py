@@ -1,6 +1,6 @@
-"""Checks of what options name, before any module that needs torch is imported.
+"""Validate files, directories and models that options name, before any module that needs torch is imported.
 
-An option says with `names=` (`redrafter.options.option`) which check its value gets.
+The `names=` argument of `redrafter.options.option` selects the check for an option's value.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from redrafter.measure.prompts import check_prompts
 
 
 def check_paths(*groups: Any) -> None:
-    """Check what the options of dataclasses name: that it can be read or written. Nothing is left behind.
+    """Check that paths and models named by options can be read or written, without leaving files on the disk.
 
-    Raises `ArgumentError` or `CheckpointError`, naming what is wrong.
+    Raises `ArgumentError` or `CheckpointError` naming the option.
     """
     for options in groups:
         for item in fields(options):
