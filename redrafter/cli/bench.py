@@ -1,4 +1,4 @@
-"""`redrafter bench`: load a pair, measure it on a workload, and report; with --url, measure servers under load."""
+"""`redrafter bench`: measure a pair on a workload, or with --url servers under load, and print a report."""
 
 import argparse
 import asyncio
@@ -37,11 +37,11 @@ from redrafter.parallel.launched import launched_processes, process_rank
 from redrafter.serve.network.api_keys import KEY_VARIABLE
 from redrafter.tree.sizes import TreeShape
 
-# Options of `bench` that mean something to a server; all others are refused with --url.
+# Options of `bench` that apply to servers; all others are rejected with --url.
 SERVER_OPTIONS = frozenset({"json", "max_new_tokens", "model", "num_prompts", "prompts", "seed", "temperature"})
 INSTEAD = {"batch_sizes": "give --concurrency", "repeats": "give --num-requests"}
 INSTEAD |= {item.name: "prompts are sent as they are, so shorten them in the file" for item in fields(PromptOptions)}
-# Options of other prompts than those of a suite, and of what else `bench` measures than speed.
+# Options that do not apply to a suite: those of other prompts, and of measurements other than speed.
 NOT_OF_SUITES = frozenset(
     {"prompts", "prompt_share", "prompt_tokens", "waves", "context", "against", "assistant_model"}
 )
@@ -52,7 +52,7 @@ SHIPPED_PROMPTS = "those that ship"
 
 
 def run_checked(args: argparse.Namespace) -> int:
-    """Run the command: check the options, then measure what they ask for, and print the report."""
+    """Run the command: validate the options, run the measurements and print the report."""
     if not hasattr(args, "url"):
         return _bench_pair(args)
     if launched_processes() > 1:
@@ -98,7 +98,7 @@ def _bench_pair(args: argparse.Namespace) -> int:
     for ids in options.draft_vocab_sizes:
         if not least <= ids <= most:
             raise ArgumentError(f"--draft-vocab-sizes must be from num_beams={least} to {most} ids, got {ids}")
-    at_once = max(engine.options.max_batch_size, *options.batch_sizes)  # a batch is measured at once, however large
+    at_once = max(engine.options.max_batch_size, *options.batch_sizes)  # do not split a large batch into several
     engine.options = replace(engine.options, max_batch_size=at_once)
     note = None if options.pad_to is None else describe(options.pad_to, Path(pair.name).name)
     names = {"model": pair.name, "drafter": pair.drafting_model, "padded": note}
@@ -115,15 +115,15 @@ def _bench_pair(args: argparse.Namespace) -> int:
 
 
 def _read_suite(args: argparse.Namespace, asked: SuiteOptions, seed: int) -> Suite | None:
-    """Return the suite that is to be measured, with the questions that are to be asked; None where none is."""
+    """Return the selected questions of `--suite`; None without that option."""
     if asked.suite is None:
         return None
-    # The default of --num-prompts is for other prompts: of a suite all questions are asked.
+    # The default of --num-prompts applies to other prompts; a suite is measured on all its questions.
     return read_suite(asked.suite).choose(getattr(args, "num_prompts", None), seed)
 
 
 def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
-    """Load a small pair on the CPU, and return it padded to the cost of a large model on the device."""
+    """Load a small pair on the CPU, and pad it to the cost of a large model on the device."""
     assert options.pad_to is not None
     _, load, _ = check_options(load, NO_DRAFT_OPTIONS)
     unquantized = replace(load, device="cpu", tuning="none", quantization=None, draft_quantization=None)
@@ -170,7 +170,7 @@ def _bench_servers(args: argparse.Namespace) -> int:
     key = next(filter(None, (asked.api_key, *map(os.environ.get, KEY_VARIABLES))), None)
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise ArgumentError("an API key must be of printable ASCII characters, without spaces")
-    urls = list(map(server_url, asked.url))  # all, before any is asked
+    urls = list(map(server_url, asked.url))  # validate all of them before the first request
     servers = [asyncio.run(find_server(url, getattr(args, "model", None), key)) for url in urls]
     # The conditions of the measurement, without the API key.
     words = ["KEY" if asked.api_key and asked.api_key in word else word for word in sys.argv[1:]]
@@ -214,7 +214,7 @@ def _bench_servers(args: argparse.Namespace) -> int:
 
 
 def _prompt(row: Row) -> str | list[dict[str, str]]:
-    """Return what a server is to continue, as text, or to answer, as messages of a chat."""
+    """Return the prompt to send to a server: a text to continue, or the messages of a chat to answer."""
     prompt = turns_before_answer(row) or (row.prompt if row.prompt is not None else row.text)
     if not prompt:
         raise ArgumentError(

@@ -43,18 +43,18 @@ def run_checked(args: argparse.Namespace) -> int:
         try:
             runs.append(decode(ids, options, streamer=printer))
             asked.append(ids)
-        except KeyboardInterrupt:  # what was printed before it is remembered
+        except KeyboardInterrupt:  # keep the printed part as the answer
             printer.end()
             if not printer.texts[0]:
                 return
         history.turns.append((question, printer.texts[0]))
 
     def compare() -> str:
-        pair.engine.forget_prefixes()  # the first run of each prompt had to read it too
+        pair.engine.forget_prefixes()  # the first run of each prompt prefilled it too, so both are timed alike
         plain, silent = [], io.StringIO()
         for ids, run in zip(asked, runs, strict=True):
             seeds = {} if run.stats.seeds is None else {"seed": run.stats.seeds}
-            printer = Printer(pair.tokenizer, [None], silent)  # the same work of formatting
+            printer = Printer(pair.tokenizer, [None], silent)  # formats text like the timed run
             plain.append(decode(ids, replace(options, speculate=False), streamer=printer, **seeds))
         drafted, undrafted = RepeatedRuns([runs]), RepeatedRuns([plain])
         same = sum(a.tokens == b.tokens for a, b in zip(runs, plain, strict=True))
@@ -64,7 +64,7 @@ def run_checked(args: argparse.Namespace) -> int:
             f"{same} of {len(runs)} answers with the same tokens"
         )
 
-    if args.compare:  # what runs for the first time takes longer
+    if args.compare:  # warm up: first calls capture and compile
         for speculate in (True, False):
             short = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens), speculate=speculate)
             decode(history.prompt("Hello")[0], short)
@@ -107,9 +107,9 @@ def run_checked(args: argparse.Namespace) -> int:
 
 
 class History:
-    """The turns of a chat, each a question and its answer, of which the oldest are forgotten when the context is full.
+    """The turns of a chat, each a question and an answer; drops the oldest turns when the context is full.
 
-    The context is the most tokens that the target can read, None for no limit; `answer_tokens` are kept free in it.
+    `context` is the maximum number of tokens, None for no limit, of which `answer_tokens` are reserved for the answer.
     """
 
     def __init__(self, encoder: ChatEncoder, system: str | None, context: int | None, answer_tokens: int):
@@ -119,7 +119,7 @@ class History:
         self.turns: list[tuple[str, str]] = []
 
     def prompt(self, question: str) -> tuple[list[int], int]:
-        """Return the token ids of the chat with a new question, and how many old turns were forgotten for it."""
+        """Return the token ids of the chat with a new question, and the number of old turns that were dropped."""
         before = len(self.turns)
         while True:
             texts = [text for turn in self.turns for text in turn] + [question]

@@ -51,7 +51,7 @@ def run_checked(args: argparse.Namespace) -> int:
         )
     load = read_options(LoadOptions, args)
     pair = Pair.load(load, read_options(DraftOptions, args), options.speculate)
-    extra: dict[str, Any] = {"num_return_sequences": copies}  # what `Engine.generate` takes beside the ids
+    extra: dict[str, Any] = {"num_return_sequences": copies}  # arguments of `Engine.generate` in addition to the ids
     chat = ChatEncoder(pair) if args.chat_template or any(row.messages for row in rows) else None
     if chat is not None:
         extra["eos_token_id"] = [*chat.eos, *options.stop_token_ids]
@@ -94,11 +94,11 @@ def run_checked(args: argparse.Namespace) -> int:
         )
     comparison = None
     if args.compare:
-        # The same seeds, and the same work of formatting, so that the times compare.
+        # Same seeds and same text formatting, so that the times are comparable.
         seeds = {} if stats.seeds is None else {"seed": stats.seeds}
         streamer = printer(io.StringIO())
         plain = pair.run_batch(ids, replace(options, speculate=False), streamer=streamer, **extra | seeds)
-        # Rejection sampling promises the distribution only.
+        # Rejection sampling preserves the distribution, not the tokens.
         comparison = _compare(speculative, plain, tokens=not (pair.engine.rejection_sampling and options.sampling))
     if args.json:
         document = {
@@ -121,7 +121,7 @@ def run_checked(args: argparse.Namespace) -> int:
 
 
 def _compare(speculative: Run, plain: Run, *, tokens: bool) -> dict[str, Any]:
-    """Compare with plain decoding of the same prompts; tokens only where speculation promises them."""
+    """Compare with plain decoding of the same prompts; compares tokens only if speculation guarantees them."""
     found = map(first_difference, speculative.tokens, plain.tokens) if tokens else ()
     difference = next(((row, index) for row, index in enumerate(found) if index is not None), None)
     speedup = plain.seconds / speculative.seconds
@@ -143,13 +143,13 @@ def _compare(speculative: Run, plain: Run, *, tokens: bool) -> dict[str, Any]:
 
 
 def _as_turn(row: Row) -> Row:
-    """Return a row of plain text as a user's turn of a chat, and any other row as it is."""
+    """Convert a row of plain text to a user's turn of a chat; return other rows unchanged."""
     text = row.text if row.prompt is None else row.prompt
     return row if text is None else Row(row.where, messages=[{"role": "user", "content": text}])
 
 
 def _shown(row: Row, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """Return the prompt of a row as headings and the JSON document have it: of a chat, its last turn."""
+    """Return the prompt of a row for headings and the JSON document; for a chat, its last turn."""
     if row.messages is not None:
         return turns_before_answer(row)[-1]["content"]
     text = row.text if row.prompt is None else row.prompt
@@ -157,7 +157,7 @@ def _shown(row: Row, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def _read_rows(args: argparse.Namespace) -> list[Row]:
-    """Read the prompts that the command line names: rows of a file of rows, and plain text of all others."""
+    """Read the prompts that the command line names: rows of a JSON or Parquet file, otherwise plain text."""
     if args.file is not None and not args.prompts and Path(args.file).suffix in (*ROW_SUFFIXES, ".parquet"):
         return read_prompts(args.file)
     return [Row(f"prompt {number}", prompt=prompt) for number, prompt in enumerate(_read_prompts(args), start=1)]
@@ -169,7 +169,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     try:
         if args.prompts:
             prompts = list(args.prompts)
-            # os.path, since pathlib raises for a text that is too long for a name.
+            # os.path, since pathlib raises an error for a text longer than a file name may be.
             models = (x for x in prompts if os.path.isfile(os.path.join(x, "config.json")) or is_gguf(x))
             model = next(models, None)
             if model is not None and not hasattr(args, "model"):
@@ -187,7 +187,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
             )
         elif launched_processes() == 1:
             prompts = [sys.stdin.read().removesuffix("\n")]
-        else:  # processes of torchrun share stdin: rank 0 reads it and tells the others
+        else:  # processes of torchrun share stdin: rank 0 reads it and broadcasts it
             join_ranks(launched_processes())
             ranks = Ranks.of_world()
             prompts = [ranks.from_first(sys.stdin.read() if ranks.rank == 0 else "").removesuffix("\n")]
@@ -204,9 +204,9 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
 def encode_with_images(
     pair: Pair, prompt: str, files: Sequence[str], trust_remote_code: bool
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Return the token ids of a turn of a chat that shows the images of files and then says the prompt, as one row.
+    """Encode a user's turn with the images of `files` followed by the prompt.
 
-    Beside them comes what `Engine.generate` takes of the images.
+    Returns its token ids as one row, and the image arguments of `Engine.generate`.
 
     Raises:
         ArgumentError: A file is no image, or the model's processor cannot read one.
@@ -216,7 +216,7 @@ def encode_with_images(
     if not target.images.ok:
         raise UnsupportedError(f"{target.name} takes no images: {target.images.reason}; leave out --image")
     processor = load_processor(pair.name, trust_remote_code=trust_remote_code)
-    from PIL import Image, ImageOps  # which the processor has asked for
+    from PIL import Image, ImageOps  # imported late: an optional dependency that the processor requires
 
     content: list[dict[str, Any]] = []
     for file in files:

@@ -1,4 +1,4 @@
-"""Describe a checkpoint with torch: also whether it can be a target, fits its drafter, and what it converts to."""
+"""Describe a checkpoint with torch: whether it can be a target, fits its drafter, and converts to other formats."""
 
 import copy
 import platform
@@ -48,7 +48,7 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
 
     Raises:
         CheckpointError: When files are missing or broken.
-        ArgumentError: When a drafter is given for what is a drafter itself.
+        ArgumentError: `drafter_name` is given and the checkpoint is a drafter itself.
     """
     directory = _locate(name)
     kind = kind_of(directory)
@@ -88,7 +88,7 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
 
 
 def _locate(name: str) -> Path:
-    """Return a directory, or the download of a hub id in the local cache; nothing is downloaded."""
+    """Resolve a directory, or a hub id in the local download cache; never downloads."""
     check_path(name)
     if Path(name).exists():
         return Path(name)  # a GGUF file, too
@@ -121,7 +121,7 @@ def _describe_model(base: SourceBase) -> dict[str, Any]:
 
 
 def _describe_target(config: Any) -> str:
-    """Say whether a model can be a target, and why not, by its config: one without weights reads a few tokens."""
+    """Describe whether a model can be a target: run a model built from its config, on the meta device."""
     loaders = {
         AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -137,7 +137,7 @@ def _describe_target(config: Any) -> str:
             check_supported(model, name)
             output = model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=True)
         cache = cache_in(output)
-        # Of recurrent states only that they are there is looked at: whether they can be rolled back, loading finds out.
+        # Check only that recurrent states exist: whether they can be rolled back is tested when weights are loaded.
         states = [
             StateShape(layer, state, tuple(x.shape[1:]), x.dtype, x.device)
             for layer, kept in enumerate(getattr(cache, "layers", ()))
@@ -148,13 +148,13 @@ def _describe_target(config: Any) -> str:
         stored_shapes(output, text, name, states)
     except ReDrafterError as error:
         return f"no: {error}"
-    except Exception:  # code that needs numbers, or is not transformers' own
+    except Exception:  # modelling code that reads values, or remote code; both fail on the meta device
         return "not known before it is loaded, and tested"
     return "yes, by its config; it is tested when it is loaded"
 
 
 def _describe_tunings(base: SourceBase, drafter: SourceDrafter) -> list[str] | str:
-    """Describe the tables of `redrafter tune` that an engine of the pair uses, each on its device and in its dtype."""
+    """Describe the tables of `redrafter tune` that apply to the pair, by device and dtype."""
     none = "none; redrafter tune measures one"
     if not tuning_folder().is_dir() or base.trtllm_config is not None:
         return none
@@ -183,7 +183,7 @@ def _stored(tensors: Mapping[str, LazyTensor]) -> Stored:
 
 
 def environment() -> dict[str, Any]:
-    """Return what `redrafter info` prints without a model: the boxed pair, and versions of the libraries."""
+    """Describe the boxed pair and the versions of the libraries, for `redrafter info` without a model."""
     boxed, gpus = boxed_pair(), range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     document = describe(str(boxed)) if boxed.is_dir() else dict[str, Any](boxed_pair="not in this installation")
     document["environment"] = {

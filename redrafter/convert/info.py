@@ -1,8 +1,8 @@
 """`redrafter info`: describe a checkpoint.
 
-What config.json and the headers of the weights say of a model, a drafter or a pair is shown without torch, whose import
-takes longer than all of it. What only code finds out (whether a model can be a target, whether a drafter fits it, what
-they can be converted to) is shown with `--check`, and so are checkpoints in other projects' formats.
+Facts from config.json and the headers of the weights are read without torch, whose import takes longer than the rest.
+Facts that require running code (whether a model can be a target, whether a drafter fits it, what they convert to) need
+`--check`; so do checkpoints in other projects' formats.
 """
 
 import json
@@ -31,16 +31,16 @@ from redrafter.tree.sizes import TreeShape
 
 Stored = Mapping[str, tuple[tuple[int, ...], str]]  # shape and number format of each tensor
 UNCHECKED = "whether it can be a target, fits, and converts: add --check, which imports torch"
-# What config.json holds for transformers, what is shown under a name of our own, and what is for programs alone.
+# Entries of config.json that are internal to transformers or programs, or are shown under another name.
 _NOT_SHOWN = {"architectures", "dtype", "model_type", "torch_dtype", "transformers_version", "rms_norm_eps"}
 _NOT_SHOWN |= {"vocab_size", "draft_vocab_size", "draft_beams", "base_embedding_norms", "source_config", "text_config"}
 
 
 def describe_files(directory: Path) -> dict[str, Any] | None:
-    """Return what the files of a directory say of a model, a drafter or a pair, without torch.
+    """Describe a model, a drafter or a pair from the files of its directory, without torch.
 
-    None where they do not say all of it, as the config of another project's drafter, a GGUF file, or the config of a
-    model whose sizes only transformers' class knows.
+    Returns None if the files are not sufficient: for another project's drafter, a GGUF file, or a model whose sizes are
+    only defined by its class in transformers.
 
     Raises:
         CheckpointError: A file is missing or broken.
@@ -74,7 +74,7 @@ def describe_files(directory: Path) -> dict[str, Any] | None:
 
 
 def _describe_model(config: Mapping[str, Any], headers: Mapping[str, Header]) -> dict[str, Any] | None:
-    text = config.get("text_config", config)  # of a model that sees, that of its decoder
+    text = config.get("text_config", config)  # the decoder's config of a vision-language model
     if not isinstance(text, dict):
         return None
     names = text.get("architectures") or config.get("architectures")
@@ -88,13 +88,13 @@ def _describe_model(config: Mapping[str, Any], headers: Mapping[str, Header]) ->
 
 
 def model_facts(architecture: str, tensors: Stored, sizes: Sequence[Any], method: str | None) -> dict[str, Any]:
-    """Return the facts about a model that are shown in any case.
+    """Return the facts about a model that are always shown.
 
     Args:
         architecture: Names of its class.
         tensors: Shape and number format of each tensor.
-        sizes: Hidden size, layers, vocabulary and context; None for one that is not known.
-        method: Name of the quantization method; None for a model that is not quantised.
+        sizes: Hidden size, layers, vocabulary and context; None if unknown.
+        method: Name of the quantization method; None if the model is not quantised.
     """
     facts = {"architecture": architecture} | stored_facts(tensors)
     facts |= dict(zip(("hidden_size", "layers", "vocabulary", "context"), sizes, strict=True))
@@ -102,12 +102,12 @@ def model_facts(architecture: str, tensors: Stored, sizes: Sequence[Any], method
 
 
 def batch_invariant(method: str | None) -> str:
-    """Say whether a model of transformers can be decoded with `batch_invariant`; `method` is how it is quantised."""
+    """Describe whether a model supports `batch_invariant`; `method` is its quantization method."""
     return "tried when --batch-invariant loads it" if method is None else "no: it is quantised"
 
 
 def stored_facts(tensors: Stored) -> dict[str, Any]:
-    """Return how many parameters a checkpoint has, and in what formats. Maps of ids are no parameters."""
+    """Return the number of parameters of a checkpoint and their formats; maps of ids (int64) are not counted."""
     parameters = [(math.prod(shape), dtype) for shape, dtype in tensors.values() if dtype != "int64"]
     return {
         "parameters": sum(count for count, _ in parameters),
@@ -116,12 +116,12 @@ def stored_facts(tensors: Stored) -> dict[str, Any]:
 
 
 def drafter_facts(kind: str, tensors: Stored, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts about a drafter that are shown in any case.
+    """Return the facts about a drafter that are always shown.
 
     Args:
-        kind: What kind of drafter it is.
+        kind: Kind of the drafter, as messages name it.
         tensors: Shape and number format of each tensor.
-        config: What its config.json holds, or would.
+        config: Content of its config.json.
     """
     own = {name: value for name, value in sorted(config.items()) if name not in _NOT_SHOWN and name[:1] != "_"}
     return {
@@ -136,7 +136,7 @@ def drafter_facts(kind: str, tensors: Stored, config: Mapping[str, Any]) -> dict
 
 def _describe_drafter(directory: Path) -> dict[str, Any] | None:
     config = read_json(directory / "config.json")
-    if "vocab_size" not in config:  # a config of transformers, which the drafter's class reads
+    if "vocab_size" not in config:  # another project's config, which only the drafter's class can read
         return None
     return drafter_facts(drafter_kinds()[config["model_type"]].name, _stored(read_headers(directory)), config)
 

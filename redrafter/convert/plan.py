@@ -1,4 +1,4 @@
-"""The files that a conversion will write, all known before anything is written, and which they are for each format."""
+"""Plan the files of a conversion for each output format, completely and before anything is written."""
 
 import json
 import os
@@ -56,9 +56,9 @@ class ConversionPlan:
 
     Attributes:
         weights: Tensors of each safetensors file.
-        copies: Source of each file that is taken unchanged; weight files become hard links if the file system can.
-        json_files: Content of each JSON file. They are written last and in this order, so that an unfinished directory
-            does not load.
+        copies: Source of each unchanged file; weight files become hard links if the file system supports them.
+        json_files: Content of each JSON file. They are written last and in this order, so that an incomplete directory
+            cannot be loaded.
         notes: Messages for the user.
         copy: Whether to copy weight files that could be hard links.
     """
@@ -77,23 +77,23 @@ class ConversionPlan:
         return written + sum(file.stat().st_size for file in self.copies.values() if not linked(file))
 
     def check_space(self, output: Path) -> None:
-        """Raise `CheckpointError` when the disk of the output directory has too little free space."""
+        """Raise `CheckpointError` if the disk of the output directory has too little free space."""
         parent = _existing_parent(output)
         need, free = self.bytes_to_write(output), shutil.disk_usage(parent).free
         if need + MIN_FREE_BYTES > free:
             raise CheckpointError(
                 f"{output} will take {need / 1e9:.1f} GB, and {parent} has {free / 1e9:.1f} GB free; make room or name "
-                "another place"
+                "another directory"
             )
 
     def write(self, folder: Path, progress: Callable[[int], object], workers: int = 1) -> None:
         """Write all files into a new directory, `workers` files of tensors at once.
 
-        `progress` gets the number of bytes whenever some are written.
+        `progress` is called with the number of bytes of each block that is written.
         """
         for name in (*self.weights, *self.copies, *self.json_files):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        late = self.copies.keys() & {"config.json"}  # without it the directory does not load
+        late = self.copies.keys() & {"config.json"}  # written last: without it the directory cannot be loaded
         for name in self.copies.keys() - late:
             link_or_copy(self.copies[name], folder / name, progress, self.copy)
         stopped = Event()
@@ -112,7 +112,7 @@ class ConversionPlan:
                 for future in writing:
                     future.result()
             except BaseException:
-                stopped.set()  # the other workers end at their next block
+                stopped.set()  # other workers stop at their next block
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         for name in late:
@@ -131,13 +131,13 @@ class ConversionPlan:
 
 
 def link_or_copy(source: Path, destination: Path, progress: Callable[[int], object], copy: bool) -> None:
-    """Make a hard link to a file of weights, unless `copy` says otherwise, or copy the file."""
+    """Create a hard link to a file of weights, or copy the file if `copy` is set or links are not supported."""
     if not copy and _is_weights(source):
         try:
-            os.link(source.resolve(), destination)  # of what a symbolic link leads to: the hub's cache is made of these
+            os.link(source.resolve(), destination)  # resolve first: the hub's cache consists of symbolic links
             return
         except OSError:
-            pass  # another file system, or one without hard links
+            pass  # another file system, or no hard links: copy below
     with source.open("rb") as reader, destination.open("wb") as writer:
         while block := reader.read(COPY_BLOCK_BYTES):
             progress(writer.write(block))
@@ -152,7 +152,7 @@ def _is_weights(file: Path) -> bool:
 
 
 def add_shortlist(drafter: SourceDrafter, size: int, rank: int) -> SourceDrafter:
-    """Return a recurrent drafter whose head has a first stage of a rank that proposes `size` ids, made of the head."""
+    """Add a first stage to a recurrent drafter's head: a factorization of rank `rank` that proposes `size` ids."""
     config, head = deepcopy(drafter.config), drafter.tensors.get("lm_head.weight")
     if not isinstance(config, DrafterConfig) or head is None:
         raise UnsupportedError(f"--head-shortlist is for recurrent drafters, and this is a {config.kind}: leave it out")
@@ -176,7 +176,7 @@ def plan_drafter(drafter: SourceDrafter, base: SourceBase | None, config: Conver
 def _plan_drafter(
     drafter: SourceDrafter, base: SourceBase | None, dtype: str | None, shape: TreeShape
 ) -> ConversionPlan:
-    """Plan a drafter directory whose config has `shape` as its search defaults; what is None there stays."""
+    """Plan a drafter directory with `shape` as search defaults; fields that are None keep the config's values."""
     drafter = _without_copies(drafter, base)
     config = _config_with_base(drafter.config, base)
     config.draft_beams = shape.num_beams or config.draft_beams
@@ -184,7 +184,7 @@ def _plan_drafter(
     tensors = _cast_floats(drafter.tensors, dtype)
     config.dtype = replace(drafter, tensors=tensors).dtype
     config.architectures = [drafter_kinds()[config.model_type].class_name]
-    # Its model card and its training record; drafters that come in another project's format have neither.
+    # Model card and training record, which drafters in other projects' formats do not have.
     documents = [drafter.directory / name for name in ("README.md", "training.json")]
     ours = drafter.kind in ("drafter", "merged checkpoint")
     return ConversionPlan(
@@ -235,7 +235,7 @@ def plan_speculators(drafter: SourceDrafter, base: SourceBase | None, config: Co
 
 
 def plan_merged(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
-    """Plan a merged checkpoint: a base and its drafter in one directory, as `ReDrafter.from_pretrained` opens it."""
+    """Plan a merged checkpoint: a base and its drafter in one directory, for `ReDrafter.from_pretrained`."""
     base = _required(base, "redrafter")
     base.check_fits(drafter.config)
     part = _plan_drafter(drafter, base, config.dtype, TreeShape())
@@ -245,7 +245,7 @@ def plan_merged(drafter: SourceDrafter, base: SourceBase | None, config: Convert
         part.json_files["config.json"] == _config_dict(drafter.config)
         and all(tensor is drafter.tensors[name] for name, tensor in part.weights[WEIGHTS_FILE].items())
     ):
-        # It is written with its own tensors and config.
+        # Nothing changes, so link the drafter's own files instead of rewriting its tensors.
         files = sorted(file for file in drafter.directory.iterdir() if file.is_file())
         part = ConversionPlan(copies={file.name: file for file in files}, notes=part.notes)
     plan = ConversionPlan(
@@ -304,9 +304,9 @@ def plan_trtllm(drafter: SourceDrafter, base: SourceBase | None, config: Convert
 
 
 def _trtllm_base(base: SourceBase, config: ConvertConfig) -> tuple[dict[str, Any], list[dict[str, LazyTensor]]]:
-    """Return TensorRT-LLM's config of a base and the base's tensors on each rank.
+    """Return the TensorRT-LLM config of a base and its tensors on each rank.
 
-    A TensorRT-LLM checkpoint, which may be quantised, keeps its config, its ranks and its number format.
+    A base that is a TensorRT-LLM checkpoint, possibly quantised, keeps its config, ranks and number format.
     """
     if base.trtllm_config is not None:
         for flag, asked, value in (
@@ -335,7 +335,7 @@ OUTPUT_PLANNERS: dict[str, Callable[[SourceDrafter, SourceBase | None, ConvertCo
 
 
 def possible_formats(drafter: SourceDrafter, base: SourceBase | None = None) -> dict[str, str]:
-    """Return for each output format `yes`, or `no` with the reason why the source cannot be converted to it."""
+    """Return `yes` for each possible output format, or `no` with the reason for the others."""
     answers = {}
     for name, make_plan in OUTPUT_PLANNERS.items():
         try:
@@ -353,7 +353,7 @@ def _required(base: SourceBase | None, output_format: str) -> SourceBase:
 
 
 def _config_with_base(config: AnyDrafterConfig, base: SourceBase | None) -> AnyDrafterConfig:
-    """Return a copy of a drafter's config with the base recorded in it, unless it names one already."""
+    """Copy a drafter's config and record the base in it, unless it already names one."""
     config = deepcopy(config)
     if base is not None:
         base.check_fits(config)
@@ -370,7 +370,7 @@ def _config_with_base(config: AnyDrafterConfig, base: SourceBase | None) -> AnyD
 
 
 def _without_copies(drafter: SourceDrafter, base: SourceBase | None) -> SourceDrafter:
-    """Return a drafter without its embedding table and its head where they are the base's, which it then shares."""
+    """Remove a drafter's embedding table and head if they equal the base's, which the drafter then shares."""
     tables = {} if base is None else base.tensors
     shared = [x for name, x in tables.items() if name.endswith((dflash.HEAD, eagle.EMBEDDING))]
     for name, flag in drafter.config.own_tables.items():
@@ -384,7 +384,7 @@ def _without_copies(drafter: SourceDrafter, base: SourceBase | None) -> SourceDr
 
 
 def _recurrence_notes(drafter: SourceDrafter) -> tuple[str, ...]:
-    """Return a note about the recurrence that a TensorRT-LLM checkpoint is read with, which it does not hold."""
+    """Return a note about the assumed recurrence, which a TensorRT-LLM checkpoint does not record."""
     config = drafter.config
     if not drafter.kind.startswith("TensorRT-LLM") or not isinstance(config, DrafterConfig) or not config.rnn:
         return ()
@@ -398,7 +398,7 @@ def _training_notes(config: AnyDrafterConfig, shape: TreeShape) -> tuple[str, ..
 
 
 def _cast_floats(tensors: Mapping[str, LazyTensor], dtype: str | None) -> dict[str, LazyTensor]:
-    """Return tensors with floating-point ones cast to a number format; id maps stay integers."""
+    """Cast floating-point tensors to a number format; id maps keep their integers."""
     if dtype is None:
         return dict(tensors)
     if dtype not in DRAFTER_DTYPES:

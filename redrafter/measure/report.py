@@ -1,4 +1,4 @@
-"""The report of a measurement: its conditions, tables on stdout, progress on stderr, pictures, one JSON document."""
+"""Report measurements: conditions, tables on stdout, progress on stderr, pictures, and one JSON document."""
 
 import json
 import math
@@ -32,7 +32,7 @@ MIN_WIDTH = 5  # of a column of `format_table`: that of a share with three decim
 
 
 def versions() -> dict[str, str | None]:
-    """Return the version of everything that a number may depend on; None under `cuda` without CUDA."""
+    """Return the versions of all software that affects a measurement; `cuda` is None without CUDA."""
     return {
         "redrafter": __version__,
         "torch": torch.__version__,
@@ -51,7 +51,7 @@ def hardware(device: torch.device) -> str:
 
 
 def conditions(target: Target) -> dict[str, Any]:
-    """Return the command, the hardware, the dtype and the versions, which all documents of measurements state."""
+    """Return the command, hardware, dtype and versions that every measurement document records."""
     return {
         "command": shlex.join(["redrafter", *sys.argv[1:]]),
         "hardware": hardware(target.device),
@@ -62,7 +62,7 @@ def conditions(target: Target) -> dict[str, Any]:
 
 
 def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the conditions of a benchmark, as its JSON document begins.
+    """Return the conditions of a benchmark, with which its JSON document begins.
 
     `names` are those of `model`, `drafter` and `prompts`, and under `padded` the sentence on a padded model, or None.
     """
@@ -105,7 +105,7 @@ def describe_versions(document: dict[str, Any]) -> str:
 
 
 def head(document: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of text that state what `facts` returned, for the top of a printed report."""
+    """Yield the heading lines of a printed report, from the document that `facts` returned."""
     prompts, size = document["prompt_tokens"], document["bytes"]
     yield from describe_pair(document)
     yield (
@@ -169,9 +169,9 @@ class Report:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Run the body; an exception in it is added to the document's `errors` and printed, and the run continues.
+        """Run the body; print an exception and add it to the document's `errors`, so that the run continues.
 
-        Where there are `errors`, the exit code will be 1.
+        With any `errors`, the exit code is 1.
         """
         self.progress(name)
         try:
@@ -184,7 +184,7 @@ class Report:
             self.add("errors", {"section": name, "error": message})
 
     def save(self) -> None:
-        """Replace the file by the document as it is; a reader finds the old document or the new one, never a half."""
+        """Atomically replace the file with the current document."""
         if self.path is not None:
             write_atomically(self.path, self._json() + "\n")
 
@@ -215,7 +215,7 @@ def _line(cells: Sequence[Any], widths: Sequence[int], gap: str = " ") -> str:
 
 
 def cell_text(value: Any) -> str:
-    """Return a value as tables show it."""
+    """Format a value for a table."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -226,7 +226,7 @@ def cell_text(value: Any) -> str:
 
 
 def plain_data(value: Any) -> Any:
-    """Return `value` as JSON can hold it: dataclasses as objects, infinity and NaN as null, other objects as text."""
+    """Convert `value` to JSON types: dataclasses to objects, infinity and NaN to null, other objects to strings."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, dict):
@@ -240,11 +240,11 @@ def plain_data(value: Any) -> Any:
 
 @contextmanager
 def drawing(path: Path, conditions: str = "", size: tuple[float, float] = (8, 5), **grid: Any) -> Iterator[Any]:
-    """Yield matplotlib's axes to draw on, and write them as a PNG file when the context is left.
+    """Yield matplotlib axes to draw on, and write them to a PNG file when the context exits.
 
-    What was measured is written below the picture. `grid` are arguments of `Figure.subplots`, for several axes.
+    `conditions` is printed below the picture. `grid` are arguments of `Figure.subplots`, for several axes.
     """
-    from matplotlib.figure import Figure  # without pyplot, which asks for a window system
+    from matplotlib.figure import Figure  # not pyplot, which selects a window system's backend
 
     figure = Figure(figsize=size, layout="constrained")
     yield figure.subplots(**grid)
