@@ -1,4 +1,4 @@
-"""The sections of `redrafter bench`, one after the other; an exception in one ends that section only."""
+"""Run the sections of `redrafter bench` in order; an exception ends only its own section."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ RIVALS_COLUMNS = [("rival", 10), ("tok/s", 9), ("ours over it", 13), ("same text
 
 
 def run_sections(report: Report, work: Workload, options: BenchOptions) -> None:
-    """Measure what the options ask for, section by section, and add it to the report."""
+    """Run the measurements selected by the options, section by section, and add them to the report."""
     bandwidth: Bandwidth | None = None
     with report.section("copy bandwidth"):
         bandwidth = copy_bandwidth(work.device)
@@ -129,7 +129,7 @@ def _parts(
                     table(rows, context, way, parts["step_ms"], *draft, *verify, parts["rest_ms"], parts["host_gap_ms"])
                     measured.append(parts)
     if any(parts["beyond"] for parts in measured):
-        report.line("* beyond the model's context: only times mean anything")
+        report.line("* beyond the model's context: only times are valid")
     if options.context:
         report.line(
             "contexts are the prompts' texts one after the other, over and over, each row from another token on"

@@ -1,6 +1,6 @@
-"""Servers of OpenAI's protocol under load: so many streams at once, each timed chunk by chunk.
+"""Measure servers of OpenAI's protocol under load, with a fixed number of concurrent streams timed chunk by chunk.
 
-What comes out is throughput, percentiles of what users wait for, and whether the servers' texts are equal.
+Reports throughput, latency percentiles, and whether the servers' texts are equal.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.measure.report import Report
 from redrafter.scheduler.sequence import Stats
 
-BUSY_CLIENT = 0.8  # share of processor time from which on the client limits what is measured
+BUSY_CLIENT = 0.8  # above this share of processor time the client limits the measurement
 COLUMNS = [("server", 6), ("at once", 7), ("tok/s", 8), ("steady", 8), ("req/s", 7)]
 COLUMNS += [("first p50", 9), ("p99", 7), ("gap p50", 7), ("p99", 7), ("per token", 9), ("all p50", 8), ("p99", 8)]
 COLUMNS += [("failed", 6), ("tokens in", 9), ("out", 7), ("same texts", 10), ("client", 6)]
@@ -29,7 +29,7 @@ TIMES = ("first_token", "chunk_gap", "request")
 
 @dataclass
 class Completion:
-    """One request and what came of it; times are those of `time.perf_counter`, in seconds."""
+    """One request and its result; times are from `time.perf_counter`, in seconds."""
 
     index: int  # number of the request, or of the conversation
     sent: float
@@ -39,13 +39,13 @@ class Completion:
     text: str = ""
     prompt_tokens: int = 0  # by the server's count, as the next
     completion_tokens: int = 0
-    stats: Stats | None = None  # how speculation went, where the server says
-    error: str | None = None  # why the request failed; None where it did not
+    stats: Stats | None = None  # speculation statistics, if the server reports them
+    error: str | None = None  # why the request failed; None if it succeeded
     turn: int = 0  # of a conversation, from 0
     too_long: bool = False  # whether it failed because the prompt does not fit into the model's context
 
     def note(self, data: bytes, now: float) -> None:
-        """Note an event of the stream; raise `RequestFailedError` where it is no chunk of a completion or of a chat."""
+        """Record an event of the stream; raise `RequestFailedError` if it is not a chunk of a completion or a chat."""
         try:
             event = json.loads(data)
             if error := event.get("error"):
@@ -59,12 +59,12 @@ class Completion:
             if usage := event.get("usage"):
                 self.prompt_tokens = int(usage["prompt_tokens"])
                 self.completion_tokens = int(usage["completion_tokens"])
-            if told := (event.get("metrics") or {}).get("speculative_decoding"):
-                # Entry j counts the steps that accepted exactly j drafts; what became output is counted from there up.
-                histogram = told["acceptance_histogram"]
+            if metrics := (event.get("metrics") or {}).get("speculative_decoding"):
+                # Entry j counts the steps that accepted exactly j drafts; `accepted_by_depth` counts j or more.
+                histogram = metrics["acceptance_histogram"]
                 reached = [sum(histogram[depth:]) for depth in range(1, len(histogram))]
-                steps, drafted = told["num_spec_steps"], told["num_draft_tokens"]
-                accepted = told["num_accepted_draft_tokens"]
+                steps, drafted = metrics["num_spec_steps"], metrics["num_draft_tokens"]
+                accepted = metrics["num_accepted_draft_tokens"]
                 self.stats = Stats(steps, drafted, accepted, emitted=steps + accepted, accepted_by_depth=reached)
         except (ValueError, AttributeError, LookupError, TypeError) as error:
             shown = data[:80].decode(errors="replace")
@@ -82,7 +82,7 @@ class ServerUnderTest:
     url: str  # without `/v1`
     model: str  # to ask for
     kind: str | None = None  # who owns the model, as the server says, such as `vllm`
-    version: str | None = None  # what it answers to `/version`; None where it does not say
+    version: str | None = None  # response of `/version`; None if it has no such route
     key: str | None = field(default=None, repr=False)  # API key
 
 
@@ -93,15 +93,15 @@ class Requests(Protocol):
         """Return the path that request `index` is sent to."""
 
     def exchange(self, index: int, model: str) -> Generator[bytes, Completion, None]:
-        """Yield the JSON body of request `index`, and of each that follows its answer, which is sent back in here."""
+        """Yield the JSON body of request `index` and of each follow-up; receives the completion of each body."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """The requests that a server is sent; request i continues prompt i, or answers the chat, modulo their number.
+    """The requests of a load; request i continues prompt i, or answers chat i, modulo their number.
 
-    Each has a `cache_salt` of its own: where prompts come again, a server would reuse their keys and values, and this
-    library's would copy drafts from its earlier answers to them.
+    Each has a unique `cache_salt`. Otherwise, for a repeated prompt a server would reuse keys and values, and a server
+    of this library would copy drafts from its earlier answers.
     """
 
     prompts: Sequence[str | list[dict[str, str]]]  # texts, and messages of chats
@@ -115,7 +115,7 @@ class Load:
         return "/v1/completions" if is_text else "/v1/chat/completions"
 
     def exchange(self, index: int, model: str) -> Generator[bytes, Completion, None]:
-        """Yield the JSON body of request `index`, which nothing follows."""
+        """Yield the JSON body of request `index`, which has no follow-up."""
         prompt = self.prompts[index % len(self.prompts)]
         body = {
             "model": model,
@@ -131,7 +131,7 @@ class Load:
         yield json.dumps(body).encode()
 
     def text_key(self, index: int) -> int:
-        """Return a number that two requests share if and only if they ask for the same text."""
+        """Return a key that two requests share if and only if they should produce the same text."""
         return index if self.temperature else index % len(self.prompts)
 
 
@@ -143,7 +143,7 @@ class LoadRun:
     completions: list[Completion]  # in the order in which they ended
     began: float  # when the first was sent
     ended: float  # when the last had ended
-    client_cpu_share: float  # processor time of this process in between, by the time that passed
+    client_cpu_share: float  # processor time of this process in this interval, divided by its length
 
     @property
     def answered(self) -> list[Completion]:
@@ -152,9 +152,9 @@ class LoadRun:
 
 
 async def find_server(url: str, model: str | None, key: str | None) -> ServerUnderTest:
-    """Ask a server what it serves; raise `ArgumentError` if it does not say.
+    """Query a server's model and version; raise `ArgumentError` if it lists no model.
 
-    Without the name of a `model`, the first that it lists is meant.
+    With `model` None, the first listed model is used.
     """
     async with open_session(key) as session:
         try:
@@ -177,17 +177,17 @@ async def find_server(url: str, model: str | None, key: str | None) -> ServerUnd
 async def run_load(
     server: ServerUnderTest, load: Requests, concurrency: int, num_requests: int, *, warm_up: bool = True
 ) -> LoadRun:
-    """Keep `concurrency` requests in flight until `num_requests` have ended, after one of each slot that is not timed.
+    """Keep `concurrency` requests in flight until `num_requests` have ended, after one untimed request per slot.
 
-    A request is one with all that follow it. Without `warm_up` all are timed.
+    A request counts together with its follow-ups. Without `warm_up` no untimed requests are sent.
 
     Raises:
-        LoadError: Every request before the timed ones failed.
+        LoadError: All warm-up requests failed.
     """
 
     async def drive(count: int) -> list[Completion]:
         completions: list[Completion] = []
-        indices = iter(range(count))  # which all slots take from, each as soon as its last request has ended
+        indices = iter(range(count))  # shared by all slots: each takes the next index once its request has ended
 
         async def fill_slot() -> None:
             for index in indices:
@@ -213,12 +213,12 @@ async def run_load(
 
 
 async def _complete(session: ClientSession, url: str, index: int, body: bytes) -> Completion:
-    """Send one request, and time its stream; a failure is noted, not raised."""
-    # Many may begin at once, and each waits for its turn in this process: the session notes when it is really sent.
+    """Send one request and time its stream; failures are recorded, not raised."""
+    # Many requests start at once and wait for their turn in this process: the session records when one is sent.
     completion, done = Completion(index, time.perf_counter()), False
     try:
         async with request(session, "POST", url, data=body, trace_request_ctx=completion) as response:
-            async for line in response.content:  # each `data:` line is an event, as all such servers send them
+            async for line in response.content:  # each `data:` line is one event on all such servers
                 if line.startswith(b"data:"):
                     if (data := line[5:].strip()) == b"[DONE]":
                         done = True
@@ -227,10 +227,10 @@ async def _complete(session: ClientSession, url: str, index: int, body: bytes) -
         if not done:
             raise RequestFailedError("the stream ended without [DONE]")
         if not completion.completion_tokens or not completion.chunk_times:
-            raise RequestFailedError("the stream told no usage of tokens, which stream_options.include_usage asks for")
+            raise RequestFailedError("the stream has no token usage, although stream_options.include_usage is set")
     except RequestFailedError as error:
         completion.error = str(error)
-        # OpenAI's code for it, which not all servers send; the others say it in words.
+        # Not all servers send OpenAI's code; the others describe it in the message.
         completion.too_long = error.code == "context_length_exceeded" or (
             completion.error.startswith("HTTP 400") and "context" in completion.error
         )
@@ -239,7 +239,7 @@ async def _complete(session: ClientSession, url: str, index: int, body: bytes) -
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that has `share` of one or more values below it, on the line between the two next to it."""
+    """Return the quantile `share` of one or more values, with linear interpolation."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     below = int(place)
@@ -248,10 +248,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def steady_span(completions: Sequence[Completion], concurrency: int) -> tuple[float, float] | None:
-    """Return from when until when each of `concurrency` slots is busy; None where there is no such time.
+    """Return start and end of the interval in which all `concurrency` slots are busy; None if there is none.
 
-    It begins once each of the first `concurrency` requests has its first chunk (or has failed), and ends when a request
-    ends and none is left to follow it.
+    It starts once each of the first `concurrency` requests has its first chunk (or has failed), and ends when a request
+    ends without a successor.
     """
     if len(completions) < concurrency:
         return None
@@ -262,7 +262,7 @@ def steady_span(completions: Sequence[Completion], concurrency: int) -> tuple[fl
 
 
 def tokens_between(completions: Sequence[Completion], begin: float, end: float) -> float:
-    """Return how many tokens came after `begin` and until `end`; a completion's are spread evenly on its chunks."""
+    """Count the tokens received from `begin` to `end`; a completion's tokens are spread evenly over its chunks."""
     shares = (sum(begin < at <= end for at in one.chunk_times) / max(len(one.chunk_times), 1) for one in completions)
     return sum(one.completion_tokens * share for one, share in zip(completions, shares, strict=True))
 
@@ -272,16 +272,16 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def summarize(run: LoadRun, max_new_tokens: int) -> dict[str, Any]:
-    """Return the speed and the waits of users whose requests asked for `max_new_tokens` tokens each.
+    """Return throughput and latencies of requests for `max_new_tokens` tokens each.
 
-    Failed requests count under `failed` only. Where all failed, times are None.
+    Failed requests count under `failed` only. If all failed, times are None.
     """
     answered, seconds = run.answered, run.ended - run.began
     errors = [completion.error for completion in run.completions if completion.error]
     tokens = sum(completion.completion_tokens for completion in answered)
     span = steady_span(run.completions, run.concurrency)
     chunks = sum(len(completion.chunk_times) for completion in answered)
-    # When each showed something new. A completion without any text shows that only when it ends.
+    # When users see new text. A completion without text becomes visible only when it ends.
     shown = [completion.text_times or [completion.ended] for completion in answered]
     streaming = sum(completion.chunk_times[-1] - completion.chunk_times[0] for completion in answered)
     following = tokens - len(answered)  # tokens after each completion's first
@@ -310,9 +310,9 @@ def summarize(run: LoadRun, max_new_tokens: int) -> dict[str, Any]:
 def run_server_loads(
     report: Report, servers: Sequence[ServerUnderTest], load: Load, num_requests: Mapping[int, int]
 ) -> None:
-    """Measure all servers at each concurrency, and add what they do to the report; texts should be those of the first.
+    """Measure all servers at each concurrency, report the results, and compare texts with the first server's.
 
-    How many requests are sent stands in `num_requests` by how many of them are in flight.
+    `num_requests` maps the number of requests in flight to the number of requests.
     """
     table = report.table("load on servers; times in ms", COLUMNS)
     reference: dict[int, str] = {}  # first text of each key of `Load.text_key`, from the first run that succeeds
@@ -334,7 +334,7 @@ def run_server_loads(
                 busy, equal = summary["client_cpu_share"], f"{sum(same)}/{len(same)}"
                 waits = (*first, *gap, summary["ms_per_token"], *whole)
                 table(number, concurrency, *speeds, *waits, *counts, equal, f"{busy:.2f}")
-                # What the reader of a row must know beside it; failed requests are also an error of the report.
+                # Caveats of a row; failed requests are also an error of the report.
                 if summary["failed"]:
                     failed = f"{summary['failed']} of {summary['requests']} requests failed"
                     message = f"{failed}; the first: {summary['first_error']}"

@@ -1,4 +1,4 @@
-"""Speed on the same prompts: plain and speculative decoding in turn, with equality and memory, and other libraries'."""
+"""Compare the speed of plain and speculative decoding, their tokens and memory, and Hugging Face's `generate`."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ LOOKUP_TOKENS = 10  # drafts per step of Hugging Face's prompt lookup
 
 
 def measure_speedup(work: Workload, rows: int, repeats: int) -> dict[str, Any]:
-    """Decode each batch of `rows` rows plainly and speculatively in turn, as an entry of the document's `batches`."""
+    """Decode batches of `rows` rows without and with drafts; return an entry of the document's `batches`."""
 
     def way(speculate: bool) -> Callable[[Prompts, int], Run]:
         return lambda batch, first: work.run_batch(batch, speculate, seed=first)
@@ -46,7 +46,7 @@ def measure_speedup(work: Workload, rows: int, repeats: int) -> dict[str, Any]:
 
 
 def _speed(ran: RepeatedRuns, first_request_s: float, new_tokens: int) -> dict[str, float]:
-    """Return the speed of repeats whose rows wrote `new_tokens` tokens each; medians over repeats."""
+    """Return the speed of repeats whose rows decoded `new_tokens` tokens each, as medians over repeats."""
     rest = [sum(run.seconds - run.first_token for run in runs) for runs in ran.repeats]
     steps = [sum(run.steps for run in runs) for runs in ran.repeats]
     return {
@@ -65,7 +65,7 @@ def compare_texts(work: Workload, plain: Prompts, speculative: Prompts) -> dict[
     prompts = [work.prompts[row % len(work.prompts)] for row in range(len(plain))]
     arguments = work.arguments() | {"seed": work.seed}
     differences = find_differences(work.engine, arguments, prompts, plain, [speculative])
-    # At the earliest new token, of those that rounding cannot explain if there are such.
+    # Differences that rounding cannot explain come first, then the earliest token.
     first = min(differences, key=lambda difference: (difference.near_tie, difference.token), default=None)
     return {
         "equal": not differences,
@@ -86,7 +86,7 @@ def compare_texts(work: Workload, plain: Prompts, speculative: Prompts) -> dict[
 
 
 def describe_equality(equality: dict[str, Any]) -> Iterator[str]:
-    """Yield a line on the first text that differs, if any does, of what `compare_texts` returned."""
+    """Yield a line about the first differing text in the result of `compare_texts`, if any."""
     first, largest = equality["first"], equality["largest_margin"]
     if first is None:
         return
@@ -101,8 +101,8 @@ def describe_equality(equality: dict[str, Any]) -> Iterator[str]:
 def peak_memory(work: Workload) -> dict[str, int] | None:
     """Return the peak GPU memory since torch's statistics were last reset, in bytes; None on a CPU.
 
-    It has `weights` and buffers of model and drafter; the paged `pools` of keys and values; what was allocated `beyond`
-    both; and what torch has `reserved` beyond both, with the memory of captured graphs.
+    Keys: `weights`, with buffers, of model and drafter; `pools` of paged keys and values; memory allocated `beyond`
+    these; and memory `reserved` by torch beyond these, including captured graphs.
     """
     if work.device.type != "cuda":
         return None
@@ -114,7 +114,7 @@ def peak_memory(work: Workload) -> dict[str, int] | None:
 
 
 def steady_rate(arrivals: Sequence[Arrival], rows: int) -> float | None:
-    """Return tokens per second from when `rows` texts have begun until the last one begins; None without that time."""
+    """Return tokens per second between the starts of sequence number `rows` and of the last; None if they coincide."""
     begun: dict[int, float] = {}
     for seconds, row, _ in arrivals:
         begun.setdefault(row, seconds)
@@ -128,8 +128,8 @@ def steady_rate(arrivals: Sequence[Arrival], rows: int) -> float | None:
 def measure_steady_state(work: Workload, rows: int, waves: int) -> dict[str, Any]:
     """Decode `waves` times as many prompts as rows in one call of `rows` rows at once, plainly and speculatively.
 
-    Each way is run once before it is measured, so that nothing is captured in the measured call. What is returned is an
-    entry of the document's `steady_states`.
+    Each way runs once untimed, so that the timed call captures nothing. Returns an entry of the document's
+    `steady_states`.
     """
     engine, options = work.engine, work.engine.options
     prompts = [work.prompts[index % len(work.prompts)] for index in range(rows * waves)]
@@ -152,8 +152,8 @@ def measure_steady_state(work: Workload, rows: int, waves: int) -> dict[str, Any
 def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) -> Iterator[dict[str, Any]]:
     """Measure baselines at batch 1 one after the other: Hugging Face's own `generate`, in the same process.
 
-    The first `MAX_RIVAL_PROMPTS` prompts are continued. The assistant is a model for `assisted`, or None for a lookup.
-    What is yielded are entries of the document's `rivals`; one that raises has an `error` in place of numbers.
+    Continues the first `MAX_RIVAL_PROMPTS` prompts. `assistant` is a model for `assisted`, or None for prompt lookup.
+    Yields entries of the document's `rivals`; a failed baseline has an `error` instead of numbers.
     """
     prompts = [work.prompts[i % len(work.prompts)] for i in range(min(MAX_RIVAL_PROMPTS, work.num_prompts))]
     work.run_batch(prompts[:1], True)
@@ -164,7 +164,7 @@ def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) 
         rival |= dict.fromkeys(("tokens_per_second", "speedup", "first_request_s", "same_texts", "error"))
         try:
             rival["what"], arguments = _rival_arguments(work, name, assistant)
-            # A static cache is compiled for its length: with prompts padded to one length, it is compiled once.
+            # torch.compile specialises a static cache on its length: pad prompts to one length to compile once.
             arguments["pad"] = (max(map(len, prompts)) if name == "static" else 0, work.pad_token)
             arguments |= work.arguments()
             first, *rest = (
@@ -175,7 +175,7 @@ def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) 
             theirs = RepeatedRuns([rest]).tokens_per_second[0]
             rival |= {"tokens_per_second": theirs, "speedup": speed / theirs}  # ours over theirs
             rival["first_request_s"] = first.seconds  # which compiles
-            if not work.temperature:  # that plain decoding wrote too; a sampling rival draws other noise
+            if not work.temperature:  # compare greedy texts only; a sampling baseline draws different noise
                 rival["same_texts"] = sum(run.tokens[0] == text for run, text in zip(rest, plain, strict=True))
         except Exception as error:
             rival["error"] = f"{type(error).__name__}: {first_line(error)}"
