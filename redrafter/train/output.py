@@ -1,4 +1,4 @@
-"""Save a trained drafter with its model card, and with the record from which it can be made again."""
+"""Save a trained drafter with its model card and a record of its training that makes it reproducible."""
 
 import copy
 import hashlib
@@ -40,10 +40,10 @@ def save_drafter(
     dtype: torch.dtype,
     overwrite: bool = False,
 ) -> None:
-    """Write a drafter in a dtype, with its model card and its record; the drafter itself stays as it is.
+    """Write a copy of a drafter in a dtype, with its model card and its training record.
 
-    `facts` are as `make_provenance` makes them; with `overwrite`, a drafter that is there already is replaced. Raises
-    as `write_folder` and `check_output` do.
+    `facts` is the result of `make_provenance`; `overwrite` replaces an existing drafter. Raises the errors of
+    `write_folder` and `check_output`.
     """
     check_output(output, overwrite)
     saved: Any = copy.deepcopy(drafter).cpu()
@@ -63,7 +63,7 @@ def describe_size(model: PreTrainedModel, drafter: Drafter) -> str:
 
 
 def served_shape(drafter: Drafter) -> TreeShape:
-    """Return the tree that a drafter is measured with: its config's beams and depth, with `MEASURED_NODES` at most."""
+    """Return the tree that a drafter is measured with: its config's beams and depth, and at most `MEASURED_NODES`."""
     beams, depth = drafter.config.draft_beams, drafter.config.draft_len_per_beam
     return TreeShape(beams, depth, min(MEASURED_NODES, 1 + beams * depth))
 
@@ -79,8 +79,8 @@ def make_model_card(
 ) -> str:
     """Compose the model card of a trained drafter: Markdown under a header in YAML, for README.md.
 
-    `validation` is the result of the last validation; None when there was none. `prompts` says on how many prompts of
-    which kind it was. `facts` are as `make_provenance` makes them.
+    `validation` is the result of the last validation, or None. `prompts` describes the number and the kind of its
+    prompts. `facts` is the result of `make_provenance`.
     """
     base, tree = drafter.config.base_model or type(model).__name__, served_shape(drafter)
     measured = "not measured: there was nothing to validate on"
@@ -141,7 +141,7 @@ def make_provenance(
     windows: Windows,
     accelerator: Accelerator,
 ) -> dict[str, Any]:
-    """Make the content of training.json."""
+    """Create the content of training.json."""
     best = result.best_step
     return {
         "command": shown_command(config),
@@ -169,7 +169,7 @@ def make_provenance(
 
 
 def source_revision() -> str | None:
-    """Return the commit of the checkout that this library runs from, with -dirty if it was changed; None elsewhere."""
+    """Return the commit of this library's checkout, with -dirty if it was modified; None outside a checkout."""
     checkout = Path(redrafter.__file__).resolve().parents[1]
     if not (checkout / ".git").exists():
         return None

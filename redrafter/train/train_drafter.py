@@ -1,9 +1,9 @@
-"""Train a drafter for any Hugging Face causal LM. The base stays as it is.
+"""Train a drafter for any Hugging Face causal LM, with a frozen base.
 
     accelerate launch train/train_drafter.py --model BASE --data chat.jsonl --output drafter --mixed-precision bf16
     python train/train_drafter.py --model TINY --data text.jsonl --output drafter --length 128 --steps 200
 
-`redrafter train` is the same. `train` is the loop, for programs with a model and batches of their own.
+`redrafter train` is equivalent. Programs with their own model and batches call `train`, the training loop.
 """
 
 import sys
@@ -66,7 +66,7 @@ from redrafter.train.progress import Console, NotFiniteLossError, TrainingState
 from redrafter.train.sharding import load_sharded
 from redrafter.train.watch import CURRENT, current_drafter, watch
 
-# What the lines of progress show.
+# Explains `right` in lines of progress.
 RIGHT = (
     "right 0.5 0.4 ...: the drafter's best guess was the text's own token at draft step 1 in 0.5 of all cases, and at "
     "step 2 in 0.4 of those where step 1 was right"
@@ -76,7 +76,7 @@ __all__ = ["TrainConfig", "main", "new_drafter", "train"]
 
 
 def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
-    """Train a drafter from the files that a command line names, and save it."""
+    """Train a drafter on the files of a command line, and save it."""
     tokenizer = load_tokenizer(str(config.model), trust_remote_code=config.trust_remote_code)
     if config.show_sample:
         log(show_first_document(config, tokenizer))
@@ -102,18 +102,20 @@ def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
 
 
 class TrainingSession:
-    """One run of `redrafter train`: it loads base, data and drafter, trains, validates and saves."""
+    """A run of `redrafter train`, which loads base, data and drafter, trains, validates and saves."""
 
     def __init__(
         self, config: TrainConfig, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, console: Console
     ):
         self.config, self.accelerator, self.tokenizer, self.console = config, accelerator, tokenizer, console
         self.windows = load_windows(config, tokenizer)
-        self.target = _target(config, accelerator)  # refuses a base that could not be served
+        self.target = _target(config, accelerator)  # raises an error for a base that cannot be served
         self.windows.check(self.target.vocab_size, self.target.fixed_rope_context)
         self.base = short_name(self.target.model.config.name_or_path)
         self.checkpoints, self.resumed = self._open_checkpoints()
-        self.processes: int = self.checkpoints.identity.processes  # which began the training; there may be others now
+        self.processes: int = (
+            self.checkpoints.identity.processes
+        )  # number that started the training; a resumed run may use another
         self.accumulate = config.accumulate * self.processes // accelerator.num_processes  # batches of a step on each
         self.drafter = self._load_drafter()
         trained = trained_parameters(self.drafter, config)
@@ -125,7 +127,7 @@ class TrainingSession:
         for line in notes(config, self.target.model, self.drafter, last_step(config, self.windows, self.processes)):
             console.print_line(line)
         if self.resumed is not None:
-            console.print_line(f"going on from step {self.resumed.state.step}")
+            console.print_line(f"resuming from step {self.resumed.state.step}")
         validates = accelerator.is_main_process or config.shard_base
         self.validation_texts: ValidationTexts | None = None  # None in a process that does not validate
         self.validation_kind = ""  # what its prompts are
@@ -164,7 +166,7 @@ class TrainingSession:
             raise NotFiniteLossError(error.step, error.process, rows) from None
 
     def validate(self) -> float | None:
-        """Return the drafter's tokens per step on the validation texts; None where there are none."""
+        """Return the drafter's tokens per step on the validation texts; None if there are none."""
         texts = self.validation_texts
         if texts is None or not texts.count:
             return None
@@ -178,12 +180,12 @@ class TrainingSession:
         """Save the drafter with the best validation, its model card and its record."""
         config, drafter, output = self.config, self.drafter, Path(str(self.config.output))
         if result.best_step not in (None, result.step):
-            if self.accelerator.is_main_process:  # on whose machine it was written
+            if self.accelerator.is_main_process:  # the machine that wrote it
                 best = Checkpoint.load(self.checkpoints.best)
-                # A run that was killed and resumed, on a device whose results vary, may have kept another step's.
+                # After a kill and resume on a nondeterministic device, the saved one may be of another step.
                 result = replace(result, best_step=best.state.best_step)
                 drafter.load_state_dict(load_drafter(best.path).state_dict())
-            if config.shard_base:  # then all processes validate
+            if config.shard_base:  # all processes choose the tree below, so all need these weights
                 broadcast_weights(drafter, self.accelerator)
             self.console.print_line(
                 f"step {result.best_step} was the best of {len(result.tokens_per_step)} validations"
@@ -202,12 +204,12 @@ class TrainingSession:
         self.console.print_line(f"saved {output}, the drafter of step {facts['saved_step']}")
 
     def _batch_arguments(self, step: int, process: int) -> tuple[int, int, int, int, int, int]:
-        """Return the arguments of `Windows.batches` for a process from an optimizer step on."""
+        """Return the arguments of `Windows.batches` for a process, starting at an optimizer step."""
         size, seed, processes = self.config.batch_size, self.config.seed, self.accelerator.num_processes
         return size, seed, process, processes, step * self.accumulate, self.processes
 
     def _open_checkpoints(self) -> tuple[Checkpoints, Checkpoint | None]:
-        """Open the folder of checkpoints, and the checkpoint to go on from. Collective: call it on every rank."""
+        """Open the folder of checkpoints, and the checkpoint to resume. Collective: call it on every rank."""
         config, accelerator = self.config, self.accelerator
         data = hash_windows(self.windows)
         identity = TrainingIdentity.from_config(config, self.base, data, accelerator.num_processes)
@@ -227,7 +229,7 @@ class TrainingSession:
         return checkpoints, resumed
 
     def _load_drafter(self) -> TrainableDrafter:
-        """Make a new drafter or load the one to train further, and set in its config what it is trained for."""
+        """Create a new drafter or load an existing one, and record base and draft length in its config."""
         config, target = self.config, self.target
         if self.resumed is not None or config.drafter is not None:
             drafter = load_drafter(self.resumed.path if self.resumed is not None else str(config.drafter))
@@ -235,7 +237,7 @@ class TrainingSession:
             if config.drafter is None and self.resumed is not None:
                 self.config = self.resumed.keep_form(config)
         else:
-            self.config = size_form(target.model.config, config)  # so that the record says what was chosen
+            self.config = size_form(target.model.config, config)  # so that training.json records the derived sizes
             drafter = new_drafter(target.model, self.config, self._draft_ids())
         drafter.config.base_model = self.base
         drafter.config.base_embedding_norms = embedding_norms(target.embedding)
@@ -243,7 +245,7 @@ class TrainingSession:
         return drafter
 
     def _draft_ids(self) -> Tensor | None:
-        """Return the most frequent ids of the data, `[V']` int64; None if the drafter is to know all ids."""
+        """Return the most frequent ids of the data, `[V']` int64; None for a drafter of the full vocabulary."""
         size = self.config.draft_vocab_size
         if size is None:
             return None
@@ -253,7 +255,7 @@ class TrainingSession:
 
 
 def _target(config: TrainConfig, accelerator: Accelerator) -> Target:
-    """Load the base with its adapter, spread over the processes if asked for."""
+    """Load the base with its adapter, sharded over the processes with `--shard-base`."""
     load: dict[str, Any] = {"dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
 
     def load_base(device: Any) -> PreTrainedModel:
@@ -265,13 +267,13 @@ def _target(config: TrainConfig, accelerator: Accelerator) -> Target:
     if not config.shard_base:
         return Target(load_base(accelerator.device))
     model = load_sharded(lambda: load_base("cpu"), accelerator)
-    target = Target(model, type(model).__name__.removeprefix("FSDP"))  # which sharding puts before a model's class
+    target = Target(model, type(model).__name__.removeprefix("FSDP"))  # FSDP adds this prefix to the class name
     target.varlen = Support("its layers are spread over several processes")
     return target
 
 
 def run_checked(config: TrainConfig) -> int:
-    """Run the command with options that `main` has checked. Returns its exit code."""
+    """Run the command with options validated by `main`. Returns its exit code."""
     if launcher_refused():
         return 2
 

@@ -148,7 +148,7 @@ def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(tmp_path, 
         file.unlink()
     newest.rmdir()
     assert main([*words, "--steps", "4", "--resume", "--overwrite"]) == 0
-    assert "going on from step 2" in capsys.readouterr().out
+    assert "resuming from step 2" in capsys.readouterr().out
     found = EagleDrafter.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(found[name], whole[name]) for name in whole)
     assert "was made with --form eagle3" in refused(

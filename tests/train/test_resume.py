@@ -94,7 +94,7 @@ def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(
     capsys.readouterr()
     assert main([*arguments, "--resume", "--log-every", "3", "--keep", "5"]) == 0
     said = capsys.readouterr().out
-    assert (f"going on from step {2 * saves}" in said) == (saves > 0)
+    assert (f"resuming from step {2 * saves}" in said) == (saves > 0)
     assert same(weights(tmp_path / "out"), weights(expected))
     assert facts(tmp_path / "out") == facts(expected)
 
@@ -215,7 +215,7 @@ def test_checkpoints_of_before_are_in_nobodys_way_unseen(tmp_path, capsys, monke
     arguments = command(tmp_path, "--steps", "4", "--save-every", "2")
     stop_after(monkeypatch, 3, [*arguments, "--steps", "8"])
     assert names(tmp_path / "out.checkpoints") == ["step-0000004", "step-0000006"]
-    assert "--resume, or begin anew with --overwrite" in refused(capsys, arguments)
+    assert "--resume, or start again with --overwrite" in refused(capsys, arguments)
     assert main([*arguments, "--overwrite", "--seed", "7"]) == 0
     assert names(tmp_path / "out.checkpoints") == ["step-0000002", "step-0000004"]
     assert Checkpoint.load(tmp_path / "out.checkpoints" / "step-0000002").identity["options"]["seed"] == 7
