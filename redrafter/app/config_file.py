@@ -26,21 +26,21 @@ _JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool
 class Option(NamedTuple):
     """A field of a dataclass of options, and its resolved type."""
 
-    field: Field[Any]
-    hint: Any
+    field: Field[object]
+    hint: object
 
     @property
-    def arms(self) -> tuple[Any, ...]:
+    def arms(self) -> tuple[object, ...]:
         """The types of a union; of another type, that alone."""
         return union_arms(self.hint)
 
     @property
-    def element(self) -> Any:
+    def element(self) -> object:
         """The type of the elements of a tuple, also of an optional one; None where the option holds one value."""
         return next((get_args(arm)[0] for arm in self.arms if get_origin(arm) is tuple), None)
 
     @property
-    def parser(self) -> Callable[[str], Any] | None:
+    def parser(self) -> Callable[[str], Iterable[object]] | None:
         """The function that parses all elements from one word; None if the flag takes one word per element."""
         return None if self.field.metadata.get("action") == "append" else self.field.metadata.get("type")
 
@@ -61,7 +61,7 @@ class ConfigParser(Parser):
         """Create a parser for dataclasses of options, whose flags `add_options` adds."""
         super().__init__(**kwargs)
         self._options = options_by_name(options)
-        self._config: dict[str, Any] = {}
+        self._config: dict[str, object] = {}
         self.add_argument(
             "--config",
             type=self._load_config,
@@ -77,7 +77,7 @@ class ConfigParser(Parser):
         parsed, unknown = super().parse_known_args(args, namespace)
         vars(parsed).pop("config", None)
         for name, value in self._config.items():
-            if not hasattr(parsed, name):
+            if name not in parsed:
                 setattr(parsed, name, value)
         return parsed, unknown
 
@@ -85,7 +85,7 @@ class ConfigParser(Parser):
         """Store the options of a file and stop requiring their flags. An invalid file exits the program."""
         flags = {action.dest: action for action in self._actions}
         known = {name: option for name, option in self._options.items() if name in flags}
-        config: dict[str, Any] = {}
+        config: dict[str, object] = {}
         try:
             for key, value in read_object(path).items():
                 name = key.replace("-", "_")
@@ -99,14 +99,14 @@ class ConfigParser(Parser):
             flags[name].required = False
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     for index, (key, _) in enumerate(pairs):
         if any(key == other for other, _ in pairs[:index]):
             raise ValueError(f"{key} is given twice")
     return dict(pairs)
 
 
-def read_object(file: str | Path, *, json5: bool = False) -> dict[str, Any]:
+def read_object(file: str | Path, *, json5: bool = False) -> dict[str, object]:
     """Load the object in a file of options: JSON, or with `json5` also JSON5 if its package is installed.
 
     Raises:
@@ -114,8 +114,10 @@ def read_object(file: str | Path, *, json5: bool = False) -> dict[str, Any]:
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # no UTF-8, or a path with a null character
-        raise ArgumentError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise ArgumentError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # no UTF-8, or a null character in the path
+        raise ArgumentError(f"{file} cannot be read: {error}") from error
     if not text.strip():
         raise ArgumentError(f"{file} is empty; it must hold a JSON object, such as {{}}")
     try:
@@ -134,7 +136,7 @@ def read_object(file: str | Path, *, json5: bool = False) -> dict[str, Any]:
     return check_object(file, document)
 
 
-def check_object(file: str | Path, document: Any) -> dict[str, Any]:
+def check_object(file: str | Path, document: object) -> dict[str, object]:
     """Return the parsed content of a file of options; raise `ArgumentError` if it is not an object."""
     if not isinstance(document, dict):
         raise ArgumentError(f"{file} must hold a JSON object, got a {_JSON_NAMES[type(document)]}")
@@ -142,8 +144,8 @@ def check_object(file: str | Path, document: Any) -> dict[str, Any]:
 
 
 def convert_value(
-    file: str | Path, key: str, value: Any, known: Mapping[str, Option], aliases: Mapping[str, str] | None = None
-) -> Any:
+    file: str | Path, key: str, value: object, known: Mapping[str, Option], aliases: Mapping[str, str] | None = None
+) -> object:
     """Convert the JSON value of a key to the type of its option.
 
     Args:
@@ -172,7 +174,7 @@ def convert_value(
         raise ArgumentError(f"{file}: {key} must be {_expected(option)}, got {json.dumps(value)}") from None
 
 
-def _convert(value: Any, option: Option) -> Any:
+def _convert(value: object, option: Option) -> object:
     """Convert a JSON value to the type of its option. Raises `ValueError` if the types do not match."""
     metadata, read = option.field.metadata, option.parser
     if metadata.get("required") and value in (None, []):
@@ -193,10 +195,10 @@ def _convert(value: Any, option: Option) -> Any:
     if option.element in _EXPECTED:
         return tuple(_convert_scalar(item, (option.element,)) for item in value)
     assert read is not None, "a tuple of another type declares its parser"
-    return tuple(read(",".join(_convert_scalar(item, (str,)) for item in value))) if value else ()
+    return tuple(read(",".join(str(_convert_scalar(item, (str,))) for item in value))) if value else ()
 
 
-def _convert_scalar(value: Any, arms: tuple[Any, ...]) -> Any:
+def _convert_scalar(value: object, arms: tuple[object, ...]) -> object:
     if type(value) in arms:
         return value
     if float in arms and type(value) is int:
@@ -210,7 +212,7 @@ def _expected(option: Option) -> str:
     if choices := metadata.get("choices"):
         return f"one of {', '.join(choices)}"
     if option.element is not None:
-        plural = {int: "whole numbers", float: "numbers"}.get(option.element, "strings")
+        plural = "whole numbers" if option.element is int else "numbers" if option.element is float else "strings"
         example = metadata.get("metavar") if option.parser else None
         return f"a list of {plural}" + (f", as for {flag(option.field.name)} {example}" if example else "")
     return " or ".join(_EXPECTED[arm] for arm in option.arms if arm in _EXPECTED)

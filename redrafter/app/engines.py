@@ -64,9 +64,10 @@ def can_draft(options: LoadOptions, draft: DraftOptions) -> bool:
 def check_method_options(options: LoadOptions, draft: DraftOptions, methods: set[str]) -> None:
     """Raise `ArgumentError` if an option is set that none of the drafting methods supports."""
     for group in (options, draft):
+        values = vars(group)
         for item in fields(group):
             owners = {name: method for name, method in METHODS.items() if item.name in method.options}
-            if owners and not methods & owners.keys() and getattr(group, item.name) != item.default:
+            if owners and not methods & owners.keys() and values[item.name] != item.default:
                 chosen = " or ".join(
                     "a drafter" if name == DRAFTER else flag(owners[name].chosen_by) for name in owners
                 )
@@ -80,8 +81,9 @@ def apply_draft_target_config(options: LoadOptions, draft: DraftOptions) -> tupl
         return options, draft
     if draft.draft_model is None:
         raise ArgumentError("--draft-target-model-config is for --draft-model: give that too")
-    for name, value in (("device", options.device), *((n, getattr(draft, n)) for n in _SET_BY_CONFIG)):
-        if value is not None:
+    values = vars(draft) | {"device": options.device}
+    for name in ("device", *_SET_BY_CONFIG):
+        if values[name] is not None:
             raise ArgumentError(f"--draft-target-model-config says what {flag(name)} says: leave one out")
     draft_len, draft_device, device, rejection_sampling = parse_draft_target_config(text)
     acceptance = "rejection" if rejection_sampling else "match"
@@ -147,7 +149,7 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
 
     `model` is a directory or hub id, or a loaded target.
     """
-    use = {item.name: getattr(options, item.name) for item in fields(EngineOptions)}
+    use = {item.name: vars(options)[item.name] for item in fields(EngineOptions)}
     load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     load["device"], load["tp_size"] = options.device, launched_processes()
     load["quantization"] = options.quantization if isinstance(model, str) else None

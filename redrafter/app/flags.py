@@ -11,9 +11,12 @@ import shlex
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from redrafter.options import option as option
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -70,12 +73,12 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def union_arms(hint: Any) -> tuple[Any, ...]:
+def union_arms(hint: object) -> tuple[Any, ...]:
     """Return the member types of a union, or a tuple of the type itself if it is not a union."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def format_value(value: Any) -> str:
+def format_value(value: object) -> str:
     """Format an option's value as a command line spells it."""
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "none"
@@ -88,7 +91,7 @@ def add_options(
     title: str,
     *,
     without: Sequence[str] = (),
-    types: Mapping[str, Callable[[str], Any]] | None = None,
+    types: Mapping[str, Callable[[str], object]] | None = None,
 ) -> None:
     """Add a flag for each field of a dataclass to a parser, inherited fields last, under a title in `--help`.
 
@@ -127,11 +130,11 @@ def read_options(options: type[T], args: argparse.Namespace) -> T:
     return options(**{item.name: typed[item.name] for item in fields(options) if item.name in typed})  # type: ignore
 
 
-def format_command(words: Sequence[str], options: Any) -> str:
+def format_command(words: Sequence[str], options: "DataclassInstance") -> str:
     """Format options as a command line starting with `words`; omits defaults and shortens paths to file names."""
-    line = list(words)
+    line, values = list(words), vars(options)
     for item in fields(options):
-        value = getattr(options, item.name)
+        value = values[item.name]
         if value == item.default:
             continue
         if isinstance(value, bool):

@@ -127,9 +127,8 @@ class Pair:
         if options.sampling:
             temperature = options.temperature
             arguments["temperature"] = list(temperature) if isinstance(temperature, tuple) else temperature
-        for name in (*NUMBERS, "logit_bias"):
-            if getattr(options, name, None) is not None:
-                arguments[name] = getattr(options, name)
+        values = vars(options)
+        arguments |= {name: values[name] for name in (*NUMBERS, "logit_bias") if values.get(name) is not None}
         if options.adapter is not None:
             arguments["adapter"], path = split_adapter(options.adapter)
             if arguments["adapter"] not in self.engine.adapters:

@@ -6,13 +6,16 @@ A default is written once, here; `redrafter.app.flags` makes the flags and their
 import argparse
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
 
 from redrafter.app.flags import biases, dtype_word, flag, format_value, integers
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError
 from redrafter.options import option
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MAX_COUNT = 1_000_000  # largest value of an option that counts something
 MAX_SEED = (1 << 62) - 1
@@ -99,6 +102,13 @@ class DraftOptions:
     )
 
 
+class PromptCut(TypedDict):
+    """Arguments that select the part of a row's text to use as prompt."""
+
+    share: float
+    most: int | None
+
+
 @dataclass(frozen=True)
 class PromptOptions:
     """Options that select the part of a data set's row to use as prompt, for every command with `--prompts`."""
@@ -112,7 +122,7 @@ class PromptOptions:
         check_numbers(self, "prompt_tokens")
 
     @property
-    def cut(self) -> dict[str, Any]:
+    def cut(self) -> PromptCut:
         """Arguments of `redrafter.measure.prompts.encode`."""
         return {"share": self.prompt_share, "most": self.prompt_tokens}
 
@@ -141,14 +151,14 @@ class SuiteOptions:
     )
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            if self.suite is None and getattr(self, item.name) is not None:
-                raise ArgumentError(f"{flag(item.name)} is for --suite: give that too")
+        for name, value in vars(self).items():
+            if self.suite is None and value is not None:
+                raise ArgumentError(f"{flag(name)} is for --suite: give that too")
 
     def refuse_others(self, args: argparse.Namespace, names: Iterable[str]) -> None:
         """Raise `ArgumentError` if `--suite` is given together with an option of `names` that does not apply to it."""
         for name in sorted(names):
-            if self.suite is not None and hasattr(args, name):
+            if self.suite is not None and name in args:
                 raise ArgumentError(f"{flag(name)} has no meaning with --suite: leave it out")
 
 
@@ -207,17 +217,18 @@ class GenerationOptions:
                 raise ArgumentError(f"each --temperature must be above 0, got {typed}; write greedily in another run")
         elif self.temperature is not None and not 0 <= self.temperature < math.inf:
             raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
+        values = vars(self)
         for name in ("top_k", "top_p", "min_p"):
-            if getattr(self, name) is not None and not self.sampling:
+            if values[name] is not None and not self.sampling:
                 raise ArgumentError(f"{flag(name)} is for sampling: give --temperature above 0 too")
         check_numbers(self, "top_p", "min_p", least=0, most=1)
         for name in ("frequency_penalty", "presence_penalty"):
-            if not math.isfinite(getattr(self, name) or 0.0):
-                raise ArgumentError(f"{flag(name)} must be a finite number, got {getattr(self, name)}")
+            if not math.isfinite(values[name] or 0.0):
+                raise ArgumentError(f"{flag(name)} must be a finite number, got {values[name]}")
         if not all(map(math.isfinite, (self.logit_bias or {}).values())):
             raise ArgumentError(f"--logit-bias must be of finite numbers, such as 11=-100, got {self.logit_bias}")
         for name in ("stop", "bad_words"):
-            if "" in getattr(self, name):
+            if "" in values[name]:
                 raise ArgumentError(f"{flag(name)} needs a text, got an empty one")
 
     @property
@@ -226,13 +237,13 @@ class GenerationOptions:
         return bool(self.temperature)
 
 
-def check_numbers(options: Any, *names: str, least: float = 1, most: float = MAX_COUNT) -> None:
+def check_numbers(options: "DataclassInstance", *names: str, least: float = 1, most: float = MAX_COUNT) -> None:
     """Raise `ArgumentError` if a field's number, or one of its numbers, is out of range; remove duplicates.
 
     `options` is a frozen dataclass whose fields are replaced in place; fields that are None are skipped.
     """
     for name in names:
-        value = getattr(options, name)
+        value = vars(options)[name]
         numbers = tuple(dict.fromkeys(value)) if isinstance(value, tuple) else (value,)
         if not all(number is None or least <= number <= most for number in numbers):
             bounds = f"{least:g} or more" if most == math.inf else f"from {least:g} to {most}"

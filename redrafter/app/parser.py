@@ -44,9 +44,11 @@ class Parser(argparse.ArgumentParser):
 
     def fits(self, meaning: FlagMeaning) -> bool:
         """Return whether a meaning of a flag applies to this parser's command."""
-        if isinstance(meaning, Positional):
-            return any(action.dest == meaning.name and not action.option_strings for action in self._actions)
-        return self.has_option(meaning.option if isinstance(meaning, Alias) else meaning.for_option)
+        match meaning:
+            case Positional(name):
+                return any(action.dest == name and not action.option_strings for action in self._actions)
+            case Alias(option=option) | Noted(for_option=option) | Refused(for_option=option):
+                return self.has_option(option)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse a command line; an unknown argument exits the program with a hint at a similar option."""
@@ -94,13 +96,14 @@ class Parser(argparse.ArgumentParser):
                 is_flag = name.startswith("--") and " " not in name
                 translated.append((name.replace("_", "-") if is_flag else name) + equals + value)
                 continue
-            if isinstance(meaning, Refused):
-                self.error(f"{name} is {_in_table(name)[0]}'s; here: {meaning.instead}")
             most = ALL_WORDS  # number of following words that belong to the flag
-            if isinstance(meaning, Noted):
-                most = meaning.word_count
-            elif isinstance(meaning, Alias) and not meaning.repeated:
-                most = int(meaning.value is None and self._option_string_actions[meaning.option].nargs != 0)
+            match meaning:
+                case Refused(instead):
+                    self.error(f"{name} is {_in_table(name)[0]}'s; here: {instead}")
+                case Noted():
+                    most = meaning.word_count
+                case Alias(repeated=False):
+                    most = int(meaning.value is None and self._option_string_actions[meaning.option].nargs != 0)
             next_flag = (at for at, word in enumerate(words) if word.startswith("-") and " " not in word)
             values = [value] if equals else words[: next(next_flag, len(words))][:most]
             if equals and not most:
@@ -109,14 +112,15 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"argument {name}: expected a value")
             if not equals:
                 del words[: len(values)]
-            if isinstance(meaning, Noted):
-                print_message("note", f"{name} is {_in_table(name)[0]}'s; not needed here: {meaning.reason}")
-            elif isinstance(meaning, Positional):
-                translated += values
-            elif meaning.value is not None:
-                translated.append(f"{meaning.option}={meaning.value}")
-            else:
-                translated += [f"{meaning.option}={value}" for value in values] or [meaning.option]
+            match meaning:
+                case Noted(reason):
+                    print_message("note", f"{name} is {_in_table(name)[0]}'s; not needed here: {reason}")
+                case Positional():
+                    translated += values
+                case Alias(option, str(switch_value)):
+                    translated.append(f"{option}={switch_value}")
+                case Alias(option):
+                    translated += [f"{option}={value}" for value in values] or [option]
         return translated
 
     def error(self, message: str) -> NoReturn:

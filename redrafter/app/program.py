@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
-from io import TextIOBase
+from io import TextIOBase, TextIOWrapper
 from typing import Any, NoReturn
 
 from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
@@ -35,7 +35,7 @@ def run_command(command: Callable[[], int]) -> int:
     and propagates, so that its traceback is shown.
     """
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, TextIOWrapper):  # not a test's or a rank's stream in memory
             stream.reconfigure(errors="replace")  # for characters that the terminal cannot show
     try:
         with warnings.catch_warnings():

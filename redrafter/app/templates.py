@@ -26,9 +26,12 @@ def read_template(file: str | Path) -> str:
         render_jinja_template([], chat_template=text)  # compiles the template; there is no conversation to render
     except TemplateSyntaxError as error:
         raise ArgumentError(f"chat template {file}, line {error.lineno}: {error.message}") from error
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text in UTF-8, or no JSON that has a chat_template"
-        raise ArgumentError(f"chat template {file} cannot be read: {reason}") from error
+    except OSError as error:
+        raise ArgumentError(f"chat template {file} cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ArgumentError(
+            f"chat template {file} cannot be read: it is no text in UTF-8, or no JSON that has a chat_template"
+        ) from error
     return text
 
 

@@ -69,11 +69,11 @@ def _run(argv: list[str]) -> int:
 def _check(args: argparse.Namespace, option_types: Sequence[type]) -> None:
     """Validate options, and the files that they name, as far as possible before a model is loaded."""
     # With --url, --model names a model of the servers, not a path; without it, `bench` rejects options of servers.
-    unchecked = LoadOptions if hasattr(args, "url") else ServerOptions
+    unchecked = LoadOptions if "url" in args else ServerOptions
     check_paths(*(read_options(kind, args) for kind in option_types if kind is not unchecked))
-    if getattr(args, "file", None) is not None and not args.prompts:
+    if args.command == "generate" and args.file is not None and not args.prompts:
         check_file(args.file, "--file")
-    for image in getattr(args, "image", ()):
+    for image in args.image if args.command == "generate" else ():
         check_file(image, "--image")
 
 

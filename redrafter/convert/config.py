@@ -140,11 +140,11 @@ class ConvertConfig:
         if self.redrafter_no_greedy_search and self.redrafter_greedy_search:
             raise ArgumentError("--redrafter-greedy-search and --redrafter-no-greedy-search exclude each other")
         for name in ("tp_size", "workers"):
-            if (value := getattr(self, name)) is not None and not 1 <= value <= 4096:
+            if (value := vars(self)[name]) is not None and not 1 <= value <= 4096:
                 raise ArgumentError(f"{flag(name)} must be from 1 to 4096, got {value}")
         check_shortlist_rank(self.head_shortlist, self.head_shortlist_rank)
         for item in fields(self):
-            value = getattr(self, item.name)
+            value = vars(self)[item.name]
             if value == "":
                 raise ArgumentError(f"{flag(item.name)} needs a value, got an empty one")
             if value != item.default and self.to not in _OPTION_FORMATS.get(item.name, OUTPUT_FORMATS):

@@ -236,29 +236,30 @@ class TrainConfig:
         heads = ("context_heads", "context_kv_heads", "context_head_dim")
         intervals = ("log_every", "validate_every", "save_every", "keep")
         sizes = ("batch_size", "watch_rows", "accumulate", "draft_len", "lora_rank", "validate_tokens")
+        values, defaults = vars(self), {item.name: item.default for item in fields(self)}
         for name in (*sizes, *intervals, *heads, "head_shortlist_rank", "decay", "lr", "max_grad_norm", *optional):
-            if not (getattr(self, name) is None or 0 < getattr(self, name) < math.inf):
-                raise ArgumentError(f"{flag(name)} must be positive, got {getattr(self, name)}")
+            if not (values[name] is None or 0 < values[name] < math.inf):
+                raise ArgumentError(f"{flag(name)} must be positive, got {values[name]}")
         counts = ("num_layers", "context_window", "head_rank", "watch_replay", "validate_prompts")
         for name in (*counts, "weight_decay", "seed"):
-            if not (getattr(self, name) is None or 0 <= getattr(self, name) < math.inf):
-                raise ArgumentError(f"{flag(name)} must not be negative, got {getattr(self, name)}")
+            if not (values[name] is None or 0 <= values[name] < math.inf):
+                raise ArgumentError(f"{flag(name)} must not be negative, got {values[name]}")
         for name in ("distill", "decay", "warmup", "reach"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ArgumentError(f"{flag(name)} must be from 0 to 1, got {getattr(self, name)}")
-        for item in fields(self):
-            value, highest = getattr(self, item.name), MAX_VALUES.get(item.name, 1 << 31)
-            if type(value) in (int, float) and value > highest and item.name not in ("epochs", "minutes"):
-                raise ArgumentError(f"{flag(item.name)} must be at most {highest}, got {value}")
+            if not 0 <= values[name] <= 1:
+                raise ArgumentError(f"{flag(name)} must be from 0 to 1, got {values[name]}")
+        for name, value in values.items():
+            highest = MAX_VALUES.get(name, 1 << 31)
+            if type(value) in (int, float) and value > highest and name not in ("epochs", "minutes"):
+                raise ArgumentError(f"{flag(name)} must be at most {highest}, got {value}")
         for name in FORM_OPTIONS if self.drafter is not None else ():
-            if getattr(self, name) != getattr(TrainConfig, name):
+            if values[name] != defaults[name]:
                 raise ArgumentError(f"{flag(name)} is the drafter's own: leave it out with --drafter")
         for name in set(FORM_OPTIONS).difference(FORMS[self.form]):
-            if getattr(self, name) != getattr(TrainConfig, name):
+            if values[name] != defaults[name]:
                 forms = " or ".join(form for form, options in FORMS.items() if name in options)
                 raise ArgumentError(f"{flag(name)} is for --form {forms}: leave it out with --form {self.form}")
         for name in heads if self.context_window == 0 else ():
-            if getattr(self, name) != getattr(TrainConfig, name):
+            if values[name] != defaults[name]:
                 raise ArgumentError(f"{flag(name)} is for drafters that attend to the text: give --context-window too")
         if self.lora_rank is not None and self.shard_drafter:
             raise ArgumentError(

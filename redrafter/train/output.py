@@ -204,11 +204,11 @@ def hash_windows(windows: Windows) -> str:
     return digest.hexdigest()
 
 
-def _config_without_folders(config: TrainConfig) -> dict[str, Any]:
-    options: dict[str, Any] = {}
+def _config_without_folders(config: TrainConfig) -> dict[str, object]:
+    options = vars(config) | {"lr": config.peak_lr}
     for field in fields(config):
-        value = getattr(config, field.name)
+        value = options[field.name]
         if field.metadata.get("path") or field.name == "model":
             value = tuple(map(short_name, value)) if isinstance(value, tuple) else value and short_name(value)
         options[field.name] = value
-    return options | {"lr": config.peak_lr}
+    return options

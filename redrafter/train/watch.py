@@ -53,7 +53,7 @@ def watch(config: TrainConfig, run: Callable[[TrainConfig], object], log: Callab
     if config.drafter is None:
         raise ArgumentError(f"--watch trains a drafter further: give it with --drafter D, or --drafter {CURRENT}")
     for name in ("resume", "dry_run", "show_sample"):
-        if getattr(config, name):
+        if vars(config)[name]:
             raise ArgumentError(f"--{name.replace('_', '-')} is for one training: leave out --watch")
     if launched_processes() > 1:
         raise ArgumentError(

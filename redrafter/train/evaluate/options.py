@@ -107,9 +107,9 @@ class EvaluateOptions(PromptOptions):
                 "--explain counts drafts by the tokens before them itself: leave out --prompt-lengths, or --explain"
             )
         for name in ("shapes", "node_budgets"):
-            if self.explain and len(getattr(self, name)) > 1:
+            if self.explain and len(values := vars(self)[name]) > 1:
                 raise ArgumentError(
-                    f"--explain explains one tree: give one of {flag(name)}, got {format_value(getattr(self, name))}"
+                    f"--explain explains one tree: give one of {flag(name)}, got {format_value(values)}"
                 )
 
     @property

@@ -98,7 +98,7 @@ def regenerate_files(config: RegenerateConfig, log: Callable[[str], object]) -> 
 def load(config: RegenerateConfig) -> Pair:
     """Load the base and its tokenizer, and its adapter and drafter, if any."""
     names = ("model", "drafter", "dtype", "device", "trust_remote_code")
-    options = LoadOptions(**{name: getattr(config, name) for name in names})
+    options = LoadOptions(**{name: vars(config)[name] for name in names})
     pair = Pair.load(options, speculate=can_draft(options, NO_DRAFT_OPTIONS))
     if config.adapter is not None:
         merge_adapter(pair.engine.model, config.adapter)
