@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError
@@ -45,14 +45,13 @@ class PadShape:
     vocab_size: int
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        sizes = asdict(self)
+        for name, value in sizes.items():
+            if type(value) is not int or value < 1:
                 raise ArgumentError(f"PadShape.{name} must be a positive integer, got {value!r}")
         for whole, part in (("num_attention_heads", "num_key_value_heads"), ("hidden_size", "num_attention_heads")):
-            if getattr(self, whole) % getattr(self, part):
-                raise ArgumentError(
-                    f"PadShape.{whole} must be a multiple of {part}={getattr(self, part)}, got {getattr(self, whole)}"
-                )
+            if sizes[whole] % sizes[part]:
+                raise ArgumentError(f"PadShape.{whole} must be a multiple of {part}={sizes[part]}, got {sizes[whole]}")
 
 
 SHAPES = {
@@ -89,7 +88,7 @@ def unmasked(model: PreTrainedModel) -> Iterator[None]:
 
     The target's self-test subtracts logits, and the difference of two that are -inf is not a number.
     """
-    head: Any = model.get_output_embeddings()
+    head = model.get_output_embeddings()
     assert isinstance(head, PaddedHead)
     real, head.real = head.real, head.out_features
     try:
@@ -225,7 +224,7 @@ def pad_drafter(
     return padded
 
 
-def _connect_context(padded: Any, drafter: Any) -> None:
+def _connect_context(padded: RecurrentDrafter, drafter: RecurrentDrafter) -> None:
     """Write a drafter's context attention into a padded drafter.
 
     It normalises states and hidden states, so their added dims must be zero, as in an embedding. Their norm then scales
@@ -233,7 +232,7 @@ def _connect_context(padded: Any, drafter: Any) -> None:
     their weights are scaled by that root twice.
     """
     d, wide = drafter.config.hidden_size, padded.config.hidden_size
-    if drafter.fuse is not None:
+    if padded.fuse is not None:
         _silence(padded.fuse, d)
     if drafter.config.rnn and drafter.config.recurrence == "gated":
         _silence(padded.rnn_gate, wide + d)  # the gate of a zero state has no effect
@@ -241,8 +240,13 @@ def _connect_context(padded: Any, drafter: Any) -> None:
         _silence(padded.rnn_w, d)
         _silence(padded.rnn_u, d)
     big, small = padded.context, drafter.context
-    for name, inputs, scale in (("query", 1, d / wide), ("key", 2, d / wide), ("value", 2, (d / wide) ** 0.5)):
-        large, layer = getattr(big, name), getattr(small, name)
+    assert big is not None
+    assert small is not None
+    for large, layer, inputs, scale in (
+        (big.query, small.query, 1, d / wide),
+        (big.key, small.key, 2, d / wide),
+        (big.value, small.value, 2, (d / wide) ** 0.5),
+    ):
         _connect(large, layer, (1, layer.out_features), (inputs, d), silent=range(inputs))
         large.weight.unflatten(1, (inputs, wide))[..., :d] *= scale
     big.scale.copy_(small.scale)
@@ -255,7 +259,7 @@ def _silence(layer: nn.Linear, first: int) -> None:
         layer.bias[first:] = 0
 
 
-def _check_fits(config: Any, shape: PadShape) -> None:
+def _check_fits(config: LlamaConfig, shape: PadShape) -> None:
     if config.model_type != "llama":
         raise ArgumentError(f"only a model of type 'llama' can be padded, got {config.model_type!r}")
     if bias := next((name for name in ("attention_bias", "mlp_bias") if getattr(config, name)), None):
@@ -264,7 +268,7 @@ def _check_fits(config: Any, shape: PadShape) -> None:
         raise ArgumentError(f"head_dim cannot be padded: the model has {config.head_dim}, the shape {shape.head_dim}")
     for name, value in asdict(shape).items():
         _check_grows(name, getattr(config, name), value)
-    group, large_group = (x.num_attention_heads // x.num_key_value_heads for x in (config, shape))
+    group, large_group = (x.num_attention_heads // _kv_heads(x) for x in (config, shape))
     if group > large_group:
         raise ArgumentError(
             f"heads cannot be placed: {group} of the model's read one key-value head, but only {large_group} of the "
@@ -295,9 +299,13 @@ def _scale_norm(big: Tensor, small: Tensor) -> None:
     _corner(big, small * (len(small) / len(big)) ** 0.5)
 
 
-def _by_head(weight: Tensor, name: str, shape: Any) -> Tensor:
+def _kv_heads(shape: PadShape | LlamaConfig) -> int:
+    return shape.num_key_value_heads or shape.num_attention_heads  # a LlamaConfig of None has one for each query head
+
+
+def _by_head(weight: Tensor, name: str, shape: PadShape | LlamaConfig) -> Tensor:
     """Split the axis of heads by key-value head, so that a corner keeps each head with the key-value head it reads."""
-    groups, head_dim = shape.num_key_value_heads, shape.head_dim
+    groups, head_dim = _kv_heads(shape), shape.head_dim
     if "k_proj" in name or "v_proj" in name:
         return weight.unflatten(0, (groups, head_dim))  # [kv, head_dim, D]
     heads = (groups, shape.num_attention_heads // groups, head_dim)

@@ -10,7 +10,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol, TypedDict
 from uuid import uuid4
 
 from aiohttp import ClientSession
@@ -24,7 +24,6 @@ BUSY_CLIENT = 0.8  # above this share of processor time the client limits the me
 COLUMNS = [("server", 6), ("at once", 7), ("tok/s", 8), ("steady", 8), ("req/s", 7)]
 COLUMNS += [("first p50", 9), ("p99", 7), ("gap p50", 7), ("p99", 7), ("per token", 9), ("all p50", 8), ("p99", 8)]
 COLUMNS += [("failed", 6), ("tokens in", 9), ("out", 7), ("same texts", 10), ("client", 6)]
-TIMES = ("first_token", "chunk_gap", "request")
 
 
 @dataclass
@@ -133,6 +132,35 @@ class Load:
     def text_key(self, index: int) -> int:
         """Return a key that two requests share if and only if they should produce the same text."""
         return index if self.temperature else index % len(self.prompts)
+
+
+class Percentiles(TypedDict):
+    """Percentiles of a latency in milliseconds."""
+
+    p50: float
+    p99: float
+
+
+class LoadSummary(TypedDict):
+    """Throughput and latencies of a load; times are None if all requests failed."""
+
+    concurrency: int
+    requests: int
+    failed: int
+    first_error: str | None
+    seconds: float
+    tokens_per_second: float
+    steady_tokens_per_second: float | None
+    requests_per_second: float
+    first_token_ms: Percentiles | None  # from sending a request to its first text
+    chunk_gap_ms: Percentiles | None  # between chunks with text, which may hold several tokens
+    ms_per_token: float | None  # the mean
+    request_ms: Percentiles | None
+    prompt_tokens: int  # by the server's count
+    completion_tokens: int  # by the server's count
+    tokens_per_chunk: float | None
+    short_texts: int
+    client_cpu_share: float
 
 
 @dataclass(frozen=True)
@@ -267,11 +295,15 @@ def tokens_between(completions: Sequence[Completion], begin: float, end: float) 
     return sum(one.completion_tokens * share for one, share in zip(completions, shares, strict=True))
 
 
-def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    return {f"p{share}": 1e3 * percentile(seconds, share / 100) for share in (50, 99)} if seconds else None
+def _percentiles(seconds: Sequence[float]) -> Percentiles | None:
+    return {"p50": 1e3 * percentile(seconds, 0.5), "p99": 1e3 * percentile(seconds, 0.99)} if seconds else None
 
 
-def summarize(run: LoadRun, max_new_tokens: int) -> dict[str, Any]:
+def _cells(times: Percentiles | None) -> tuple[float | None, float | None]:
+    return (None, None) if times is None else (times["p50"], times["p99"])
+
+
+def summarize(run: LoadRun, max_new_tokens: int) -> LoadSummary:
     """Return throughput and latencies of requests for `max_new_tokens` tokens each.
 
     Failed requests count under `failed` only. If all failed, times are None.
@@ -294,12 +326,11 @@ def summarize(run: LoadRun, max_new_tokens: int) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds,
         "steady_tokens_per_second": None if span is None else tokens_between(answered, *span) / (span[1] - span[0]),
         "requests_per_second": len(answered) / seconds,
-        # From sending a request to its first text; from a chunk with text to the next, which may hold several tokens.
         "first_token_ms": _percentiles([times[0] - one.sent for times, one in zip(shown, answered, strict=True)]),
         "chunk_gap_ms": _percentiles([b - a for times in shown for a, b in pairwise(times)]),
-        "ms_per_token": 1e3 * streaming / following if following else None,  # the mean
+        "ms_per_token": 1e3 * streaming / following if following else None,
         "request_ms": _percentiles([completion.ended - completion.sent for completion in answered]),
-        "prompt_tokens": sum(completion.prompt_tokens for completion in answered),  # by the server's count, as the next
+        "prompt_tokens": sum(completion.prompt_tokens for completion in answered),
         "completion_tokens": tokens,
         "tokens_per_chunk": tokens / chunks if chunks else None,
         "short_texts": sum(completion.completion_tokens < max_new_tokens for completion in answered),
@@ -326,14 +357,19 @@ def run_server_loads(
                 same = [text == reference[key] for key, text in texts if key in reference]
                 summary = summarize(run, load.max_new_tokens)
                 same_texts = {"equal_texts": sum(same), "compared_texts": len(same)}
-                report.add("loads", {"server": number} | summary | same_texts)
-                speeds = (summary[f"{name}_per_second"] for name in ("tokens", "steady_tokens", "requests"))
-                times = (summary[f"{name}_ms"] or dict.fromkeys(("p50", "p99")) for name in TIMES)
-                first, gap, whole = (pair.values() for pair in times)
-                counts = (summary[name] for name in ("failed", "prompt_tokens", "completion_tokens"))
-                busy, equal = summary["client_cpu_share"], f"{sum(same)}/{len(same)}"
-                waits = (*first, *gap, summary["ms_per_token"], *whole)
-                table(number, concurrency, *speeds, *waits, *counts, equal, f"{busy:.2f}")
+                report.add("loads", {"server": number, **summary, **same_texts})
+                busy = summary["client_cpu_share"]
+                table(
+                    *(number, concurrency),
+                    *(summary["tokens_per_second"], summary["steady_tokens_per_second"]),
+                    summary["requests_per_second"],
+                    *_cells(summary["first_token_ms"]),
+                    *_cells(summary["chunk_gap_ms"]),
+                    summary["ms_per_token"],
+                    *_cells(summary["request_ms"]),
+                    *(summary["failed"], summary["prompt_tokens"], summary["completion_tokens"]),
+                    *(f"{sum(same)}/{len(same)}", f"{busy:.2f}"),
+                )
                 # Caveats of a row; failed requests are also an error of the report.
                 if summary["failed"]:
                     failed = f"{summary['failed']} of {summary['requests']} requests failed"

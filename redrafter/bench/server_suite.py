@@ -38,7 +38,7 @@ class ChatLoad:
     def exchange(self, index: int, model: str) -> Generator[bytes, Completion, None]:
         """Yield the JSON body of each turn of question `index`; the turns end with one that fails."""
         messages: list[dict[str, str]] = []
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "model": model,
             "messages": messages,
             "max_tokens": self.max_new_tokens,
@@ -164,9 +164,13 @@ def run_server_suite(
 
 
 def _table(
-    name: str, load: ChatLoad, by_category: Mapping[str, tuple[Chats, Chats | None]], **conditions: Any
+    name: str,
+    load: ChatLoad,
+    by_category: Mapping[str, tuple[Chats, Chats | None]],
+    server: int,
+    concurrency: int,
 ) -> SuiteTable:
-    """Return the table of a server, with the rows of all categories together; `conditions` are for CSV."""
+    """Return the table of a server, with a row for all categories together."""
     rows = {category: chats.row(plain) for category, (chats, plain) in by_category.items()}
     if len(rows) > 1:
         rows = rows | {"mean of categories": mean_of(list(rows.values()))}
@@ -176,5 +180,5 @@ def _table(
         compared.add(plain or Chats())
     differing = {"differing_texts": sum(row.get("differing_texts", 0) for row in rows.values())}
     rows["all turns"] = whole.row(compared) | (differing if compared.answered else {})
-    conditions["temperature"] = load.temperature
+    conditions = {"server": server, "concurrency": concurrency, "temperature": load.temperature}
     return SuiteTable(f"{name}, temperature {load.temperature:g}", conditions, rows)

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -31,6 +31,44 @@ from redrafter.scheduler.scheduler import Scheduler
 from redrafter.tree.token_tree import Tree
 
 ALLOCATION_STEPS = 20  # steps that allocations are counted over
+
+
+class LaunchCheck(TypedDict):
+    """The result of `StandingBatch.check`."""
+
+    no_wait: bool
+    waited: str | None  # first line of the error at a wait
+    allocations: int  # GPU allocations in `steps` steps
+    steps: int
+
+
+class StepParts(TypedDict):
+    """An entry of the document's `parts`: times of a step, and floors, which are bytes divided by copy bandwidth."""
+
+    batch_size: int
+    asked: int | None  # requested context; None for that of the prompts
+    context: int  # committed tokens of the longest row
+    beyond: bool  # longer than the model's own context: times are valid, tokens are not
+    speculative: bool
+    nodes: int
+    step_ms: float
+    draft_ms: float | None  # proposing the tree; None in plain decoding
+    draft_floor_ms: float | None
+    verify_ms: float  # the target's forward over the tree
+    verify_floor_ms: float
+    rest_ms: float  # drawing, accepting, committing, the copy to the host
+    kv_bytes: int  # of all committed tokens
+    checks: LaunchCheck | None
+    host_gap_ms: float | None  # time between steps in a whole run, if measured
+
+
+class HeadTime(TypedDict):
+    """An entry of the document's `heads`."""
+
+    batch_size: int
+    ids: int
+    draft_ms: float
+    floor_ms: float
 
 
 class OneProposer:
@@ -80,7 +118,7 @@ class StandingBatch:
         self.restore()
         return ms
 
-    def part_ms(self, part: Callable[[], Any]) -> float:
+    def part_ms(self, part: Callable[[], object]) -> float:
         """Return the median time of `part` in milliseconds, captured if the step is. `part` must not change state."""
         run = part
         if self.captured.graph is not None:
@@ -92,7 +130,7 @@ class StandingBatch:
         noise = self.sampler.noise(self.state.length + 1, proposer.depth + 1)
         return lambda: proposer.propose(self.state, self.sampler, noise, self.cache, None)
 
-    def check(self) -> dict[str, Any] | None:
+    def check(self) -> LaunchCheck | None:
         """Check whether launching the captured step makes the CPU wait for the GPU, and count GPU allocations.
 
         The step is launched once with torch set to raise an error at a wait, whose message's first line is returned as
@@ -185,9 +223,7 @@ def long_texts(prompts: Prompts, rows: int, length: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def measure_parts(
-    work: Workload, bandwidth: Bandwidth, rows: int, asked: int | None, *, speculate: bool
-) -> dict[str, Any]:
+def measure_parts(work: Workload, bandwidth: Bandwidth, rows: int, asked: int | None, *, speculate: bool) -> StepParts:
     """Time one step of `rows` rows and its parts, after `asked` tokens, or half way through the new tokens if None.
 
     Returns an entry of the document's `parts`. A floor is bytes divided by copy bandwidth.
@@ -207,24 +243,24 @@ def measure_parts(
         return {
             "batch_size": rows,
             "asked": asked,
-            "context": batch.longest,  # committed tokens of the longest row
-            # Longer than the model's own context: times are valid, tokens are not.
+            "context": batch.longest,
             "beyond": target.context is not None and batch.longest + proposer.depth >= target.context,
             "speculative": draft is not None,
             "nodes": proposer.nodes,
             "step_ms": step,
-            "draft_ms": draft,  # proposing the tree; None in plain decoding
+            "draft_ms": draft,
             "draft_floor_ms": floor,
-            "verify_ms": verify,  # the target's forward over the tree
+            "verify_ms": verify,
             "verify_floor_ms": bandwidth.ms(forward_bytes(target.model) + kv),
-            "rest_ms": step - (draft or 0.0) - verify,  # drawing, accepting, committing, the copy to the host
-            "kv_bytes": kv,  # of all committed tokens
+            "rest_ms": step - (draft or 0.0) - verify,
+            "kv_bytes": kv,
             "checks": batch.check(),
+            "host_gap_ms": None,
         }
 
 
 @torch.inference_mode()
-def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Drafter) -> dict[str, Any] | None:
+def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Drafter) -> HeadTime | None:
     """Time the proposal of a tree by `drafter` instead of the engine's; None if speculation is off at `rows` rows."""
     proposer = work.proposer(rows, speculate=True)
     proposer = proposer.without_text or proposer

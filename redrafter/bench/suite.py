@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.options import SuiteOptions
 from redrafter.bench.options import BenchOptions
-from redrafter.bench.speedup import compare_texts, describe_equality
+from redrafter.bench.speedup import Equality, compare_texts, describe_equality
 from redrafter.data.suites import Dialogues, Question, Suite
 from redrafter.engine.call import GenerateStats
 from redrafter.measure.report import Report
@@ -24,7 +24,7 @@ class Answers:
     plain: RepeatedRuns = field(default_factory=RepeatedRuns)
     drafted: RepeatedRuns = field(default_factory=RepeatedRuns)
     skipped: int = 0  # turns that do not fit the context
-    equality: list[dict[str, Any]] = field(default_factory=list)  # entries that `compare_texts` returned
+    equality: list[Equality] = field(default_factory=list)  # entries that `compare_texts` returned
 
     def add(self, more: "Answers") -> None:
         """Add the answers of further turns with the same number of repeats."""

@@ -9,10 +9,10 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -40,6 +40,24 @@ NO_MEMORY = (CacheFullError, torch.OutOfMemoryError)
 UNLIMITED_TOKENS = 1 << 30
 
 
+class TimingEntry(TypedDict):
+    """A timing in JSON documents."""
+
+    batch: int
+    shape: dict[str, int | None] | None
+    tokens_per_step: float
+    step_ms: float
+    tokens_per_second: float
+
+
+class TableRow(TimingEntry):
+    """A row of the table of `redrafter tune`: the timing of the chosen tree, compared with plain decoding."""
+
+    plain_tokens_per_second: float
+    ratio: float  # of tokens per second
+    step_cost: float  # time of a step relative to a step of plain decoding
+
+
 @dataclass(frozen=True)
 class Timing:
     """One tree, or plain decoding, at one batch size."""
@@ -54,10 +72,15 @@ class Timing:
         """New tokens of all rows per second, prefill excluded."""
         return 1000 * self.batch * self.tokens_per_step / self.step_ms
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> TimingEntry:
         """Return the timing as JSON holds it, with its tokens per second."""
-        shape = None if self.shape is None else self.shape.to_dict()
-        return asdict(self) | {"shape": shape, "tokens_per_second": self.tokens_per_second}
+        return {
+            "batch": self.batch,
+            "shape": None if self.shape is None else self.shape.to_dict(),
+            "tokens_per_step": self.tokens_per_step,
+            "step_ms": self.step_ms,
+            "tokens_per_second": self.tokens_per_second,
+        }
 
 
 class Tuner:
@@ -86,7 +109,7 @@ class Tuner:
         Raises `ArgumentError` if the time limit ends before all trees are measured: the fastest of some trees says
         nothing about the others.
         """
-        patch: Any = nullcontext()
+        patch: AbstractContextManager[object] = nullcontext()
         if self.work.device.type == "cuda":
             from torch._dynamo import config  # takes seconds to import
 
@@ -296,16 +319,21 @@ def choose(timings: Sequence[Timing]) -> dict[int, TreeShape | None]:
     return shapes
 
 
-def table(timings: Sequence[Timing], shapes: dict[int, TreeShape | None]) -> list[dict[str, Any]]:
+def table(timings: Sequence[Timing], shapes: dict[int, TreeShape | None]) -> list[TableRow]:
     """Return a row per batch size: the timing of the tree chosen, plain decoding's speed, and both ratios to plain.
 
     `step_cost` is the time of a step relative to a step of plain decoding.
     """
     by_key = {(timing.batch, timing.shape): timing for timing in timings}
-    rows = []
+    rows: list[TableRow] = []
     for batch, shape in sorted(shapes.items()):
         chosen, plain = by_key[batch, shape], by_key[batch, None]
-        row = chosen.to_dict() | {"plain_tokens_per_second": plain.tokens_per_second}
-        row["ratio"] = chosen.tokens_per_second / plain.tokens_per_second
-        rows.append(row | {"step_cost": chosen.step_ms / plain.step_ms})
+        rows.append(
+            TableRow(
+                **chosen.to_dict(),
+                plain_tokens_per_second=plain.tokens_per_second,
+                ratio=chosen.tokens_per_second / plain.tokens_per_second,
+                step_cost=chosen.step_ms / plain.step_ms,
+            )
+        )
     return rows

@@ -9,7 +9,6 @@ import sys
 from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from redrafter.app.flags import flag, read_options
 from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair, check_options
@@ -29,7 +28,7 @@ from redrafter.engine.redrafter import ReDrafter
 from redrafter.engine.tuning import find_tuning
 from redrafter.errors import ArgumentError, MissingDependencyError, UnsupportedError, how_to_install
 from redrafter.measure.prompts import encode, read_prompts
-from redrafter.measure.report import Report, describe_versions, facts, head, versions
+from redrafter.measure.report import Names, Report, describe_versions, facts, head, versions
 from redrafter.measure.run import Workload
 from redrafter.measure.suite_table import LEGEND
 from redrafter.model.target import Target
@@ -53,7 +52,7 @@ SHIPPED_PROMPTS = "those that ship"
 
 def run_checked(args: argparse.Namespace) -> int:
     """Run the command: validate the options, run the measurements and print the report."""
-    if not hasattr(args, "url"):
+    if "url" not in args:
         return _bench_pair(args)
     if launched_processes() > 1:
         raise ArgumentError("--url measures servers from one process: start it without torchrun")
@@ -62,14 +61,14 @@ def run_checked(args: argparse.Namespace) -> int:
 
 def _bench_pair(args: argparse.Namespace) -> int:
     for item in fields(ServerOptions):
-        if hasattr(args, item.name):
+        if item.name in args:
             raise ArgumentError(f"{flag(item.name)} is for --url: give that too")
     options, load = read_options(BenchOptions, args), read_options(LoadOptions, args)
     asked = read_options(SuiteOptions, args)
     asked.refuse_others(args, NOT_OF_SUITES)
     if launched_processes() > 1:
         for name in ("pad_to", "against"):
-            if getattr(options, name):
+            if vars(options)[name]:
                 raise ArgumentError(
                     f"{flag(name)} measures a model in one process: leave it out, or start it without torchrun"
                 )
@@ -82,7 +81,8 @@ def _bench_pair(args: argparse.Namespace) -> int:
     pair = Pair.load(load) if options.pad_to is None else _padded(load, options)
     engine = pair.engine
     assert isinstance(engine, ReDrafter)
-    work = Workload.from_options(engine, pair.tokenizer, encode(rows, pair.tokenizer, **options.cut), options)
+    prompts = encode(rows, pair.tokenizer, **options.cut)
+    work = Workload.from_options(engine, pair.tokenizer, prompts, options, options.num_prompts)
     if suite is not None:
         require_template(pair.tokenizer, pair.name, asked.chat_template)
         questions = [question for some in suite.categories.values() for question in some]
@@ -101,8 +101,8 @@ def _bench_pair(args: argparse.Namespace) -> int:
     at_once = max(engine.options.max_batch_size, *options.batch_sizes)  # do not split a large batch into several
     engine.options = replace(engine.options, max_batch_size=at_once)
     note = None if options.pad_to is None else describe(options.pad_to, Path(pair.name).name)
-    names = {"model": pair.name, "drafter": pair.drafting_model, "padded": note}
-    names["prompts"] = asked.suite or options.prompts or SHIPPED_PROMPTS
+    prompts_name = asked.suite or options.prompts or SHIPPED_PROMPTS
+    names = Names(model=pair.name, drafter=pair.drafting_model, prompts=prompts_name, padded=note)
     known = facts(work, names, asdict(load) | asdict(options))
     report = Report(known, path=options.json, note=note)
     report.line(*head(known))
@@ -119,7 +119,7 @@ def _read_suite(args: argparse.Namespace, asked: SuiteOptions, seed: int) -> Sui
     if asked.suite is None:
         return None
     # The default of --num-prompts applies to other prompts; a suite is measured on all its questions.
-    return read_suite(asked.suite).choose(getattr(args, "num_prompts", None), seed)
+    return read_suite(asked.suite).choose(vars(args).get("num_prompts"), seed)
 
 
 def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
@@ -158,7 +158,7 @@ def _bench_servers(args: argparse.Namespace) -> int:
     suite_options = read_options(SuiteOptions, args)
     suite_options.refuse_others(args, NOT_OF_SUITES)
     for item in (item for options in (BenchOptions, LoadOptions) for item in fields(options)):
-        if hasattr(args, item.name) and item.name not in SERVER_OPTIONS:
+        if item.name in args and item.name not in SERVER_OPTIONS:
             name = flag(("no_" if item.default is True else "") + item.name)
             hint = f", and {INSTEAD[item.name]}" if item.name in INSTEAD else ""
             raise ArgumentError(f"{name} has no meaning with --url: leave it out{hint}")
@@ -171,30 +171,33 @@ def _bench_servers(args: argparse.Namespace) -> int:
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise ArgumentError("an API key must be of printable ASCII characters, without spaces")
     urls = list(map(server_url, asked.url))  # validate all of them before the first request
-    servers = [asyncio.run(find_server(url, getattr(args, "model", None), key)) for url in urls]
+    servers = [asyncio.run(find_server(url, vars(args).get("model"), key)) for url in urls]
     # The conditions of the measurement, without the API key.
     words = ["KEY" if asked.api_key and asked.api_key in word else word for word in sys.argv[1:]]
     typed = asdict(options) | asdict(asked) | {"api_key": None}
-    document: dict[str, Any] = {
-        "command": shlex.join(["redrafter", *words]),
+    command, used = shlex.join(["redrafter", *words]), versions()
+    document: dict[str, object] = {
+        "command": command,
         "servers": [
             {"url": server.url, "model": server.model, "kind": server.kind, "version": server.version}
             for server in servers
         ],
         "prompts": suite_options.suite or options.prompts or SHIPPED_PROMPTS,
         "client": f"{platform.machine()} CPU, {os.cpu_count()} cores, one process",
-        "versions": {name: version for name, version in versions().items() if name in ("redrafter", "python")},
-        "options": {name: value for name, value in typed.items() if name in SERVER_OPTIONS or hasattr(asked, name)},
+        "versions": {name: used[name] for name in ("redrafter", "python")},
+        "options": {name: value for name, value in typed.items() if name in SERVER_OPTIONS or name in vars(asked)},
     }
     report = Report(document, path=options.json)
-    report.line(document["command"])
+    report.line(command)
     for number, server in enumerate(servers, start=1):
         known = "".join(f", {fact}" for fact in (server.kind, server.version) if fact)
         report.line(f"server {number}: {server.url}, model {server.model}{known}")
-    report.line(f"client: {document['client']}; {describe_versions(document)}")
+    report.line(
+        f"client: {document['client']}; {describe_versions({name: used[name] for name in ('redrafter', 'python')})}"
+    )
     writing = f"temperature {options.temperature:g}, seed {options.seed} and up"
     if suite is not None:
-        lines = [document["command"], str(suite), f"{options.max_new_tokens} new tokens at most; {writing}"]
+        lines = [command, str(suite), f"{options.max_new_tokens} new tokens at most; {writing}"]
         report.line(*lines[1:], LEGEND)
         chats = ChatLoad((), options.max_new_tokens, options.temperature, options.seed)
         run_server_suite(report, servers, suite, chats, asked.concurrency, lines, suite_options)

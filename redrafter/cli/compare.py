@@ -122,7 +122,8 @@ def run_checked(args: argparse.Namespace) -> int:
             method.run_batch(batch, 0, max_new_tokens=short)
     least, longest = (f(map(len, prompts)) for f in (min, max))
     found = {"count": len(prompts), "left_out": left_out, "shortest": least, "longest": longest}
-    facts = conditions(pairs[0].engine.target) | {
+    facts: dict[str, Any] = {
+        **conditions(pairs[0].engine.target),
         "model": pairs[0].name,
         "prompts": {"file": options.prompts} | found,
         "options": asdict(load) | asdict(draft) | asdict(generation) | asdict(options),

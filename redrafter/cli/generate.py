@@ -108,7 +108,7 @@ def run_checked(args: argparse.Namespace) -> int:
             "seeds": stats.seeds,
             "seconds": speculative.seconds,
             "tokens_per_second": speculative.tokens_per_second,
-            "stats": describe_stats(stats) | {"rows": [describe_stats(row) for row in stats.rows]},
+            "stats": {**describe_stats(stats), "rows": [describe_stats(row) for row in stats.rows]},
             "compare": comparison,
             "model": pair.name,
             "drafts": pair.method,
@@ -116,11 +116,11 @@ def run_checked(args: argparse.Namespace) -> int:
             "shape": pair.engine.proposer_for(len(texts)).sizes,
             "options": asdict(options),
         }
-        print(json.dumps(document | conditions(pair.engine.target)))
+        print(json.dumps({**document, **conditions(pair.engine.target)}))
     return 0
 
 
-def _compare(speculative: Run, plain: Run, *, tokens: bool) -> dict[str, Any]:
+def _compare(speculative: Run, plain: Run, *, tokens: bool) -> dict[str, object]:
     """Compare with plain decoding of the same prompts; compares tokens only if speculation guarantees them."""
     found = map(first_difference, speculative.tokens, plain.tokens) if tokens else ()
     difference = next(((row, index) for row, index in enumerate(found) if index is not None), None)
@@ -172,7 +172,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
             # os.path, since pathlib raises an error for a text longer than a file name may be.
             models = (x for x in prompts if os.path.isfile(os.path.join(x, "config.json")) or is_gguf(x))
             model = next(models, None)
-            if model is not None and not hasattr(args, "model"):
+            if model is not None and "model" not in args:
                 words = ["redrafter", "generate", "--model", model, *(word for word in prompts if word != model)]
                 raise ArgumentError(
                     f"{model} is a model, and would be a text that the pair in the box continues: "
@@ -218,7 +218,7 @@ def encode_with_images(
     processor = load_processor(pair.name, trust_remote_code=trust_remote_code)
     from PIL import Image, ImageOps  # imported late: an optional dependency that the processor requires
 
-    content: list[dict[str, Any]] = []
+    content: list[dict[str, object]] = []
     for file in files:
         try:
             with Image.open(file) as image:

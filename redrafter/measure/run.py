@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class Stopwatch:
 
 
 def median_ms(
-    run: Callable[[], Any], device: torch.device, before: Callable[[], Any] = lambda: None, ranks: Ranks = ALONE
+    run: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None, ranks: Ranks = ALONE
 ) -> float:
     """Return the median time of a call in milliseconds, measured by CUDA events on a GPU.
 
@@ -158,10 +158,27 @@ class RepeatedRuns:
         return statistics.median(a / b for a, b in zip(self.tokens_per_second, plain.tokens_per_second, strict=True))
 
 
-def describe_stats(stats: Stats) -> dict[str, Any]:
+class StatsEntries(TypedDict):
+    """Speculation statistics in a JSON document, named as in `Stats`."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    emitted: int
+    tokens_per_step: float
+    accepted_by_depth: list[int]
+
+
+def describe_stats(stats: Stats) -> StatsEntries:
     """Return the speculation statistics as entries of a JSON document."""
-    names = ("steps", "drafted", "accepted", "emitted", "tokens_per_step", "accepted_by_depth")
-    return {name: getattr(stats, name) for name in names}
+    return {
+        "steps": stats.steps,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "emitted": stats.emitted,
+        "tokens_per_step": stats.tokens_per_step,
+        "accepted_by_depth": stats.accepted_by_depth,
+    }
 
 
 def run_in_turn(
@@ -250,6 +267,22 @@ class _Arrivals:
         pass
 
 
+class WorkSettings(Protocol):
+    """The options of a command that measures a workload."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """New tokens of each row."""
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature; 0 for greedy decoding."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the first row."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """Prompts, and how an engine continues them.
@@ -268,11 +301,16 @@ class Workload:
 
     @classmethod
     def from_options(
-        cls, engine: ReDrafter, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, options: Any
+        cls,
+        engine: ReDrafter,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Prompts,
+        options: WorkSettings,
+        num_prompts: int = 1,
     ) -> "Workload":
-        """Create the workload of a command from its options, whose fields have the same names."""
-        values = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "seed")}
-        return cls(engine, prompts, pad_token_of(tokenizer), getattr(options, "num_prompts", 1), **values)
+        """Create the workload of a command from its options."""
+        pad_token, tokens = pad_token_of(tokenizer), options.max_new_tokens
+        return cls(engine, prompts, pad_token, num_prompts, tokens, options.temperature, options.seed)
 
     def check(self) -> None:
         """Remove end tokens and sampling from the model's generation config; raise `ArgumentError` if no text fits."""

@@ -269,7 +269,7 @@ def test_batches_take_prompts_in_turn_and_every_row_is_one():
 def test_no_token_ends_a_text_and_the_models_habits_are_gone():
     engine, tokenizer = workload().engine, type("T", (), {"pad_token_id": None, "eos_token_id": 4})
     engine.model.generation_config.update(eos_token_id=list(range(VOCAB)), repetition_penalty=3.0)
-    work = Workload.from_options(engine, tokenizer, PROMPTS, BenchOptions(max_new_tokens=8))
+    work = Workload.from_options(engine, tokenizer, PROMPTS, BenchOptions(max_new_tokens=8), 8)
     work.check()
     assert work.pad_token == 4
     assert engine.model.generation_config.eos_token_id is None

@@ -156,7 +156,7 @@ def test_tables_are_written_as_csv_and_markdown(both):
 
 def test_a_difference_is_shown(suite, monkeypatch):
     """Let drafting lose a token on purpose."""
-    run = suite_module.Workload.run
+    run = suite_module.Workload.run_batch
 
     def losing(work, batch, speculate, *, seed=0):
         ran = run(work, batch, speculate, seed=seed)
