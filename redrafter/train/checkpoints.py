@@ -46,7 +46,7 @@ class TrainingIdentity:
     base: str  # name of the base model
     data: str  # hash of the training windows
     processes: int  # processes that started the training; another number may resume it if it divides the batches evenly
-    options: dict[str, Any]  # all options but those in `CHANGEABLE_OPTIONS`, as JSON
+    options: dict[str, object]  # all options but those in `CHANGEABLE_OPTIONS`, as JSON
 
     @classmethod
     def from_config(cls, config: TrainConfig, base: str, data: str, processes: int) -> "TrainingIdentity":
@@ -55,7 +55,7 @@ class TrainingIdentity:
         options["lr"] = config.peak_lr
         return cls(base, data, processes, json.loads(json.dumps(options)))
 
-    def check(self, saved: dict[str, Any], path: Path) -> None:
+    def check(self, saved: "TrainingIdentity", path: Path) -> None:
         """Check that `saved`, the identity that a checkpoint in the folder `path` holds, is that of this run.
 
         Raises:
@@ -63,16 +63,18 @@ class TrainingIdentity:
             ArgumentError: An option or the data differ, or this number of processes does not divide the batches of a
                 step evenly; the message names the difference.
         """
-        if saved["base"] != self.base:
-            raise MismatchError(f"{path} was made for the base {saved['base']}, not {self.base}; pass --overwrite")
-        for name in sorted((self.options.keys() | saved["options"].keys()) - CHANGEABLE_OPTIONS):
-            default = getattr(TrainConfig, name, None)  # for an option that was added since
-            old, new = saved["options"].get(name, default), self.options.get(name)
+        if saved.base != self.base:
+            raise MismatchError(f"{path} was made for the base {saved.base}, not {self.base}; pass --overwrite")
+        defaults = {item.name: item.default for item in fields(TrainConfig)}  # for options that were added since
+        for name in sorted((self.options.keys() | saved.options.keys()) - CHANGEABLE_OPTIONS):
+            old, new = saved.options.get(name, defaults.get(name)), self.options.get(name)
             if old != new:
                 raise _other_option(path, name, old, new)
-        if saved["data"] != self.data:
+        if saved.data != self.data:
             raise ArgumentError(f"{path} was made with other data; to continue, give the same --data")
-        batches = saved["processes"] * self.options["accumulate"]
+        accumulate = self.options["accumulate"]
+        assert isinstance(accumulate, int)
+        batches = saved.processes * accumulate
         if batches % self.processes:
             raise ArgumentError(
                 f"{path} was made with {batches} batches in a step, which {self.processes} processes cannot share "
@@ -98,7 +100,7 @@ class Checkpoint:
 
     path: Path  # folder of the checkpoint
     state: TrainingState  # progress of the run when the checkpoint was written
-    identity: dict[str, Any]  # `TrainingIdentity` of the run, as a dict
+    identity: TrainingIdentity  # of the run that wrote the checkpoint
 
     @classmethod
     def load(cls, path: Path) -> "Checkpoint":
@@ -107,7 +109,7 @@ class Checkpoint:
             document = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
             state = TrainingState.from_json(document["standing"])
             identity = {field.name: document["identity"][field.name] for field in fields(TrainingIdentity)}
-            return cls(path, state, identity | {"options": dict(identity["options"])})
+            return cls(path, state, TrainingIdentity(**identity | {"options": dict(identity["options"])}))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is no checkpoint of a training: {first_line(error)}; delete it") from error
 
@@ -115,7 +117,7 @@ class Checkpoint:
         """Set the options to the form of this checkpoint's drafter; raise `ArgumentError` if they name another form."""
         form = form_of(load_drafter(self.path).config)
         for name, old in form.items():
-            new = getattr(config, name)
+            new = vars(config)[name]
             if new not in (None, old):
                 raise _other_option(self.path, name, old, new)
         return replace(config, **form)

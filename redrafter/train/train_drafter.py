@@ -222,7 +222,7 @@ class TrainingSession:
         resumed = checkpoints.newest() if config.resume else None
         check_same_start(accelerator, checkpoints, resumed)
         if resumed is not None:
-            checkpoints.identity = replace(identity, processes=resumed.identity["processes"])
+            checkpoints.identity = replace(identity, processes=resumed.identity.processes)
         accelerator.wait_for_everyone()
         if resumed is None and accelerator.is_main_process:
             checkpoints.remove_all()

@@ -287,7 +287,7 @@ def explanation(sampled: dict | None = None, **changes: object) -> dict:
          "40% of the steps accepted all 1 drafts: redrafter evaluate --shapes 2x4, and if that pays "
          "--draft-len-per-beam 4"),
         ({"sampled": {"tokens_per_step": 1.7}},
-         "temperature: greedy 2.00 tokens per step, at 0.8 1.70; sampled tokens are harder to guess: --temperature 0.4"),
+         "greedy 2.00 tokens per step, at 0.8 1.70; sampled tokens are harder to guess: --temperature 0.4"),
         ({}, "temperature: greedy 2.00 tokens per step, at 0.8 2.00; it is not the cause"),
         ({"temperatures": explanation()["temperatures"][:1]}, "redrafter evaluate --temperatures 0,1"),
         ({"sampled": {"by_probability": buckets(a=(100, 20), b=(100, 80))}},

@@ -134,7 +134,7 @@ def test_another_number_of_processes_goes_on_with_a_training(tmp_path, processes
     assert "resuming from step 4" in said
     close(whole, resumed)
     checkpoint = Checkpoint.load(resumed / "out.checkpoints" / "step-0000004")
-    assert checkpoint.identity["processes"] == 2
+    assert checkpoint.identity.processes == 2
 
 
 @pytest.mark.parametrize("option", ["--shard-base", "--shard-drafter"])

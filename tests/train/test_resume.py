@@ -8,7 +8,6 @@ import shutil
 import signal
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -204,7 +203,7 @@ def test_what_changed_since_is_refused_by_name(tmp_path, capsys, monkeypatch):
 
 
 def test_processes_go_on_that_share_the_batches_of_a_step_evenly():
-    begun = asdict(TrainingIdentity("base", "data", 2, {"accumulate": 3}))
+    begun = TrainingIdentity("base", "data", 2, {"accumulate": 3})
     for processes in (1, 2, 3, 6):
         TrainingIdentity("base", "data", processes, {"accumulate": 3}).check(begun, Path("step-0000004"))
     with pytest.raises(ArgumentError, match="with 6 batches in a step, which 4 processes cannot share evenly"):
@@ -218,7 +217,7 @@ def test_checkpoints_of_before_are_in_nobodys_way_unseen(tmp_path, capsys, monke
     assert "--resume, or start again with --overwrite" in refused(capsys, arguments)
     assert main([*arguments, "--overwrite", "--seed", "7"]) == 0
     assert names(tmp_path / "out.checkpoints") == ["step-0000002", "step-0000004"]
-    assert Checkpoint.load(tmp_path / "out.checkpoints" / "step-0000002").identity["options"]["seed"] == 7
+    assert Checkpoint.load(tmp_path / "out.checkpoints" / "step-0000002").identity.options["seed"] == 7
     (tmp_path / "out.checkpoints" / "step-0000004" / "trainer.json").write_text("{}")
     said = refused(capsys, [*arguments, "--overwrite", "--resume"])
     assert "step-0000004 is no checkpoint of a training" in said

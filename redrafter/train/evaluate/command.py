@@ -120,8 +120,8 @@ def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -
     if others is not None:
         written = [result.texts for result in results]
         explanation = explain(pair, drafter, options, trees[0], prompts.categories, written, others)
-        names = [short_name(file) for file in explanation["data"]]
-        document["explanation"] = explanation | {"data": names, "advice": list(advise(explanation))}
+        names, advice = [short_name(file) for file in explanation["data"]], list(advise(explanation))
+        document["explanation"] = {**explanation, "data": names, "advice": advice}
     return document
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -37,6 +37,67 @@ CONTEXT_NAMES = (*(f"up to {most}" for most in CONTEXTS), f"above {CONTEXTS[-1]}
 NEAR = 2  # a rank below this multiple of the beams is a near miss
 
 
+class Bucket(TypedDict):
+    """Counts of the drafts in a range of a value."""
+
+    name: str
+    drafts: int
+    accepted: int
+
+
+class StepCounts(TypedDict):
+    """Counts of how steps ended."""
+
+    steps: int
+    all_accepted: int  # steps that accepted a draft at each depth
+    text_ended: int  # steps cut by the end of the text after accepted drafts
+    misses: list[dict[str, int]]  # by depth: steps whose first missed draft has this depth, by class
+    tried: list[int]  # by depth: drafts whose predecessors were accepted
+    accepted: list[int]  # by depth: accepted drafts
+
+
+class TemperatureExplanation(TypedDict):
+    """The explanation of the texts of one temperature."""
+
+    temperature: float  # 0 for greedy
+    tokens_per_step: float | None
+    all_steps: StepCounts
+    categories: dict[str, StepCounts]
+    by_probability: list[Bucket]  # drafts by the base's probability of its own token
+    by_context: list[Bucket]  # drafts by the number of preceding tokens
+    # At each depth, the fraction of positions where the drafter's top token equals the base's, given the text's own
+    # tokens and without noise.
+    best_guess: list[float | None]
+
+
+class FormResult(TypedDict):
+    """Statistics on greedy texts after prompts in one form, plain or in the chat template."""
+
+    steps: int
+    tokens_per_step: float | None
+    acceptance: list[float | None]
+
+
+class Explanation(TypedDict):
+    """The entry `explanation` of the JSON document."""
+
+    tree: str
+    beams: int
+    depth: int
+    nodes: int | None  # verified nodes, including the root
+    lattice: int  # nodes of the search, including the root
+    head: int  # size of the drafter's vocabulary
+    vocabulary: int
+    temperatures: list[TemperatureExplanation]
+    data: list[str]
+    best_guess_on_data: list[float | None] | None  # None without training data
+    data_has_temperature: bool
+    data_temperature: float | None
+    form_prompts: int
+    plain: FormResult | None  # None without a chat template
+    template: FormResult | None
+
+
 @dataclass(frozen=True)
 class OtherTexts:
     """Texts that an evaluation is compared with, loaded before the measurement."""
@@ -67,7 +128,7 @@ def explain(
     categories: dict[str, int],
     texts: Sequence[Texts],
     others: OtherTexts,
-) -> dict[str, Any]:
+) -> Explanation:
     """Explain the acceptance of a pair, as an entry of the JSON document.
 
     `categories` maps categories to numbers of prompts; the texts are in this order. In the result `best_guess_on_data`
@@ -86,9 +147,9 @@ def explain(
         "tree": name_tree(shape),
         "beams": shape.beams,
         "depth": shape.depth,
-        "nodes": shape.node_budget,  # that are verified, the root counted
-        "lattice": shape.lattice,  # nodes that the search finds, the root counted
-        "head": drafter.config.draft_vocab_size or target.vocab_size,  # tokens that the drafter's head knows
+        "nodes": shape.node_budget,
+        "lattice": shape.lattice,
+        "head": drafter.config.draft_vocab_size or target.vocab_size,
         "vocabulary": target.vocab_size,
         "temperatures": [explain_temperature(drafter, target, written, shape, categories) for written in texts],
         "data": list(options.data),
@@ -103,7 +164,7 @@ def explain(
 
 def explain_temperature(
     drafter: ReplayableDrafter, target: Target, texts: Texts, shape: TreeShape, categories: dict[str, int]
-) -> dict[str, Any]:
+) -> TemperatureExplanation:
     """Explain the acceptance on the texts of one temperature; the arguments are those of `explain`."""
     steps = trace_steps(drafter, target, texts, shape)
     sizes = torch.tensor(list(categories.values()))
@@ -112,30 +173,25 @@ def explain_temperature(
     emitted = int((steps.accepted + 1).minimum(steps.left).sum())
     bounds = torch.tensor(CONTEXTS) + 1
     return {
-        "temperature": texts.temperature,  # 0 for greedy
+        "temperature": texts.temperature,
         "tokens_per_step": emitted / len(category) if len(category) else None,
         "all_steps": _count_steps(steps, shape, category >= 0),
         "categories": {name: _count_steps(steps, shape, category == index) for index, name in enumerate(categories)},
-        # Drafts by the base's probability of its own token, and by the number of preceding tokens.
         "by_probability": bucket_drafts(PROBABILITY_NAMES, probability, accepted, torch.tensor(PROBABILITIES)),
         "by_context": bucket_drafts(CONTEXT_NAMES, context, accepted, bounds),
-        # At each depth, the fraction of positions where the drafter's top token equals the base's, given the text's own
-        # tokens and without noise.
         "best_guess": best_guess_share(drafter, target, texts, shape.depth),
     }
 
 
-def _count_steps(steps: "Steps", shape: TreeShape, chosen: Tensor) -> dict[str, Any]:
+def _count_steps(steps: "Steps", shape: TreeShape, chosen: Tensor) -> StepCounts:
     """Count how the steps `chosen` `[S]` bool ended."""
     outcome, accepted = classify(steps, shape.beams, shape.depth)[chosen], steps.accepted[chosen]
     misses = count_misses(outcome, accepted, shape.depth)  # [K, classes]
     step, draft = tried_drafts(steps, shape.depth)
-    counts: dict[str, Any] = {
+    counts: StepCounts = {
         "steps": len(outcome),
-        "all_accepted": int((outcome == Outcome.ALL_ACCEPTED).sum()),  # steps that accepted a draft at each depth
-        "text_ended": int((outcome == Outcome.TEXT_ENDED).sum()),  # that the end of the text cut, after accepted drafts
-        # By depth: steps whose first missed draft has this depth, by class; drafts whose predecessors were accepted;
-        # accepted drafts.
+        "all_accepted": int((outcome == Outcome.ALL_ACCEPTED).sum()),
+        "text_ended": int((outcome == Outcome.TEXT_ENDED).sum()),
         "misses": [{miss.name.lower(): int(row[miss]) for miss in MISSES} for row in misses],
         "tried": draft[chosen[step]].bincount(minlength=shape.depth).tolist(),
         "accepted": [int((accepted > depth).sum()) for depth in range(shape.depth)],
@@ -146,11 +202,17 @@ def _count_steps(steps: "Steps", shape: TreeShape, chosen: Tensor) -> dict[str, 
 
 def _measure_form(
     pair: Pair, drafter: ReplayableDrafter, options: EvaluateOptions, shape: TreeShape, prompts: list[list[int]]
-) -> dict[str, Any]:
+) -> FormResult:
     """Measure steps on greedy texts after prompts in one form, plain or in the chat template."""
-    engine, ends = pair.engine, end_tokens(pair.engine.model, pair.tokenizer)
-    how: dict[str, Any] = {"end_ids": ends, "batch_size": options.batch_size, "options": engine.options}
-    texts = write_texts(engine.target, prompts, options.new_tokens, **how)
+    engine = pair.engine
+    texts = write_texts(
+        engine.target,
+        prompts,
+        options.new_tokens,
+        end_ids=end_tokens(engine.model, pair.tokenizer),
+        batch_size=options.batch_size,
+        options=engine.options,
+    )
     stats = ReplayStats.sum(shape, replay(drafter, engine.target, texts, [shape])[0])
     per_step = stats.tokens_per_step if stats.steps else None
     return {"steps": stats.steps, "tokens_per_step": per_step, "acceptance": stats.acceptance}
@@ -241,7 +303,7 @@ def describe_drafts(steps: Steps, probabilities: Sequence[Tensor], depth: int) -
     return probability, position, draft < steps.accepted[step]
 
 
-def bucket_drafts(names: Sequence[str], value: Tensor, accepted: Tensor, bounds: Tensor) -> list[dict[str, Any]]:
+def bucket_drafts(names: Sequence[str], value: Tensor, accepted: Tensor, bounds: Tensor) -> list[Bucket]:
     """Count drafts, and those with `accepted` `[D]` bool, in buckets of `value`, `[D]`.
 
     `bounds` are the lower bounds of all buckets except the first, in ascending order.

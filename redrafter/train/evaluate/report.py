@@ -9,6 +9,7 @@ from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
 from redrafter.measure.report import conditions, describe_pair, drawing, format_table
 from redrafter.measure.suite_table import AVERAGED, LEGEND, SuiteTable, describe_acceptance, mean_of
+from redrafter.train.evaluate.explain import Bucket, Explanation, FormResult, StepCounts, TemperatureExplanation
 from redrafter.train.evaluate.options import EvaluateOptions
 from redrafter.train.evaluate.replay import ReplayStats, name_tree
 from redrafter.train.evaluate.texts import PromptChoice, Texts, repeated_share
@@ -55,7 +56,8 @@ def make_report(
     `prompts` are in the order of the texts; `results` has one entry per temperature and prompt length. `suite`
     describes a suite, for which `prompts` only has the number of questions; None for other prompts.
     """
-    return conditions(pair.engine.target) | {
+    return {
+        **conditions(pair.engine.target),
         "model": short_name(pair.name),
         "drafter": short_name(str(pair.drafting_model)),
         "adapter": options.adapter and short_name(options.adapter),
@@ -109,7 +111,7 @@ def _describe_result(result: TextsResult) -> dict[str, Any]:
     }
 
 
-def _describe_texts(texts: Texts, span: slice) -> dict[str, Any]:
+def _describe_texts(texts: Texts, span: slice) -> dict[str, object]:
     continuations, ended = texts.continuations[span], texts.ended[span]
     return {
         "texts": len(continuations),
@@ -291,11 +293,11 @@ def plot(document: dict[str, Any], path: Path) -> None:
             axes.set_ylabel("share accepted, of those whose parent was")
 
 
-def _misses(counts: dict[str, Any]) -> dict[str, int]:
+def _misses(counts: StepCounts) -> dict[str, int]:
     return {miss: sum(depth[miss] for depth in counts["misses"]) for miss in MISS_NAMES}
 
 
-def advise(explanation: dict[str, Any]) -> Iterator[str]:
+def advise(explanation: Explanation) -> Iterator[str]:
     """Yield lines with findings and suggested commands, for the highest temperature."""
     measured = explanation["temperatures"]
     last = max(measured, key=lambda one: one["temperature"])
@@ -318,7 +320,7 @@ def advise(explanation: dict[str, Any]) -> Iterator[str]:
     yield _context(last["by_context"])
 
 
-def _advise_on_misses(explanation: dict[str, Any], counts: dict[str, Any], temperature: float) -> Iterator[str]:
+def _advise_on_misses(explanation: Explanation, counts: StepCounts, temperature: float) -> Iterator[str]:
     """Yield a line for each frequent class of misses, and one if drafts are too short."""
     beams, depth, lattice = explanation["beams"], explanation["depth"], explanation["lattice"]
     head, vocabulary = explanation["head"], explanation["vocabulary"]
@@ -344,10 +346,10 @@ def _advise_on_misses(explanation: dict[str, Any], counts: dict[str, Any], tempe
         )
 
 
-def _temperature(measured: list[dict[str, Any]]) -> str:
-    known = [one for one in measured if one["tokens_per_step"] is not None]
-    greedy = [one["tokens_per_step"] for one in known if one["temperature"] == 0]
-    others = [(one["temperature"], one["tokens_per_step"]) for one in known if one["temperature"] > 0]
+def _temperature(measured: Sequence[TemperatureExplanation]) -> str:
+    known = [(one["temperature"], speed) for one in measured if (speed := one["tokens_per_step"]) is not None]
+    greedy = [speed for temperature, speed in known if temperature == 0]
+    others = [(temperature, speed) for temperature, speed in known if temperature > 0]
     if not greedy or not others:
         return "temperature: only greedy texts were measured; to compare: redrafter evaluate --temperatures 0,1"
     hottest, per_step = max(others)
@@ -356,12 +358,15 @@ def _temperature(measured: list[dict[str, Any]]) -> str:
     return f"temperature: {found}; {NOT_THE_CAUSE if greedy[0] < BETTER * per_step else mend}"
 
 
-def _data(explanation: dict[str, Any]) -> str:
+def _data(explanation: Explanation) -> str:
     """Compare the drafter's guesses on its training data with those on the base's text of the same temperature."""
     if explanation["best_guess_on_data"] is None:
         return "training data: not compared; to do so: redrafter evaluate --explain --data FILE"
-    trained, temperature, data = (explanation[name] for name in ("best_guess_on_data", "data_temperature", "data"))
-    trained = trained[0]
+    trained, temperature, data = (
+        explanation["best_guess_on_data"][0],
+        explanation["data_temperature"],
+        explanation["data"],
+    )
     own = next(one["best_guess"][0] for one in explanation["temperatures"] if one["temperature"] == temperature)
     if trained is None or own is None:
         return "training data: no text is long enough to compare; give another file: --data FILE"
@@ -379,7 +384,7 @@ def _data(explanation: dict[str, Any]) -> str:
     return f"training data: {found}: it memorised these rows, so add others: {more} {' '.join(data)} {output} ..."
 
 
-def _template(plain: dict[str, Any] | None, template: dict[str, Any] | None) -> str:
+def _template(plain: FormResult | None, template: FormResult | None) -> str:
     if plain is None or template is None:
         return "chat template: not compared: the base has none, or no prompt fits with it"
     without, within = plain["tokens_per_step"], template["tokens_per_step"]
@@ -393,7 +398,7 @@ def _template(plain: dict[str, Any] | None, template: dict[str, Any] | None) -> 
     return f"chat template: {found}; {NOT_THE_CAUSE}"
 
 
-def _context(buckets: list[dict[str, Any]]) -> str:
+def _context(buckets: Sequence[Bucket]) -> str:
     """Compare the acceptance after the shortest contexts with that after the longest ones."""
     rates = [(one["name"], one["accepted"] / one["drafts"]) for one in buckets if one["drafts"] >= MIN_DRAFTS]
     if len(rates) < 2:

@@ -26,7 +26,7 @@ from redrafter.data.windows import Document
 from redrafter.errors import CacheFullError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.measure.run import Run
 from redrafter.train.regenerate.config import RegenerateConfig, shard_numbers
-from redrafter.train.regenerate.journal import Journal
+from redrafter.train.regenerate.journal import BatchCost, Journal, Record
 
 MIN_BEGINNING_TOKENS, MAX_BEGINNING_TOKENS = 16, 64  # range of the prompt length of a plain text
 BEGINNING_CHARS = 8192  # characters of a plain text that are tokenized for its prompt
@@ -224,9 +224,9 @@ class AnswerWriter:
         for task, answer in zip(batch, run.tokens, strict=True):
             task.add_answer(answer, self.limits)
         now = time.perf_counter()
-        cost = {"seconds": now - self.last_batch, "steps": run.stats.steps, "emitted": run.stats.emitted}
-        self.last_batch = now
-        self.settle([self._record(task) for task in batch if task.done] + [{"batch": cost}])
+        seconds, self.last_batch = now - self.last_batch, now
+        cost = BatchCost(seconds=seconds, steps=run.stats.steps, emitted=run.stats.emitted)
+        self.settle([*(self._record(task) for task in batch if task.done), {"batch": cost}])
         if now - self.last_log > LOG_SECONDS:
             self._log_progress()
 
@@ -257,20 +257,18 @@ class AnswerWriter:
         self.size = len(batch) // 2
         self.log(f"out of memory with {len(batch)} rows: continuing with --batch-size {self.size}")
 
-    def settle(self, records: list[dict[str, Any]]) -> None:
+    def settle(self, records: Sequence[Record]) -> None:
         """Add records to the journal, and close the tasks that are done."""
         self.journal.add(records)
         self.open = [task for task in self.open if not task.done]
 
-    def _record(self, task: Task) -> dict[str, Any]:
+    def _record(self, task: Task) -> Record:
         if not Document(task.ids, task.mask).learnable:
             return _error(task.number, task.row, "the base ended at once, which leaves nothing to learn from")
-        split = {} if task.row.split is None else {"split": task.row.split}
-        return {
-            "row": task.number,
-            "prompt": task.row.where,
-            "source": task.row.source,
-            **split,
+        record: Record = {"row": task.number, "prompt": task.row.where, "source": task.row.source}
+        if task.row.split is not None:
+            record["split"] = task.row.split
+        record |= {
             "base": self.base,
             "tokenizer": self.tokenizer,
             "seed": task.seed,
@@ -278,8 +276,9 @@ class AnswerWriter:
             "finish": task.finish,
             "input_ids": task.ids,
             "loss_mask": [int(learnt) for learnt in task.mask],
-            "shown": self.pair.tokenizer.decode(task.ids),
+            "shown": str(self.pair.tokenizer.decode(task.ids)),
         }
+        return record
 
     def _log_progress(self) -> None:
         self.last_log = time.perf_counter()
@@ -305,7 +304,7 @@ def choose_batch(tasks: Sequence[Task], size: int) -> list[Task]:
     return alike[start : start + size]
 
 
-def _error(number: int, row: Row, reason: str) -> dict[str, Any]:
+def _error(number: int, row: Row, reason: str) -> Record:
     return {"row": number, "prompt": row.where, "error": reason.removeprefix(f"{row.where}: ")}
 
 

@@ -9,10 +9,10 @@ in order of completion, and are sorted by the order of the data set at the end.
 import heapq
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from redrafter.app.flags import format_value
 from redrafter.app.parser import Parser
@@ -22,6 +22,37 @@ from redrafter.train.regenerate.config import shard_numbers
 
 # Entries of a summary that are summed over shards.
 COUNTS = ("input", "success", "errors", "skipped", "tokens", "seconds", "steps", "emitted")
+
+
+class BatchCost(TypedDict):
+    """The cost of decoding a batch."""
+
+    seconds: float
+    steps: int
+    emitted: int
+
+
+class Record(TypedDict, total=False):
+    """A line of the journal: the settings, the cost of a batch, a failed row (`error`) or an answered row.
+
+    An answered row is also a line of the output.
+    """
+
+    settings: Mapping[str, object]
+    batch: BatchCost
+    row: int  # number of the row in the data set
+    prompt: str  # file and line of the row
+    error: str  # why the row failed
+    source: str | None
+    split: str
+    base: str
+    tokenizer: str
+    seed: int
+    temperature: float
+    finish: str  # `eos` or `length`
+    input_ids: list[int]
+    loss_mask: list[int]  # 1 for ids that the base generated
+    shown: str  # decoded `input_ids`
 
 
 class Journal:
@@ -34,13 +65,13 @@ class Journal:
         CheckpointError: The file is not a journal.
     """
 
-    def __init__(self, output: Path, settings: dict[str, Any]):
+    def __init__(self, output: Path, settings: Mapping[str, object]):
         self.output, self.path = output, output.with_name(output.name + ".partial")
         self.done: dict[int, int] = {}  # line offsets of finished and failed rows by row number
         self.errors: set[int] = set()  # numbers of the rows that failed
-        self.tokens, self.totals = 0, {"seconds": 0.0, "steps": 0, "emitted": 0}  # of all answers, and of all batches
+        self.tokens, self.totals = 0, BatchCost(seconds=0.0, steps=0, emitted=0)  # of all answers, and of all batches
         self._end = 0
-        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+        self._settings: dict[str, object] = json.loads(json.dumps(settings))
         try:
             self._file = open(self.path, "a+b")  # noqa: SIM115 - closed by __exit__
         except OSError as error:
@@ -57,7 +88,7 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def add(self, records: Iterable[dict[str, Any]]) -> None:
+    def add(self, records: Iterable[Record]) -> None:
         """Append records and flush them to the system, so that they survive a kill of the process."""
         for record in records:
             line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
@@ -66,7 +97,7 @@ class Journal:
             self._end += len(line)
         self._file.flush()
 
-    def finish(self, summary: dict[str, Any]) -> None:
+    def finish(self, summary: Mapping[str, object]) -> None:
         """Write the output, with the finished rows in the order of the data set, and remove the journal."""
         write_output(self.output, self._lines(self.done.keys() - self.errors), self._lines(self.errors), summary)
         self.remove()
@@ -76,9 +107,9 @@ class Journal:
         self._file.close()
         self.path.unlink(missing_ok=True)
 
-    def first_error(self) -> dict[str, Any]:
+    def first_error(self) -> Record:
         """Return the record of the first row that failed."""
-        record: dict[str, Any] = json.loads(next(self._lines({min(self.errors)})))
+        record: Record = json.loads(next(self._lines({min(self.errors)})))
         return record
 
     def _lines(self, rows: Set[int]) -> Iterator[bytes]:
@@ -94,7 +125,7 @@ class Journal:
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    record: dict[str, Any] = json.loads(line)
+                    record: Record = json.loads(line)
                 except ValueError as error:
                     raise CheckpointError(
                         f"{self.path}: not JSON, so no run left it there: {line[:60]!r}; delete it"
@@ -107,7 +138,7 @@ class Journal:
         if self._end == 0:
             self.add([{"settings": self._settings}])
 
-    def _note(self, record: dict[str, Any], offset: int) -> None:
+    def _note(self, record: Record, offset: int) -> None:
         """Update the attributes with a record at an offset of the file."""
         if "row" in record:
             self.done[record["row"]] = offset
@@ -116,10 +147,12 @@ class Journal:
             else:
                 self.tokens += sum(record["loss_mask"])
         elif "batch" in record:
-            for name in self.totals:
-                self.totals[name] += record["batch"][name]
+            cost = record["batch"]
+            self.totals["seconds"] += cost["seconds"]
+            self.totals["steps"] += cost["steps"]
+            self.totals["emitted"] += cost["emitted"]
 
-    def _check(self, saved: dict[str, Any]) -> None:
+    def _check(self, saved: Mapping[str, object]) -> None:
         for name, setting in self._settings.items():
             if saved.get(name) != setting:
                 values = (tuple(value) if isinstance(value, list) else value for value in (saved.get(name), setting))
@@ -137,7 +170,7 @@ def check_output(output: Path, flag: str, overwrite: bool) -> None:
         raise ArgumentError(f"{flag} {output} is there already; name another, or pass --overwrite")
 
 
-def write_output(output: Path, lines: Iterable[bytes], failed: Iterable[bytes], summary: dict[str, Any]) -> None:
+def write_output(output: Path, lines: Iterable[bytes], failed: Iterable[bytes], summary: Mapping[str, object]) -> None:
     """Write the failed rows, the summary and then `output`, which appears atomically.
 
     Raises `ArgumentError` if a file cannot be written.
