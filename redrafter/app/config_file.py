@@ -95,6 +95,7 @@ class ConfigParser(Parser):
         except ArgumentError as error:
             self.error(" ".join(str(error).split()))
         self._config |= config
+        # argparse would still demand a required option that the file provides.
         for name in config:
             flags[name].required = False
 
@@ -201,6 +202,7 @@ def _convert(value: object, option: Option) -> object:
 def _convert_scalar(value: object, arms: tuple[object, ...]) -> object:
     if type(value) in arms:
         return value
+    # JSON writes 1 for 1.0; `type` rather than isinstance, since bool is an int.
     if float in arms and type(value) is int:
         return float(value)
     raise ValueError

@@ -102,6 +102,7 @@ def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, b
         are None under torchrun, which assigns one to each process.
     """
     try:
+        # Also accept the spelling of booleans in JSON.
         value: Any = ast.literal_eval(text.replace("true", "True").replace("false", "False"))
         draft_len, *devices, rejection_sampling = value
         are_lists = len(devices) == 2 and all(isinstance(indices, list) and indices for indices in devices)
@@ -164,6 +165,7 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
 
 def _load_drafter(model: str | Target, drafter: str | None = None, tuning: str = "auto", **keywords: Any) -> Engine:
     assert isinstance(model, str), "the drafter's directory is found from the name of the model"
+    # Tables are measured in one process; with tensor parallelism the step times differ.
     unmeasured = tuning == "none" or launched_processes() > 1
     return ReDrafter.from_pretrained(model, drafter, tuning=None if unmeasured else tuning, **keywords)
 

@@ -101,6 +101,7 @@ def add_options(
     group, hints = parser.add_argument_group(title), get_type_hints(options)
     inherited = {item.name for base in options.__mro__[1:] if is_dataclass(base) for item in fields(base)}
     command = parser.prog.rpartition(" ")[2]
+    # dataclass fields list inherited ones first, but a command's own options should lead its help.
     for item in sorted(fields(options), key=lambda item: item.name in inherited):
         if item.name in without or command not in item.metadata.get("commands", command):
             continue
@@ -121,6 +122,7 @@ def add_options(
                 argument["metavar"] = _METAVARS[argument["type"]]
             argument["type"] = (types or {}).get(item.name, argument.get("type"))
         name = flag(("no_" if negated else "") + item.name)
+        # SUPPRESS: a flag that was not typed is absent, so that config files and defaults can follow.
         group.add_argument(name, dest=item.name, default=argparse.SUPPRESS, **argument)
 
 

@@ -103,6 +103,7 @@ class Pair:
         method = choose_method(options, draft)  # also validates the options, so call it without `speculate` too
         method = method if speculate else PLAIN
         tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
+        # Before `load_engine`: an invalid template is reported without waiting for weights.
         find_template(tokenizer, name)
         if method == DRAFTER and not can_draft(options, draft):
             raise CheckpointError(
@@ -134,10 +135,12 @@ class Pair:
             if arguments["adapter"] not in self.engine.adapters:
                 weights = read_adapter(path)
                 self.engine.target.adapters.load(arguments["adapter"], weights, 1, weights.rank)
+        # Tokenizers encode a word differently with a leading space, so ban both spellings.
         if options.bad_words:
             texts = (space + word for word in options.bad_words for space in ("", " "))
             spellings = dict.fromkeys(tuple(self.tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
             arguments["bad_words_ids"] = [list(ids) for ids in spellings if ids]
+        # An id outside of the vocabulary would be ignored silently, or fail on the device.
         size = self.engine.target.vocab_size
         for flag, ids in (("logit-bias", options.logit_bias or ()), ("stop-token-ids", options.stop_token_ids)):
             if wrong := [token for token in ids if not 0 <= token < size]:

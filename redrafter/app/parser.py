@@ -73,6 +73,7 @@ class Parser(argparse.ArgumentParser):
         for index, arg in enumerate(args[: args.index("--")] if "--" in args else args):
             name, equals, _ = arg.partition("=")
             meaning = find_meaning(arg, self)
+            # `--n-predict 8 9` is checked like the option that it is an alias of.
             own_name = meaning.option if isinstance(meaning, Alias) else name.replace("_", "-")
             option = self._option_string_actions.get(own_name)
             stray = "".join(args[index + (1 if equals else 2) :][:1])
@@ -104,6 +105,7 @@ class Parser(argparse.ArgumentParser):
                     most = meaning.word_count
                 case Alias(repeated=False):
                     most = int(meaning.value is None and self._option_string_actions[meaning.option].nargs != 0)
+            # A word with spaces that starts with a dash is a prompt, not a flag.
             next_flag = (at for at, word in enumerate(words) if word.startswith("-") and " " not in word)
             values = [value] if equals else words[: next(next_flag, len(words))][:most]
             if equals and not most:

@@ -73,6 +73,7 @@ def _check_picture(name: str, flag: str, *, folder: bool = False) -> None:
         raise MissingDependencyError(f"{flag} needs matplotlib: {how_to_install('bench')}")
     if folder:
         try:
+            # Created now, so that an unwritable folder fails before hours of measurement.
             Path(name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ArgumentError(f"{flag} {name} cannot be a directory: {error.strerror or error}") from error

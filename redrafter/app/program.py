@@ -76,6 +76,7 @@ def _show_own_messages_only() -> None:
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.INFO)
 
+    # Libraries warn about internals that users cannot change; show only warnings of this package.
     warnings.simplefilter("ignore")
     warnings.filterwarnings("always", category=UserWarning, module=r"redrafter(\.|$)")
     warnings.showwarning = lambda message, *_, **__: print_message("warning", message)

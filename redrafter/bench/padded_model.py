@@ -113,6 +113,7 @@ def pad_model(
     for name, value in asdict(shape).items():
         setattr(config, name, value)
     small, large = model.config.hidden_size, shape.hidden_size
+    # Padding scales the mean square by small / large, so scale epsilon alike.
     config.rms_norm_eps = model.config.rms_norm_eps * small / large
     config.tie_word_embeddings = False
     with torch.device("meta"):  # costs nothing; `_random_on` allocates
@@ -122,11 +123,13 @@ def pad_model(
     padded.model.rotary_emb = copy.deepcopy(model.model.rotary_emb).to(device)  # its buffers are not weights
     padded.generation_config = copy.deepcopy(model.generation_config)
 
+    # Keeps the added dims of the residual stream at zero at the input; the layers keep them there.
     padded.model.embed_tokens.weight[:, small:] = 0
     _corner(padded.model.embed_tokens.weight, model.model.embed_tokens.weight)
     _corner(padded.lm_head.weight, model.lm_head.weight)
     _scale_norm(padded.model.norm.weight, model.model.norm.weight)
     for layer in padded.model.layers:
+        # Zero outputs: an added layer, head or neuron contributes nothing to the residual stream.
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     for big, layer in zip(padded.model.layers, model.model.layers, strict=False):  # further layers add nothing

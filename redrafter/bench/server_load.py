@@ -110,6 +110,7 @@ class Load:
 
     def route(self, index: int) -> str:
         """Return the path that request `index` is sent to."""
+        # Servers apply the chat template to messages; texts bypass it.
         is_text = isinstance(self.prompts[index % len(self.prompts)], str)
         return "/v1/completions" if is_text else "/v1/chat/completions"
 
@@ -234,6 +235,7 @@ async def run_load(
         first = await drive(concurrency) if warm_up else []
         if first and all(completion.error and not completion.too_long for completion in first):
             raise LoadError(f"no request was answered; the first: {first[0].error}")
+        # After warm-up, so that neither connections nor first-request work is timed.
         began, cpu_began = time.perf_counter(), time.process_time()
         completions = await drive(num_requests)
         ended = time.perf_counter()
@@ -354,6 +356,7 @@ def run_server_loads(
                 run = asyncio.run(run_load(server, load, concurrency, count))
                 texts = [(load.text_key(each.index), each.text) for each in run.answered]
                 reference = reference or dict(reversed(texts))
+                # A load with more requests than the first one has texts without a reference.
                 same = [text == reference[key] for key, text in texts if key in reference]
                 summary = summarize(run, load.max_new_tokens)
                 same_texts = {"equal_texts": sum(same), "compared_texts": len(same)}

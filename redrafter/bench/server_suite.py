@@ -138,6 +138,7 @@ def run_server_suite(
             by_category: dict[str, tuple[Chats, Chats | None]] = {}
             for category, questions in suite.categories.items():
                 with report.section(f"{name}, {category}"):
+                    # Undrafted first: its answers are the reference of the drafted run.
                     ways = [
                         ask(
                             server,

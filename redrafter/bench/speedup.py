@@ -112,8 +112,10 @@ def measure_speedup(work: Workload, rows: int, repeats: int) -> Speedup:
         return lambda batch, first: work.run_batch(batch, speculate, seed=first)
 
     batches = work.batches(rows)
+    # The first call of each way is reported separately, and warms up for the timed ones.
     first = [work.run_batch(batches[0], speculate).seconds for speculate in (False, True)]
     if work.device.type == "cuda":
+        # After warm-up: compiling and capturing allocate more than steps do.
         torch.cuda.reset_peak_memory_stats(work.device)
     plain, fast = run_in_turn([way(False), way(True)], batches, repeats, alternate=True)
     stats = fast.stats
@@ -294,5 +296,6 @@ def _rival_arguments(work: Workload, name: str, assistant: str | None) -> tuple[
             "prompt_lookup_num_tokens": LOOKUP_TOKENS
         }
     model: Any = load_model(assistant, dtype=work.engine.target.dtype, device=work.device, trust_remote_code=False)
+    # Otherwise assisted generation stops drafting at the assistant's end token.
     model.generation_config.eos_token_id = None
     return f"assisted generation, {assistant}", {"assistant_model": model}

@@ -122,11 +122,13 @@ class StandingBatch:
         """Return the median time of `part` in milliseconds, captured if the step is. `part` must not change state."""
         run = part
         if self.captured.graph is not None:
+            # Without capture the launch overhead would dominate a small part.
             run = capture(part, watched=self._ranks.size > 1).replay
         return median_ms(run, self.device, ranks=self._ranks)
 
     def propose(self, proposer: Proposer) -> Callable[[], Tree]:
         """Return a function that proposes a tree for the step; its noise is drawn in advance and not timed."""
+        # Steps draw noise once for draft and verification, so it belongs to neither part.
         noise = self.sampler.noise(self.state.length + 1, proposer.depth + 1)
         return lambda: proposer.propose(self.state, self.sampler, noise, self.cache, None)
 
@@ -164,6 +166,7 @@ def opened(engine: Engine, request: Request, proposer: Proposer) -> Iterator[tup
     """Prefill all rows of a request in a new scheduler with a single proposer; the caller runs the steps."""
     with engine.scheduler_for(request, models=OneProposer(engine, proposer)) as scheduler:
         call = Call(request)
+        # The caller holds the batch still, which a step launched ahead would move.
         scheduler.overlap = False
         with call.queued(scheduler):
             scheduler.read()

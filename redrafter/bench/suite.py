@@ -64,11 +64,13 @@ def answer_questions(
     answers, asked = Answers(), 0
     dialogues = Dialogues(questions, tokenizer, work.most_prompt_tokens)
     while prompts := dialogues.next_prompts():
+        # Seeds continue over turns, so that no two turns share noise.
         turn = replace(work, prompts=prompts, seed=work.seed + asked)
         asked += len(prompts)
         batches = [prompts[first : first + rows] for first in range(0, len(prompts), rows)]
         plain, drafted = run_in_turn([way(False), way(True)], batches, repeats, alternate=True)
         answers.add(Answers(plain, drafted, 0, [compare_texts(turn, plain.texts(), drafted.texts())]))
+        # Plain answers for both ways: a near-tie must not give the ways different conversations.
         dialogues.answer(plain.texts())
     answers.skipped = dialogues.skipped
     return answers

@@ -149,6 +149,7 @@ class Tuner:
         """Yield batch sizes to time a tree at in ascending order, until a smaller tree is much faster."""
         for size in (size for size in self.sizes if _fits(tree, size)):
             yield size
+            # Larger batches favour small trees even more, so stop here.
             if any(_left_behind(self.timings[-1], other) for other in self.timings):
                 return
 
@@ -173,6 +174,7 @@ class Tuner:
         emitted = steps = 0
         ends = frozenset(end_tokens(self.engine.model))
         prompts = self.work.prompts[:MAX_WRITING_PROMPTS]
+        # A single proposer for all batches, so that steps are captured once.
         models = OneProposer(self.engine, proposer)
         for start in range(0, len(prompts), self._rows):
             request = self.request(prompts[start : start + self._rows], self.work.max_new_tokens, ends)
@@ -197,6 +199,7 @@ class Tuner:
         rows = [self.work.prompts[row % len(self.work.prompts)] for row in range(size)]
         request = self.request(rows, (WARM_UP_STEPS + TIMED_STEPS) * (proposer.depth + 1) + 1)
         times: list[float] = []
+        # Prefill happens on entry and is not timed.
         with opened(self.engine, request, proposer) as (scheduler, call):
             # Every timed step must include all rows, so stop when one ends: a short context has room for fewer steps.
             while len(times) < WARM_UP_STEPS + TIMED_STEPS and not call.ended:
@@ -259,6 +262,7 @@ def candidates(
     With `share`, includes trees whose nodes `SHARING_ROWS` rows share; `at_size` resizes them. Numbers of beams above
     the drafter's vocabulary are left out.
     """
+    # A search cannot keep more beams than there are ids.
     vocabulary = own.drafter.config.draft_vocab_size or own.drafter.config.vocab_size
     widths, search = [width for width in beams if width <= vocabulary], (own.beams, own.depth)
     tried = dict.fromkeys(trees(widths, lengths, NODE_BUDGETS))

@@ -172,7 +172,7 @@ def _bench_servers(args: argparse.Namespace) -> int:
         raise ArgumentError("an API key must be of printable ASCII characters, without spaces")
     urls = list(map(server_url, asked.url))  # validate all of them before the first request
     servers = [asyncio.run(find_server(url, vars(args).get("model"), key)) for url in urls]
-    # The conditions of the measurement, without the API key.
+    # The document records the command line, which must not contain the API key.
     words = ["KEY" if asked.api_key and asked.api_key in word else word for word in sys.argv[1:]]
     typed = asdict(options) | asdict(asked) | {"api_key": None}
     command, used = shlex.join(["redrafter", *words]), versions()

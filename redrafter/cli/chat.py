@@ -127,6 +127,7 @@ class History:
             ids = self._encoder.encode([*self._head, *({"role": role, "content": text} for role, text in turns)])
             if not self.turns or self._context is None or len(ids) + self._answer_tokens <= self._context:
                 return ids, before - len(self.turns)
+            # Drop whole turns: half of an exchange would confuse the model.
             del self.turns[0]
 
 

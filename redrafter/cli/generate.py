@@ -56,6 +56,7 @@ def run_checked(args: argparse.Namespace) -> int:
     if chat is not None:
         extra["eos_token_id"] = [*chat.eos, *options.stop_token_ids]
     if args.image:
+        # The processor inserts image placeholders, so it must render the template itself.
         ids, images = encode_with_images(pair, str(rows[0].prompt), args.image, load.trust_remote_code)
         extra |= images
     else:

@@ -184,6 +184,7 @@ def check_output(config: ConvertConfig) -> Path:
     """Return the output directory; raise `ArgumentError` if it overlaps a source or must not be replaced."""
     output = Path(str(config.output_dir))
     for source in filter(None, (config.base_model_checkpoint_dir, config.drafter_model_dir)):
+        # Resolve symbolic links: an output inside of its source would be read while it is written.
         real_output, real_source = Path(os.path.realpath(output)), Path(os.path.realpath(source))
         if real_output == real_source or real_output in real_source.parents or real_source in real_output.parents:
             raise ArgumentError(f"the output {output} and its source {source} must not hold one another")

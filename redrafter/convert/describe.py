@@ -93,6 +93,7 @@ def _locate(name: str) -> Path:
     if Path(name).exists():
         return Path(name)  # a GGUF file, too
     try:
+        # `info` must work offline and not start a download of gigabytes.
         return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
     except Exception as error:
         raise CheckpointError(f"{name} is no directory, and not in the download cache: {first_line(error)}") from error
@@ -173,6 +174,7 @@ def _describe_tunings(base: SourceBase, drafter: SourceDrafter) -> list[str] | s
 
 def _describe_drafter(drafter: SourceDrafter) -> dict[str, Any]:
     config = drafter.config
+    # Show the drafter's own fields only, not those that every transformers config has.
     theirs = {item.name for item in fields(PretrainedConfig)}
     own = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in theirs}
     return drafter_facts(config.kind, _stored(drafter.tensors), own)

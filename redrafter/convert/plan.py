@@ -71,6 +71,7 @@ class ConversionPlan:
 
     def bytes_to_write(self, output: Path) -> int:
         """Return the bytes of weights and copies that will be written to a directory, without hard links."""
+        # Hard links work only within one file system.
         disk = _existing_parent(output).stat().st_dev
         linked = lambda file: not self.copy and _is_weights(file) and file.resolve().stat().st_dev == disk  # noqa: E731
         written = sum(tensor.nbytes for tensors in self.weights.values() for tensor in tensors.values())
@@ -96,6 +97,7 @@ class ConversionPlan:
         late = self.copies.keys() & {"config.json"}  # written last: without it the directory cannot be loaded
         for name in self.copies.keys() - late:
             link_or_copy(self.copies[name], folder / name, progress, self.copy)
+        # Workers cannot be interrupted, so they check this event at each block.
         stopped = Event()
 
         def count_or_stop(count: int) -> None:
@@ -117,6 +119,7 @@ class ConversionPlan:
                 raise
         for name in late:
             link_or_copy(self.copies[name], folder / name, progress, self.copy)
+        # After the weights: a directory without config.json is not taken for a checkpoint.
         for name, content in self.json_files.items():
             (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

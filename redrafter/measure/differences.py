@@ -77,6 +77,7 @@ def find_differences(
     worst, seed = [], arguments.get("seed")
     for row, (prompt, expected) in enumerate(zip(prompts, plain, strict=True)):
         found = []
+        # A set: equal repeats need to be judged once only.
         for output in {tuple(texts[row]) for texts in repeats}:
             at = first_difference(expected, output)
             if at is None:
@@ -101,6 +102,7 @@ def _judge(engine: Engine, arguments: dict[str, Any], text: list[int], tokens: l
         one = {name: value for name, value in arguments.items() if name not in ("stop_strings", "tokenizer")}
         one |= {"max_new_tokens": 1, "speculate": False, "output_logits": True, "output_scores": True}
         ids = torch.tensor([text])  # [1, P]
+        # A cached prefix was computed with other shapes and may round differently.
         engine.forget_prefixes()
         out = engine.generate(ids, torch.ones_like(ids), return_dict_in_generate=True, **one, logit_bias=bias)
         assert isinstance(out, GenerateOutput)
@@ -119,6 +121,7 @@ def _judge(engine: Engine, arguments: dict[str, Any], text: list[int], tokens: l
         scores = scores + gumbel(seed, position, ids)[0, 0]
     margin = float(scores.max() - scores[tokens].min())
     most = tolerance(logits, engine.target.dtype)
+    # Raise each token's logit by the tolerance: if both are then drawn, rounding explains the difference.
     drawn = [int(draw({token: most}).sequences[0, -1]) for token in tokens]
     return {
         "margin": margin if math.isfinite(margin) else None,

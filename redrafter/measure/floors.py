@@ -32,6 +32,7 @@ def copy_bandwidth(device: torch.device) -> Bandwidth:
         size = min(MAX_GPU_BUFFER_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
     buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
     ms = median_ms(lambda: buffers[1].copy_(buffers[0]), device)
+    # Return the memory, which the measured batches need.
     buffers.clear()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -46,5 +47,6 @@ def slot_bytes(shapes: Sequence[LayerShape]) -> int:
 def resident_bytes(*modules: nn.Module) -> int:
     """Return the bytes of the storages of parameters and buffers; a shared storage counts once."""
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    # Tied weights share one storage.
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

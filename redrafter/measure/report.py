@@ -228,6 +228,7 @@ class Report:
         except Exception as error:
             message = f"{type(error).__name__}: {first_line(error)}"
             self.line(f"{name} failed: {message}")
+            # A user error needs no traceback; anything else is a bug in a section.
             if not isinstance(error, ReDrafterError):
                 traceback.print_exc()
             self.add("errors", {"section": name, "error": message})

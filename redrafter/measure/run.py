@@ -82,6 +82,7 @@ def median_ms(
         torch.cuda.synchronize()
         return statistics.median(start.elapsed_time(end) for start, end in events)
     seconds: list[float] = []
+    # All ranks must agree when to stop, or the next collective deadlocks: rank 0 decides.
     while len(seconds) < MIN_TIMED_CALLS or ranks.from_first(
         len(seconds) < MAX_TIMED_CALLS and sum(seconds) < MAX_CPU_SECONDS
     ):
@@ -244,6 +245,7 @@ def transformers_run(
     ids, mask = padded([prompt, [0] * pad[0]], pad[1])  # [2, P], of which the first is decoded
     ids, mask = (x[:1].to(model.device) for x in (ids, mask))
     forwards: list[None] = []
+    # transformers draws from torch's global generator.
     torch.manual_seed(seed)
     # Only with `count`: a hook makes torch.compile recompile a compiled model in each call.
     hook = model.register_forward_hook(lambda *_: forwards.append(None)) if count else nullcontext()
@@ -315,6 +317,7 @@ class Workload:
     def check(self) -> None:
         """Remove end tokens and sampling from the model's generation config; raise `ArgumentError` if no text fits."""
         engine = self.engine
+        # Every row should decode the same number of tokens, so that times compare.
         engine.model.generation_config = GenerationConfig(pad_token_id=self.pad_token)
         limit, prompt = engine.options.max_input_len, max(map(len, self.prompts))
         longest = prompt + self.max_new_tokens
@@ -356,6 +359,7 @@ class Workload:
 
     def run_batch(self, batch: Prompts, speculate: bool, *, seed: int = 0) -> Run:
         """Decode a batch in one timed run without cached prefixes; `seed` is added to the workload's seed."""
+        # Otherwise a repeated prompt would skip its prefill.
         self.engine.forget_prefixes()
         arrivals = _Arrivals(watch := Stopwatch(self.device))
         arguments = self.arguments() | {"seed": self.seed + seed, "speculate": speculate}

@@ -61,6 +61,7 @@ def mean_of(entries: Sequence[Mapping[str, Any]], names: Sequence[str] = AVERAGE
     means: dict[str, Any] = {}
     for name in names:
         values = [entry[name] for entry in entries]
+        # An entry without drafts has None instead of a list.
         lists = any(isinstance(value, list) for value in values)
         means[name] = [mean(each) for each in zip_longest(*values)] if lists else mean(values)
     return means

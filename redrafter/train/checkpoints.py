@@ -52,6 +52,7 @@ class TrainingIdentity:
     def from_config(cls, config: TrainConfig, base: str, data: str, processes: int) -> "TrainingIdentity":
         """Create the identity of a run from its config and the other attributes."""
         options = {name: value for name, value in asdict(config).items() if name not in CHANGEABLE_OPTIONS}
+        # Compare the effective rate: an explicit --lr equal to the default is the same run.
         options["lr"] = config.peak_lr
         return cls(base, data, processes, json.loads(json.dumps(options)))
 
@@ -72,6 +73,7 @@ class TrainingIdentity:
                 raise _other_option(path, name, old, new)
         if saved.data != self.data:
             raise ArgumentError(f"{path} was made with other data; to continue, give the same --data")
+        # Another number of processes may resume if it can take the same batches per step, which keeps the data order.
         accumulate = self.options["accumulate"]
         assert isinstance(accumulate, int)
         batches = saved.processes * accumulate
@@ -172,6 +174,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{checkpoint.path} holds step {checkpoint.state.step!r}, not the step in its name; delete it"
             )
+        # After the checks of the file itself, so that damage is not reported as another option.
         self.identity.check(checkpoint.identity, checkpoint.path)
         return checkpoint
 
@@ -186,6 +189,7 @@ class Checkpoints:
             torch.save(optimizer, folder / "optimizer.pt")
             torch.save(random_states, folder / "random.pt")
 
+        # Remove old checkpoints only once the new one is complete.
         write_folder(self.folder / f"step-{state.step:07}", fill)
         for old in self._steps()[: -self.keep]:
             _remove(old)
@@ -200,6 +204,7 @@ class Checkpoints:
         (folder / "trainer.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
     def _steps(self) -> list[Path]:
+        # Sort by length first: a step number above seven digits is longer and newer.
         return sorted(self.folder.glob("step-*"), key=lambda path: (len(path.name), path.name))
 
 

@@ -54,6 +54,7 @@ def chunk_loss(
     log_p = teacher[position].log_softmax(dim=-1, dtype=torch.float32)
     q, p = log_q.exp(), log_p.exp()
     known = label >= 0  # [C, K]
+    # Unknown labels use index 0; `known` removes their terms from loss and gradient.
     label = label.clamp(min=0)[:, :, None]
     label_log_q = log_q.gather(-1, label)  # [C, K, 1]
     rank = (log_q > label_log_q).sum(dim=-1)  # [C, K], 0 for the likeliest
@@ -62,10 +63,12 @@ def chunk_loss(
     drafted = known & (rank < beams)
     reached = torch.ones_like(weight)
     reached[:, 1:] = drafted[:, :-1].to(weight).cumprod(dim=1)
+    # `reach` interpolates between weighting all steps (0) and only those that drafting would reach (1).
     weight = weight * (1 - reach + reach * reached)
     hard = (1 - distill) * known  # [C, K], weight of the cross-entropy
     loss = distill * (p * (log_p - log_q)).sum(dim=-1) - hard * label_log_q.squeeze(-1)
     is_label = torch.arange(log_q.shape[-1], device=label.device) == label
+    # Closed form: the gradient of KL(p || q) in the logits is q - p, that of the cross-entropy is q - one_hot(label).
     gradient = (distill + hard)[:, :, None] * q - distill * p - torch.where(is_label, hard[:, :, None], 0.0)
 
     correct = counts & known & (rank == 0)
@@ -132,6 +135,7 @@ class HeadLoss(torch.autograd.Function):
                 head_gradient += flat @ rearrange(x_low[part], "c k r -> (c k) r")
             loss, attempted, correct = loss + result.loss, attempted + result.attempted, correct + result.correct
         ctx.gradients, ctx.dtype = (x_gradient, head_gradient), x.dtype
+        # The counts are for reports only.
         ctx.mark_non_differentiable(attempted, correct)
         return loss, attempted, correct
 

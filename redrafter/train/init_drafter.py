@@ -65,6 +65,7 @@ def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor |
     `draft_ids` are the base's ids in the drafter's vocabulary, `[V']` int64; None for all.
     """
     drafter_config = new_config(model.config, config, None if draft_ids is None else len(draft_ids))
+    # The seed determines the weights without affecting the caller's random state.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(config.seed)
         drafter = require(TrainableDrafter, make_drafter(drafter_config)).float()
@@ -96,6 +97,7 @@ def _size_recurrent(base: PretrainedConfig, config: TrainConfig) -> dict[str, An
     fewer heads and a proportionally smaller head, since both are read at every draft step.
     """
     width, depth = config_width(base), getattr(base, "num_hidden_layers", 0)
+    # Capped, since the residual layers grow with the square of the width.
     exit_dim = config.exit_dim or min(2 * width, MAX_EXIT_DIM)
     if config.recurrence == "apple" or not config.rnn:
         form: dict[str, Any] = {"recurrence": "apple", "num_layers": 2, "target_layers": (), "head_rank": 0}

@@ -73,6 +73,7 @@ def train(
     first_step: float | None = 0.0  # seconds of the first step, until its line is shown
     with trainer.teacher:
         for group in trainer.time_waiting(_groups(batches, config.accumulate)):
+            # Ask before the step, on every process: all must leave the loop at the same step, or collectives deadlock.
             fraction_done = clock.broadcast_fraction_done()
             if fraction_done >= 1:
                 break
@@ -97,6 +98,7 @@ def train(
     trainer.read_meter()
     if clock.step not in clock.state.tokens_per_step:
         trainer.run_validation()
+    # The caller saves `drafter` itself, not the trained copy.
     trainer.gather_drafter()
     drafter.eval()
     return clock.state
@@ -148,6 +150,7 @@ class Trainer:
         depth = model.config.get_text_config(decoder=True).num_hidden_layers
         self.teacher = Teacher(base.to(accelerator.device), drafter.config.target_layers_of(depth))
         self.meter = LossMeter(config.draft_len, accelerator)
+        # Before any copy is made, so that the sharded or low-rank copy is in training mode too.
         drafter.train()
         self.sharded = ShardedDrafter(drafter, config, accelerator) if config.shard_drafter else None
         self.low_rank = None if config.lora_rank is None else LowRankDrafter(drafter, config.lora_rank, config.seed)
@@ -163,6 +166,7 @@ class Trainer:
             self.unroll.device_ids = None
         if resumed is not None:
             self._load(resumed)
+        # Copy the state: the clock updates it, and `resumed` must still describe the checkpoint.
         self.clock = Clock(config, accelerator, None if resumed is None else deepcopy(resumed.state))
         self.tokens_before = self.clock.state.tokens  # tokens of the run before a resume
 
@@ -172,7 +176,8 @@ class Trainer:
             parameters["lr"] = learning_rate
         weight = sum((total_weight(mask, self.config) for _, mask, *_ in group), torch.zeros(()))
         weight = self._to_device(weight)
-        # Gradients are averaged over the processes.
+        # Dividing by the mean weight over processes turns the average of their summed losses into a mean over all
+        # predictions. The clamp covers a step whose masks are all empty.
         mean_weight = self.accelerator.reduce(weight.clone(), "mean").clamp(min=1e-9)
         for index, (tokens, mask, *segment) in enumerate(group):
             tokens, *segment = map(self._to_device, (tokens, *segment))
@@ -183,11 +188,13 @@ class Trainer:
                 self.accelerator.backward(batch_loss.loss / mean_weight)
             self.meter.add(self.clock.step, batch_loss)
         self.meter.add_weight(weight, sum(tokens.numel() for tokens, *_ in group))
+        # Clip the trained copy: with sharding or low-rank updates the original drafter has no gradients.
         norm = self.accelerator.clip_grad_norm_(self.trained.parameters(), self.config.max_grad_norm)
         if self.accelerator.scaler is None:  # a scaler skips steps with infinite gradients itself
             self.meter.expect_finite(self.clock.step, gather_tensor(norm))
         self.optimizer.step()
         self.optimizer.zero_grad()
+        # Count the step only now, since `meter` identifies a failed step by the number before it.
         self.clock.state.step += 1
 
     def time_waiting(self, groups: Iterator[list[Any]]) -> Iterator[list[Any]]:
@@ -244,6 +251,7 @@ class Trainer:
             if tokens_per_step is not None:
                 accelerator.log({"tokens per step": tokens_per_step}, step=state.step)
                 is_best = state.add_validation(tokens_per_step)
+                # Without --validate-every the only validation is the last one, and the final drafter is saved anyway.
                 keep = is_best and self.config.validate_every and accelerator.is_main_process
                 if keep and self.checkpoints is not None:
                     self.checkpoints.save_best(self.drafter, state)
@@ -257,6 +265,7 @@ class Trainer:
         self._note_time()
         with self.clock.timed("saving", paused=True):
             accelerator, scaler = self.accelerator, self.accelerator.scaler
+            # Collectives first, on every process; only the main process writes below.
             random_states = gather_random_states(accelerator)
             self.gather_drafter()
             if self.sharded is None:

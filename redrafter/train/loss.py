@@ -78,6 +78,7 @@ class Unroll(nn.Module):
         self.objective = Objective(config.distill, config.reach, drafter.config.draft_beams)
         self.drafter_ids: Tensor
         # [V], the drafter's id of each of the base's ids, or -1
+        # A buffer, so that it moves to the device with the module; derived from the drafter, so not saved.
         self.register_buffer("drafter_ids", drafter.index_ids().cpu(), persistent=False)
         self._compute = torch.compile(chunk_loss) if config.compile else chunk_loss
 
@@ -99,6 +100,7 @@ class Unroll(nn.Module):
             chunk = chunk_anchors(drafter.lm_head.out_features, config.draft_len, device)
         # Pad the anchors when compiled, so that all chunks have one size and compile once.
         anchors, weight = find_anchors(mask, config.draft_len, config.decay, chunk if config.compile else 1)
+        # Only after the selection above: it needs the mask on the CPU, where it does not wait for the device.
         anchors, weight = anchors.to(device, non_blocking=True), weight.to(device, non_blocking=True)  # [A], [A, K]
         labels = self.drafter_ids[tokens].flatten()
         last = len(labels) - 1  # steps past the end have weight 0, but their index must stay in range
@@ -107,6 +109,7 @@ class Unroll(nn.Module):
         features, embedding = (x.to(drafter.dtype) for x in (teacher_output.hidden, teacher_output.embedding))
         teacher = teacher_output.logits
         if drafter.draft_ids is not None:
+            # A softmax over the selected logits renormalises the base's distribution to the drafter's ids.
             teacher = teacher.index_select(-1, drafter.draft_ids)
 
         given, flat = GivenTexts(tokens, features, embedding, segment, anchors, position), teacher.flatten(0, 1)

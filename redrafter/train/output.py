@@ -46,6 +46,7 @@ def save_drafter(
     `write_folder` and `check_output`.
     """
     check_output(output, overwrite)
+    # A copy: casting `drafter` itself would round the weights that training may continue with.
     saved: Any = copy.deepcopy(drafter).cpu()
 
     def fill(folder: Path) -> None:
@@ -199,6 +200,7 @@ def describe_files(sources: Sequence[str]) -> list[dict[str, Any]]:
 def hash_windows(windows: Windows) -> str:
     """Return the sha256 of the windows, which changes with the data, their order, the tokenizer and the template."""
     digest = hashlib.sha256()
+    # Offsets are included, since the same tokens may be split into other windows.
     for part in (windows.tokens, windows.mask, windows.offsets):
         digest.update(part.contiguous().numpy().data)
     return digest.hexdigest()

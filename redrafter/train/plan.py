@@ -255,6 +255,7 @@ def validation_prompts(
     rows = read_rows([config.validate] if config.validate else config.data)
     held_out = [row for row in rows if row.split == "val" or (config.validate and row.split != "train")]
     length = row_length(config)
+    # One token of context must remain for the continuation.
     max_tokens = length if context is None else min(length, context - 1)
     chosen = sample_prompts(
         held_out,

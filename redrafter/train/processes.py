@@ -82,6 +82,7 @@ def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision, cpu=stays_on_cpu(config), kwargs_handlers=[handler], **arguments
     )
+    # accelerate silently falls back to independent processes if it cannot form a group, so compare with the launcher.
     started = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
     if accelerator.num_processes == 1 < started:
         raise ArgumentError(
@@ -204,7 +205,9 @@ class _Watch:
 
     def _end(self, lost_rank: int, word: bytes) -> None:
         """Exit this process because another one exited; `word` is its last message, empty if it was killed."""
+        # Set first: the main thread may be about to report an error that the lost process caused.
         self.lost.set()
+        # Exactly one process prints: the first, or the second if the first was lost.
         says_so = self.rank == 0 or (self.rank == 1 and lost_rank == 0)
         if says_so and not word:
             print_message(
@@ -213,6 +216,7 @@ class _Watch:
                 "them again, with --resume where there are checkpoints",
             )
         self.stop(LOST)
+        # `os._exit` does not flush buffers.
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
@@ -225,6 +229,7 @@ def _connect(accelerator: Accelerator) -> dict[int, socket.socket]:
     Collective: call it on every rank.
     """
     host = os.environ["MASTER_ADDR"]  # launchers run the first process on this host
+    # The address may be IPv6.
     family = socket.getaddrinfo(host, None)[0][0]
     if not accelerator.is_main_process:
         port, token = broadcast_object_list([None, None])
@@ -236,6 +241,7 @@ def _connect(accelerator: Accelerator) -> dict[int, socket.socket]:
         _, token = broadcast_object_list([server.getsockname()[1], secrets.token_bytes(TOKEN_BYTES)])
         server.settimeout(CONNECT_SECONDS)
         while len(connections) < accelerator.num_processes - 1:
+            # Any host can connect to this port, so the peer must send the token that was broadcast through accelerate.
             connection, _ = server.accept()
             connection.settimeout(GREETING_SECONDS)
             greeting = b""

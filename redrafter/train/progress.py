@@ -195,6 +195,7 @@ class LossMeter:
 
     def expect_finite(self, step: int, value: Tensor) -> None:
         """Make the next `check_finite` raise an error if `value`, `[]`, of optimizer step `step` is not finite."""
+        # On the device, without a wait: only the first bad step is kept, and `check_finite` reads it later.
         self._bad_step = torch.where((self._bad_step < 0) & ~torch.isfinite(value), step, self._bad_step)
 
     def add_weight(self, weight: Tensor, tokens: int) -> None:
@@ -204,6 +205,7 @@ class LossMeter:
 
     def check_finite(self) -> None:
         """Wait for the device; raise `NotFiniteLossError` for a loss that is not finite. Collective."""
+        # One gather for both numbers, since each costs a synchronisation.
         local = torch.stack([self._bad_step, torch.tensor(self._process_tokens, device=self._bad_step.device)])
         bad_steps, tokens = zip(*self.accelerator.gather(local[None]).tolist(), strict=True)
         self.tokens = sum(tokens)
@@ -223,6 +225,7 @@ class LossMeter:
             return
         attempted, correct = counts[: len(counts) // 2], counts[len(counts) // 2 :]
         state.loss = loss / weight
+        # `max` avoids a division by zero at depths that no rollout reached.
         state.accuracy = [right / max(tried, 1) for right, tried in zip(correct, attempted, strict=True)]
         if reset:
             self._sums.zero_()
@@ -249,6 +252,7 @@ class Console:
 
     def print_line(self, line: str) -> None:
         """Print a line above the bar."""
+        # Clears the bar, so that the line does not overwrite it.
         with tqdm.external_write_mode():
             self.log(line)
 

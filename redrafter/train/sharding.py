@@ -33,6 +33,7 @@ class ShardedDrafter:
     def __init__(self, whole: TrainableDrafter, config: TrainConfig, accelerator: Accelerator):
         self.whole, self.drafter = whole, deepcopy(whole)
         unroll = accelerator.prepare_model(Unroll(self.drafter, config), evaluation_mode=True)  # for its autocast only
+        # Before sharding, while every process has whole weights: they may differ without a common seed.
         broadcast_weights(self.drafter, accelerator)
         self._module = _Call(unroll)
         # One unit: the loss reads most weights outside of the forward of the module that owns them.
@@ -57,6 +58,7 @@ class ShardedDrafter:
         state = optimizer.state_dict()
         gathered: dict[int, dict[str, Any]] = {}
         for number, values in state["state"].items():
+            # Every process must take part in the gather, even those that drop the result.
             whole = {name: gather_tensor(value) for name, value in values.items()}
             gathered[number] = {name: value.cpu() for name, value in whole.items()} if keep else {}
         return state | {"state": gathered}

@@ -98,6 +98,7 @@ class Teacher:
     def _packed(self, segment: Tensor) -> dict[str, Any]:
         """Create the model's arguments for packed rows: positions that restart at 0 and masks between texts."""
         index = torch.arange(segment.shape[1], device=segment.device)
+        # Positions restart at each text, as the model sees it in generation.
         begins = torch.ones_like(segment, dtype=torch.bool)
         begins[:, 1:] = segment[:, 1:] != segment[:, :-1]
         position = index - torch.where(begins, index, 0).cummax(dim=1).values  # [B, T]
@@ -110,6 +111,7 @@ class Teacher:
                 seen = same & (query - key < kind.window)
             elif kind.chunk is not None:
                 seen = same & (query // kind.chunk == key // kind.chunk)
+            # One mask per kind of layer: sliding-window and chunked layers attend to fewer positions.
             masks[name] = additive_mask(seen, self.model.dtype)
         if not masks:  # no layer attends
             return {}

@@ -81,6 +81,7 @@ def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
     if config.show_sample:
         log(show_first_document(config, tokenizer))
         return
+    # Resolve the default once, so that the record and a resumed run see the same length.
     config = replace(config, length=row_length(config))
     if config.dry_run:
         processes = PartialState(cpu=stays_on_cpu(config)).num_processes
@@ -110,6 +111,7 @@ class TrainingSession:
         self.config, self.accelerator, self.tokenizer, self.console = config, accelerator, tokenizer, console
         self.windows = load_windows(config, tokenizer)
         self.target = _target(config, accelerator)  # raises an error for a base that cannot be served
+        # After the base is loaded, since only then the context of its rotary embedding is known.
         self.windows.check(self.target.vocab_size, self.target.fixed_rope_context)
         self.base = short_name(self.target.model.config.name_or_path)
         self.checkpoints, self.resumed = self._open_checkpoints()
@@ -211,6 +213,7 @@ class TrainingSession:
     def _open_checkpoints(self) -> tuple[Checkpoints, Checkpoint | None]:
         """Open the folder of checkpoints, and the checkpoint to resume. Collective: call it on every rank."""
         config, accelerator = self.config, self.accelerator
+        # Hash the windows rather than the files: renamed files with equal rows resume.
         data = hash_windows(self.windows)
         identity = TrainingIdentity.from_config(config, self.base, data, accelerator.num_processes)
         checkpoints = Checkpoints(Path(str(config.output)), config.keep, identity)
@@ -220,6 +223,7 @@ class TrainingSession:
         if not config.resume and not config.overwrite:
             check_no_checkpoints(Path(str(config.output)))
         resumed = checkpoints.newest() if config.resume else None
+        # Before any process removes or writes checkpoints.
         check_same_start(accelerator, checkpoints, resumed)
         if resumed is not None:
             checkpoints.identity = replace(identity, processes=resumed.identity.processes)
@@ -268,6 +272,7 @@ def _target(config: TrainConfig, accelerator: Accelerator) -> Target:
         return Target(load_base(accelerator.device))
     model = load_sharded(lambda: load_base("cpu"), accelerator)
     target = Target(model, type(model).__name__.removeprefix("FSDP"))  # FSDP adds this prefix to the class name
+    # Paged decoding calls layers itself, outside of the hooks that gather sharded weights.
     target.varlen = Support("its layers are spread over several processes")
     return target
 

@@ -64,6 +64,7 @@ def watch(config: TrainConfig, run: Callable[[TrainConfig], object], log: Callab
     number = 0
     while True:
         for folder in folders:
+            # Names of captured files sort by time, so rounds train on them in order.
             for file in sorted(folder.glob("*.jsonl")):
                 if file not in seen and file not in waiting:
                     waiting[file] = _count_rows(file)
@@ -83,6 +84,7 @@ def watch(config: TrainConfig, run: Callable[[TrainConfig], object], log: Callab
         log(f"round {number}: {sum(waiting.values()):,} rows of {len(waiting)} new files{earlier}")
         run(replace(config, data=tuple(map(str, [*again, *waiting])), overwrite=True))
         seen, waiting = seen | waiting, {}
+        # The first round starts from --drafter, later rounds from the drafter that was just saved.
         config = replace(config, drafter=config.output)
 
 

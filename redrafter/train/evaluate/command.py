@@ -70,6 +70,7 @@ def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -
     for beams, depth in options.shapes or (search,):
         check_beams(engine.drafter.config, beams)
         engine.drafter.check_search(engine.target, depth)
+        # Check all shapes before the base generates texts, which takes minutes.
         if (whole := 1 + beams * depth) > MAX_NODES:
             raise ArgumentError(f"--shapes {beams}x{depth} has {whole} nodes; at most {MAX_NODES} can be measured")
     trees = options.trees(search)

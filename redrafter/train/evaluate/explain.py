@@ -321,10 +321,12 @@ def trace_steps(drafter: ReplayableDrafter, target: Target, texts: Texts, shape:
 
     The drafter must be in eval mode, on the target's device and in its dtype.
     """
+    # The second shape verifies all nodes: if it accepts more, the node budget caused the miss.
     shapes, rows = [shape, replace(shape, node_budget=shape.lattice)], list[list[int]]()
 
     def trace(at: Positions) -> Tensor:
         accepted = count_accepted(drafter, target, at, shapes)[0]  # [A, 2]
+        # A step that accepted all drafts has no missed one: `classify` overrides the class that its rank gives.
         missed = accepted[:, :1].clamp(max=shape.depth - 1)
         return torch.cat([accepted, _ranks(drafter, target, at).gather(1, missed)], dim=1)  # [A, 3]
 
@@ -345,6 +347,7 @@ def best_guess_share(drafter: ReplayableDrafter, target: Target, texts: Texts, d
 
     Returns the share at each of `depth` drafts, from 0 to 1; None where no text is long enough.
     """
+    # Greedy texts need no noise, so this removes it from the search.
     plain = replace(texts, temperature=0.0, seeds=None)
     right, count = torch.zeros(depth, dtype=torch.long), torch.zeros(depth, dtype=torch.long)
     for group in group_texts(plain, target.vocab_size):

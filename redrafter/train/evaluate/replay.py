@@ -69,6 +69,7 @@ def count_accepted(drafter: ReplayableDrafter, target: Target, at: Positions, sh
     """
     state = at.state
     counts = torch.zeros(2, len(state.length), len(shapes), dtype=torch.long, device=state.tokens.device)
+    # One search per width serves all depths and budgets of this width.
     for beams in {shape.beams for shape in shapes}:
         columns = [column for column, shape in enumerate(shapes) if shape.beams == beams]
         depth = max(shapes[column].depth for column in columns)
@@ -112,6 +113,7 @@ def pending_positions(texts: Texts, index: int) -> range:
 
 def group_texts(texts: Texts, vocabulary: int) -> Iterator[list[int]]:
     """Group the indices of texts of similar length into batches for the base."""
+    # Similar lengths in one batch keep padding small; the logits dominate memory.
     group: list[int] = []
     for index in sorted(range(len(texts.tokens)), key=lambda index: len(texts.tokens[index])):
         logit_bytes = (len(group) + 1) * len(texts.tokens[index]) * vocabulary * 4
@@ -135,6 +137,7 @@ def read_positions(
     ids = tokens.clamp(min=0).to(device)
     with Teacher(target.model, drafter.layers_read(target)) as teacher:
         read = teacher.read_batch(ids)
+    # Read each text once for all of its positions, rather than once per position.
     hidden, contexts = read.hidden, drafter.read_texts(ids, read.hidden, read.embedding)  # [B, T, F]
     anchors = [(b, n) for b, i in enumerate(group) for n in pending_positions(texts, i)]
     row, position = torch.tensor(anchors, dtype=torch.long).reshape(-1, 2).unbind(1)  # [A] each
@@ -153,6 +156,7 @@ def read_positions(
     for part in torch.arange(len(row)).split(batch):
         zero = torch.zeros(len(part), dtype=torch.long, device=device)
         text_row, committed = row[part].to(device), position[part].to(device)  # [a] each
+        # The drafter reads the hidden state that predicted the pending token.
         before = hidden[text_row, committed - 1]  # [a, F]
         sampler = Sampler(
             seeds=None if seeds is None else seeds[part].to(device),
@@ -248,6 +252,7 @@ class ValidationTexts:
     def measure_all(self, drafter: ReplayableDrafter, shapes: Sequence[TreeShape], texts: Texts) -> list[ReplayStats]:
         """Replay some texts for each shape with a copy of a drafter in the base's dtype."""
         model = self.target.model
+        # A float32 drafter in training is measured in the base's dtype, in which it is served.
         served = copy.deepcopy(drafter).to(model.device, model.dtype).eval()
         by_shape = zip(shapes, replay(served, self.target, texts, shapes), strict=True)
         return [ReplayStats.sum(shape, stats) for shape, stats in by_shape]

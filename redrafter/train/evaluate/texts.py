@@ -74,12 +74,14 @@ def write_texts(
     """
     engine = Engine(target, PlainProposer(), options)
     ends = sorted(end_tokens(target.model) if end_ids is None else end_ids)
+    # Sort by length to keep padding small; results are stored by the original index.
     tokens, order = list(map(list, prompts)), sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     settings: dict[str, Any] = _NEUTRAL | ({"eos_token_id": ends} if ends else {}) | {"do_sample": temperature > 0}
     if temperature > 0:
         settings |= _NEUTRAL_SAMPLING | {"temperature": temperature}
     for first in range(0, len(order), batch_size):
         indices = order[first : first + batch_size]
+        # Seeds follow the prompt, not the batch, so that the batch size does not change texts.
         seeds = [seed + index for index in indices] if temperature > 0 else None
         batch = [prompts[index] for index in indices]
         run = timed_run(engine, batch, 0, max_new_tokens=new_tokens, seed=seeds, **settings)
@@ -327,6 +329,7 @@ def read_training_texts(
         )
     temperature = max(comparable) if recorded else min(temperatures, key=lambda value: abs(value - 1))
     rows = [row for row in rows if not recorded or row.temperature == temperature]
+    # A generator of its own, so that other random draws do not change the choice.
     choice = random.Random(seed)
     choice.shuffle(rows)
     length = DEFAULT_LENGTH if context is None else min(DEFAULT_LENGTH, context)

@@ -122,12 +122,14 @@ def make_task(
         CheckpointError: The row has nothing to answer, or its prompt is too long.
         MismatchError: The row's ids are not of this base's tokenizer.
     """
+    # A hash rather than a generator: each row's draws are independent of other rows, shards and restarts.
     digest = hashlib.blake2b(f"{config.seed}/{number}".encode(), digest_size=24).digest()
     task_seed, which, share = (int.from_bytes(digest[start : start + 8], "big") for start in (0, 8, 16))
     beginning = MIN_BEGINNING_TOKENS + share % (MAX_BEGINNING_TOKENS - MIN_BEGINNING_TOKENS + 1)
     parts = _parts(row, tokenizer, beginning)
     if not parts or not parts[0]:
         raise CheckpointError("an empty prompt")
+    # Ids outside the vocabulary would fail in the embedding, on a GPU without a usable message.
     highest = max(max(part, default=0) for part in parts)
     if highest >= limits.vocab_size:
         raise MismatchError(f"token id {highest}, but the base knows {limits.vocab_size} ids")
@@ -178,6 +180,7 @@ class AnswerWriter:
     ):
         self.pair, self.config, self.journal, self.log, self.total = pair, config, journal, log, total
         self.tokenizer, self.limits = fingerprint(pair.tokenizer), BaseLimits.from_pair(pair, config)
+        # Without folders, so that outputs do not reveal paths.
         self.base = short_name(str(pair.engine.model.config.name_or_path or pair.engine.target.name))
         self.open: list[Task] = []  # started and not done
         self.size = config.batch_size  # rows in a batch, halved when out of memory
@@ -204,6 +207,7 @@ class AnswerWriter:
                 continue
             try:
                 self.open.append(make_task(number, row, self.pair.tokenizer, self.limits, self.config))
+            # An invalid row must not end a run of hours; it is recorded as failed.
             except ReDrafterError as error:
                 self.journal.add([_error(number, row, first_line(error))])
 
@@ -240,6 +244,7 @@ class AnswerWriter:
             options = GenerationOptions(max_new_tokens=tokens, temperature=QUESTION_TEMPERATURE)
             arguments["seed"] = [task.seed for task in batch]
         elif batch[0].temperature > 0:
+            # A temperature above 0 enables sampling; `arguments` then override it for each row.
             options = replace(options, temperature=1.0, top_k=config.top_k, top_p=config.top_p)
             arguments["temperature"] = [task.temperature for task in batch]
             arguments["seed"] = [task.seed for task in batch]
@@ -337,6 +342,7 @@ def _turns(row: Row, messages: list[dict[str, str]], tokenizer: PreTrainedTokeni
     if not any(turn["role"] == "user" for turn in asked):
         raise CheckpointError("no user turn, so there is nothing to answer")
     marker = MARKER
+    # The marker must not occur in the conversation itself.
     while any(marker in turn["content"] for turn in asked):
         marker += "Z"
     answer, chat, parts = {"role": "assistant", "content": marker}, list[dict[str, str]](), list[list[int]]()
@@ -380,6 +386,7 @@ def ids_after(text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> list
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         spans = encoded["offset_mapping"]
+        # A token that spans the boundary cannot be split, so encode the rest separately.
         if not any(first < start < end for first, end in spans):
             return [token for token, (_, end) in zip(encoded["input_ids"], spans, strict=True) if end > start]
     return list(tokenizer(text[start:], add_special_tokens=False)["input_ids"])

@@ -62,6 +62,7 @@ def regenerate(
         writer = AnswerWriter(pair, config, journal, log, total)
         writer.answer(rows)
         success = len(journal.done) - len(journal.errors)
+        # Every row is accounted for.
         assert writer.input == success + len(journal.errors) + writer.skipped
         if journal.errors and not success:
             first = journal.first_error()

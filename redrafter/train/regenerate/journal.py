@@ -71,6 +71,7 @@ class Journal:
         self.errors: set[int] = set()  # numbers of the rows that failed
         self.tokens, self.totals = 0, BatchCost(seconds=0.0, steps=0, emitted=0)  # of all answers, and of all batches
         self._end = 0
+        # A round trip through JSON turns tuples into lists, to compare with saved settings.
         self._settings: dict[str, object] = json.loads(json.dumps(settings))
         try:
             self._file = open(self.path, "a+b")  # noqa: SIM115 - closed by __exit__
@@ -134,6 +135,7 @@ class Journal:
                     self._check(record.get("settings", {}))
                 self._note(record, self._end)
                 self._end += len(line)
+        # Drop a line that a kill cut short.
         self._file.truncate(self._end)
         if self._end == 0:
             self.add([{"settings": self._settings}])
@@ -181,11 +183,13 @@ def write_output(output: Path, lines: Iterable[bytes], failed: Iterable[bytes], 
     else:
         errors.unlink(missing_ok=True)
     write_atomically(output.with_name(output.name + ".json"), json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    # The output appears last: its existence means that the run has finished.
     part = output.with_name(output.name + ".part")
     try:
         with open(part, "wb") as file:
             file.writelines(lines)
             file.flush()
+            # Before the rename, or a crash of the system could leave an empty output.
             os.fsync(file.fileno())
         part.replace(output)
     except OSError as error:
