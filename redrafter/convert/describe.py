@@ -21,7 +21,7 @@ from redrafter.cache.dense import cache_in
 from redrafter.cache.states import StateShape
 from redrafter.checkpoints.merged import Defaults, boxed_pair
 from redrafter.checkpoints.mtp_layer import find_layer
-from redrafter.convert.info import Stored, batch_invariant, drafter_facts, model_facts
+from redrafter.convert.info import ModelFacts, Stored, batch_invariant, drafter_facts, model_facts, share_of_model
 from redrafter.convert.plan import possible_formats
 from redrafter.drafting.drafter_types import drafter_class
 from redrafter.drafting.mtp import MTPConfig
@@ -36,7 +36,7 @@ from redrafter.model.supported import check_states_found, check_supported, confi
 from redrafter.version import __version__
 
 
-def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
+def describe(name: str, drafter_name: str | None = None) -> dict[str, object]:
     """Return facts about a checkpoint, or about a model and a drafter for it.
 
     Args:
@@ -52,7 +52,7 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
     """
     directory = _locate(name)
     kind = kind_of(directory)
-    document: dict[str, Any] = {"path": str(directory), "kind": kind}
+    document: dict[str, object] = {"path": str(directory), "kind": kind}
     if kind == "drafter" and not drafter_class(directory).made_from_config:
         return document | {"drafter": _describe_drafter(read_own(directory))}
     if kind in ("drafter", "Apple drafter", *FOREIGN):
@@ -61,21 +61,20 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
         drafter = open_drafter(directory)
         return document | {"drafter": _describe_drafter(drafter), "converts_to": possible_formats(drafter)}
     base = open_base(directory)
-    document["model"] = _describe_model(base)
+    document["model"] = model = _describe_model(base)
     if drafter_name is not None:
         drafter = open_drafter(_locate(drafter_name))
     elif is_pair(kind):
         drafter = open_drafter(directory)
     elif (found := find_layer(base.tensors)) is not None:
-        model = document["model"]
-        config = MTPConfig(vocab_size=model["vocabulary"], hidden_size=model["hidden_size"], **found.config)
+        text = base.config.get_text_config(decoder=True)
+        config = MTPConfig(vocab_size=text.vocab_size, hidden_size=config_width(text), **found.config)
         tensors = {name: base.tensors[name] for name in found.names if name in base.tensors}
         return document | {"drafter": _describe_drafter(SourceDrafter(directory, kind, config, tensors))}
     else:
         return document
-    described = _describe_drafter(drafter)
-    share = described["parameters"] / max(document["model"]["parameters"], 1)
-    document["drafter"] = {"path": str(drafter.directory)} | described | {"share_of_model": round(share, 4)}
+    share = share_of_model(_stored(drafter.tensors), model)
+    document["drafter"] = {"path": str(drafter.directory)} | _describe_drafter(drafter) | {"share_of_model": share}
     if is_pair(drafter.kind):
         defaults = drafter.fill(Defaults())
         document["shape"] = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
@@ -99,7 +98,7 @@ def _locate(name: str) -> Path:
         raise CheckpointError(f"{name} is no directory, and not in the download cache: {first_line(error)}") from error
 
 
-def _describe_model(base: SourceBase) -> dict[str, Any]:
+def _describe_model(base: SourceBase) -> ModelFacts:
     theirs, ranks = base.trtllm_config, enumerate(base.ranks)
     tensors = base.tensors or {f"{number} {name}": x for number, rank in ranks for name, x in rank.items()}
     config: Any
@@ -117,8 +116,10 @@ def _describe_model(base: SourceBase) -> dict[str, Any]:
         facts["stored_as"] = base.gguf.stored_as
         facts["loaded_as"] = f"{dtype_name(base.gguf.dtype)}, unless --dtype names another format"
     if theirs is not None:
-        return facts | {"ranks": len(base.ranks)}
-    return facts | {"batch_invariant": batch_invariant(method), "target": _describe_target(base.config)}
+        facts["ranks"] = len(base.ranks)
+        return facts
+    facts["batch_invariant"], facts["target"] = batch_invariant(method), _describe_target(base.config)
+    return facts
 
 
 def _describe_target(config: Any) -> str:
@@ -172,7 +173,7 @@ def _describe_tunings(base: SourceBase, drafter: SourceDrafter) -> list[str] | s
     return found or none
 
 
-def _describe_drafter(drafter: SourceDrafter) -> dict[str, Any]:
+def _describe_drafter(drafter: SourceDrafter) -> dict[str, object]:
     config = drafter.config
     # Show the drafter's own fields only, not those that every transformers config has.
     theirs = {item.name for item in fields(PretrainedConfig)}
@@ -184,10 +185,10 @@ def _stored(tensors: Mapping[str, LazyTensor]) -> Stored:
     return {name: (tensor.shape, dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, object]:
     """Describe the boxed pair and the versions of the libraries, for `redrafter info` without a model."""
     boxed, gpus = boxed_pair(), range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    document = describe(str(boxed)) if boxed.is_dir() else dict[str, Any](boxed_pair="not in this installation")
+    document = describe(str(boxed)) if boxed.is_dir() else dict[str, object](boxed_pair="not in this installation")
     document["environment"] = {
         "redrafter": __version__,
         "torch": torch.__version__,

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from redrafter.app.parser import Parser, add_json
 from redrafter.app.program import import_libraries, run_command
@@ -36,7 +36,29 @@ _NOT_SHOWN = {"architectures", "dtype", "model_type", "torch_dtype", "transforme
 _NOT_SHOWN |= {"vocab_size", "draft_vocab_size", "draft_beams", "base_embedding_norms", "source_config", "text_config"}
 
 
-def describe_files(directory: Path) -> dict[str, Any] | None:
+class StoredFacts(TypedDict):
+    """The size of a checkpoint and its number formats."""
+
+    parameters: int
+    stored_as: str
+
+
+class ModelFacts(StoredFacts, total=False):
+    """The facts about a model; the last ones are shown for some models only."""
+
+    architecture: str
+    hidden_size: int | None
+    layers: int | None
+    vocabulary: int | None
+    context: int | None
+    quantised: str
+    loaded_as: str
+    ranks: int
+    batch_invariant: str
+    target: str
+
+
+def describe_files(directory: Path) -> dict[str, object] | None:
     """Describe a model, a drafter or a pair from the files of its directory, without torch.
 
     Returns None if the files are not sufficient: for another project's drafter, a GGUF file, or a model whose sizes are
@@ -46,7 +68,7 @@ def describe_files(directory: Path) -> dict[str, Any] | None:
         CheckpointError: A file is missing or broken.
     """
     kind = kind_of(directory)
-    document: dict[str, Any] = {"path": str(directory), "kind": kind}
+    document: dict[str, object] = {"path": str(directory), "kind": kind}
     if kind == "drafter":
         drafter = _describe_drafter(directory)
         return None if drafter is None else document | {"drafter": drafter, "unchecked": UNCHECKED}
@@ -63,8 +85,8 @@ def describe_files(directory: Path) -> dict[str, Any] | None:
         if drafter is None:
             return None
         config = read_json(folder / "config.json")
-        share = drafter["parameters"] / max(model["parameters"], 1)
-        document["drafter"] = {"path": str(folder)} | drafter | {"share_of_model": round(share, 4)}
+        share = share_of_model(_stored(read_headers(folder)), model)
+        document["drafter"] = {"path": str(folder)} | drafter | {"share_of_model": share}
         defaults = Defaults.read(directory / SHAPE_FILE)
         shape = defaults.shape.over(TreeShape(config.get("draft_beams"), config.get("draft_len_per_beam")))
         document["shape"] = shape.to_dict() | {"greedy_search": defaults.greedy_search}
@@ -73,7 +95,7 @@ def describe_files(directory: Path) -> dict[str, Any] | None:
     return document | {"unchecked": UNCHECKED}
 
 
-def _describe_model(config: Mapping[str, Any], headers: Mapping[str, Header]) -> dict[str, Any] | None:
+def _describe_model(config: Mapping[str, Any], headers: Mapping[str, Header]) -> ModelFacts | None:
     text = config.get("text_config", config)  # the decoder's config of a vision-language model
     if not isinstance(text, dict):
         return None
@@ -84,10 +106,11 @@ def _describe_model(config: Mapping[str, Any], headers: Mapping[str, Header]) ->
     quantization = config.get("quantization_config")
     method = str(quantization.get("quant_method")) if isinstance(quantization, dict) else None
     facts = model_facts(", ".join(map(str, names)), _stored(headers), [text[size] for size in sizes], method)
-    return facts | {"batch_invariant": batch_invariant(method)}
+    facts["batch_invariant"] = batch_invariant(method)
+    return facts
 
 
-def model_facts(architecture: str, tensors: Stored, sizes: Sequence[Any], method: str | None) -> dict[str, Any]:
+def model_facts(architecture: str, tensors: Stored, sizes: Sequence[int | None], method: str | None) -> ModelFacts:
     """Return the facts about a model that are always shown.
 
     Args:
@@ -96,9 +119,20 @@ def model_facts(architecture: str, tensors: Stored, sizes: Sequence[Any], method
         sizes: Hidden size, layers, vocabulary and context; None if unknown.
         method: Name of the quantization method; None if the model is not quantised.
     """
-    facts = {"architecture": architecture} | stored_facts(tensors)
-    facts |= dict(zip(("hidden_size", "layers", "vocabulary", "context"), sizes, strict=True))
-    return facts if method is None else facts | {"quantised": method}
+    hidden_size, layers, vocabulary, context = sizes
+    stored = stored_facts(tensors)
+    facts: ModelFacts = {
+        "architecture": architecture,
+        "parameters": stored["parameters"],
+        "stored_as": stored["stored_as"],
+        "hidden_size": hidden_size,
+        "layers": layers,
+        "vocabulary": vocabulary,
+        "context": context,
+    }
+    if method is not None:
+        facts["quantised"] = method
+    return facts
 
 
 def batch_invariant(method: str | None) -> str:
@@ -106,7 +140,7 @@ def batch_invariant(method: str | None) -> str:
     return "tried when --batch-invariant loads it" if method is None else "no: it is quantised"
 
 
-def stored_facts(tensors: Stored) -> dict[str, Any]:
+def stored_facts(tensors: Stored) -> StoredFacts:
     """Return the number of parameters of a checkpoint and their formats; maps of ids (int64) are not counted."""
     parameters = [(math.prod(shape), dtype) for shape, dtype in tensors.values() if dtype != "int64"]
     return {
@@ -115,7 +149,12 @@ def stored_facts(tensors: Stored) -> dict[str, Any]:
     }
 
 
-def drafter_facts(kind: str, tensors: Stored, config: Mapping[str, Any]) -> dict[str, Any]:
+def share_of_model(drafter: Stored, model: ModelFacts) -> float:
+    """Return the parameters of a drafter as a share of its model's, with four digits."""
+    return round(stored_facts(drafter)["parameters"] / max(model["parameters"], 1), 4)
+
+
+def drafter_facts(kind: str, tensors: Stored, config: Mapping[str, object]) -> dict[str, object]:
     """Return the facts about a drafter that are always shown.
 
     Args:
@@ -134,7 +173,7 @@ def drafter_facts(kind: str, tensors: Stored, config: Mapping[str, Any]) -> dict
     }
 
 
-def _describe_drafter(directory: Path) -> dict[str, Any] | None:
+def _describe_drafter(directory: Path) -> dict[str, object] | None:
     config = read_json(directory / "config.json")
     if "vocab_size" not in config:  # another project's config, which only the drafter's class can read
         return None
@@ -145,18 +184,23 @@ def _stored(headers: Mapping[str, Header]) -> Stored:
     return {name: (header.shape, DTYPE_NAMES.get(header.code, header.code.lower())) for name, header in headers.items()}
 
 
-def _format_lines(document: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+def _format_lines(document: Mapping[str, object], indent: str = "") -> Iterator[str]:
     for key, value in document.items():
         name = indent + key.replace("_", " ")
-        if isinstance(value, dict):
-            yield name
-            yield from _format_lines(value, indent + "  ")
-            continue
-        if value is None or isinstance(value, bool):
-            value = {None: "not set", True: "yes", False: "no"}[value]
-        elif isinstance(value, list):
-            value = ", ".join(map(str, value))
-        yield f"{name:<24}{value:,}" if isinstance(value, int) else f"{name:<24}{value}"
+        match value:
+            case dict():
+                yield name
+                yield from _format_lines(value, indent + "  ")
+            case None:
+                yield f"{name:<24}not set"
+            case bool():
+                yield f"{name:<24}{'yes' if value else 'no'}"
+            case int():
+                yield f"{name:<24}{value:,}"
+            case list():
+                yield f"{name:<24}{', '.join(map(str, value))}"
+            case _:
+                yield f"{name:<24}{value}"
 
 
 def build_parser() -> Parser:

@@ -12,6 +12,7 @@ from threading import Event
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning
 from redrafter.convert.config import ConvertConfig
@@ -35,7 +36,7 @@ from redrafter.tree.sizes import TreeShape
 
 COPY_BLOCK_BYTES = 16 << 20  # read and written at once
 MIN_FREE_BYTES = 64 << 20  # of the disk, after the conversion
-DRAFTER_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+DRAFTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = (  # and others that belong with a tokenizer
     "tokenizer.json",
     "tokenizer_config.json",
@@ -65,7 +66,7 @@ class ConversionPlan:
 
     weights: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
     copies: dict[str, Path] = field(default_factory=dict)
-    json_files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    json_files: dict[str, dict[str, object]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     copy: bool = False
 
@@ -277,7 +278,7 @@ def plan_merged(drafter: SourceDrafter, base: SourceBase | None, config: Convert
     if config.tokenizer_dir is not None:
         given = [Path(config.tokenizer_dir, name) for name in TOKENIZER_FILES]
         copies |= {file.name: file for file in given if file.is_file()}
-    json_files[SHAPE_FILE] = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
+    json_files[SHAPE_FILE] = {**defaults.shape.to_dict(), "greedy_search": defaults.greedy_search}
     return replace(plan, notes=notes)
 
 
@@ -412,7 +413,7 @@ def _cast_floats(tensors: Mapping[str, LazyTensor], dtype: str | None) -> dict[s
     }
 
 
-def _config_dict(config: Any) -> dict[str, Any]:
-    values: dict[str, Any] = config.to_diff_dict() | {"model_type": config.model_type}
+def _config_dict(config: PretrainedConfig) -> dict[str, object]:
+    values: dict[str, object] = config.to_diff_dict() | {"model_type": config.model_type}
     values["dtype"] = dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else config.dtype
     return values

@@ -29,6 +29,7 @@ from redrafter.train.sharding import ShardedDrafter, gather_tensor
 from redrafter.train.teacher import Teacher
 
 ADAM_BETAS = (0.9, 0.95)
+_Group = list[tuple[Tensor, ...]]  # the batches of an optimizer step
 
 
 def train(
@@ -104,7 +105,7 @@ def train(
     return clock.state
 
 
-def _groups(batches: Iterable[tuple[Tensor, ...]], size: int) -> Iterator[list[tuple[Tensor, ...]]]:
+def _groups(batches: Iterable[tuple[Tensor, ...]], size: int) -> Iterator[_Group]:
     """Group batches by optimizer step: `size` batches each, possibly fewer in the last group."""
     iterator = iter(batches)
     while group := list(islice(iterator, size)):
@@ -197,7 +198,7 @@ class Trainer:
         # Count the step only now, since `meter` identifies a failed step by the number before it.
         self.clock.state.step += 1
 
-    def time_waiting(self, groups: Iterator[list[Any]]) -> Iterator[list[Any]]:
+    def time_waiting(self, groups: Iterator[_Group]) -> Iterator[_Group]:
         """Yield the groups and record the time spent waiting for them."""
         while True:
             with self.clock.timed("waiting for data"):

@@ -10,7 +10,7 @@ from dataclasses import fields
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from accelerate import Accelerator
@@ -30,6 +30,14 @@ from redrafter.train.config import TrainConfig, shown_command
 from redrafter.train.output_folder import RECORD_FILE, check_output
 from redrafter.train.progress import TrainingState
 from redrafter.tree.sizes import TreeShape
+
+
+class SourceFile(TypedDict):
+    """A source of training texts; size and hash are None if it is not a file."""
+
+    name: str
+    bytes: int | None
+    sha256: str | None
 
 
 def save_drafter(
@@ -181,18 +189,18 @@ def source_revision() -> str | None:
         return None
 
 
-def describe_files(sources: Sequence[str]) -> list[dict[str, Any]]:
+def describe_files(sources: Sequence[str]) -> list[SourceFile]:
     """Describe each source of texts: its name and, if it is a file, its size and sha256."""
     descriptions = []
     for source in sources:
         path = Path(source)
-        description: dict[str, Any] = {"name": short_name(source), "bytes": None, "sha256": None}
+        description: SourceFile = {"name": short_name(source), "bytes": None, "sha256": None}
         if path.is_file():
             digest = hashlib.sha256()
             with open(path, "rb") as file:
                 for block in iter(partial(file.read, 1 << 20), b""):
                     digest.update(block)
-            description |= {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+            description["bytes"], description["sha256"] = path.stat().st_size, digest.hexdigest()
         descriptions.append(description)
     return descriptions
 

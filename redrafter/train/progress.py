@@ -54,7 +54,7 @@ class TrainingState:
         self.best_step = self.step if is_best else self.best_step
         return is_best
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the state as entries of trainer.json."""
         document = asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
         del document["seconds_by_activity"]
@@ -246,7 +246,7 @@ class Console:
     def __enter__(self) -> "Console":
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
 

@@ -19,6 +19,7 @@ from redrafter.model.forward_batch import decoder_stack
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import BatchLoss, Unroll
 from redrafter.train.processes import broadcast_weights
+from redrafter.train.teacher import TeacherOutput
 
 
 class ShardedDrafter:
@@ -39,9 +40,11 @@ class ShardedDrafter:
         # One unit: the loss reads most weights outside of the forward of the module that owns them.
         fully_shard(self._module, mesh=init_device_mesh(accelerator.device.type, (accelerator.num_processes,)))
 
-    def __call__(self, *arguments: Any) -> BatchLoss:
+    def __call__(
+        self, tokens: Tensor, mask: Tensor, teacher_output: TeacherOutput, segment: Tensor | None = None
+    ) -> BatchLoss:
         """Compute the loss of a batch; the arguments are those of `Unroll`."""
-        loss: BatchLoss = self._module(lambda unroll: unroll(*arguments))
+        loss: BatchLoss = self._module(lambda unroll: unroll(tokens, mask, teacher_output, segment))
         return loss
 
     @torch.no_grad()

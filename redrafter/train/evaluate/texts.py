@@ -188,10 +188,11 @@ class PromptSource:
         `ArgumentError` where no prompt is left.
         """
         chosen: dict[str, list[list[int]]] = {}
-        cut: dict[str, Any] = {"text_share": self.share, "max_text_tokens": self.most}
         for category, members in self._rows_by_category():
             limit = self.count or len(members)
-            encoded = sample_prompts(members, self.tokenizer, limit, max_tokens, self.seed, **cut)
+            encoded = sample_prompts(
+                members, self.tokenizer, limit, max_tokens, self.seed, text_share=self.share, max_text_tokens=self.most
+            )
             chosen.setdefault(category, []).extend(encoded)
         chosen = {category: encoded[: self.count] for category, encoded in chosen.items() if encoded}
         if not chosen:
@@ -239,7 +240,7 @@ class PromptSource:
         Returns token ids of the plain prompts, and of the same prompts in the template; none without a chat template.
         """
         plain, templated = list[list[int]](), list[list[int]]()
-        if not getattr(self.tokenizer, "chat_template", None):
+        if not self.tokenizer.chat_template:
             return plain, templated
         rows = [row for _, found in self._rows() for row in found]
         random.Random(self.seed).shuffle(rows)
