@@ -43,7 +43,7 @@ def draw(document: dict[str, Any], folder: Path) -> list[Path]:
             for size, ratio in zip(sizes, ratios, strict=True):
                 axes.annotate(f"{ratio:.2f}", (size, ratio), **ABOVE)
             _finish_ratios(axes, sizes, ratios)
-        with picture("acceptance", "share of steps that accept at least so many drafts") as axes:
+        with picture("acceptance", "share of steps that accept at least this many drafts") as axes:
             for batch in batches:
                 if shares := batch["accepted_by_depth"]:
                     axes.plot(range(1, len(shares) + 1), shares, "o-", label=f"batch {batch['batch_size']}")

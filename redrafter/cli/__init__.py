@@ -29,7 +29,7 @@ SCRIPTS = {
     ),
     "regenerate": (
         "redrafter.train.regenerate.config",
-        "let a model answer the prompts of a data set, as training data",
+        "regenerate the answers of a data set with a model, as training data",
     ),
     "convert": ("redrafter.convert.config", "merge a model and its drafter, or change their format"),
     "info": ("redrafter.convert.info", "describe a checkpoint"),

@@ -65,5 +65,5 @@ def encode(
     encoded = [encode_prompt(row, tokenizer, text_share=share, max_text_tokens=most) for row in rows]
     for row, ids in zip(rows, encoded, strict=True):
         if not ids:
-            raise ArgumentError(f"{row.where} has no tokens to write on from")
+            raise ArgumentError(f"{row.where} has no tokens to continue")
     return encoded

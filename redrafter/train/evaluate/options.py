@@ -146,7 +146,7 @@ def build_parser() -> ConfigParser:
     parser = ConfigParser(
         prog="redrafter evaluate",
         description="Measure a drafter: tokens per step and acceptance by depth, for many shapes of tree at once,\n"
-        "counted along texts that the model writes once. A table on stdout.",
+        "counted on texts that the model generates once. Prints a table on stdout.",
         epilog="examples:\n"
         "  redrafter evaluate --model my-base --drafter my-drafter --prompts questions.jsonl --num-prompts 20\n"
         "  redrafter evaluate --model my-base --drafter my-drafter --explain --data trained-on.jsonl\n"
