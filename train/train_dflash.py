@@ -110,7 +110,7 @@ def train(
     """Train a drafter on texts `[N, T]` until `part_done(steps)` is 1; the base reads them once, before the first."""
     layers = drafter.config.target_layers
     with torch.no_grad(), Teacher(model, layers) as teacher:
-        hidden = torch.cat([teacher.read(part.to(model.device)).hidden.bfloat16() for part in texts.split(32)])
+        hidden = torch.cat([teacher.read_batch(part.to(model.device)).hidden.bfloat16() for part in texts.split(32)])
     texts = texts.to(model.device)
     optimizer, steps, rate = torch.optim.AdamW(drafter.train().parameters(), betas=(0.9, 0.95)), 0, 3e-3
     while (part := part_done(steps)) < 1:

@@ -1,10 +1,10 @@
-"""Options of a command from JSON files, which `--config FILE` names, converted to what the options' dataclasses hold.
+"""Read options of a command from JSON files that `--config FILE` names, and convert them to the fields' types.
 
-A file holds one object. Its keys are the options' names with dashes or underscores, its values what the options take:
+A file holds one object that maps option names, with dashes or underscores, to their values:
 
     {"model": "my-base", "batch-size": 8, "target-layers": [8, 16, 24], "compile": true}
 
-What is typed on the command line wins over every file, and a later file over an earlier one.
+The command line overrides every file, and a later file overrides an earlier one.
 """
 
 import argparse
@@ -18,30 +18,30 @@ from redrafter.app.flags import flag, union_arms
 from redrafter.app.parser import Parser
 from redrafter.errors import ArgumentError, did_you_mean
 
-# What a value must be, in a message, by the type of the option.
-_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-_JSON_NAMES = {list: "list", str: "text", int: "number", float: "number", bool: "truth value", type(None): "null"}
+# How a message describes the value that an option of each type expects.
+_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+_JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
 class Option(NamedTuple):
     """A field of a dataclass of options, and its resolved type."""
 
-    field: Field[Any]
-    hint: Any
+    field: Field[object]
+    hint: object
 
     @property
-    def arms(self) -> tuple[Any, ...]:
+    def arms(self) -> tuple[object, ...]:
         """The types of a union; of another type, that alone."""
         return union_arms(self.hint)
 
     @property
-    def element(self) -> Any:
+    def element(self) -> object:
         """The type of the elements of a tuple, also of an optional one; None where the option holds one value."""
         return next((get_args(arm)[0] for arm in self.arms if get_origin(arm) is tuple), None)
 
     @property
-    def parser(self) -> Callable[[str], Any] | None:
-        """What reads all elements of an option from one word; None where its flag takes an element a word."""
+    def parser(self) -> Callable[[str], Iterable[object]] | None:
+        """The function that parses all elements from one word; None if the flag takes one word per element."""
         return None if self.field.metadata.get("action") == "append" else self.field.metadata.get("type")
 
 
@@ -55,13 +55,13 @@ def options_by_name(options: Iterable[type]) -> dict[str, Option]:
 
 
 class ConfigParser(Parser):
-    """A parser that also reads options from the JSON files that `--config` names; what is typed wins over them."""
+    """A parser that also reads options from the JSON files that `--config` names; flags override the files."""
 
     def __init__(self, *, options: Iterable[type], **kwargs: Any):
-        """Make a parser for the options of dataclasses, whose flags `add_options` adds."""
+        """Create a parser for dataclasses of options, whose flags `add_options` adds."""
         super().__init__(**kwargs)
         self._options = options_by_name(options)
-        self._config: dict[str, Any] = {}
+        self._config: dict[str, object] = {}
         self.add_argument(
             "--config",
             type=self._load_config,
@@ -72,20 +72,20 @@ class ConfigParser(Parser):
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse a command line, then fill in from the files what it leaves out."""
+        """Parse a command line, then set options that it omits from the files."""
         self._config = {}
         parsed, unknown = super().parse_known_args(args, namespace)
         vars(parsed).pop("config", None)
         for name, value in self._config.items():
-            if not hasattr(parsed, name):
+            if name not in parsed:
                 setattr(parsed, name, value)
         return parsed, unknown
 
     def _load_config(self, path: str) -> None:
-        """Remember the options of a file, which need not be typed any more. A mistake in it ends the program."""
+        """Store the options of a file and stop requiring their flags. An invalid file exits the program."""
         flags = {action.dest: action for action in self._actions}
         known = {name: option for name, option in self._options.items() if name in flags}
-        config: dict[str, Any] = {}
+        config: dict[str, object] = {}
         try:
             for key, value in read_object(path).items():
                 name = key.replace("-", "_")
@@ -95,27 +95,30 @@ class ConfigParser(Parser):
         except ArgumentError as error:
             self.error(" ".join(str(error).split()))
         self._config |= config
+        # argparse would still demand a required option that the file provides.
         for name in config:
             flags[name].required = False
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     for index, (key, _) in enumerate(pairs):
         if any(key == other for other, _ in pairs[:index]):
             raise ValueError(f"{key} is given twice")
     return dict(pairs)
 
 
-def read_object(file: str | Path, *, json5: bool = False) -> dict[str, Any]:
-    """Return the object that a file of options holds, in JSON, or else in JSON5 where that is allowed and installed.
+def read_object(file: str | Path, *, json5: bool = False) -> dict[str, object]:
+    """Load the object in a file of options: JSON, or with `json5` also JSON5 if its package is installed.
 
     Raises:
-        ArgumentError: It cannot be read, holds nothing, or something else than an object.
+        ArgumentError: The file cannot be read, is empty, or does not hold an object.
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # no UTF-8, or a path with a null character
-        raise ArgumentError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise ArgumentError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # no UTF-8, or a null character in the path
+        raise ArgumentError(f"{file} cannot be read: {error}") from error
     if not text.strip():
         raise ArgumentError(f"{file} is empty; it must hold a JSON object, such as {{}}")
     try:
@@ -134,17 +137,17 @@ def read_object(file: str | Path, *, json5: bool = False) -> dict[str, Any]:
     return check_object(file, document)
 
 
-def check_object(file: str | Path, document: Any) -> dict[str, Any]:
-    """Return what a file of options holds, parsed; raise `ArgumentError` unless that is an object."""
+def check_object(file: str | Path, document: object) -> dict[str, object]:
+    """Return the parsed content of a file of options; raise `ArgumentError` if it is not an object."""
     if not isinstance(document, dict):
         raise ArgumentError(f"{file} must hold a JSON object, got a {_JSON_NAMES[type(document)]}")
     return document
 
 
 def convert_value(
-    file: str | Path, key: str, value: Any, known: Mapping[str, Option], aliases: Mapping[str, str] | None = None
-) -> Any:
-    """Convert the JSON value of a file's key to what its option holds.
+    file: str | Path, key: str, value: object, known: Mapping[str, Option], aliases: Mapping[str, str] | None = None
+) -> object:
+    """Convert the JSON value of a key to the type of its option.
 
     Args:
         file: The file, as errors name it.
@@ -154,7 +157,7 @@ def convert_value(
         aliases: Names of options by their aliases.
 
     Raises:
-        ArgumentError: The key is no option, or the value of another type; it says what may be meant.
+        ArgumentError: The key is unknown or the value has another type; the message suggests a correction.
     """
     aliases = aliases or {}
     name = key.replace("-", "_")
@@ -172,8 +175,8 @@ def convert_value(
         raise ArgumentError(f"{file}: {key} must be {_expected(option)}, got {json.dumps(value)}") from None
 
 
-def _convert(value: Any, option: Option) -> Any:
-    """Convert a JSON value to what its option holds. Raises `ValueError` where it is of another type."""
+def _convert(value: object, option: Option) -> object:
+    """Convert a JSON value to the type of its option. Raises `ValueError` if the types do not match."""
     metadata, read = option.field.metadata, option.parser
     if metadata.get("required") and value in (None, []):
         raise ValueError
@@ -185,20 +188,21 @@ def _convert(value: Any, option: Option) -> Any:
             raise ValueError
     if option.element is None:
         return _convert_scalar(value, option.arms)
-    # Where a flag takes all elements as one word, such as `--target-layers 8,16,24`, a file may hold that word too.
+    # A flag that takes all elements as one word, such as `--target-layers 8,16,24`, accepts that word in a file too.
     if read is not None and isinstance(value, str):
         return tuple(read(value))
     if not isinstance(value, list):
         raise ValueError
     if option.element in _EXPECTED:
         return tuple(_convert_scalar(item, (option.element,)) for item in value)
-    assert read is not None, "a tuple of a class of ours has a function that reads it"
-    return tuple(read(",".join(_convert_scalar(item, (str,)) for item in value))) if value else ()
+    assert read is not None, "a tuple of another type declares its parser"
+    return tuple(read(",".join(str(_convert_scalar(item, (str,))) for item in value))) if value else ()
 
 
-def _convert_scalar(value: Any, arms: tuple[Any, ...]) -> Any:
+def _convert_scalar(value: object, arms: tuple[object, ...]) -> object:
     if type(value) in arms:
         return value
+    # JSON writes 1 for 1.0; `type` rather than isinstance, since bool is an int.
     if float in arms and type(value) is int:
         return float(value)
     raise ValueError
@@ -210,7 +214,7 @@ def _expected(option: Option) -> str:
     if choices := metadata.get("choices"):
         return f"one of {', '.join(choices)}"
     if option.element is not None:
-        plural = {int: "whole numbers", float: "numbers"}.get(option.element, "texts")
+        plural = "whole numbers" if option.element is int else "numbers" if option.element is float else "strings"
         example = metadata.get("metavar") if option.parser else None
         return f"a list of {plural}" + (f", as for {flag(option.field.name)} {example}" if example else "")
     return " or ".join(_EXPECTED[arm] for arm in option.arms if arm in _EXPECTED)

@@ -1,4 +1,4 @@
-"""The drafting method that command-line options choose, and the engine that is loaded for it."""
+"""Choose a drafting method from command-line options, and load its engine."""
 
 import ast
 from collections.abc import Callable
@@ -24,14 +24,18 @@ from redrafter.parallel.launched import launched_processes
 
 DRAFTING_METHODS = DRAFTER, DRAFT_MODEL, PROMPT_LOOKUP = "drafter", "draft model", "prompt lookup"
 PLAIN = "plain"  # plain decoding: nothing drafts
-_SET_BY_CONFIG = ("draft_len", "draft_device", "acceptance")  # by --draft-target-model-config, beside the device
+_SET_BY_CONFIG = (
+    "draft_len",
+    "draft_device",
+    "acceptance",
+)  # by --draft-target-model-config, in addition to the device
 
 
 def choose_method(options: LoadOptions, draft: DraftOptions) -> str:
     """Return the drafting method that the options choose, one of `DRAFTING_METHODS`.
 
     Raises:
-        ArgumentError: When the options choose several methods, or set an option that the method does not have.
+        ArgumentError: The options select several methods, or set an option that the method does not support.
     """
     asked = _asked(options, draft)
     if len(asked) > 1:
@@ -48,21 +52,22 @@ def _asked(options: LoadOptions, draft: DraftOptions) -> list[str]:
 
 
 def can_draft(options: LoadOptions, draft: DraftOptions) -> bool:
-    """Return whether the options choose a drafting method, or the model's checkpoint holds a drafter."""
+    """Return whether the options select a drafting method or the model's checkpoint includes a drafter."""
     if _asked(options, draft) or options.model is None:
         return True
     try:
         return holds_drafter(options.model)
     except OSError:
-        return True  # loading the model reports what is wrong
+        return True  # loading the model reports the error
 
 
 def check_method_options(options: LoadOptions, draft: DraftOptions, methods: set[str]) -> None:
-    """Raise `ArgumentError` for an option that was set and that none of the drafting methods has."""
+    """Raise `ArgumentError` if an option is set that none of the drafting methods supports."""
     for group in (options, draft):
+        values = vars(group)
         for item in fields(group):
             owners = {name: method for name, method in METHODS.items() if item.name in method.options}
-            if owners and not methods & owners.keys() and getattr(group, item.name) != item.default:
+            if owners and not methods & owners.keys() and values[item.name] != item.default:
                 chosen = " or ".join(
                     "a drafter" if name == DRAFTER else flag(owners[name].chosen_by) for name in owners
                 )
@@ -70,14 +75,15 @@ def check_method_options(options: LoadOptions, draft: DraftOptions, methods: set
 
 
 def apply_draft_target_config(options: LoadOptions, draft: DraftOptions) -> tuple[LoadOptions, DraftOptions]:
-    """Return both options with the values of `--draft-target-model-config` in the fields that it stands for."""
+    """Return both options with the fields that `--draft-target-model-config` sets."""
     text = draft.draft_target_model_config
     if text is None:
         return options, draft
     if draft.draft_model is None:
         raise ArgumentError("--draft-target-model-config is for --draft-model: give that too")
-    for name, value in (("device", options.device), *((n, getattr(draft, n)) for n in _SET_BY_CONFIG)):
-        if value is not None:
+    values = vars(draft) | {"device": options.device}
+    for name in ("device", *_SET_BY_CONFIG):
+        if values[name] is not None:
             raise ArgumentError(f"--draft-target-model-config says what {flag(name)} says: leave one out")
     draft_len, draft_device, device, rejection_sampling = parse_draft_target_config(text)
     acceptance = "rejection" if rejection_sampling else "match"
@@ -88,14 +94,15 @@ def apply_draft_target_config(options: LoadOptions, draft: DraftOptions) -> tupl
 def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, bool]:
     """Parse the value of `--draft-target-model-config`, a list such as "[4,[0],[1],False]".
 
-    Where torchrun has started several processes, the target is on as many devices, and each process has the whole draft
-    model, so that it may be listed on any of them.
+    Under torchrun the target is split over one device per process, and every process loads the whole draft model, so
+    the draft model may be listed on any of these devices.
 
     Returns:
-        Draft length, device of the draft model, device of the target, and whether to accept by rejection sampling. A
-        device is None where each process has one of its own.
+        Draft length, device of the draft model, device of the target, and whether to use rejection sampling. Devices
+        are None under torchrun, which assigns one to each process.
     """
     try:
+        # Also accept the spelling of booleans in JSON.
         value: Any = ast.literal_eval(text.replace("true", "True").replace("false", "False"))
         draft_len, *devices, rejection_sampling = value
         are_lists = len(devices) == 2 and all(isinstance(indices, list) and indices for indices in devices)
@@ -131,7 +138,7 @@ def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, b
 
 
 def drafting_model_name(method: str, model: str, options: LoadOptions, draft: DraftOptions) -> str | None:
-    """Return the directory or hub id of the drafter or draft model that the method uses; None if it uses neither."""
+    """Return the directory or hub id of the method's drafter or draft model; None if it has neither."""
     if method == DRAFTER:
         merged = options.drafter is None and find_defaults_file(model) is not None
         return str(Path(model) / DRAFTER_FOLDER) if merged else options.drafter or model  # which has an MTP layer
@@ -141,9 +148,9 @@ def drafting_model_name(method: str, model: str, options: LoadOptions, draft: Dr
 def load_engine(method: str, model: str | Target, options: LoadOptions, draft: DraftOptions) -> Engine:
     """Load the engine of a drafting method, one of `DRAFTING_METHODS` or `PLAIN`.
 
-    The model is a directory or hub id of the target, or a target that is loaded already.
+    `model` is a directory or hub id, or a loaded target.
     """
-    use = {item.name: getattr(options, item.name) for item in fields(EngineOptions)}
+    use = {item.name: vars(options)[item.name] for item in fields(EngineOptions)}
     load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     load["device"], load["tp_size"] = options.device, launched_processes()
     load["quantization"] = options.quantization if isinstance(model, str) else None
@@ -158,17 +165,18 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
 
 def _load_drafter(model: str | Target, drafter: str | None = None, tuning: str = "auto", **keywords: Any) -> Engine:
     assert isinstance(model, str), "the drafter's directory is found from the name of the model"
+    # Tables are measured in one process; with tensor parallelism the step times differ.
     unmeasured = tuning == "none" or launched_processes() > 1
     return ReDrafter.from_pretrained(model, drafter, tuning=None if unmeasured else tuning, **keywords)
 
 
-class Method(NamedTuple):
-    """A way to draft.
+class DraftingMethod(NamedTuple):
+    """Describes a drafting method on the command line.
 
     Attributes:
-        chosen_by: The option that chooses it.
-        options: All options that only some methods have and this one has, by the names that `load` takes.
-        load: Loads its engine: from the target, and by name from its options that are set and those of all methods.
+        chosen_by: Name of the option that selects it.
+        options: Names of the method-specific options that it supports, as keyword arguments of `load`.
+        load: Function that loads its engine from the target, the options that are set, and the common options.
     """
 
     chosen_by: str
@@ -179,7 +187,7 @@ class Method(NamedTuple):
 _SEARCH = ("num_beams", "node_budget", "draft_quantization")
 _CHAIN = ("draft_len", "acceptance", "adaptive", "draft_device")
 METHODS = {
-    DRAFTER: Method("drafter", ("drafter", "draft_len_per_beam", "tuning", *_SEARCH), _load_drafter),
-    DRAFT_MODEL: Method("draft_model", ("draft_model", *_CHAIN, *_SEARCH), DraftTarget.from_pretrained),
-    PROMPT_LOOKUP: Method("prompt_lookup", ("draft_len", "ngram"), PromptLookup.from_pretrained),
+    DRAFTER: DraftingMethod("drafter", ("drafter", "draft_len_per_beam", "tuning", *_SEARCH), _load_drafter),
+    DRAFT_MODEL: DraftingMethod("draft_model", ("draft_model", *_CHAIN, *_SEARCH), DraftTarget.from_pretrained),
+    PROMPT_LOOKUP: DraftingMethod("prompt_lookup", ("draft_len", "ngram"), PromptLookup.from_pretrained),
 }

@@ -1,4 +1,4 @@
-"""Command-line flags made from the fields of a dataclass, so that a default and its help text are written once.
+"""Build command-line flags from dataclass fields, so that each default and help text is written once.
 
 A field is declared with `option(default, help, ...)`. Its flag is its name with dashes. A `bool` field becomes a
 switch, named `--no-...` when the default is true. A `tuple` field takes one or more words, unless its `type` parses one
@@ -11,9 +11,12 @@ import shlex
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from redrafter.options import option as option
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -71,13 +74,13 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def union_arms(hint: Any) -> tuple[Any, ...]:
-    """Return the types of a union; of another type, that alone."""
+def union_arms(hint: object) -> tuple[Any, ...]:
+    """Return the member types of a union, or a tuple of the type itself if it is not a union."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def format_value(value: Any) -> str:
-    """Format an option's value as it would be typed on a command line."""
+def format_value(value: object) -> str:
+    """Format an option's value as a command line spells it."""
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -89,16 +92,17 @@ def add_options(
     title: str,
     *,
     without: Sequence[str] = (),
-    types: Mapping[str, Callable[[str], Any]] | None = None,
+    types: Mapping[str, Callable[[str], object]] | None = None,
 ) -> None:
-    """Add a flag to a parser for every field of a dataclass of options, inherited ones last, under a title in `--help`.
+    """Add a flag for each field of a dataclass to a parser, inherited fields last, under a title in `--help`.
 
-    Fields whose names are in `without` get no flag. `types` parse a flag's word by field name, for this command in
-    place of the field's own `type`.
+    Fields named in `without` get no flag. `types` maps field names to parsers that replace the field's own `type` for
+    this command.
     """
     group, hints = parser.add_argument_group(title), get_type_hints(options)
     inherited = {item.name for base in options.__mro__[1:] if is_dataclass(base) for item in fields(base)}
     command = parser.prog.rpartition(" ")[2]
+    # dataclass fields list inherited ones first, but a command's own options should lead its help.
     for item in sorted(fields(options), key=lambda item: item.name in inherited):
         if item.name in without or command not in item.metadata.get("commands", command):
             continue
@@ -119,20 +123,21 @@ def add_options(
                 argument["metavar"] = _METAVARS[argument["type"]]
             argument["type"] = (types or {}).get(item.name, argument.get("type"))
         name = flag(("no_" if negated else "") + item.name)
+        # SUPPRESS: a flag that was not typed is absent, so that config files and defaults can follow.
         group.add_argument(name, dest=item.name, default=argparse.SUPPRESS, **argument)
 
 
 def read_options(options: type[T], args: argparse.Namespace) -> T:
-    """Make a dataclass of options from parsed arguments; a flag that was not typed keeps its default."""
+    """Create a dataclass of options from parsed arguments; omitted flags keep their defaults."""
     typed = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
     return options(**{item.name: typed[item.name] for item in fields(options) if item.name in typed})  # type: ignore
 
 
-def format_command(words: Sequence[str], options: Any) -> str:
-    """Format options as a command line that begins with `words`, without defaults and with file names for paths."""
-    line = list(words)
+def format_command(words: Sequence[str], options: "DataclassInstance") -> str:
+    """Format options as a command line starting with `words`; omits defaults and shortens paths to file names."""
+    line, values = list(words), vars(options)
     for item in fields(options):
-        value = getattr(options, item.name)
+        value = values[item.name]
         if value == item.default:
             continue
         if isinstance(value, bool):

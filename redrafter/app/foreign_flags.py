@@ -1,9 +1,9 @@
-"""Flags of other programs, and of other commands of `redrafter`, and what each means to the command that gets it.
+"""Map flags of other programs, and of other `redrafter` commands, to their meaning for the current command.
 
 The programs are those of TensorRT-LLM (`run.py`, the scripts and clients of ReDrafter and of draft-target decoding,
-`trtllm-build`), its server llgtrt, vLLM, llama.cpp and scripts on transformers' `Trainer`. A flag is honoured where an
-option here has the same meaning, accepted with a note where it is not needed, and refused with a line that says what to
-type instead in every other case. `redrafter.app.parser` applies the table.
+`trtllm-build`), its server llgtrt, vLLM, llama.cpp and scripts on transformers' `Trainer`. A flag is
+translated to an equivalent option, accepted with a note if it is not needed, or rejected with an error that says what
+to type instead. `redrafter.app.parser` applies the table.
 """
 
 from dataclasses import dataclass
@@ -11,26 +11,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Alias:
-    """A flag that is honoured as an option of ours."""
+    """A flag that is translated to an equivalent option."""
 
-    option: str  # that has the same meaning
+    option: str  # equivalent option
     value: str | None = None  # of the option, for a flag that is a switch
     repeated: bool = False  # whether several words may follow the flag; the option is then repeated for each
 
 
 @dataclass(frozen=True)
 class Positional:
-    """A flag that is honoured by taking its words as those that the command takes without a flag."""
+    """A flag whose words become positional arguments of the command."""
 
     name: str  # of the positional argument
 
 
 @dataclass(frozen=True)
 class Noted:
-    """A flag that is not needed: it is accepted with a note."""
+    """A flag that has no effect and is accepted with a note."""
 
-    reason: str  # why it is not needed, for the note
-    for_option: str  # the meaning is for commands that have this option
+    reason: str  # why it has no effect, for the note
+    for_option: str  # applies only to commands with this option
     word_count: int = 0  # words that follow the flag
 
 
@@ -38,13 +38,13 @@ class Noted:
 class Refused:
     """A flag that ends the program with an error."""
 
-    instead: str  # what to type in its place, for the error message
-    for_option: str  # the meaning is for commands that have this option
+    instead: str  # replacement that the error message suggests
+    for_option: str  # applies only to commands with this option
 
 
 FlagMeaning = Alias | Positional | Noted | Refused
 
-# An option that only the commands of one group have, by which a meaning finds the commands that it is for.
+# Each of these options identifies one group of commands, since no other command has it.
 GENERATING, PRINTING, LOADING, SERVING = "--max-new-tokens", "--color", "--model", "--host"
 CONVERTING, RUNNING = "--base-model-checkpoint-dir", "--kv-cache-free-gpu-memory-fraction"
 DRAFT_MODEL_FLAG = "--draft-model"
@@ -75,7 +75,7 @@ _REUSE = (
 )
 _CHUNKED = (Noted("long prompts are read in pieces; --no-chunked-context forbids it", "--no-chunked-context"),)
 
-# Names have dashes between their words. Of a flag's meanings, a command takes the first that fits its options.
+# Names use dashes. A command uses the first meaning that applies to its options, so order the specific ones first.
 _TRTLLM: dict[str, tuple[FlagMeaning, ...]] = {
     # models
     "--model-dir": _MODEL,
@@ -86,7 +86,7 @@ _TRTLLM: dict[str, tuple[FlagMeaning, ...]] = {
         Refused("--base-model-checkpoint-dir DIR: an engine holds no weights that can be read", CONVERTING),
     ),
     "--draft-engine-dir": (Refused("--draft-model DIR, a Hugging Face model", DRAFT_MODEL_FLAG),),
-    "--tokenizer-dir": (Refused("leave it out: the tokenizer is the one beside the model", RUNNING),),
+    "--tokenizer-dir": (Refused("leave it out: the tokenizer is loaded from the model's directory", RUNNING),),
     "--data-type": (Alias("--dtype"),),
     "--hf-data-type": (Alias("--dtype"),),
     "--lora-dir": (Alias("--adapter"), Refused("--lora-modules NAME=DIR", "--lora-modules")),
@@ -112,7 +112,7 @@ _TRTLLM: dict[str, tuple[FlagMeaning, ...]] = {
     "--output-len": (Alias("--max-new-tokens"),),
     "--random-seed": (Alias("--seed"),),
     "--stop-words": (Alias("--stop", repeated=True),),
-    "--end-id": (Refused("--stop-token-ids N, which ends a text beside the model's own", "--stop-token-ids"),),
+    "--end-id": (Refused("--stop-token-ids N, which end a text in addition to the model's own", "--stop-token-ids"),),
     "--length-penalty": (Refused(_NO_BEAM_SEARCH, GENERATING),),
     "--early-stopping": (Refused(_NO_BEAM_SEARCH, GENERATING),),
     "--beam-search-diversity-rate": (Refused(_NO_BEAM_SEARCH, GENERATING),),
@@ -156,12 +156,12 @@ _TRTLLM: dict[str, tuple[FlagMeaning, ...]] = {
     "--dense-context-fmha": (Noted("no kernels are chosen when converting", CONVERTING),),
 }
 
-# By the owner of the flags, as messages name it.
+# Flags by the program that defines them; messages print that name.
 FLAGS: dict[str, dict[str, tuple[FlagMeaning, ...]]] = {
     "TensorRT-LLM": _TRTLLM,
     "llgtrt": {
         "--engine": (Refused(f"MODEL, {_NO_ENGINE}", SERVING), Refused(f"--model DIR, {_NO_ENGINE}", LOADING)),
-        "--tokenizer": (Refused("leave it out: the tokenizer is the one beside the model", RUNNING),),
+        "--tokenizer": (Refused("leave it out: the tokenizer is loaded from the model's directory", RUNNING),),
         "--lora-root": (Refused("--lora-modules NAME=DIR for each adapter", "--lora-modules"),),
         "--print-complete-config": (Alias("--print-config"),),
     },

@@ -1,4 +1,4 @@
-"""A target, its drafter and its tokenizer, loaded as command-line options say, and timed runs of `generate` on them."""
+"""Load a target, its drafter and its tokenizer from command-line options, and time `generate` on them."""
 
 import os
 import secrets
@@ -33,7 +33,7 @@ from redrafter.parallel.launched import launched_processes
 from redrafter.sampling.params import NUMBERS
 
 NO_DRAFT_OPTIONS = DraftOptions()
-# What else may write or draft, in commands that have these options.
+# Alternatives to a drafter that messages suggest, for commands that have these options.
 _OTHER_METHODS = (
     ", draft with a smaller model (--draft-model D) or with the text itself (--prompt-lookup), or write plainly "
     "(--no-speculate)"
@@ -41,7 +41,7 @@ _OTHER_METHODS = (
 
 
 def boxed_model() -> str:
-    """Return the directory of the boxed pair; raise `CheckpointError` if this installation has none."""
+    """Return the directory of the boxed pair; raise `CheckpointError` if it is not installed."""
     path = boxed_pair()
     if not (path / "config.json").is_file():
         raise CheckpointError(f"this installation holds no boxed pair at {path}: say which model to use with --model")
@@ -49,7 +49,7 @@ def boxed_model() -> str:
 
 
 def check_options(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadOptions, DraftOptions]:
-    """Check the options as far as is possible before a model is loaded, and fill in their defaults.
+    """Validate the options before any model is loaded, and resolve their defaults.
 
     Returns:
         Directory or hub id of the model, the load options with a device, and the draft options.
@@ -72,8 +72,8 @@ def check_options(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadO
 def limit_threads(device_type: str) -> None:
     """Let torch use one CPU thread if the model is on a GPU and OMP_NUM_THREADS is not set.
 
-    The CPU then works on small tensors only. In a container that may use fewer cores than torch sees, its threads would
-    wait for each other.
+    The CPU then processes small tensors only. In a container with fewer cores than torch detects, its threads would
+    block each other.
     """
     if device_type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -91,18 +91,19 @@ class Pair:
 
     @classmethod
     def load(cls, options: LoadOptions, draft: DraftOptions | None = None, speculate: bool = True) -> "Pair":
-        """Load the target, its tokenizer and what drafts for it.
+        """Load the target, its tokenizer and its drafting engine.
 
-        A command that needs a drafter has no `draft` options. Without `speculate` only the target is loaded.
+        `draft` is None for commands that require a drafter. Without `speculate` only the target is loaded.
 
         Raises:
-            CheckpointError: The target comes without a drafter, and nothing else is to draft.
+            CheckpointError: The target has no drafter and no other drafting method is selected.
         """
         others = "" if draft is None else _OTHER_METHODS
         name, options, draft = check_options(options, draft or NO_DRAFT_OPTIONS)
-        method = choose_method(options, draft)  # also checks the options, which plain decoding needs too
+        method = choose_method(options, draft)  # also validates the options, so call it without `speculate` too
         method = method if speculate else PLAIN
         tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
+        # Before `load_engine`: an invalid template is reported without waiting for weights.
         find_template(tokenizer, name)
         if method == DRAFTER and not can_draft(options, draft):
             raise CheckpointError(
@@ -111,12 +112,12 @@ class Pair:
         engine = load_engine(method, name, options, draft)
         return cls(name, method, drafting_model_name(method, name, options, draft), tokenizer, engine)
 
-    def run(self, prompts: Prompts, options: GenerationOptions, **arguments: Any) -> Run:
-        """Decode prompts in one timed batch; `arguments` of `Engine.generate` win over those from `options`."""
+    def run_batch(self, prompts: Prompts, options: GenerationOptions, **arguments: Any) -> Run:
+        """Decode prompts in one timed batch; `arguments` of `Engine.generate` override those from `options`."""
         return timed_run(self.engine, prompts, pad_token_of(self.tokenizer), **self.arguments(options) | arguments)
 
     def arguments(self, options: GenerationOptions) -> dict[str, Any]:
-        """Return the arguments of `Engine.generate` that the options stand for."""
+        """Convert the options to arguments of `Engine.generate`."""
         sampling = options.sampling or (options.temperature is None and self.engine.do_sample is True)
         arguments: dict[str, Any] = {
             "max_new_tokens": options.max_new_tokens,
@@ -127,18 +128,19 @@ class Pair:
         if options.sampling:
             temperature = options.temperature
             arguments["temperature"] = list(temperature) if isinstance(temperature, tuple) else temperature
-        for name in (*NUMBERS, "logit_bias"):
-            if getattr(options, name, None) is not None:
-                arguments[name] = getattr(options, name)
+        values = vars(options)
+        arguments |= {name: values[name] for name in (*NUMBERS, "logit_bias") if values.get(name) is not None}
         if options.adapter is not None:
             arguments["adapter"], path = split_adapter(options.adapter)
             if arguments["adapter"] not in self.engine.adapters:
                 weights = read_adapter(path)
                 self.engine.target.adapters.load(arguments["adapter"], weights, 1, weights.rank)
+        # Tokenizers encode a word differently with a leading space, so ban both spellings.
         if options.bad_words:
             texts = (space + word for word in options.bad_words for space in ("", " "))
             spellings = dict.fromkeys(tuple(self.tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
             arguments["bad_words_ids"] = [list(ids) for ids in spellings if ids]
+        # An id outside of the vocabulary would be ignored silently, or fail on the device.
         size = self.engine.target.vocab_size
         for flag, ids in (("logit-bias", options.logit_bias or ()), ("stop-token-ids", options.stop_token_ids)):
             if wrong := [token for token in ids if not 0 <= token < size]:
@@ -148,7 +150,7 @@ class Pair:
         if options.stop_token_ids:
             arguments["eos_token_id"] = [*end_tokens(self.engine.model), *options.stop_token_ids]
         if sampling and self.engine.model.generation_config.top_k is None:
-            arguments.setdefault("top_k", 0)  # or transformers would keep only the 50 likeliest tokens
+            arguments.setdefault("top_k", 0)  # transformers defaults to the 50 likeliest tokens
         if options.stop:
             arguments |= {"stop_strings": list(options.stop), "tokenizer": self.tokenizer}
         return arguments
@@ -168,7 +170,7 @@ class ChatEncoder:
         self.eos = end_tokens(pair.engine.model, self._tokenizer)
 
     def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Return the token ids of a chat, up to where the model's next answer begins."""
+        """Return the token ids of a chat, ending where the model's next answer starts."""
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except TemplateError as error:

@@ -6,13 +6,16 @@ A default is written once, here; `redrafter.app.flags` makes the flags and their
 import argparse
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
 
 from redrafter.app.flags import biases, dtype_word, flag, format_value, integers
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError
 from redrafter.options import option
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MAX_COUNT = 1_000_000  # largest value of an option that counts something
 MAX_SEED = (1 << 62) - 1
@@ -24,7 +27,7 @@ PROMPTS_HELP = (
 
 @dataclass(frozen=True)
 class LoadOptions(EngineOptions):
-    """Which model and drafter to load, and how."""
+    """Options that select the model and the drafter, and configure how they are loaded."""
 
     model: str | None = option(
         None,
@@ -64,13 +67,13 @@ class LoadOptions(EngineOptions):
         choices=("fp8",),
     )
     draft_quantization: str | None = option(
-        None, "the same as --quantization, for the drafter or the draft model", choices=("fp8",)
+        None, "quantization of the drafter or the draft model, as --quantization for the model", choices=("fp8",)
     )
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Options of drafting without a recurrent drafter: with a smaller LM, or with a lookup in the text itself."""
+    """Options of drafting without a recurrent drafter: with a smaller LM, or by prompt lookup."""
 
     draft_model: str | None = option(
         None,
@@ -81,7 +84,7 @@ class DraftOptions:
     )
     prompt_lookup: bool = option(False, "draft the tokens that followed the same tokens earlier in the text")
     draft_len: int | None = option(None, "tokens drafted per step by --draft-model or --prompt-lookup (default: 4)")
-    ngram: int | None = option(None, "most tokens to look up (default: 2)")
+    ngram: int | None = option(None, "maximum n-gram length to look up (default: 2)")
     acceptance: str | None = option(
         None,
         "match: accept a draft that equals the token that the model draws itself. rejection: accept it by rejection "
@@ -99,12 +102,19 @@ class DraftOptions:
     )
 
 
+class PromptCut(TypedDict):
+    """Arguments that select the part of a row's text to use as prompt."""
+
+    share: float
+    most: int | None
+
+
 @dataclass(frozen=True)
 class PromptOptions:
-    """Options that cut a prompt out of each row of a data set, for every command that has `--prompts`."""
+    """Options that select the part of a data set's row to use as prompt, for every command with `--prompts`."""
 
-    prompt_share: float = option(1.0, "share of the tokens of a row's text that is the prompt")
-    prompt_tokens: int | None = option(None, "most tokens of a row's text that are the prompt (default: all)")
+    prompt_share: float = option(1.0, "fraction of the tokens of a row's text to use as prompt")
+    prompt_tokens: int | None = option(None, "maximum number of tokens of a row's text to use as prompt (default: all)")
 
     def __post_init__(self) -> None:
         if not 0 < self.prompt_share <= 1:
@@ -112,14 +122,14 @@ class PromptOptions:
         check_numbers(self, "prompt_tokens")
 
     @property
-    def cut(self) -> dict[str, Any]:
+    def cut(self) -> PromptCut:
         """Arguments of `redrafter.measure.prompts.encode`."""
         return {"share": self.prompt_share, "most": self.prompt_tokens}
 
 
 @dataclass(frozen=True)
 class SuiteOptions:
-    """A suite of questions to measure on, for `evaluate` and `bench`, and where its tables go."""
+    """Options of `evaluate` and `bench` that select a suite of questions and the files for its tables."""
 
     suite: str | None = option(
         None,
@@ -141,14 +151,14 @@ class SuiteOptions:
     )
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            if self.suite is None and getattr(self, item.name) is not None:
-                raise ArgumentError(f"{flag(item.name)} is for --suite: give that too")
+        for name, value in vars(self).items():
+            if self.suite is None and value is not None:
+                raise ArgumentError(f"{flag(name)} is for --suite: give that too")
 
     def refuse_others(self, args: argparse.Namespace, names: Iterable[str]) -> None:
-        """Raise `ArgumentError` where a suite is measured and an option was typed that has no meaning with it."""
+        """Raise `ArgumentError` if `--suite` is given together with an option of `names` that does not apply to it."""
         for name in sorted(names):
-            if self.suite is not None and hasattr(args, name):
+            if self.suite is not None and name in args:
                 raise ArgumentError(f"{flag(name)} has no meaning with --suite: leave it out")
 
 
@@ -156,7 +166,7 @@ class SuiteOptions:
 class GenerationOptions:
     """Options of generation, under Hugging Face's names; None takes the value of the model's generation config."""
 
-    max_new_tokens: int = option(128, "most new tokens")
+    max_new_tokens: int = option(128, "maximum number of new tokens")
     temperature: float | tuple[float, ...] | None = option(
         None,
         "0 is greedy, a higher value samples, whatever the checkpoint's greedy_search says (default: greedy, unless "
@@ -187,7 +197,10 @@ class GenerationOptions:
         (), "end the answer after this text (may be repeated)", action="append", metavar="TEXT"
     )
     stop_token_ids: Sequence[int] = option(
-        (), "end the answer after these tokens too, beside the model's own end tokens", type=integers, metavar="ID,..."
+        (),
+        "end the answer after these tokens, in addition to the model's own end tokens",
+        type=integers,
+        metavar="ID,...",
     )
     adapter: str | None = option(
         None,
@@ -204,32 +217,33 @@ class GenerationOptions:
                 raise ArgumentError(f"each --temperature must be above 0, got {typed}; write greedily in another run")
         elif self.temperature is not None and not 0 <= self.temperature < math.inf:
             raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
+        values = vars(self)
         for name in ("top_k", "top_p", "min_p"):
-            if getattr(self, name) is not None and not self.sampling:
+            if values[name] is not None and not self.sampling:
                 raise ArgumentError(f"{flag(name)} is for sampling: give --temperature above 0 too")
         check_numbers(self, "top_p", "min_p", least=0, most=1)
         for name in ("frequency_penalty", "presence_penalty"):
-            if not math.isfinite(getattr(self, name) or 0.0):
-                raise ArgumentError(f"{flag(name)} must be a finite number, got {getattr(self, name)}")
+            if not math.isfinite(values[name] or 0.0):
+                raise ArgumentError(f"{flag(name)} must be a finite number, got {values[name]}")
         if not all(map(math.isfinite, (self.logit_bias or {}).values())):
             raise ArgumentError(f"--logit-bias must be of finite numbers, such as 11=-100, got {self.logit_bias}")
         for name in ("stop", "bad_words"):
-            if "" in getattr(self, name):
+            if "" in values[name]:
                 raise ArgumentError(f"{flag(name)} needs a text, got an empty one")
 
     @property
     def sampling(self) -> bool:
-        """True if the temperature asks for sampling: it is above 0, or given for each prompt."""
+        """Whether the temperature enables sampling: it is above 0, or set for each prompt."""
         return bool(self.temperature)
 
 
-def check_numbers(options: Any, *names: str, least: float = 1, most: float = MAX_COUNT) -> None:
-    """Raise `ArgumentError` for a field's number, or one of several, outside of a range; drop duplicates of several.
+def check_numbers(options: "DataclassInstance", *names: str, least: float = 1, most: float = MAX_COUNT) -> None:
+    """Raise `ArgumentError` if a field's number, or one of its numbers, is out of range; remove duplicates.
 
-    The options are a frozen dataclass, whose fields are replaced in place; one of None is left out.
+    `options` is a frozen dataclass whose fields are replaced in place; fields that are None are skipped.
     """
     for name in names:
-        value = getattr(options, name)
+        value = vars(options)[name]
         numbers = tuple(dict.fromkeys(value)) if isinstance(value, tuple) else (value,)
         if not all(number is None or least <= number <= most for number in numbers):
             bounds = f"{least:g} or more" if most == math.inf else f"from {least:g} to {most}"

@@ -1,4 +1,4 @@
-"""The argument parser of every command: full names, underscores for dashes, others' flags, errors in one line."""
+"""Argument parser of all commands: underscores for dashes, flags of other programs, one-line errors."""
 
 import argparse
 import re
@@ -12,17 +12,17 @@ from redrafter.app.program import print_message
 from redrafter.errors import did_you_mean
 
 NUMBER = r"[-+]?(\d[\d,]*\.?\d*|\.\d+)(e[-+]?\d+)?"
-ALL_WORDS = 1 << 20  # for a flag that takes all words up to the next flag
+ALL_WORDS = 1 << 20  # word limit of a flag that takes all words up to the next flag
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes options by their full names and reports a mistake as one line on stderr with exit code 2.
+    """A parser that requires full option names and reports an error as one line on stderr with exit code 2.
 
-    Names may have underscores for dashes. Flags of other programs and commands are translated.
+    Names may use underscores for dashes. Flags of other programs and commands are translated.
 
     Attributes:
-        commands: Parsers of the commands by name, where `add_commands` was called; else empty.
-        option_types: Dataclasses that the flags are made from, where they are known.
+        commands: Parsers of the commands by name; empty unless `add_commands` was called.
+        option_types: Dataclasses that define the flags; may be empty.
     """
 
     def __init__(self, **kwargs: Any):
@@ -43,15 +43,17 @@ class Parser(argparse.ArgumentParser):
         return name.replace("_", "-") in self._option_string_actions
 
     def fits(self, meaning: FlagMeaning) -> bool:
-        """Return whether a meaning of a flag is for this parser's command."""
-        if isinstance(meaning, Positional):
-            return any(action.dest == meaning.name and not action.option_strings for action in self._actions)
-        return self.has_option(meaning.option if isinstance(meaning, Alias) else meaning.for_option)
+        """Return whether a meaning of a flag applies to this parser's command."""
+        match meaning:
+            case Positional(name):
+                return any(action.dest == name and not action.option_strings for action in self._actions)
+            case Alias(option=option) | Noted(for_option=option) | Refused(for_option=option):
+                return self.has_option(option)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse a command line; an unknown argument ends the program, with a hint at the option that may be meant."""
+        """Parse a command line; an unknown argument exits the program with a hint at a similar option."""
         args = list(sys.argv[1:] if args is None else args)
-        if not self.commands:  # or the parser of the command gets the words after its name
+        if not self.commands:  # else the command's own parser receives the words that follow its name
             self._refuse_stray_numbers(args)
             args = self._translate(args)
         parsed, unknown = super().parse_known_args(args, namespace)
@@ -64,13 +66,14 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def _refuse_stray_numbers(self, args: Sequence[str]) -> None:
-        """Refuse a number right after an option that has its value: it would be taken for a prompt or a name."""
+        """Reject a number that follows an option's value, since it would be parsed as a prompt or a name."""
         positional = next((action for action in self._actions if not action.option_strings), None)
         if positional is None:
             return
         for index, arg in enumerate(args[: args.index("--")] if "--" in args else args):
             name, equals, _ = arg.partition("=")
             meaning = find_meaning(arg, self)
+            # `--n-predict 8 9` is checked like the option that it is an alias of.
             own_name = meaning.option if isinstance(meaning, Alias) else name.replace("_", "-")
             option = self._option_string_actions.get(own_name)
             stray = "".join(args[index + (1 if equals else 2) :][:1])
@@ -78,11 +81,11 @@ class Parser(argparse.ArgumentParser):
                 hint = f"; for one a prompt: {name} 0.7,0.2" if option.type is temperatures else ""
                 self.error(
                     f"{name} takes one value, and {stray} after it would be a {positional.metavar}{hint}; put {stray} "
-                    "first, or behind --, where that is meant"
+                    "first, or following --, if that is intended"
                 )
 
     def _translate(self, args: Sequence[str]) -> list[str]:
-        """Return a command line with this command's options for others' flags, and with dashes for underscores."""
+        """Replace flags of other programs with this command's options, and underscores with dashes."""
         translated, words = list[str](), list(args)
         while words:
             word = words.pop(0)
@@ -94,13 +97,15 @@ class Parser(argparse.ArgumentParser):
                 is_flag = name.startswith("--") and " " not in name
                 translated.append((name.replace("_", "-") if is_flag else name) + equals + value)
                 continue
-            if isinstance(meaning, Refused):
-                self.error(f"{name} is {_in_table(name)[0]}'s; here: {meaning.instead}")
-            most = ALL_WORDS  # that belong to the flag, of those after it
-            if isinstance(meaning, Noted):
-                most = meaning.word_count
-            elif isinstance(meaning, Alias) and not meaning.repeated:
-                most = int(meaning.value is None and self._option_string_actions[meaning.option].nargs != 0)
+            most = ALL_WORDS  # number of following words that belong to the flag
+            match meaning:
+                case Refused(instead):
+                    self.error(f"{name} is {_in_table(name)[0]}'s; here: {instead}")
+                case Noted():
+                    most = meaning.word_count
+                case Alias(repeated=False):
+                    most = int(meaning.value is None and self._option_string_actions[meaning.option].nargs != 0)
+            # A word with spaces that starts with a dash is a prompt, not a flag.
             next_flag = (at for at, word in enumerate(words) if word.startswith("-") and " " not in word)
             values = [value] if equals else words[: next(next_flag, len(words))][:most]
             if equals and not most:
@@ -109,14 +114,15 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"argument {name}: expected a value")
             if not equals:
                 del words[: len(values)]
-            if isinstance(meaning, Noted):
-                print_message("note", f"{name} is {_in_table(name)[0]}'s; not needed here: {meaning.reason}")
-            elif isinstance(meaning, Positional):
-                translated += values
-            elif meaning.value is not None:
-                translated.append(f"{meaning.option}={meaning.value}")
-            else:
-                translated += [f"{meaning.option}={value}" for value in values] or [meaning.option]
+            match meaning:
+                case Noted(reason):
+                    print_message("note", f"{name} is {_in_table(name)[0]}'s; not needed here: {reason}")
+                case Positional():
+                    translated += values
+                case Alias(option, str(switch_value)):
+                    translated.append(f"{option}={switch_value}")
+                case Alias(option):
+                    translated += [f"{option}={value}" for value in values] or [option]
         return translated
 
     def error(self, message: str) -> NoReturn:
@@ -125,9 +131,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def find_meaning(word: str, parser: Parser) -> FlagMeaning | None:
-    """Return what a flag of another program or command, with or without `=value`, means to a command.
+    """Return the meaning of another program's or command's flag, with or without `=value`, for a command.
 
-    None when the command has an option of that name itself, or the table has no meaning for the command.
+    None if the command defines an option of that name, or if the table has no meaning for the command.
     """
     if parser.has_option(word.partition("=")[0]):
         return None
@@ -136,7 +142,7 @@ def find_meaning(word: str, parser: Parser) -> FlagMeaning | None:
 
 
 def _in_table(word: str) -> tuple[str, Sequence[FlagMeaning]]:
-    """Return whose flag a word is, with or without `=value`, and what it means; nothing if the table has it not."""
+    """Look up a flag, with or without `=value`: its owner and its meanings, both empty for an unknown flag."""
     name = word.partition("=")[0].replace("_", "-")
     return next(((owner, flags[name]) for owner, flags in FLAGS.items() if name in flags), ("", ()))
 

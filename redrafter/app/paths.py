@@ -1,13 +1,13 @@
-"""Checks of what options name, before any module that needs torch is imported.
+"""Validate files, directories and models that options name, before any module that needs torch is imported.
 
-An option says with `names=` (`redrafter.options.option`) which check its value gets.
+The `names=` argument of `redrafter.options.option` selects the check for an option's value.
 """
 
 from collections.abc import Callable
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from redrafter.app.flags import flag
 from redrafter.data.rows import check_data
@@ -17,15 +17,19 @@ from redrafter.files.atomic_file import check_writable
 from redrafter.files.checkpoint_kind import check_source, kind_of, split_adapter, wrong_kind_error
 from redrafter.measure.prompts import check_prompts
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-def check_paths(*groups: Any) -> None:
-    """Check what the options of dataclasses name: that it can be read or written. Nothing is left behind.
 
-    Raises `ArgumentError` or `CheckpointError`, naming what is wrong.
+def check_paths(*groups: "DataclassInstance") -> None:
+    """Check that paths and models named by options can be read or written, without leaving files on the disk.
+
+    Raises `ArgumentError` or `CheckpointError` naming the option.
     """
     for options in groups:
+        values = vars(options)
         for item in fields(options):
-            value, check = getattr(options, item.name), item.metadata.get("names")
+            value, check = values[item.name], item.metadata.get("names")
             if check is not None and value is not None:
                 for name in value if isinstance(value, tuple | list) else (value,):
                     if name == "":
@@ -38,8 +42,10 @@ def check_file(name: str, flag: str) -> None:
     try:
         with open(name, "rb"):
             pass
-    except (OSError, ValueError) as error:  # ValueError: NUL in a name
-        raise ArgumentError(f"{flag} {name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise ArgumentError(f"{flag} {name} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a null character in the name
+        raise ArgumentError(f"{flag} {name} cannot be read: {error}") from error
 
 
 def check_adapter(name: str, flag: str) -> None:
@@ -67,6 +73,7 @@ def _check_picture(name: str, flag: str, *, folder: bool = False) -> None:
         raise MissingDependencyError(f"{flag} needs matplotlib: {how_to_install('bench')}")
     if folder:
         try:
+            # Created now, so that an unwritable folder fails before hours of measurement.
             Path(name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ArgumentError(f"{flag} {name} cannot be a directory: {error.strerror or error}") from error

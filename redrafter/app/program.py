@@ -3,8 +3,8 @@
 Exit codes: 0 for success, 2 for an error that the user can correct, 130 after Ctrl-C, 141 when the reader of stdout has
 closed it. A bug keeps its traceback.
 
-Where torchrun has started several processes, all run the same command on the same words. An error of the user is met by
-all of them; rank 0 says it, and torchrun, as soon as one process ends with an error, ends the others.
+Under torchrun all processes run the same command line, so all of them detect a user error. Rank 0 prints it; torchrun
+terminates the other processes as soon as one exits with an error.
 """
 
 import importlib
@@ -17,25 +17,25 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
-from io import TextIOBase
+from io import TextIOBase, TextIOWrapper
 from typing import Any, NoReturn
 
 from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
 from redrafter.parallel.launched import launched_processes, process_rank
 
 SHARED_COMMANDS = ("generate", "serve", "bench")  # those that torchrun may start in several processes
-# For which a process leaves it to rank 0 to say what is wrong. If it does, torchrun ends this process meanwhile.
+# Ranks above 0 wait this long before they report an error; if rank 0 exits with it, torchrun ends them meanwhile.
 SILENT_SECONDS = 15.0
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code; print an error that the user can correct as one line on stderr.
+    """Run a command and return its exit code; print a user error as one line on stderr.
 
-    Such are a `ReDrafterError`, a missing package and a file that cannot be opened. Any other error is a bug: it is
-    raised, so that its traceback is shown.
+    User errors are `ReDrafterError`, a missing package and a file that cannot be opened. Any other exception is a bug
+    and propagates, so that its traceback is shown.
     """
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, TextIOWrapper):  # not a test's or a rank's stream in memory
             stream.reconfigure(errors="replace")  # for characters that the terminal cannot show
     try:
         with warnings.catch_warnings():
@@ -76,22 +76,24 @@ def _show_own_messages_only() -> None:
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.INFO)
 
+    # Libraries warn about internals that users cannot change; show only warnings of this package.
     warnings.simplefilter("ignore")
     warnings.filterwarnings("always", category=UserWarning, module=r"redrafter(\.|$)")
     warnings.showwarning = lambda message, *_, **__: print_message("warning", message)
 
 
 def import_libraries(module: str) -> Any:
-    """Import a module of this package that needs torch and transformers, and silence what these log.
+    """Import a module of this package that needs torch and transformers, and silence their logging.
 
-    A command calls it once its options are checked, so that a mistake in them is reported without waiting for these.
+    A command calls it once its options are validated, so that an invalid option is reported without waiting for
+    imports.
     """
     silence_libraries()
     return importlib.import_module(module)
 
 
 def silence_libraries() -> None:
-    """Let transformers and huggingface_hub log errors alone."""
+    """Limit logging of transformers and huggingface_hub to errors."""
     import huggingface_hub
     import transformers
 
@@ -110,7 +112,7 @@ def run_rank(name: str, command: Callable[[], int]) -> int:
             f"{', '.join(SHARED_COMMANDS)} alone: start `redrafter {name}` without torchrun"
         )
 
-    def run_silently() -> int:  # on a rank other than 0; what ends it is said, unless rank 0 is ended by the same
+    def run_silently() -> int:  # on ranks other than 0; prints an error only if rank 0 does not exit with it
         said = _LastTexts()
         try:
             with redirect_stdout(said), redirect_stderr(said):
@@ -130,7 +132,7 @@ def run_rank(name: str, command: Callable[[], int]) -> int:
 
 
 class _LastTexts(TextIOBase):
-    """A stream that keeps the last of what is written to it."""
+    """A stream that keeps the most recent writes."""
 
     def __init__(self) -> None:
         self.texts: deque[str] = deque(maxlen=100)

@@ -1,4 +1,4 @@
-"""Chat templates (Jinja) read from files: one that the user names, or one beside the model."""
+"""Read chat templates (Jinja) from a file that the user names, or from the model's directory."""
 
 import json
 from pathlib import Path
@@ -10,12 +10,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from redrafter.errors import ArgumentError
 from redrafter.files.hub import find_model_file
 
-# Files beside a model that transformers does not read into the tokenizer; it reads chat_template.jinja itself.
+# Template files in a model's directory that transformers does not load; it loads chat_template.jinja itself.
 _EXTRA_TEMPLATE_FILES = ("chat_template.j2", "chat_template.json")
 
 
 def read_template(file: str | Path) -> str:
-    """Read a chat template from a file, and check its syntax; raise `ArgumentError` where there is none.
+    """Read a chat template from a file and check its syntax; raise `ArgumentError` for an invalid file.
 
     The file is a Jinja template in UTF-8, or a `.json` file with the template under `chat_template`.
     """
@@ -26,14 +26,17 @@ def read_template(file: str | Path) -> str:
         render_jinja_template([], chat_template=text)  # compiles the template; there is no conversation to render
     except TemplateSyntaxError as error:
         raise ArgumentError(f"chat template {file}, line {error.lineno}: {error.message}") from error
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text in UTF-8, or no JSON that has a chat_template"
-        raise ArgumentError(f"chat template {file} cannot be read: {reason}") from error
+    except OSError as error:
+        raise ArgumentError(f"chat template {file} cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ArgumentError(
+            f"chat template {file} cannot be read: it is no text in UTF-8, or no JSON that has a chat_template"
+        ) from error
     return text
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
-    """Set the tokenizer's chat template from a file beside the model, if it has none and there is such a file."""
+    """Set the tokenizer's chat template from a file in the model's directory, if it has none and a file exists."""
     for name in _EXTRA_TEMPLATE_FILES if not tokenizer.chat_template else ():
         file = find_model_file(model, name)
         if file is not None:
@@ -42,7 +45,7 @@ def find_template(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, model: str, file: str | None) -> None:
-    """Set the tokenizer's chat template from a file, if one is given; raise `ArgumentError` where it then has none."""
+    """Set the tokenizer's chat template from `file`, if given; raise `ArgumentError` if the tokenizer has none."""
     if file is not None:
         tokenizer.chat_template = read_template(file)
     if not tokenizer.chat_template:

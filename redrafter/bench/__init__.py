@@ -1,1 +1,1 @@
-"""The measurements behind `redrafter bench` and `redrafter tune`."""
+"""Measurements of `redrafter bench` and `redrafter tune`."""

@@ -1,4 +1,4 @@
-"""Options of `redrafter compare`, `tune` and `bench`; apart from what measures, so that `--help` needs no torch."""
+"""Options of `redrafter compare`, `tune` and `bench`, in a module without torch so that `--help` is fast."""
 
 import math
 from collections.abc import Sequence
@@ -10,20 +10,20 @@ from redrafter.errors import ArgumentError
 from redrafter.options import option
 
 RIVALS = ("eager", "static", "assisted")  # baselines that `--against` may name
-# Generation options that `redrafter compare` does not have, since transformers' assisted generation has none such.
+# Generation options without a flag in `redrafter compare`: transformers' assisted generation does not support them.
 NOT_IN_COMPARE = ("frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "stop_token_ids", "adapter")
 
 
 @dataclass(frozen=True)
 class MeasureOptions(PromptOptions):
-    """The prompts that a command measures with."""
+    """Options that select the prompts of a measurement."""
 
     prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE", names="prompts")
 
 
 @dataclass(frozen=True)
 class CompareOptions(MeasureOptions):
-    """The prompts of `redrafter compare`, and how it measures."""
+    """Options of `redrafter compare`."""
 
     num_prompts: int | None = option(None, "use the first N prompts (default: all)")
     max_input_len: int | None = option(None, "leave out prompts of more than N tokens (default: none)")
@@ -47,7 +47,7 @@ class CompareOptions(MeasureOptions):
 
 @dataclass(frozen=True)
 class WorkOptions(MeasureOptions):
-    """How `tune` and `bench` let a model write."""
+    """Generation options of `tune` and `bench`."""
 
     max_new_tokens: int = option(128, "new tokens of each row; no token ends a text early")
     temperature: float = option(0.0, "0 is greedy, a higher value samples")
@@ -63,7 +63,7 @@ class WorkOptions(MeasureOptions):
 
 @dataclass(frozen=True)
 class TuneOptions(WorkOptions):
-    """The tree shapes and batch sizes that `redrafter tune` measures, on which prompts and for how long."""
+    """Options of `redrafter tune`: tree shapes, batch sizes, prompts and time limit."""
 
     max_new_tokens: int = option(64, "new tokens for each prompt and tree shape")
     batch_sizes: Sequence[int] | None = option(
@@ -77,10 +77,10 @@ class TuneOptions(WorkOptions):
         metavar="N,...",
     )
     seconds: float | None = option(
-        None, "measure for at most this long, and write nothing if trees are left then (default: as long as it takes)"
+        None, "time limit in seconds; writes nothing if it ends before all trees are measured (default: no limit)"
     )
     out: str | None = option(
-        None, "file to write (default: where from_pretrained looks)", metavar="FILE", names="new file"
+        None, "file to write (default: the one that from_pretrained loads)", metavar="FILE", names="new file"
     )
     plot: str | None = option(None, "also draw a figure; needs matplotlib", metavar="FILE.png", names="picture")
 
@@ -93,7 +93,7 @@ class TuneOptions(WorkOptions):
 
 @dataclass(frozen=True)
 class BenchOptions(WorkOptions):
-    """What `redrafter bench` measures, and what it compares with."""
+    """Options of `redrafter bench`: its measurements and baselines."""
 
     num_prompts: int = option(
         8, "least number of rows to measure each batch size on; with --suite, questions of each category, if not all"
@@ -102,12 +102,12 @@ class BenchOptions(WorkOptions):
     repeats: int = option(3, "runs of each measurement; the median counts")
     waves: int | None = option(
         None,
-        "also decode N times as many prompts as rows in one call, whose texts take each other's places (default: no)",
+        "also decode N times as many prompts as rows in one call, with continuous batching (default: no)",
     )
     context: Sequence[int] = option(
         (),
-        "also time the parts of a step after N tokens of context; beyond the model's own context, only the times mean "
-        "anything (default: only after the prompts)",
+        "also time the parts of a step after N tokens of context; beyond the model's own context, only the times are "
+        "valid (default: only after the prompts)",
         type=integers,
         metavar="N,...",
     )
@@ -143,9 +143,7 @@ class BenchOptions(WorkOptions):
         super().__post_init__()
         check_numbers(self, "batch_sizes", "context", "draft_vocab_sizes", "num_prompts", "repeats", "pad_head_rank")
         if self.waves is not None and self.waves < 2:
-            raise ArgumentError(
-                f"--waves must be 2 or more, got {self.waves}: a single wave is what is measured anyway"
-            )
+            raise ArgumentError(f"--waves must be 2 or more, got {self.waves}: a single wave is always measured")
         if self.pad_head_rank is not None and self.pad_to is None:
             raise ArgumentError("--pad-head-rank is for --pad-to: give that too")
         object.__setattr__(self, "against", tuple(dict.fromkeys(self.against)))
@@ -158,7 +156,7 @@ class BenchOptions(WorkOptions):
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Which servers `redrafter bench --url` measures, and how many requests they get."""
+    """Options of `redrafter bench --url`: the servers to measure and the number of requests."""
 
     url: Sequence[str] = option(
         (),
@@ -178,8 +176,8 @@ class ServerOptions:
     )
     api_key: str | None = option(
         None,
-        "with --url: bearer token for all servers; a command line is there for all to read: better in the environment "
-        "as REDRAFTER_API_KEY or OPENAI_API_KEY",
+        "with --url: bearer token for all servers; other users can read a command line, so prefer the environment "
+        "variable REDRAFTER_API_KEY or OPENAI_API_KEY",
         metavar="KEY",
     )
 

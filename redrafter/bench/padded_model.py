@@ -1,9 +1,9 @@
-"""A small model at a large one's cost: the same text, from weights padded to the large shape.
+"""Pad a small model to the cost of a large one, with unchanged output.
 
-A trained pair writes real text but is too small to measure a GPU with; an untrained large model has the cost but writes
-noise that no drafter can guess. Padding has both. The residual stream gets dims that stay zero, attention gets heads
-and the MLP neurons that nothing reads, the stack gets layers that add nothing, and the head gets rows whose logits are
-masked. Every kernel runs at the large shape, and the logits are the small model's, up to rounding.
+A trained pair generates real text but is too small to measure a GPU; an untrained large model has the cost but
+generates noise that no drafter predicts. Padding combines both. The residual stream gets dims that stay zero, attention
+gets heads and the MLP gets neurons that nothing reads, the stack gets layers that add zero, and the head gets rows
+whose logits are masked. Every kernel runs at the large shape, and the logits equal the small model's, up to rounding.
 
 The mean square of a vector that zeros were added to is d/D of what it was, D of d dims. So a norm's weights are scaled
 by the root of d/D and its epsilon by d/D, and so are the drafter's weights that read the outputs of layers, which it
@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError
 
-ADDED_WEIGHT_STD = 0.02  # what Llama models are initialised with
+ADDED_WEIGHT_STD = 0.02  # initialisation of Llama models
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,13 @@ class PadShape:
     vocab_size: int
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        sizes = asdict(self)
+        for name, value in sizes.items():
+            if type(value) is not int or value < 1:
                 raise ArgumentError(f"PadShape.{name} must be a positive integer, got {value!r}")
         for whole, part in (("num_attention_heads", "num_key_value_heads"), ("hidden_size", "num_attention_heads")):
-            if getattr(self, whole) % getattr(self, part):
-                raise ArgumentError(
-                    f"PadShape.{whole} must be a multiple of {part}={getattr(self, part)}, got {getattr(self, whole)}"
-                )
+            if sizes[whole] % sizes[part]:
+                raise ArgumentError(f"PadShape.{whole} must be a multiple of {part}={sizes[part]}, got {sizes[whole]}")
 
 
 SHAPES = {
@@ -62,7 +61,7 @@ SHAPES = {
 
 
 def describe(shape_name: str, base_name: str) -> str:
-    """Return the sentence that every table of a padded model carries."""
+    """Return the note that is printed with every table of a padded model."""
     return (
         f"This is {base_name}'s text at {shape_name}'s cost: {base_name} zero-padded to that shape, "
         f"not a {shape_name} model."
@@ -70,7 +69,7 @@ def describe(shape_name: str, base_name: str) -> str:
 
 
 class PaddedHead(nn.Linear):
-    """A head `[V, D]` that computes all logits and then masks those of the added ids, so that none is ever drawn."""
+    """A head `[V, D]` that computes all logits and then masks those of the added ids, so that none is ever sampled."""
 
     def __init__(self, hidden_size: int, vocab_size: int, real: int):
         super().__init__(hidden_size, vocab_size, bias=False)
@@ -85,11 +84,11 @@ class PaddedHead(nn.Linear):
 
 @contextmanager
 def unmasked(model: PreTrainedModel) -> Iterator[None]:
-    """Switch a padded model's mask off while a `Target` binds it.
+    """Disable a padded model's mask while a `Target` binds it.
 
     The target's self-test subtracts logits, and the difference of two that are -inf is not a number.
     """
-    head: Any = model.get_output_embeddings()
+    head = model.get_output_embeddings()
     assert isinstance(head, PaddedHead)
     real, head.real = head.real, head.out_features
     try:
@@ -104,7 +103,7 @@ def pad_model(
 ) -> PreTrainedModel:
     """Pad a Llama without biases: its logits are equal for the model's own ids, and -inf for the added ones.
 
-    The result is in the model's dtype, for inference, and not to be saved, as a checkpoint does not know its head.
+    The result has the model's dtype and is for inference only: a checkpoint would not restore its masked head.
 
     Raises:
         ArgumentError: The model is not a plain Llama, or does not fit into the shape.
@@ -114,6 +113,7 @@ def pad_model(
     for name, value in asdict(shape).items():
         setattr(config, name, value)
     small, large = model.config.hidden_size, shape.hidden_size
+    # Padding scales the mean square by small / large, so scale epsilon alike.
     config.rms_norm_eps = model.config.rms_norm_eps * small / large
     config.tie_word_embeddings = False
     with torch.device("meta"):  # costs nothing; `_random_on` allocates
@@ -123,11 +123,13 @@ def pad_model(
     padded.model.rotary_emb = copy.deepcopy(model.model.rotary_emb).to(device)  # its buffers are not weights
     padded.generation_config = copy.deepcopy(model.generation_config)
 
+    # Keeps the added dims of the residual stream at zero at the input; the layers keep them there.
     padded.model.embed_tokens.weight[:, small:] = 0
     _corner(padded.model.embed_tokens.weight, model.model.embed_tokens.weight)
     _corner(padded.lm_head.weight, model.lm_head.weight)
     _scale_norm(padded.model.norm.weight, model.model.norm.weight)
     for layer in padded.model.layers:
+        # Zero outputs: an added layer, head or neuron contributes nothing to the residual stream.
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     for big, layer in zip(padded.model.layers, model.model.layers, strict=False):  # further layers add nothing
@@ -154,9 +156,9 @@ def pad_drafter(
 ) -> RecurrentDrafter:
     """Pad a drafter for a padded model: its logits are the same, over the same ids.
 
-    The exit dim, the gate and the layer that fuses the target's hidden states grow with the hidden size; the target's
-    layers that are read keep their numbers. The head keeps its rows, as a drafter learns the ids that a target writes.
-    An attention to the text keeps its heads and its window.
+    The exit dim, the gate and the layer that fuses the target's hidden states grow with the hidden size; the indices of
+    the target's layers are unchanged. The head keeps its rows, since a drafter learns the ids that a target generates.
+    Context attention keeps its heads and its window.
 
     Args:
         drafter: The small model's drafter.
@@ -180,14 +182,14 @@ def pad_drafter(
         _check_grows(name, getattr(drafter.config, name), getattr(config, name))
     config.rms_norm_eps = drafter.config.rms_norm_eps * d / hidden_size
     config.draft_vocab_size = drafter.lm_head.out_features
-    config.base_embedding_norms = None  # added ids moved the rows that a base is told by
+    config.base_embedding_norms = None  # padding changes the embedding rows that identify a base
     with torch.device("meta"):
         module: Any = RecurrentDrafter(config)
     padded: RecurrentDrafter = _random_on(module, device, drafter.dtype, seed)
     assert padded.draft_ids is not None
     padded.draft_ids.copy_(torch.arange(config.draft_vocab_size) if drafter.draft_ids is None else drafter.draft_ids)
 
-    # Zero where added: an embedding, and h, unless it is fused from the outputs of layers, which are zero there too.
+    # An embedding is zero where it was padded; so is h, unless it is fused from outputs of layers.
     h_silent = drafter.fuse is None
     if drafter.fuse is not None:
         assert padded.fuse is not None
@@ -207,7 +209,7 @@ def pad_drafter(
         assert padded.input_proj is not None
         _connect(padded.input_proj, drafter.input_proj, exit_parts, (2, d), silent=(0,) if h_silent else ())
     for index, (big, layer) in enumerate(zip(padded.layers, drafter.layers, strict=True)):
-        reads_h = index == 0 and drafter.input_proj is None  # what a layer puts there is not zero
+        reads_h = index == 0 and drafter.input_proj is None  # a layer's output is not zero where it was padded
         silent = (0,) if reads_h and h_silent else ()
         _connect(big.linear, layer.linear, exit_parts, exit_parts, silent)  # type: ignore[arg-type]
     head_parts = exit_parts
@@ -225,24 +227,29 @@ def pad_drafter(
     return padded
 
 
-def _connect_context(padded: Any, drafter: Any) -> None:
-    """Write a drafter's attention to the text into a padded one.
+def _connect_context(padded: RecurrentDrafter, drafter: RecurrentDrafter) -> None:
+    """Write a drafter's context attention into a padded drafter.
 
-    It normalises states and hidden states, so what is added to these must be zero, as it is in an embedding. Then they
-    come out as the root of D/d of what they were. Queries and keys are normalised again, unpadded, with an epsilon that
-    is d/D of what it was; so their weights are scaled by that root twice.
+    It normalises states and hidden states, so their added dims must be zero, as in an embedding. Their norm then scales
+    them by the root of D/d. Queries and keys are normalised again, unpadded, with an epsilon that is scaled by d/D; so
+    their weights are scaled by that root twice.
     """
     d, wide = drafter.config.hidden_size, padded.config.hidden_size
-    if drafter.fuse is not None:
+    if padded.fuse is not None:
         _silence(padded.fuse, d)
     if drafter.config.rnn and drafter.config.recurrence == "gated":
-        _silence(padded.rnn_gate, wide + d)  # the gate of what is zero may be anything
+        _silence(padded.rnn_gate, wide + d)  # the gate of a zero state has no effect
     elif drafter.config.rnn:
         _silence(padded.rnn_w, d)
         _silence(padded.rnn_u, d)
     big, small = padded.context, drafter.context
-    for name, inputs, scale in (("query", 1, d / wide), ("key", 2, d / wide), ("value", 2, (d / wide) ** 0.5)):
-        large, layer = getattr(big, name), getattr(small, name)
+    assert big is not None
+    assert small is not None
+    for large, layer, inputs, scale in (
+        (big.query, small.query, 1, d / wide),
+        (big.key, small.key, 2, d / wide),
+        (big.value, small.value, 2, (d / wide) ** 0.5),
+    ):
         _connect(large, layer, (1, layer.out_features), (inputs, d), silent=range(inputs))
         large.weight.unflatten(1, (inputs, wide))[..., :d] *= scale
     big.scale.copy_(small.scale)
@@ -255,7 +262,7 @@ def _silence(layer: nn.Linear, first: int) -> None:
         layer.bias[first:] = 0
 
 
-def _check_fits(config: Any, shape: PadShape) -> None:
+def _check_fits(config: LlamaConfig, shape: PadShape) -> None:
     if config.model_type != "llama":
         raise ArgumentError(f"only a model of type 'llama' can be padded, got {config.model_type!r}")
     if bias := next((name for name in ("attention_bias", "mlp_bias") if getattr(config, name)), None):
@@ -264,7 +271,7 @@ def _check_fits(config: Any, shape: PadShape) -> None:
         raise ArgumentError(f"head_dim cannot be padded: the model has {config.head_dim}, the shape {shape.head_dim}")
     for name, value in asdict(shape).items():
         _check_grows(name, getattr(config, name), value)
-    group, large_group = (x.num_attention_heads // x.num_key_value_heads for x in (config, shape))
+    group, large_group = (x.num_attention_heads // _kv_heads(x) for x in (config, shape))
     if group > large_group:
         raise ArgumentError(
             f"heads cannot be placed: {group} of the model's read one key-value head, but only {large_group} of the "
@@ -291,13 +298,17 @@ def _corner(big: Tensor, small: Tensor) -> None:
 
 
 def _scale_norm(big: Tensor, small: Tensor) -> None:
-    """Write a norm's weights times the root of d/D, which undoes that added zeros make the mean square d/D of it."""
+    """Write a norm's weights times the root of d/D: added zeros scale the mean square of its input by d/D."""
     _corner(big, small * (len(small) / len(big)) ** 0.5)
 
 
-def _by_head(weight: Tensor, name: str, shape: Any) -> Tensor:
+def _kv_heads(shape: PadShape | LlamaConfig) -> int:
+    return shape.num_key_value_heads or shape.num_attention_heads  # a LlamaConfig of None has one for each query head
+
+
+def _by_head(weight: Tensor, name: str, shape: PadShape | LlamaConfig) -> Tensor:
     """Split the axis of heads by key-value head, so that a corner keeps each head with the key-value head it reads."""
-    groups, head_dim = shape.num_key_value_heads, shape.head_dim
+    groups, head_dim = _kv_heads(shape), shape.head_dim
     if "k_proj" in name or "v_proj" in name:
         return weight.unflatten(0, (groups, head_dim))  # [kv, head_dim, D]
     heads = (groups, shape.num_attention_heads // groups, head_dim)
@@ -307,14 +318,14 @@ def _by_head(weight: Tensor, name: str, shape: Any) -> Tensor:
 def _connect(
     big: nn.Linear, small: nn.Linear, outs: tuple[int, int], ins: tuple[int, int], silent: Collection[int] = ()
 ) -> None:
-    """Write a small layer's weights into a padded one, so that the small layer's outputs read its inputs only.
+    """Write a small layer's weights into a padded one, whose first outputs then depend on the small inputs only.
 
     Args:
         big: The padded layer, with random weights.
         small: The layer to write.
         outs: `(parts, size)` of the small output: `parts` vectors one after the other, each padded by itself.
         ins: The same of the small input.
-        silent: Input parts that are zero where they were padded; the weights that read those stay random.
+        silent: Input parts whose padding is zero; the weights that read the padding stay random.
     """
     shape = (outs[0], big.out_features // outs[0], ins[0], big.in_features // ins[0])
     weight = big.weight.view(shape)  # [parts, M, parts, N]

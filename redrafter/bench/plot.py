@@ -1,4 +1,4 @@
-"""The pictures of `redrafter bench`, drawn from its JSON document, and the one of `redrafter tune`."""
+"""Draw the figures of `redrafter bench`, from its JSON document, and of `redrafter tune`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ ABOVE = {"textcoords": "offset points", "xytext": (0, 8), "ha": "center", "fonts
 
 
 def draw(document: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw every picture that the document of `redrafter bench` has data for into a folder, and return their paths."""
+    """Draw all figures that a document of `redrafter bench` has data for into a folder; return their paths."""
     conditions = f"{document['model']}, {document['dtype']}, {document['hardware']}"
     conditions = "\n".join(filter(None, [conditions, document.get("padded")]))
     paths: list[Path] = []
@@ -43,7 +43,7 @@ def draw(document: dict[str, Any], folder: Path) -> list[Path]:
             for size, ratio in zip(sizes, ratios, strict=True):
                 axes.annotate(f"{ratio:.2f}", (size, ratio), **ABOVE)
             _finish_ratios(axes, sizes, ratios)
-        with picture("acceptance", "share of steps that accept at least so many drafts") as axes:
+        with picture("acceptance", "share of steps that accept at least this many drafts") as axes:
             for batch in batches:
                 if shares := batch["accepted_by_depth"]:
                     axes.plot(range(1, len(shares) + 1), shares, "o-", label=f"batch {batch['batch_size']}")
@@ -76,13 +76,13 @@ def _draw_steps(axes: Any, steps: Sequence[dict[str, Any]]) -> None:
 
 
 def draw_tuning(timings: Sequence[Timing], shapes: dict[int, TreeShape | None], title: str, path: Path) -> None:
-    """Draw the speed of every tree in grey, and over them the tree chosen for each batch size, into a `.png` file."""
+    """Draw the speed of every tree in grey and of the tree chosen for each batch size in blue, as a `.png` file."""
     plain = {timing.batch: timing.tokens_per_second for timing in timings if timing.shape is None}
     ratio = {(timing.shape, timing.batch): timing.tokens_per_second / plain[timing.batch] for timing in timings}
     lines: dict[TreeShape, list[tuple[int, float]]] = {}
     for (shape, batch), value in sorted(ratio.items(), key=lambda item: item[0][1]):
         if shape is not None:
-            # One line for trees with as many shared nodes a row, whatever the batch size.
+            # Trees with equal shared nodes per row form one line over all batch sizes.
             shared = None if shape.shared_nodes is None else shape.shared_nodes // batch
             lines.setdefault(replace(shape, shared_nodes=shared), []).append((batch, value))
     sizes = sorted(shapes)

@@ -1,12 +1,17 @@
-"""The sections of `redrafter bench`, one after the other; an exception in one ends that section only."""
+"""Run the sections of `redrafter bench` in order; an exception ends only its own section."""
 
 from pathlib import Path
-from typing import Any
 
 from redrafter.bench.options import BenchOptions
 from redrafter.bench.plot import draw
-from redrafter.bench.speedup import describe_equality, measure_rivals, measure_speedup, measure_steady_state
-from redrafter.bench.standing_batch import measure_head, measure_parts, random_drafter
+from redrafter.bench.speedup import (
+    Speedup,
+    describe_equality,
+    measure_rivals,
+    measure_speedup,
+    measure_steady_state,
+)
+from redrafter.bench.standing_batch import StepParts, measure_head, measure_parts, random_drafter
 from redrafter.measure.floors import Bandwidth, copy_bandwidth
 from redrafter.measure.report import Report
 from redrafter.measure.run import Workload
@@ -23,7 +28,7 @@ RIVALS_COLUMNS = [("rival", 10), ("tok/s", 9), ("ours over it", 13), ("same text
 
 
 def run_sections(report: Report, work: Workload, options: BenchOptions) -> None:
-    """Measure what the options ask for, section by section, and add it to the report."""
+    """Run the measurements selected by the options, section by section, and add them to the report."""
     bandwidth: Bandwidth | None = None
     with report.section("copy bandwidth"):
         bandwidth = copy_bandwidth(work.device)
@@ -59,9 +64,9 @@ def run_sections(report: Report, work: Workload, options: BenchOptions) -> None:
             report.line("\nplots: " + ", ".join(report.document["plots"]))
 
 
-def _speedups(report: Report, work: Workload, options: BenchOptions) -> dict[int, dict[str, Any]]:
+def _speedups(report: Report, work: Workload, options: BenchOptions) -> dict[int, Speedup]:
     table = report.table(f"plain and speculative decoding in turn, median of {options.repeats}", SPEEDUP_COLUMNS)
-    speedups: dict[int, dict[str, Any]] = {}
+    speedups: dict[int, Speedup] = {}
     for rows in options.batch_sizes:
         with report.section(f"batch {rows}"):
             result = speedups[rows] = measure_speedup(work, rows, options.repeats)
@@ -74,22 +79,23 @@ def _speedups(report: Report, work: Workload, options: BenchOptions) -> dict[int
                 result["speedup"],
                 "off" if result["shape"] is None else result["shape"]["nodes"],
                 result["tokens_per_step"],
-                *(way[ms] for ms in ("ttft_ms", "tpot_ms") for way in (plain, fast)),
+                *(plain["ttft_ms"], fast["ttft_ms"], plain["tpot_ms"], fast["tpot_ms"]),
                 "yes" if equality["equal"] else f"no, {equality['divergent']}/{equality['rows']}",
             )
     for rows, result in speedups.items():
         depths = " ".join(f"{share:.2f}" for share in result["accepted_by_depth"]) or "speculation is off"
-        plain_s, fast_s = (result[way]["first_request_s"] for way in ("plain", "speculative"))
+        plain_s, fast_s = (speed["first_request_s"] for speed in (result["plain"], result["speculative"]))
         report.line(
             f"batch {rows}: share of steps that accept 1, 2, ... drafts: {depths}; first request {plain_s:.2f} s "
             f"plain, {fast_s:.2f} s speculative"
         )
         report.line(*describe_equality(result["equality"]))
         if result["memory"] is not None:
-            gib = {name: size / 2**30 for name, size in result["memory"].items()}
+            memory, gib = result["memory"], 2**30
             report.line(
-                "  peak memory: {weights:.2f} GiB weights, {pools:.2f} GiB pools of keys and values, {beyond:.3f} GiB "
-                "beyond them ({reserved:.3f} GiB reserved)".format(**gib)
+                f"  peak memory: {memory['weights'] / gib:.2f} GiB weights, {memory['pools'] / gib:.2f} GiB pools of "
+                f"keys and values, {memory['beyond'] / gib:.3f} GiB beyond them ({memory['reserved'] / gib:.3f} GiB "
+                "reserved)"
             )
     return speedups
 
@@ -101,42 +107,42 @@ def _steady_states(report: Report, work: Workload, options: BenchOptions, waves:
             result = measure_steady_state(work, rows, waves)
             report.add("steady_states", result)
             plain, fast = result["plain"], result["speculative"]
-            speeds = (way[f"{name}tokens_per_second"] for way in (plain, fast) for name in ("", "steady_"))
+            speeds = [x for way in (plain, fast) for x in (way["tokens_per_second"], way["steady_tokens_per_second"])]
             ratio = fast["tokens_per_second"] / plain["tokens_per_second"]
             table(rows, result["prompts"], *speeds, ratio, fast["tokens_per_step"])
     report.line("steady: from when all rows have begun until the last text begins")
 
 
 def _parts(
-    report: Report, work: Workload, options: BenchOptions, bandwidth: Bandwidth, speedups: dict[int, dict[str, Any]]
+    report: Report, work: Workload, options: BenchOptions, bandwidth: Bandwidth, speedups: dict[int, Speedup]
 ) -> None:
     table = report.table("one step in ms, and its floors: bytes over copy bandwidth", PARTS_COLUMNS)
-    measured: list[dict[str, Any]] = []
+    measured: list[StepParts] = []
     for asked in (None, *options.context):
         for rows in options.batch_sizes:
             speculative = work.proposer(rows, True) is not work.proposer(rows, False)
-            for way in ("plain", "speculative") if speculative else ("plain",):
+            for speculate in (False, True) if speculative else (False,):
+                way = "speculative" if speculate else "plain"
                 with report.section(f"parts of a {way} step, batch {rows}, context {asked or 'of the prompts'}"):
-                    parts = measure_parts(work, bandwidth, rows, asked, speculate=way == "speculative")
-                    parts["host_gap_ms"] = None
+                    parts = measure_parts(work, bandwidth, rows, asked, speculate=speculate)
                     if asked is None and rows in speedups:
-                        parts["host_gap_ms"] = speedups[rows][way]["step_wall_ms"] - parts["step_ms"]
+                        speed = speedups[rows]["speculative"] if speculate else speedups[rows]["plain"]
+                        parts["host_gap_ms"] = speed["step_wall_ms"] - parts["step_ms"]
                     report.add("parts", parts)
-                    draft, verify = (
-                        _over(parts[f"{part}_ms"], parts[f"{part}_floor_ms"]) for part in ("draft", "verify")
-                    )
+                    draft = _over(parts["draft_ms"], parts["draft_floor_ms"])
+                    verify = _over(parts["verify_ms"], parts["verify_floor_ms"])
                     context = f"{parts['context']}{'*' if parts['beyond'] else ''}"
                     table(rows, context, way, parts["step_ms"], *draft, *verify, parts["rest_ms"], parts["host_gap_ms"])
                     measured.append(parts)
     if any(parts["beyond"] for parts in measured):
-        report.line("* beyond the model's context: only times mean anything")
+        report.line("* beyond the model's context: only times are valid")
     if options.context:
         report.line(
             "contexts are the prompts' texts one after the other, over and over, each row from another token on"
         )
     if checks := [parts["checks"] for parts in measured if parts["checks"] is not None]:
         waits = sorted({check["waited"] for check in checks if check["waited"] is not None})
-        allocations, steps = (sum(check[name] for check in checks) for name in ("allocations", "steps"))
+        allocations, steps = sum(each["allocations"] for each in checks), sum(each["steps"] for each in checks)
         report.line(
             f"a step's launch waits for the GPU: {'; '.join(waits) or 'never'}; "
             f"new pieces of GPU memory in {steps} steps: {allocations}"

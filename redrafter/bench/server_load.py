@@ -1,6 +1,6 @@
-"""Servers of OpenAI's protocol under load: so many streams at once, each timed chunk by chunk.
+"""Measure servers of OpenAI's protocol under load, with a fixed number of concurrent streams timed chunk by chunk.
 
-What comes out is throughput, percentiles of what users wait for, and whether the servers' texts are equal.
+Reports throughput, latency percentiles, and whether the servers' texts are equal.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol, TypedDict
 from uuid import uuid4
 
 from aiohttp import ClientSession
@@ -20,16 +20,15 @@ from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.measure.report import Report
 from redrafter.scheduler.sequence import Stats
 
-BUSY_CLIENT = 0.8  # share of processor time from which on the client limits what is measured
+BUSY_CLIENT = 0.8  # above this share of processor time the client limits the measurement
 COLUMNS = [("server", 6), ("at once", 7), ("tok/s", 8), ("steady", 8), ("req/s", 7)]
 COLUMNS += [("first p50", 9), ("p99", 7), ("gap p50", 7), ("p99", 7), ("per token", 9), ("all p50", 8), ("p99", 8)]
 COLUMNS += [("failed", 6), ("tokens in", 9), ("out", 7), ("same texts", 10), ("client", 6)]
-TIMES = ("first_token", "chunk_gap", "request")
 
 
 @dataclass
 class Completion:
-    """One request and what came of it; times are those of `time.perf_counter`, in seconds."""
+    """One request and its result; times are from `time.perf_counter`, in seconds."""
 
     index: int  # number of the request, or of the conversation
     sent: float
@@ -39,13 +38,13 @@ class Completion:
     text: str = ""
     prompt_tokens: int = 0  # by the server's count, as the next
     completion_tokens: int = 0
-    stats: Stats | None = None  # how speculation went, where the server says
-    error: str | None = None  # why the request failed; None where it did not
+    stats: Stats | None = None  # speculation statistics, if the server reports them
+    error: str | None = None  # why the request failed; None if it succeeded
     turn: int = 0  # of a conversation, from 0
     too_long: bool = False  # whether it failed because the prompt does not fit into the model's context
 
     def note(self, data: bytes, now: float) -> None:
-        """Note an event of the stream; raise `RequestFailedError` where it is no chunk of a completion or of a chat."""
+        """Record an event of the stream; raise `RequestFailedError` if it is not a chunk of a completion or a chat."""
         try:
             event = json.loads(data)
             if error := event.get("error"):
@@ -59,12 +58,12 @@ class Completion:
             if usage := event.get("usage"):
                 self.prompt_tokens = int(usage["prompt_tokens"])
                 self.completion_tokens = int(usage["completion_tokens"])
-            if told := (event.get("metrics") or {}).get("speculative_decoding"):
-                # Entry j counts the steps that accepted exactly j drafts; what became output is counted from there up.
-                histogram = told["acceptance_histogram"]
+            if metrics := (event.get("metrics") or {}).get("speculative_decoding"):
+                # Entry j counts the steps that accepted exactly j drafts; `accepted_by_depth` counts j or more.
+                histogram = metrics["acceptance_histogram"]
                 reached = [sum(histogram[depth:]) for depth in range(1, len(histogram))]
-                steps, drafted = told["num_spec_steps"], told["num_draft_tokens"]
-                accepted = told["num_accepted_draft_tokens"]
+                steps, drafted = metrics["num_spec_steps"], metrics["num_draft_tokens"]
+                accepted = metrics["num_accepted_draft_tokens"]
                 self.stats = Stats(steps, drafted, accepted, emitted=steps + accepted, accepted_by_depth=reached)
         except (ValueError, AttributeError, LookupError, TypeError) as error:
             shown = data[:80].decode(errors="replace")
@@ -76,13 +75,13 @@ class LoadError(ReDrafterError):
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerUnderTest:
     """A server to be measured."""
 
     url: str  # without `/v1`
     model: str  # to ask for
     kind: str | None = None  # who owns the model, as the server says, such as `vllm`
-    version: str | None = None  # what it answers to `/version`; None where it does not say
+    version: str | None = None  # response of `/version`; None if it has no such route
     key: str | None = field(default=None, repr=False)  # API key
 
 
@@ -93,15 +92,15 @@ class Requests(Protocol):
         """Return the path that request `index` is sent to."""
 
     def exchange(self, index: int, model: str) -> Generator[bytes, Completion, None]:
-        """Yield the JSON body of request `index`, and of each that follows its answer, which is sent back in here."""
+        """Yield the JSON body of request `index` and of each follow-up; receives the completion of each body."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """The requests that a server is sent; request i continues prompt i, or answers the chat, modulo their number.
+    """The requests of a load; request i continues prompt i, or answers chat i, modulo their number.
 
-    Each has a `cache_salt` of its own: where prompts come again, a server would reuse their keys and values, and this
-    library's would copy drafts from its earlier answers to them.
+    Each has a unique `cache_salt`. Otherwise, for a repeated prompt a server would reuse keys and values, and a server
+    of this library would copy drafts from its earlier answers.
     """
 
     prompts: Sequence[str | list[dict[str, str]]]  # texts, and messages of chats
@@ -111,11 +110,12 @@ class Load:
 
     def route(self, index: int) -> str:
         """Return the path that request `index` is sent to."""
+        # Servers apply the chat template to messages; texts bypass it.
         is_text = isinstance(self.prompts[index % len(self.prompts)], str)
         return "/v1/completions" if is_text else "/v1/chat/completions"
 
     def exchange(self, index: int, model: str) -> Generator[bytes, Completion, None]:
-        """Yield the JSON body of request `index`, which nothing follows."""
+        """Yield the JSON body of request `index`, which has no follow-up."""
         prompt = self.prompts[index % len(self.prompts)]
         body = {
             "model": model,
@@ -131,8 +131,37 @@ class Load:
         yield json.dumps(body).encode()
 
     def text_key(self, index: int) -> int:
-        """Return a number that two requests share if and only if they ask for the same text."""
+        """Return a key that two requests share if and only if they should produce the same text."""
         return index if self.temperature else index % len(self.prompts)
+
+
+class Percentiles(TypedDict):
+    """Percentiles of a latency in milliseconds."""
+
+    p50: float
+    p99: float
+
+
+class LoadSummary(TypedDict):
+    """Throughput and latencies of a load; times are None if all requests failed."""
+
+    concurrency: int
+    requests: int
+    failed: int
+    first_error: str | None
+    seconds: float
+    tokens_per_second: float
+    steady_tokens_per_second: float | None
+    requests_per_second: float
+    first_token_ms: Percentiles | None  # from sending a request to its first text
+    chunk_gap_ms: Percentiles | None  # between chunks with text, which may hold several tokens
+    ms_per_token: float | None  # the mean
+    request_ms: Percentiles | None
+    prompt_tokens: int  # by the server's count
+    completion_tokens: int  # by the server's count
+    tokens_per_chunk: float | None
+    short_texts: int
+    client_cpu_share: float
 
 
 @dataclass(frozen=True)
@@ -143,7 +172,7 @@ class LoadRun:
     completions: list[Completion]  # in the order in which they ended
     began: float  # when the first was sent
     ended: float  # when the last had ended
-    client_cpu_share: float  # processor time of this process in between, by the time that passed
+    client_cpu_share: float  # processor time of this process in this interval, divided by its length
 
     @property
     def answered(self) -> list[Completion]:
@@ -151,10 +180,10 @@ class LoadRun:
         return [completion for completion in self.completions if completion.error is None]
 
 
-async def find_server(url: str, model: str | None, key: str | None) -> Server:
-    """Ask a server what it serves; raise `ArgumentError` if it does not say.
+async def find_server(url: str, model: str | None, key: str | None) -> ServerUnderTest:
+    """Query a server's model and version; raise `ArgumentError` if it lists no model.
 
-    Without the name of a `model`, the first that it lists is meant.
+    With `model` None, the first listed model is used.
     """
     async with open_session(key) as session:
         try:
@@ -171,23 +200,23 @@ async def find_server(url: str, model: str | None, key: str | None) -> Server:
                 version = json.loads(await response.read()).get("version")
         except (RequestFailedError, AttributeError):
             version = None  # OpenAI's protocol has no such route
-        return Server(url, name, first.get("owned_by"), version, key)
+        return ServerUnderTest(url, name, first.get("owned_by"), version, key)
 
 
 async def run_load(
-    server: Server, load: Requests, concurrency: int, num_requests: int, *, warm_up: bool = True
+    server: ServerUnderTest, load: Requests, concurrency: int, num_requests: int, *, warm_up: bool = True
 ) -> LoadRun:
-    """Keep `concurrency` requests in flight until `num_requests` have ended, after one of each slot that is not timed.
+    """Keep `concurrency` requests in flight until `num_requests` have ended, after one untimed request per slot.
 
-    A request is one with all that follow it. Without `warm_up` all are timed.
+    A request counts together with its follow-ups. Without `warm_up` no untimed requests are sent.
 
     Raises:
-        LoadError: Every request before the timed ones failed.
+        LoadError: All warm-up requests failed.
     """
 
     async def drive(count: int) -> list[Completion]:
         completions: list[Completion] = []
-        indices = iter(range(count))  # which all slots take from, each as soon as its last request has ended
+        indices = iter(range(count))  # shared by all slots: each takes the next index once its request has ended
 
         async def fill_slot() -> None:
             for index in indices:
@@ -206,6 +235,7 @@ async def run_load(
         first = await drive(concurrency) if warm_up else []
         if first and all(completion.error and not completion.too_long for completion in first):
             raise LoadError(f"no request was answered; the first: {first[0].error}")
+        # After warm-up, so that neither connections nor first-request work is timed.
         began, cpu_began = time.perf_counter(), time.process_time()
         completions = await drive(num_requests)
         ended = time.perf_counter()
@@ -213,12 +243,12 @@ async def run_load(
 
 
 async def _complete(session: ClientSession, url: str, index: int, body: bytes) -> Completion:
-    """Send one request, and time its stream; a failure is noted, not raised."""
-    # Many may begin at once, and each waits for its turn in this process: the session notes when it is really sent.
+    """Send one request and time its stream; failures are recorded, not raised."""
+    # Many requests start at once and wait for their turn in this process: the session records when one is sent.
     completion, done = Completion(index, time.perf_counter()), False
     try:
         async with request(session, "POST", url, data=body, trace_request_ctx=completion) as response:
-            async for line in response.content:  # each `data:` line is an event, as all such servers send them
+            async for line in response.content:  # each `data:` line is one event on all such servers
                 if line.startswith(b"data:"):
                     if (data := line[5:].strip()) == b"[DONE]":
                         done = True
@@ -227,10 +257,10 @@ async def _complete(session: ClientSession, url: str, index: int, body: bytes) -
         if not done:
             raise RequestFailedError("the stream ended without [DONE]")
         if not completion.completion_tokens or not completion.chunk_times:
-            raise RequestFailedError("the stream told no usage of tokens, which stream_options.include_usage asks for")
+            raise RequestFailedError("the stream has no token usage, although stream_options.include_usage is set")
     except RequestFailedError as error:
         completion.error = str(error)
-        # OpenAI's code for it, which not all servers send; the others say it in words.
+        # Not all servers send OpenAI's code; the others describe it in the message.
         completion.too_long = error.code == "context_length_exceeded" or (
             completion.error.startswith("HTTP 400") and "context" in completion.error
         )
@@ -239,7 +269,7 @@ async def _complete(session: ClientSession, url: str, index: int, body: bytes) -
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that has `share` of one or more values below it, on the line between the two next to it."""
+    """Return the quantile `share` of one or more values, with linear interpolation."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     below = int(place)
@@ -248,10 +278,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def steady_span(completions: Sequence[Completion], concurrency: int) -> tuple[float, float] | None:
-    """Return from when until when each of `concurrency` slots is busy; None where there is no such time.
+    """Return start and end of the interval in which all `concurrency` slots are busy; None if there is none.
 
-    It begins once each of the first `concurrency` requests has its first chunk (or has failed), and ends when a request
-    ends and none is left to follow it.
+    It starts once each of the first `concurrency` requests has its first chunk (or has failed), and ends when a request
+    ends without a successor.
     """
     if len(completions) < concurrency:
         return None
@@ -262,26 +292,30 @@ def steady_span(completions: Sequence[Completion], concurrency: int) -> tuple[fl
 
 
 def tokens_between(completions: Sequence[Completion], begin: float, end: float) -> float:
-    """Return how many tokens came after `begin` and until `end`; a completion's are spread evenly on its chunks."""
+    """Count the tokens received from `begin` to `end`; a completion's tokens are spread evenly over its chunks."""
     shares = (sum(begin < at <= end for at in one.chunk_times) / max(len(one.chunk_times), 1) for one in completions)
     return sum(one.completion_tokens * share for one, share in zip(completions, shares, strict=True))
 
 
-def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    return {f"p{share}": 1e3 * percentile(seconds, share / 100) for share in (50, 99)} if seconds else None
+def _percentiles(seconds: Sequence[float]) -> Percentiles | None:
+    return {"p50": 1e3 * percentile(seconds, 0.5), "p99": 1e3 * percentile(seconds, 0.99)} if seconds else None
 
 
-def summarize(run: LoadRun, max_new_tokens: int) -> dict[str, Any]:
-    """Return the speed and the waits of users whose requests asked for `max_new_tokens` tokens each.
+def _cells(times: Percentiles | None) -> tuple[float | None, float | None]:
+    return (None, None) if times is None else (times["p50"], times["p99"])
 
-    Failed requests count under `failed` only. Where all failed, times are None.
+
+def summarize(run: LoadRun, max_new_tokens: int) -> LoadSummary:
+    """Return throughput and latencies of requests for `max_new_tokens` tokens each.
+
+    Failed requests count under `failed` only. If all failed, times are None.
     """
     answered, seconds = run.answered, run.ended - run.began
     errors = [completion.error for completion in run.completions if completion.error]
     tokens = sum(completion.completion_tokens for completion in answered)
     span = steady_span(run.completions, run.concurrency)
     chunks = sum(len(completion.chunk_times) for completion in answered)
-    # When each showed something new. A completion without any text shows that only when it ends.
+    # When users see new text. A completion without text becomes visible only when it ends.
     shown = [completion.text_times or [completion.ended] for completion in answered]
     streaming = sum(completion.chunk_times[-1] - completion.chunk_times[0] for completion in answered)
     following = tokens - len(answered)  # tokens after each completion's first
@@ -294,12 +328,11 @@ def summarize(run: LoadRun, max_new_tokens: int) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds,
         "steady_tokens_per_second": None if span is None else tokens_between(answered, *span) / (span[1] - span[0]),
         "requests_per_second": len(answered) / seconds,
-        # From sending a request to its first text; from a chunk with text to the next, which may hold several tokens.
         "first_token_ms": _percentiles([times[0] - one.sent for times, one in zip(shown, answered, strict=True)]),
         "chunk_gap_ms": _percentiles([b - a for times in shown for a, b in pairwise(times)]),
-        "ms_per_token": 1e3 * streaming / following if following else None,  # the mean
+        "ms_per_token": 1e3 * streaming / following if following else None,
         "request_ms": _percentiles([completion.ended - completion.sent for completion in answered]),
-        "prompt_tokens": sum(completion.prompt_tokens for completion in answered),  # by the server's count, as the next
+        "prompt_tokens": sum(completion.prompt_tokens for completion in answered),
         "completion_tokens": tokens,
         "tokens_per_chunk": tokens / chunks if chunks else None,
         "short_texts": sum(completion.completion_tokens < max_new_tokens for completion in answered),
@@ -307,10 +340,12 @@ def summarize(run: LoadRun, max_new_tokens: int) -> dict[str, Any]:
     }
 
 
-def run_server_loads(report: Report, servers: Sequence[Server], load: Load, num_requests: Mapping[int, int]) -> None:
-    """Measure all servers at each concurrency, and add what they do to the report; texts should be those of the first.
+def run_server_loads(
+    report: Report, servers: Sequence[ServerUnderTest], load: Load, num_requests: Mapping[int, int]
+) -> None:
+    """Measure all servers at each concurrency, report the results, and compare texts with the first server's.
 
-    How many requests are sent stands in `num_requests` by how many of them are in flight.
+    `num_requests` maps the number of requests in flight to the number of requests.
     """
     table = report.table("load on servers; times in ms", COLUMNS)
     reference: dict[int, str] = {}  # first text of each key of `Load.text_key`, from the first run that succeeds
@@ -321,18 +356,24 @@ def run_server_loads(report: Report, servers: Sequence[Server], load: Load, num_
                 run = asyncio.run(run_load(server, load, concurrency, count))
                 texts = [(load.text_key(each.index), each.text) for each in run.answered]
                 reference = reference or dict(reversed(texts))
+                # A load with more requests than the first one has texts without a reference.
                 same = [text == reference[key] for key, text in texts if key in reference]
                 summary = summarize(run, load.max_new_tokens)
                 same_texts = {"equal_texts": sum(same), "compared_texts": len(same)}
-                report.add("loads", {"server": number} | summary | same_texts)
-                speeds = (summary[f"{name}_per_second"] for name in ("tokens", "steady_tokens", "requests"))
-                times = (summary[f"{name}_ms"] or dict.fromkeys(("p50", "p99")) for name in TIMES)
-                first, gap, whole = (pair.values() for pair in times)
-                counts = (summary[name] for name in ("failed", "prompt_tokens", "completion_tokens"))
-                busy, equal = summary["client_cpu_share"], f"{sum(same)}/{len(same)}"
-                waits = (*first, *gap, summary["ms_per_token"], *whole)
-                table(number, concurrency, *speeds, *waits, *counts, equal, f"{busy:.2f}")
-                # What the reader of a row must know beside it; failed requests are also an error of the report.
+                report.add("loads", {"server": number, **summary, **same_texts})
+                busy = summary["client_cpu_share"]
+                table(
+                    *(number, concurrency),
+                    *(summary["tokens_per_second"], summary["steady_tokens_per_second"]),
+                    summary["requests_per_second"],
+                    *_cells(summary["first_token_ms"]),
+                    *_cells(summary["chunk_gap_ms"]),
+                    summary["ms_per_token"],
+                    *_cells(summary["request_ms"]),
+                    *(summary["failed"], summary["prompt_tokens"], summary["completion_tokens"]),
+                    *(f"{sum(same)}/{len(same)}", f"{busy:.2f}"),
+                )
+                # Caveats of a row; failed requests are also an error of the report.
                 if summary["failed"]:
                     failed = f"{summary['failed']} of {summary['requests']} requests failed"
                     message = f"{failed}; the first: {summary['first_error']}"

@@ -1,6 +1,6 @@
-"""A suite of questions, asked of servers as chats: each turn follows the server's own answers to the turns before it.
+"""Measure servers on a suite of questions as chats, whose turns include the server's own previous answers.
 
-A server of this library is asked twice, plainly and with drafts. Another one is compared with the first server that is
+A server of this library is measured twice, without and with drafts. Other servers are compared with the first one
 given, which may be the same engine without drafts.
 """
 
@@ -12,24 +12,24 @@ from typing import Any
 from uuid import uuid4
 
 from redrafter.app.options import SuiteOptions
-from redrafter.bench.server_load import Completion, Server, run_load
+from redrafter.bench.server_load import Completion, ServerUnderTest, run_load
 from redrafter.data.suites import Question, Suite
 from redrafter.engine.call import GenerateStats
 from redrafter.measure.report import Report
 from redrafter.measure.suite_table import SuiteTable, describe_acceptance, mean_of, write_tables
 
-OWN_KIND = "redrafter"  # who owns the models of this library's servers, which take `speculate`
+OWN_KIND = "redrafter"  # `owned_by` of models on this library's servers, which support `speculate`
 
 
 @dataclass(frozen=True)
 class ChatLoad:
-    """Questions that a server is asked as chats; request i is question i, modulo their number, with all its turns."""
+    """A load of chats; request i asks all turns of question i, modulo their number."""
 
     questions: Sequence[Question]
     max_new_tokens: int  # of each answer, which an end token may end earlier
     temperature: float  # 0 for greedy decoding
     seed: int  # of question 0; question i has this plus i
-    speculate: bool | None = None  # what a server of this library is told; None for others, which have no such field
+    speculate: bool | None = None  # field of requests to this library's servers; None for other servers
 
     def route(self, index: int) -> str:
         """Return the path that all turns are sent to."""
@@ -38,7 +38,7 @@ class ChatLoad:
     def exchange(self, index: int, model: str) -> Generator[bytes, Completion, None]:
         """Yield the JSON body of each turn of question `index`; the turns end with one that fails."""
         messages: list[dict[str, str]] = []
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "model": model,
             "messages": messages,
             "max_tokens": self.max_new_tokens,
@@ -48,7 +48,7 @@ class ChatLoad:
             "stream_options": {"include_usage": True},
         }
         if self.speculate is not None:
-            # No conversation may be drafted from the answers to others, the same questions asked plainly among them.
+            # Drafts must not come from other conversations' answers, such as the undrafted run of these questions.
             body |= {"speculate": self.speculate, "cache_salt": uuid4().hex}
         for number, turn in enumerate(self.questions[index % len(self.questions)].turns):
             messages += turn
@@ -61,14 +61,14 @@ class ChatLoad:
 
 @dataclass
 class Chats:
-    """Holds the answers of a server to some questions, and what is counted of them."""
+    """The answers of a server to some questions, and their statistics."""
 
-    turns: int = 0  # that they have, whether asked or not
+    turns: int = 0  # of all questions, sent or not
     seconds: float = 0.0
     completions: list[Completion] = field(default_factory=list)
 
     def add(self, more: "Chats") -> None:
-        """Add what came of other questions, asked at another time."""
+        """Add the results of other questions, measured at another time."""
         self.turns, self.seconds = self.turns + more.turns, self.seconds + more.seconds
         self.completions = self.completions + more.completions
 
@@ -79,16 +79,16 @@ class Chats:
 
     @property
     def errors(self) -> list[str]:
-        """Why turns failed, apart from those whose prompts are too long."""
+        """Errors of failed turns, except for prompts that are too long."""
         return [one.error for one in self.completions if one.error is not None and not one.too_long]
 
     def row(self, plain: "Chats | None") -> dict[str, Any]:
-        """Return the row of a table; `plain` is what the same questions gave without drafts, if they were asked so."""
+        """Return the row of a table; `plain` holds the undrafted results of the same questions, if measured."""
         stats = [one.stats for one in self.answered if one.stats is not None]
         tokens = sum(one.completion_tokens for one in self.answered)
         row = describe_acceptance(GenerateStats.of(stats, None), stats) | {
             "turns": len(self.answered),
-            # Too long, or after one that was or that failed.
+            # Turns whose prompt is too long, and turns that follow one of these or a failed one.
             "skipped": self.turns - len(self.answered) - len(self.errors),
             "failed": len(self.errors),
             "tokens": tokens,
@@ -104,11 +104,11 @@ class Chats:
         return row
 
 
-def ask(server: Server, load: ChatLoad, concurrency: int, *, warm_up: bool) -> Chats:
-    """Ask a server all questions of a load, `concurrency` at once.
+def ask(server: ServerUnderTest, load: ChatLoad, concurrency: int, *, warm_up: bool) -> Chats:
+    """Send all questions of a load to a server, `concurrency` at once.
 
     Raises:
-        LoadError: Every question that it was asked to warm up failed.
+        LoadError: All warm-up questions failed.
     """
     count = len(load.questions)
     run = asyncio.run(run_load(server, load, min(concurrency, count), count, warm_up=warm_up))
@@ -118,26 +118,27 @@ def ask(server: Server, load: ChatLoad, concurrency: int, *, warm_up: bool) -> C
 
 def run_server_suite(
     report: Report,
-    servers: Sequence[Server],
+    servers: Sequence[ServerUnderTest],
     suite: Suite,
     load: ChatLoad,
     concurrencies: Sequence[int],
     facts: Sequence[str],
     files: SuiteOptions,
 ) -> None:
-    """Ask each server a suite, category by category, with so many questions in flight, and add tables to the report.
+    """Measure each server on a suite, category by category, at each concurrency, and add tables to the report.
 
-    `load` says how, with the questions of a suite in place of its own. `facts` are lines on that, for Markdown;
-    `files` names the tables' CSV and Markdown.
+    `load` provides the settings; its questions are replaced by the suite's. `facts` are lines about the measurement for
+    the Markdown file; `files` names the CSV and Markdown files.
     """
     tables: list[SuiteTable] = []
     for concurrency in concurrencies:
-        reference: dict[str, Chats] = {}  # of the first server, by category; plain where it can be asked so
+        reference: dict[str, Chats] = {}  # of the first server, by category; undrafted if it supports that
         for number, server in enumerate(servers, start=1):
             name = f"server {number} ({server.url}), {concurrency} at once"
             by_category: dict[str, tuple[Chats, Chats | None]] = {}
             for category, questions in suite.categories.items():
                 with report.section(f"{name}, {category}"):
+                    # Undrafted first: its answers are the reference of the drafted run.
                     ways = [
                         ask(
                             server,
@@ -164,9 +165,13 @@ def run_server_suite(
 
 
 def _table(
-    name: str, load: ChatLoad, by_category: Mapping[str, tuple[Chats, Chats | None]], **conditions: Any
+    name: str,
+    load: ChatLoad,
+    by_category: Mapping[str, tuple[Chats, Chats | None]],
+    server: int,
+    concurrency: int,
 ) -> SuiteTable:
-    """Return the table of a server, with the rows of all categories together; `conditions` are for CSV."""
+    """Return the table of a server, with a row for all categories together."""
     rows = {category: chats.row(plain) for category, (chats, plain) in by_category.items()}
     if len(rows) > 1:
         rows = rows | {"mean of categories": mean_of(list(rows.values()))}
@@ -176,5 +181,5 @@ def _table(
         compared.add(plain or Chats())
     differing = {"differing_texts": sum(row.get("differing_texts", 0) for row in rows.values())}
     rows["all turns"] = whole.row(compared) | (differing if compared.answered else {})
-    conditions["temperature"] = load.temperature
+    conditions = {"server": server, "concurrency": concurrency, "temperature": load.temperature}
     return SuiteTable(f"{name}, temperature {load.temperature:g}", conditions, rows)

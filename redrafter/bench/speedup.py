@@ -1,9 +1,9 @@
-"""Speed on the same prompts: plain and speculative decoding in turn, with equality and memory, and other libraries'."""
+"""Compare the speed of plain and speculative decoding, their tokens and memory, and Hugging Face's `generate`."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -11,82 +11,171 @@ from redrafter.checkpoints.models import load_model
 from redrafter.errors import first_line
 from redrafter.measure.differences import find_differences
 from redrafter.measure.floors import resident_bytes
-from redrafter.measure.run import Arrival, Prompts, Repeats, Run, Workload, run_in_turn, transformers_run
+from redrafter.measure.run import Arrival, Prompts, RepeatedRuns, Run, Workload, run_in_turn, transformers_run
 
 MAX_RIVAL_PROMPTS = 4  # prompts that rivals continue, one at a time
 LOOKUP_TOKENS = 10  # drafts per step of Hugging Face's prompt lookup
 
 
-def measure_speedup(work: Workload, rows: int, repeats: int) -> dict[str, Any]:
-    """Decode each batch of `rows` rows plainly and speculatively in turn, as an entry of the document's `batches`."""
+class Speed(TypedDict):
+    """The speed of a decoding method, as medians over repeats."""
+
+    first_request_s: float  # of the first call at this batch size, which captures and may compile
+    tokens_per_second: float  # of all rows, including prefill
+    ttft_ms: float  # from the call to the first token of a batch
+    tpot_ms: float  # per token of a row after its first
+    steps: int  # of all batches of one repeat
+    step_wall_ms: float  # excluding prefill
+
+
+class FirstDifference(TypedDict):
+    """The earliest difference from plain decoding, preferably one that rounding does not explain."""
+
+    prompt: int
+    token: int  # index of the new token
+    plain: int | None  # id in plain decoding's output
+    speculative: int | None  # id in the speculative output
+    margin: float | None  # by which the best logit exceeds the second; None when sampling
+    top_two: bool | None  # whether these are the two ids
+    near_tie: bool
+
+
+class Equality(TypedDict):
+    """The comparison of speculative with plain decoding."""
+
+    equal: bool
+    rows: int  # number of compared rows
+    divergent: int  # number of rows that differ
+    first: FirstDifference | None
+    largest_margin: float | None
+
+
+class Memory(TypedDict):
+    """Peak GPU memory in bytes."""
+
+    weights: int  # of model and drafter, including buffers
+    pools: int  # paged keys and values
+    beyond: int  # other allocated memory
+    reserved: int  # memory reserved by torch beyond weights and pools, including captured graphs
+
+
+class Speedup(TypedDict):
+    """An entry of the document's `batches`."""
+
+    batch_size: int
+    batches: int  # of one repeat
+    tokens: int  # new tokens of one repeat
+    shape: Mapping[str, object] | None  # of the tree; None if speculation is off
+    plain: Speed
+    speculative: Speed
+    speedup: float
+    tokens_per_step: float  # new tokens of a row
+    accepted_by_depth: list[float]  # entry d is the share of steps in which at least d + 1 drafts became output
+    memory: Memory | None
+    equality: Equality
+
+
+class SteadySpeed(TypedDict):
+    """The speed of one call with more prompts than rows."""
+
+    tokens_per_second: float  # of all sequences, including prefill
+    steady_tokens_per_second: float | None
+    tokens_per_step: float  # new tokens of a sequence
+
+
+class SteadyState(TypedDict):
+    """An entry of the document's `steady_states`."""
+
+    batch_size: int
+    prompts: int
+    plain: SteadySpeed
+    speculative: SteadySpeed
+
+
+class Rival(TypedDict):
+    """An entry of the document's `rivals`; a failed baseline has an `error` instead of numbers."""
+
+    name: str
+    what: str
+    prompts: int
+    tokens_per_second: float | None
+    speedup: float | None  # of speculation over the baseline
+    first_request_s: float | None  # includes compilation
+    same_texts: int | None
+    error: str | None
+
+
+def measure_speedup(work: Workload, rows: int, repeats: int) -> Speedup:
+    """Decode batches of `rows` rows without and with drafts; return an entry of the document's `batches`."""
 
     def way(speculate: bool) -> Callable[[Prompts, int], Run]:
-        return lambda batch, first: work.run(batch, speculate, seed=first)
+        return lambda batch, first: work.run_batch(batch, speculate, seed=first)
 
     batches = work.batches(rows)
-    first = [work.run(batches[0], speculate).seconds for speculate in (False, True)]
+    # The first call of each way is reported separately, and warms up for the timed ones.
+    first = [work.run_batch(batches[0], speculate).seconds for speculate in (False, True)]
     if work.device.type == "cuda":
+        # After warm-up: compiling and capturing allocate more than steps do.
         torch.cuda.reset_peak_memory_stats(work.device)
     plain, fast = run_in_turn([way(False), way(True)], batches, repeats, alternate=True)
     stats = fast.stats
     return {
         "batch_size": rows,
-        "batches": len(batches),  # of one repeat
-        "tokens": sum(map(len, fast.texts())),  # new ones of one repeat, either way
-        "shape": work.proposer(rows, speculate=True).sizes,  # of the tree; None where speculation is off
+        "batches": len(batches),
+        "tokens": sum(map(len, fast.texts())),
+        "shape": work.proposer(rows, speculate=True).sizes,
         "plain": _speed(plain, first[0], work.max_new_tokens),
         "speculative": _speed(fast, first[1], work.max_new_tokens),
         "speedup": fast.speedup(plain),
-        "tokens_per_step": stats.tokens_per_step,  # new ones of a row
-        # Entry d is the share of steps in which at least d + 1 drafts became output.
+        "tokens_per_step": stats.tokens_per_step,
         "accepted_by_depth": [count / stats.steps for count in stats.accepted_by_depth],
         "memory": peak_memory(work),
         "equality": compare_texts(work, plain.texts(), fast.texts()),
     }
 
 
-def _speed(ran: Repeats, first_request_s: float, new_tokens: int) -> dict[str, float]:
-    """Return the speed of repeats whose rows wrote `new_tokens` tokens each; medians over repeats."""
+def _speed(ran: RepeatedRuns, first_request_s: float, new_tokens: int) -> Speed:
+    """Return the speed of repeats whose rows decoded `new_tokens` tokens each, as medians over repeats."""
     rest = [sum(run.seconds - run.first_token for run in runs) for runs in ran.repeats]
     steps = [sum(run.steps for run in runs) for runs in ran.repeats]
     return {
-        "first_request_s": first_request_s,  # of the first call at this batch size, which captures and may compile
-        "tokens_per_second": statistics.median(ran.tokens_per_second),  # of all rows, prefill included
-        # From the call to the first token of a batch, and per token of a row after its first.
+        "first_request_s": first_request_s,
+        "tokens_per_second": statistics.median(ran.tokens_per_second),
         "ttft_ms": 1e3 * statistics.median(run.first_token for runs in ran.repeats for run in runs),
         "tpot_ms": 1e3 * statistics.median(rest) / (len(ran.repeats[0]) * (new_tokens - 1)),
-        "steps": steps[0],  # of all batches of one repeat
-        "step_wall_ms": 1e3 * statistics.median(r / s for r, s in zip(rest, steps, strict=True)),  # prefill excluded
+        "steps": steps[0],
+        "step_wall_ms": 1e3 * statistics.median(r / s for r, s in zip(rest, steps, strict=True)),
     }
 
 
-def compare_texts(work: Workload, plain: Prompts, speculative: Prompts) -> dict[str, Any]:
+def compare_texts(work: Workload, plain: Prompts, speculative: Prompts) -> Equality:
     """Compare new tokens by row; row i continues prompt i of the workload, modulo the number of prompts."""
     prompts = [work.prompts[row % len(work.prompts)] for row in range(len(plain))]
     arguments = work.arguments() | {"seed": work.seed}
     differences = find_differences(work.engine, arguments, prompts, plain, [speculative])
-    # At the earliest new token, of those that rounding cannot explain if there are such.
+    # Differences that rounding cannot explain come first, then the earliest token.
     first = min(differences, key=lambda difference: (difference.near_tie, difference.token), default=None)
     return {
         "equal": not differences,
-        "rows": len(plain),  # that were compared
-        "divergent": len(differences),  # of them
-        "first": first
-        and {
+        "rows": len(plain),
+        "divergent": len(differences),
+        "first": None
+        if first is None
+        else {
             "prompt": first.prompt % len(work.prompts),
             "token": first.token,
-            "plain": first.plain,  # the id that was written there, as the next
+            "plain": first.plain,
             "speculative": first.other,
-            "margin": first.lead,  # by which the best logit leads the second; None when sampling
-            "top_two": first.top_two,  # whether these are the two ids
+            "margin": first.lead,
+            "top_two": first.top_two,
             "near_tie": first.near_tie,
         },
         "largest_margin": max((each.lead for each in differences if each.lead is not None), default=None),
     }
 
 
-def describe_equality(equality: dict[str, Any]) -> Iterator[str]:
-    """Yield a line on the first text that differs, if any does, of what `compare_texts` returned."""
+def describe_equality(equality: Equality) -> Iterator[str]:
+    """Yield a line about the first differing text in the result of `compare_texts`, if any."""
     first, largest = equality["first"], equality["largest_margin"]
     if first is None:
         return
@@ -98,11 +187,11 @@ def describe_equality(equality: dict[str, Any]) -> Iterator[str]:
     yield f"  {kind} at new token {first['token']} of prompt {first['prompt']}{lead}"
 
 
-def peak_memory(work: Workload) -> dict[str, int] | None:
+def peak_memory(work: Workload) -> Memory | None:
     """Return the peak GPU memory since torch's statistics were last reset, in bytes; None on a CPU.
 
-    It has `weights` and buffers of model and drafter; the paged `pools` of keys and values; what was allocated `beyond`
-    both; and what torch has `reserved` beyond both, with the memory of captured graphs.
+    Keys: `weights`, with buffers, of model and drafter; `pools` of paged keys and values; memory allocated `beyond`
+    these; and memory `reserved` by torch beyond these, including captured graphs.
     """
     if work.device.type != "cuda":
         return None
@@ -114,7 +203,7 @@ def peak_memory(work: Workload) -> dict[str, int] | None:
 
 
 def steady_rate(arrivals: Sequence[Arrival], rows: int) -> float | None:
-    """Return tokens per second from when `rows` texts have begun until the last one begins; None without that time."""
+    """Return tokens per second between the starts of sequence number `rows` and of the last; None if they coincide."""
     begun: dict[int, float] = {}
     for seconds, row, _ in arrivals:
         begun.setdefault(row, seconds)
@@ -125,46 +214,56 @@ def steady_rate(arrivals: Sequence[Arrival], rows: int) -> float | None:
     return sum(count for seconds, _, count in arrivals if first < seconds <= last) / (last - first)
 
 
-def measure_steady_state(work: Workload, rows: int, waves: int) -> dict[str, Any]:
+def measure_steady_state(work: Workload, rows: int, waves: int) -> SteadyState:
     """Decode `waves` times as many prompts as rows in one call of `rows` rows at once, plainly and speculatively.
 
-    Each way is run once before it is measured, so that nothing is captured in the measured call. What is returned is an
-    entry of the document's `steady_states`.
+    Each way runs once untimed, so that the timed call captures nothing. Returns an entry of the document's
+    `steady_states`.
     """
     engine, options = work.engine, work.engine.options
     prompts = [work.prompts[index % len(work.prompts)] for index in range(rows * waves)]
-    found: dict[str, Any] = {"batch_size": rows, "prompts": len(prompts)}
+
+    def measure(speculate: bool) -> SteadySpeed:
+        work.run_batch(prompts, speculate)
+        run = work.run_batch(prompts, speculate)
+        return {
+            "tokens_per_second": run.tokens_per_second,
+            "steady_tokens_per_second": steady_rate(run.arrivals, rows),
+            "tokens_per_step": run.stats.tokens_per_step,
+        }
+
     engine.options = replace(options, max_batch_size=rows)
     try:
-        for way, speculate in (("plain", False), ("speculative", True)):
-            work.run(prompts, speculate)
-            run = work.run(prompts, speculate)
-            found[way] = {
-                "tokens_per_second": run.tokens_per_second,  # of all texts, prefill included
-                "steady_tokens_per_second": steady_rate(run.arrivals, rows),
-                "tokens_per_step": run.stats.tokens_per_step,  # new ones of a text
-            }
+        plain, speculative = measure(False), measure(True)
     finally:
         engine.options = options
-    return found
+    return {"batch_size": rows, "prompts": len(prompts), "plain": plain, "speculative": speculative}
 
 
-def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) -> Iterator[dict[str, Any]]:
+def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) -> Iterator[Rival]:
     """Measure baselines at batch 1 one after the other: Hugging Face's own `generate`, in the same process.
 
-    The first `MAX_RIVAL_PROMPTS` prompts are continued. The assistant is a model for `assisted`, or None for a lookup.
-    What is yielded are entries of the document's `rivals`; one that raises has an `error` in place of numbers.
+    Continues the first `MAX_RIVAL_PROMPTS` prompts. `assistant` is a model for `assisted`, or None for prompt lookup.
+    Yields entries of the document's `rivals`; a failed baseline has an `error` instead of numbers.
     """
     prompts = [work.prompts[i % len(work.prompts)] for i in range(min(MAX_RIVAL_PROMPTS, work.num_prompts))]
-    work.run(prompts[:1], True)
-    speed = Repeats([[work.run([prompt], True) for prompt in prompts]]).tokens_per_second[0]
-    plain = [work.run([prompt], False).tokens[0] for prompt in prompts]
+    work.run_batch(prompts[:1], True)
+    speed = RepeatedRuns([[work.run_batch([prompt], True) for prompt in prompts]]).tokens_per_second[0]
+    plain = [work.run_batch([prompt], False).tokens[0] for prompt in prompts]
     for name in names:
-        rival: dict[str, Any] = {"name": name, "what": name, "prompts": len(prompts)}
-        rival |= dict.fromkeys(("tokens_per_second", "speedup", "first_request_s", "same_texts", "error"))
+        rival = Rival(
+            name=name,
+            what=name,
+            prompts=len(prompts),
+            tokens_per_second=None,
+            speedup=None,
+            first_request_s=None,
+            same_texts=None,
+            error=None,
+        )
         try:
             rival["what"], arguments = _rival_arguments(work, name, assistant)
-            # A static cache is compiled for its length: with prompts padded to one length, it is compiled once.
+            # torch.compile specialises a static cache on its length: pad prompts to one length to compile once.
             arguments["pad"] = (max(map(len, prompts)) if name == "static" else 0, work.pad_token)
             arguments |= work.arguments()
             first, *rest = (
@@ -172,10 +271,10 @@ def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) 
             )
             if wrong := next((run.count for run in rest if run.count != work.max_new_tokens), None):
                 raise RuntimeError(f"it wrote {wrong} tokens, not {work.max_new_tokens}")
-            theirs = Repeats([rest]).tokens_per_second[0]
-            rival |= {"tokens_per_second": theirs, "speedup": speed / theirs}  # ours over theirs
-            rival["first_request_s"] = first.seconds  # which compiles
-            if not work.temperature:  # that plain decoding wrote too; a sampling rival draws other noise
+            theirs = RepeatedRuns([rest]).tokens_per_second[0]
+            rival["tokens_per_second"], rival["speedup"] = theirs, speed / theirs
+            rival["first_request_s"] = first.seconds
+            if not work.temperature:  # compare greedy texts only; a sampling baseline draws different noise
                 rival["same_texts"] = sum(run.tokens[0] == text for run, text in zip(rest, plain, strict=True))
         except Exception as error:
             rival["error"] = f"{type(error).__name__}: {first_line(error)}"
@@ -197,5 +296,6 @@ def _rival_arguments(work: Workload, name: str, assistant: str | None) -> tuple[
             "prompt_lookup_num_tokens": LOOKUP_TOKENS
         }
     model: Any = load_model(assistant, dtype=work.engine.target.dtype, device=work.device, trust_remote_code=False)
+    # Otherwise assisted generation stops drafting at the assistant's end token.
     model.generation_config.eos_token_id = None
     return f"assisted generation, {assistant}", {"assistant_model": model}

@@ -1,13 +1,13 @@
-"""The time of one step and of its parts (draft, verify, the rest), beside the time that its bytes alone would take.
+"""Time one step and its parts (draft, verify, rest), with the lower bounds given by their memory traffic.
 
-A batch is held at one position in the middle of its texts, so that the same step can be timed over and over.
+A batch is held at one position in the middle of its sequences, so that the same step can be timed repeatedly.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -33,32 +33,70 @@ from redrafter.tree.token_tree import Tree
 ALLOCATION_STEPS = 20  # steps that allocations are counted over
 
 
+class LaunchCheck(TypedDict):
+    """The result of `StandingBatch.check`."""
+
+    no_wait: bool
+    waited: str | None  # first line of the error at a wait
+    allocations: int  # GPU allocations in `steps` steps
+    steps: int
+
+
+class StepParts(TypedDict):
+    """An entry of the document's `parts`: times of a step, and floors, which are bytes divided by copy bandwidth."""
+
+    batch_size: int
+    asked: int | None  # requested context; None for that of the prompts
+    context: int  # committed tokens of the longest row
+    beyond: bool  # longer than the model's own context: times are valid, tokens are not
+    speculative: bool
+    nodes: int
+    step_ms: float
+    draft_ms: float | None  # proposing the tree; None in plain decoding
+    draft_floor_ms: float | None
+    verify_ms: float  # the target's forward over the tree
+    verify_floor_ms: float
+    rest_ms: float  # drawing, accepting, committing, the copy to the host
+    kv_bytes: int  # of all committed tokens
+    checks: LaunchCheck | None
+    host_gap_ms: float | None  # time between steps in a whole run, if measured
+
+
+class HeadTime(TypedDict):
+    """An entry of the document's `heads`."""
+
+    batch_size: int
+    ids: int
+    draft_ms: float
+    floor_ms: float
+
+
 class OneProposer:
-    """The models of an engine with one proposer, made for the rows that there are, as a scheduler takes them."""
+    """The models of an engine with a single proposer, resized to the batch, as a scheduler takes them."""
 
     def __init__(self, engine: Engine, proposer: Proposer):
         self.target, self.plain, self.proposer, self.draft_model = engine.target, engine.plain, proposer, proposer.model
         self.draft_vocabulary = None if proposer.model is None else engine.draft_vocabulary
         self.rejection_sampling = engine.rejection_sampling
-        # By rows; the same object each time, as captured steps are kept by it.
+        # Proposers by number of rows. Captured steps are cached by the proposer object, so it must be reused.
         self._made: dict[int, Proposer] = {}
 
     def draft_policy(self, sizes: Sequence[int], graphs: PagedMemory | None) -> DraftPolicy:
-        """Return what drafts with the one proposer in every step."""
+        """Return a policy that drafts with the single proposer in every step."""
         return DraftPolicy({size: self._made.setdefault(size, at_size(self.proposer, size)) for size in sizes})
 
 
 def at_size(proposer: Proposer, rows: int) -> Proposer:
-    """Return a proposer for a batch of `rows` rows: where these share nodes, as many for each as in other batches."""
+    """Resize a proposer to a batch of `rows` rows: shared nodes grow with the batch, so that each row gets as many."""
     if not isinstance(proposer, SearchProposer) or proposer.shared_nodes is None:
         return proposer
     return replace(proposer, shared_nodes=proposer.shared_nodes * rows // SHARING_ROWS)
 
 
 class StandingBatch:
-    """A running batch past its prefill, whose state is put back after each step.
+    """A running batch past its prefill, whose state is restored after each step.
 
-    `tokens` and `longest` are the committed tokens of all rows and of the longest one.
+    `tokens` and `longest` are the committed tokens of all rows and of the longest row.
     """
 
     def __init__(self, batch: RunningBatch, device: torch.device):
@@ -70,33 +108,35 @@ class StandingBatch:
         self._length, self._hidden = self.state.length.clone(), self.state.hidden.clone()
 
     def restore(self) -> None:
-        """Put the state back to where it was before any step. What steps wrote past that point is overwritten later."""
+        """Restore the state of the position. The next step overwrites cache entries past it."""
         self.state.length.copy_(self._length)
         self.state.hidden.copy_(self._hidden)
 
     def step_ms(self) -> float:
-        """Return the median time in milliseconds of the step, launched as a request does."""
+        """Return the median time of the step in milliseconds, launched as in serving."""
         ms = median_ms(self.captured.replay, self.device, before=self.restore, ranks=self._ranks)
         self.restore()
         return ms
 
-    def part_ms(self, part: Callable[[], Any]) -> float:
-        """Return the median time of `part`, which must change no state, in milliseconds; captured where the step is."""
+    def part_ms(self, part: Callable[[], object]) -> float:
+        """Return the median time of `part` in milliseconds, captured if the step is. `part` must not change state."""
         run = part
         if self.captured.graph is not None:
+            # Without capture the launch overhead would dominate a small part.
             run = capture(part, watched=self._ranks.size > 1).replay
         return median_ms(run, self.device, ranks=self._ranks)
 
     def propose(self, proposer: Proposer) -> Callable[[], Tree]:
-        """Return a function that proposes a tree for the step; its noise is drawn here, outside of what is timed."""
+        """Return a function that proposes a tree for the step; its noise is drawn in advance and not timed."""
+        # Steps draw noise once for draft and verification, so it belongs to neither part.
         noise = self.sampler.noise(self.state.length + 1, proposer.depth + 1)
         return lambda: proposer.propose(self.state, self.sampler, noise, self.cache, None)
 
-    def check(self) -> dict[str, Any] | None:
+    def check(self) -> LaunchCheck | None:
         """Check whether launching the captured step makes the CPU wait for the GPU, and count GPU allocations.
 
-        The step is launched once with torch set to raise an error at a wait, of whose message the first line is what
-        `waited`; then `ALLOCATION_STEPS` times, the reading of their results included. None where there is no GPU.
+        The step is launched once with torch set to raise an error at a wait, whose message's first line is returned as
+        `waited`; then `ALLOCATION_STEPS` times, including the reading of their results. Returns None without a GPU.
         """
         if self.device.type != "cuda":
             return None
@@ -123,9 +163,10 @@ class StandingBatch:
 
 @contextmanager
 def opened(engine: Engine, request: Request, proposer: Proposer) -> Iterator[tuple[Scheduler, Call]]:
-    """Prefill all rows of a request in a scheduler of their own, whose steps the caller takes with one proposer."""
+    """Prefill all rows of a request in a new scheduler with a single proposer; the caller runs the steps."""
     with engine.scheduler_for(request, models=OneProposer(engine, proposer)) as scheduler:
         call = Call(request)
+        # The caller holds the batch still, which a step launched ahead would move.
         scheduler.overlap = False
         with call.queued(scheduler):
             scheduler.read()
@@ -138,10 +179,10 @@ def opened(engine: Engine, request: Request, proposer: Proposer) -> Iterator[tup
 def open_standing_batch(
     work: Workload, proposer: Proposer, rows: int, *, context: int | None = None
 ) -> Iterator[StandingBatch]:
-    """Open a batch that stands still, and close it when the context is left. For use in inference mode.
+    """Open a batch that is held at one position, and close it when the context exits. Requires inference mode.
 
-    Rows stand still after `context` tokens; if None, once some row has written half of what it is to write after a
-    prompt of the workload.
+    The position is `context` tokens; if None, where some row has decoded half of its new tokens after a prompt of the
+    workload.
     """
     work.engine.forget_prefixes()
     texts = work.batches(rows)[0] if context is None else long_texts(work.prompts, rows, context)
@@ -155,9 +196,9 @@ def open_standing_batch(
 
 
 def make_request(work: Workload, texts: Prompts, new: int, eos: frozenset[int] = frozenset()) -> Request:
-    """Make a request for `new` tokens after each text, which ids of `eos` end, with the sampling of a workload.
+    """Create a request for `new` tokens after each text, ended by ids of `eos`, with the sampling of a workload.
 
-    It is made as `generate` does, without its check that texts fit the context: longer ones are timed too.
+    Unlike `generate` it does not check that texts fit the context, since longer ones are timed too.
     """
     rows, lengths = len(texts), [len(text) for text in texts]
     padded = [[0] * (max(lengths) - len(text)) + list(text) for text in texts]
@@ -185,15 +226,13 @@ def long_texts(prompts: Prompts, rows: int, length: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def measure_parts(
-    work: Workload, bandwidth: Bandwidth, rows: int, asked: int | None, *, speculate: bool
-) -> dict[str, Any]:
-    """Time one step of `rows` rows and its parts, after `asked` tokens, or half way through what the prompts write.
+def measure_parts(work: Workload, bandwidth: Bandwidth, rows: int, asked: int | None, *, speculate: bool) -> StepParts:
+    """Time one step of `rows` rows and its parts, after `asked` tokens, or half way through the new tokens if None.
 
-    What is returned is an entry of the document's `parts`. A floor is bytes over copy bandwidth.
+    Returns an entry of the document's `parts`. A floor is bytes divided by copy bandwidth.
     """
     proposer, target = work.proposer(rows, speculate), work.engine.target
-    proposer = proposer.without_text or proposer  # copying takes no time beside what is timed here
+    proposer = proposer.without_text or proposer  # copying drafts from the text takes negligible time
     with open_standing_batch(work, proposer, rows, context=asked) as batch:
         step = batch.step_ms()
         propose = batch.propose(proposer)
@@ -207,25 +246,25 @@ def measure_parts(
         return {
             "batch_size": rows,
             "asked": asked,
-            "context": batch.longest,  # committed tokens of the longest row
-            # Longer than the model's own context: times are right, and tokens mean nothing.
+            "context": batch.longest,
             "beyond": target.context is not None and batch.longest + proposer.depth >= target.context,
             "speculative": draft is not None,
             "nodes": proposer.nodes,
             "step_ms": step,
-            "draft_ms": draft,  # proposing the tree; None in plain decoding
+            "draft_ms": draft,
             "draft_floor_ms": floor,
-            "verify_ms": verify,  # the target's forward over the tree
+            "verify_ms": verify,
             "verify_floor_ms": bandwidth.ms(forward_bytes(target.model) + kv),
-            "rest_ms": step - (draft or 0.0) - verify,  # drawing, accepting, committing, the copy to the host
-            "kv_bytes": kv,  # of all committed tokens
+            "rest_ms": step - (draft or 0.0) - verify,
+            "kv_bytes": kv,
             "checks": batch.check(),
+            "host_gap_ms": None,
         }
 
 
 @torch.inference_mode()
-def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Drafter) -> dict[str, Any] | None:
-    """Time proposing a tree with `drafter` in place of the engine's; None where speculation is off at `rows` rows."""
+def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Drafter) -> HeadTime | None:
+    """Time the proposal of a tree by `drafter` instead of the engine's; None if speculation is off at `rows` rows."""
     proposer = work.proposer(rows, speculate=True)
     proposer = proposer.without_text or proposer
     if not isinstance(proposer, SearchProposer):
@@ -238,7 +277,7 @@ def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Draft
 
 
 def random_drafter(drafter: Drafter, ids: int) -> Drafter:
-    """Return a drafter of the same shape with random weights and a head of `ids` ids, good for timing only."""
+    """Return a drafter of the same shape with random weights and a head of `ids` ids, for timing only."""
     config = copy.deepcopy(drafter.config)
     config.draft_vocab_size = None if ids == config.vocab_size else ids
     if hasattr(config, "own_head"):

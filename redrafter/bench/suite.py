@@ -1,4 +1,4 @@
-"""A suite of questions, answered plainly and with drafts in turn: by category, how much faster, and by which drafts."""
+"""Measure speedup and acceptance by category on a suite of questions, answered without and with drafts."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -9,32 +9,32 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.options import SuiteOptions
 from redrafter.bench.options import BenchOptions
-from redrafter.bench.speedup import compare_texts, describe_equality
+from redrafter.bench.speedup import Equality, compare_texts, describe_equality
 from redrafter.data.suites import Dialogues, Question, Suite
 from redrafter.engine.call import GenerateStats
 from redrafter.measure.report import Report
-from redrafter.measure.run import Prompts, Repeats, Run, Workload, run_in_turn
+from redrafter.measure.run import Prompts, RepeatedRuns, Run, Workload, run_in_turn
 from redrafter.measure.suite_table import SuiteTable, describe_acceptance, mean_of, write_tables
 
 
 @dataclass
 class Answers:
-    """Holds the answers to the turns of some questions, plainly and with drafts, and their times."""
+    """The timed answers to the turns of some questions, without and with drafts."""
 
-    plain: Repeats = field(default_factory=Repeats)
-    drafted: Repeats = field(default_factory=Repeats)
-    skipped: int = 0  # turns that were not asked
-    equality: list[dict[str, Any]] = field(default_factory=list)  # entries that `compare_texts` returned
+    plain: RepeatedRuns = field(default_factory=RepeatedRuns)
+    drafted: RepeatedRuns = field(default_factory=RepeatedRuns)
+    skipped: int = 0  # turns that do not fit the context
+    equality: list[Equality] = field(default_factory=list)  # entries that `compare_texts` returned
 
     def add(self, more: "Answers") -> None:
-        """Add the answers of further turns, repeated as often."""
+        """Add the answers of further turns with the same number of repeats."""
         self.plain.add(more.plain)
         self.drafted.add(more.drafted)
         self.skipped += more.skipped
         self.equality += more.equality
 
     def row(self) -> dict[str, Any]:
-        """Return the row of a table. Speeds are medians over repeats, all else is of the first one."""
+        """Return the row of a table. Speeds are medians over repeats; other values are from the first repeat."""
         runs = self.drafted.repeats[0] if self.drafted.repeats else []
         turns = [row for run in runs for row in run.stats.rows]
         row = {"skipped": self.skipped, "tokens": sum(run.count for run in runs)}
@@ -52,23 +52,25 @@ class Answers:
 def answer_questions(
     work: Workload, questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase, rows: int, repeats: int
 ) -> Answers:
-    """Let a workload's engine answer all turns of some questions, `rows` questions at once, in both ways in turn.
+    """Answer all turns of some questions without and with drafts, `rows` questions at once.
 
-    Both ways get the same prompts, with the answers of plain decoding in them. Each turn is decoded `repeats` times,
-    and the i-th of all turns has the workload's seed plus i.
+    Both ways decode the same prompts, which include the answers of plain decoding. Each turn is decoded `repeats`
+    times; turn i of all turns has the workload's seed plus i.
     """
 
     def way(speculate: bool) -> Callable[[Prompts, int], Run]:
-        return lambda batch, first: turn.run(batch, speculate, seed=first)
+        return lambda batch, first: turn.run_batch(batch, speculate, seed=first)
 
     answers, asked = Answers(), 0
     dialogues = Dialogues(questions, tokenizer, work.most_prompt_tokens)
     while prompts := dialogues.next_prompts():
+        # Seeds continue over turns, so that no two turns share noise.
         turn = replace(work, prompts=prompts, seed=work.seed + asked)
         asked += len(prompts)
         batches = [prompts[first : first + rows] for first in range(0, len(prompts), rows)]
         plain, drafted = run_in_turn([way(False), way(True)], batches, repeats, alternate=True)
         answers.add(Answers(plain, drafted, 0, [compare_texts(turn, plain.texts(), drafted.texts())]))
+        # Plain answers for both ways: a near-tie must not give the ways different conversations.
         dialogues.answer(plain.texts())
     answers.skipped = dialogues.skipped
     return answers
@@ -85,16 +87,16 @@ def run_suite(
 ) -> None:
     """Answer a suite at each batch size, and add a table of its categories to the report and to `files`.
 
-    `facts` are lines on how it is measured, for Markdown; `files` names the tables' CSV and Markdown.
+    `facts` are lines about the measurement for the Markdown file; `files` names the CSV and Markdown files.
     """
     tables: list[SuiteTable] = []
     for rows in options.batch_sizes:
         by_category: dict[str, Answers] = {}
         asked = 0
-        # Nothing is captured or compiled for the first time in a run that is timed.
+        # Warm up, so that no timed run captures or compiles.
         report.progress(f"batch {rows}: warming up")
         for speculate in (False, True):
-            work.run([work.prompts[row % len(work.prompts)] for row in range(rows)], speculate)
+            work.run_batch([work.prompts[row % len(work.prompts)] for row in range(rows)], speculate)
         for category, questions in suite.categories.items():
             with report.section(f"batch {rows}, {category}: {len(questions)} questions"):
                 this = replace(work, seed=work.seed + asked)

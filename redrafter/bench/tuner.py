@@ -1,18 +1,18 @@
-"""The measurements of `redrafter tune`, the trees that it tries, and the choice among what it measured.
+"""Measure trees for `redrafter tune`, and choose the fastest for each batch size.
 
-Tokens per step do not depend on the batch size, and the time of a step does not depend on which tokens it writes. So
-each tree continues the prompts once, and a few of its steps are timed at each batch size. Where rows share nodes,
-tokens per step depend on how many there are for each row, so such a tree has as many for each at every size.
+Tokens per step do not depend on the batch size, and the time of a step does not depend on its tokens. So each tree
+continues the prompts once, and a few of its steps are timed at each batch size. If rows share nodes, tokens per step
+depend on the nodes per row, so such a tree has the same number of nodes per row at every batch size.
 """
 
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -29,15 +29,33 @@ from redrafter.tree.sizes import TreeShape
 
 LENGTHS = (3, 5)  # draft lengths per beam that are tried
 DEEPER_LENGTHS = (7, 10)  # tried one after the other, while a tree of the longest length so far is the fastest
-NODE_BUDGETS = (4, 8, 16)  # tried beside all nodes of the lattice
+NODE_BUDGETS = (4, 8, 16)  # tried in addition to all nodes of the lattice
 SHARED_NODES_PER_ROW = (2, 4, 8)  # of trees whose rows share nodes, on average
-MAX_BATCH_NODES = 1024  # nodes of a batch in one forward; past it any GPU is bound by arithmetic
+MAX_BATCH_NODES = 1024  # nodes of a batch in one forward; above it any GPU is compute-bound
 WARM_UP_STEPS, TIMED_STEPS = 2, 10
 MAX_WRITING_PROMPTS = 32  # prompts that each tree continues
 MAX_WRITING_ROWS = 16  # of them, at once
-HOPELESS_RATIO = 1.05  # a tree that a smaller one beats by this will not catch up in a larger batch
+HOPELESS_RATIO = 1.05  # a tree slower than a smaller one by this factor does not catch up in a larger batch
 NO_MEMORY = (CacheFullError, torch.OutOfMemoryError)
 UNLIMITED_TOKENS = 1 << 30
+
+
+class TimingEntry(TypedDict):
+    """A timing in JSON documents."""
+
+    batch: int
+    shape: dict[str, int | None] | None
+    tokens_per_step: float
+    step_ms: float
+    tokens_per_second: float
+
+
+class TableRow(TimingEntry):
+    """A row of the table of `redrafter tune`: the timing of the chosen tree, compared with plain decoding."""
+
+    plain_tokens_per_second: float
+    ratio: float  # of tokens per second
+    step_cost: float  # time of a step relative to a step of plain decoding
 
 
 @dataclass(frozen=True)
@@ -54,23 +72,28 @@ class Timing:
         """New tokens of all rows per second, prefill excluded."""
         return 1000 * self.batch * self.tokens_per_step / self.step_ms
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> TimingEntry:
         """Return the timing as JSON holds it, with its tokens per second."""
-        shape = None if self.shape is None else self.shape.to_dict()
-        return asdict(self) | {"shape": shape, "tokens_per_second": self.tokens_per_second}
+        return {
+            "batch": self.batch,
+            "shape": None if self.shape is None else self.shape.to_dict(),
+            "tokens_per_step": self.tokens_per_step,
+            "step_ms": self.step_ms,
+            "tokens_per_second": self.tokens_per_second,
+        }
 
 
 class Tuner:
     """Measures undrafted decoding and trees at several batch sizes.
 
     Attributes:
-        timings: What was measured.
+        timings: The measurements so far.
     """
 
     def __init__(self, work: Workload, sizes: Iterable[int], seconds: float | None, report: Callable[[str], None]):
-        """Set up a tuner for batches of these sizes; `report` gets lines.
+        """Create a tuner for batches of these sizes; `report` receives lines of progress.
 
-        It may take `seconds` after the first step; None for no limit.
+        `seconds` limits the time after the first step; None for no limit.
         """
         self.work, self.engine, self.report = work, work.engine, report
         self.sizes, self.seconds = sorted(set(sizes)), seconds
@@ -80,24 +103,24 @@ class Tuner:
         self.timings: list[Timing] = []
         self._rows, self._deadline, self._measured_trees = MAX_WRITING_ROWS, math.inf, 0
 
-    def run(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int] = ()) -> None:
-        """Measure trees in their order, then those of `deeper` lengths from short to long while they pay.
+    def measure_trees(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int] = ()) -> None:
+        """Measure trees in order, then trees of `deeper_lengths` in ascending order while they are faster.
 
-        Raises `ArgumentError` where the time is over before all are measured: what is fastest of a few trees, or off,
-        says nothing of the others.
+        Raises `ArgumentError` if the time limit ends before all trees are measured: the fastest of some trees says
+        nothing about the others.
         """
-        patch: Any = nullcontext()
+        patch: AbstractContextManager[object] = nullcontext()
         if self.work.device.type == "cuda":
             from torch._dynamo import config  # takes seconds to import
 
-            # Past its eight shapes torch.compile would compile no more, and steps would be timed uncompiled.
+            # By default torch.compile stops recompiling after eight shapes, and steps would be timed uncompiled.
             patch = config.patch(recompile_limit=256, accumulated_recompile_limit=4096)
         with patch:
-            self._run(trees, deeper_lengths)
+            self._measure_trees(trees, deeper_lengths)
 
-    def _run(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int]) -> None:
+    def _measure_trees(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int]) -> None:
         plain_proposer = self.engine.plain
-        self.step_ms(plain_proposer, 1)  # pays for what only a first request pays for: compiling may take minutes
+        self.step_ms(plain_proposer, 1)  # excludes one-time work from the time limit: compiling may take minutes
         began = time.monotonic()
         self._deadline = math.inf if self.seconds is None else began + self.seconds
         for plain in self._timed(plain_proposer, 1.0, self.sizes):
@@ -123,14 +146,15 @@ class Tuner:
             self._forget()
 
     def _sizes_of(self, tree: SearchProposer) -> Iterator[int]:
-        """Yield batch sizes to time a tree at, from small to large, until a smaller tree is far ahead."""
+        """Yield batch sizes to time a tree at in ascending order, until a smaller tree is much faster."""
         for size in (size for size in self.sizes if _fits(tree, size)):
             yield size
+            # Larger batches favour small trees even more, so stop here.
             if any(_left_behind(self.timings[-1], other) for other in self.timings):
                 return
 
     def _timed(self, proposer: Proposer, tokens_per_step: float, sizes: Iterable[int]) -> list[Timing]:
-        """Time a proposer's steps at rising batch sizes, while they fit into memory."""
+        """Time a proposer's steps at ascending batch sizes, while they fit into memory."""
         timed: list[Timing] = []
         for size in sizes:
             self._check_time()
@@ -146,10 +170,11 @@ class Tuner:
 
     @torch.inference_mode()
     def tokens_per_step(self, proposer: Proposer) -> float:
-        """Return tokens per step over texts of `max_new_tokens` after each prompt, in batches that fit into memory."""
+        """Return tokens per step over `max_new_tokens` tokens after each prompt, in batches that fit into memory."""
         emitted = steps = 0
         ends = frozenset(end_tokens(self.engine.model))
         prompts = self.work.prompts[:MAX_WRITING_PROMPTS]
+        # A single proposer for all batches, so that steps are captured once.
         models = OneProposer(self.engine, proposer)
         for start in range(0, len(prompts), self._rows):
             request = self.request(prompts[start : start + self._rows], self.work.max_new_tokens, ends)
@@ -165,7 +190,7 @@ class Tuner:
             emitted, steps = emitted + out.stats.emitted, steps + out.stats.steps
         else:
             return emitted / steps if steps else 1.0
-        self._rows //= 2  # outside of the handler, whose error would keep what was allocated
+        self._rows //= 2  # outside of the handler: its exception references tensors and would keep their memory
         return self.tokens_per_step(proposer)
 
     @torch.inference_mode()
@@ -174,8 +199,9 @@ class Tuner:
         rows = [self.work.prompts[row % len(self.work.prompts)] for row in range(size)]
         request = self.request(rows, (WARM_UP_STEPS + TIMED_STEPS) * (proposer.depth + 1) + 1)
         times: list[float] = []
+        # Prefill happens on entry and is not timed.
         with opened(self.engine, request, proposer) as (scheduler, call):
-            # All rows take part in all steps: a context of few tokens has room for fewer.
+            # Every timed step must include all rows, so stop when one ends: a short context has room for fewer steps.
             while len(times) < WARM_UP_STEPS + TIMED_STEPS and not call.ended:
                 with Stopwatch(self.work.device) as watch:
                     scheduler.step()
@@ -187,11 +213,11 @@ class Tuner:
         return 1000 * statistics.median(times[WARM_UP_STEPS:] or times)
 
     def request(self, rows: Prompts, new: int, eos: frozenset[int] = frozenset()) -> Request:
-        """Make a request for `new` tokens after each prompt, which ids of `eos` end, with prompts cut until both fit.
+        """Create a request for `new` tokens after each prompt, ended by ids of `eos`, with prompts cut to fit.
 
-        A text may have as many tokens as the target's context and `max_seq_len` allow. `new` is lowered only if it
-        alone leaves no room for a prompt of one token. After that, each prompt loses tokens at its beginning until it
-        fits in front of the new ones, and within `max_input_len`.
+        A sequence is limited by the target's context and `max_seq_len`. `new` is lowered only if it leaves no room for
+        a prompt of one token. Each prompt is then truncated on the left to fit together with the new tokens, and into
+        `max_input_len`.
         """
         new = max(min(new, self._longest - 1), 1)
         max_prompt = max(min(self._longest - new, self._max_input), 1)
@@ -216,14 +242,14 @@ def _fits(tree: SearchProposer, size: int) -> bool:
 
 
 def _left_behind(timing: Timing, other: Timing) -> bool:
-    """Tell whether a tree with no more work in a step is so much faster that this one will not catch up."""
+    """Return whether a tree with no more work per step is so much faster that this one cannot catch up."""
     smaller = all(a <= b for a, b in zip(_extents(other), _extents(timing), strict=True))
     faster = other.tokens_per_second > HOPELESS_RATIO * timing.tokens_per_second
     return timing.batch == other.batch and smaller and faster
 
 
 def _extents(timing: Timing) -> tuple[int, int, int]:
-    """Return beams, draft length and nodes of a row's tree, with which the work of a step grows."""
+    """Return beams, draft length and nodes per row of a tree, which determine the work of a step."""
     beams, depth = (0, 0) if timing.shape is None else (timing.shape.beams, timing.shape.depth)
     return beams, depth, nodes_per_row(timing.shape, timing.batch)
 
@@ -231,18 +257,19 @@ def _extents(timing: Timing) -> tuple[int, int, int]:
 def candidates(
     own: SearchProposer, beams: Sequence[int], lengths: Sequence[int], *, share: bool = False
 ) -> list[SearchProposer]:
-    """Return the trees to try: every lattice at several node budgets, the pair's own first, then from small to large.
+    """Return the trees to measure: every lattice at several node budgets, the pair's own first, then by size.
 
-    Where rows may `share` nodes, there are also trees of which `SHARING_ROWS` rows do; `at_size` makes them for others.
-    Numbers of beams above the drafter's vocabulary are left out.
+    With `share`, includes trees whose nodes `SHARING_ROWS` rows share; `at_size` resizes them. Numbers of beams above
+    the drafter's vocabulary are left out.
     """
+    # A search cannot keep more beams than there are ids.
     vocabulary = own.drafter.config.draft_vocab_size or own.drafter.config.vocab_size
     widths, search = [width for width in beams if width <= vocabulary], (own.beams, own.depth)
     tried = dict.fromkeys(trees(widths, lengths, NODE_BUDGETS))
     if own.beams in widths and own.depth in lengths:
         tried |= dict.fromkeys(trees([own.beams], [own.depth], (own.nodes,)))
     for mean in SHARED_NODES_PER_ROW if share else ():
-        # As many nodes for each row on average: no wider than that, and as deep as doubling reaches.
+        # A row gets `mean` nodes on average: limit the width to that, and the depth to its binary logarithm.
         narrow, depth = {min(width, mean) for width in widths}, min(max(lengths), mean.bit_length())
         shared = trees(narrow, [depth], (), (mean,), SHARING_ROWS)
         tried |= dict.fromkeys(shape for shape in shared if shape.shared_nodes is not None)
@@ -254,10 +281,10 @@ def candidates(
 
 
 def deeper(own: SearchProposer, timings: Sequence[Timing], length: int) -> list[SearchProposer]:
-    """Return the trees to try when drafting `length` tokens per beam, which is more than in any tree so far.
+    """Return the trees to measure with `length` tokens per beam, more than in any tree so far.
 
-    They are as wide as the trees that are the fastest at a batch size and as deep as any; where none of the deepest is,
-    still deeper ones are not worth the time. Each has as many nodes as that tree, or all of its lattice.
+    They have the widths of the deepest trees that are the fastest at some batch size; if there are none, deeper trees
+    are not worth measuring. Each has the nodes of such a tree, or all nodes of its lattice.
     """
     deepest = max(_extents(timing)[1] for timing in timings)
     sizes = set[tuple[int, int]]()
@@ -279,14 +306,14 @@ def shape_of(proposer: Proposer) -> TreeShape | None:
 
 
 def nodes_per_row(shape: TreeShape | None, batch: int) -> int:
-    """Return how many nodes a step verifies for each row of a batch, on average."""
+    """Return the average number of nodes that a step verifies per row of a batch."""
     if shape is None:
         return 1
     return shape.nodes if shape.shared_nodes is None else shape.shared_nodes // batch
 
 
 def choose(timings: Sequence[Timing]) -> dict[int, TreeShape | None]:
-    """Return the fastest tree by batch size; None where none is `MARGIN` times as fast as undrafted decoding."""
+    """Return the fastest tree by batch size; None if no tree is `MARGIN` times as fast as undrafted decoding."""
     shapes = {}
     for plain in (timing for timing in timings if timing.shape is None):
         trees = [timing for timing in timings if timing.batch == plain.batch and timing.shape is not None]
@@ -296,16 +323,21 @@ def choose(timings: Sequence[Timing]) -> dict[int, TreeShape | None]:
     return shapes
 
 
-def table(timings: Sequence[Timing], shapes: dict[int, TreeShape | None]) -> list[dict[str, Any]]:
+def table(timings: Sequence[Timing], shapes: dict[int, TreeShape | None]) -> list[TableRow]:
     """Return a row per batch size: the timing of the tree chosen, plain decoding's speed, and both ratios to plain.
 
-    `step_cost` is the time of a step in steps of plain decoding.
+    `step_cost` is the time of a step relative to a step of plain decoding.
     """
     by_key = {(timing.batch, timing.shape): timing for timing in timings}
-    rows = []
+    rows: list[TableRow] = []
     for batch, shape in sorted(shapes.items()):
         chosen, plain = by_key[batch, shape], by_key[batch, None]
-        row = chosen.to_dict() | {"plain_tokens_per_second": plain.tokens_per_second}
-        row["ratio"] = chosen.tokens_per_second / plain.tokens_per_second
-        rows.append(row | {"step_cost": chosen.step_ms / plain.step_ms})
+        rows.append(
+            TableRow(
+                **chosen.to_dict(),
+                plain_tokens_per_second=plain.tokens_per_second,
+                ratio=chosen.tokens_per_second / plain.tokens_per_second,
+                step_cost=chosen.step_ms / plain.step_ms,
+            )
+        )
     return rows

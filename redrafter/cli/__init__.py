@@ -1,6 +1,6 @@
-"""The command line `redrafter`: the arguments of every command, and what runs it.
+"""The command line `redrafter`: defines the arguments of every command and dispatches to its module.
 
-A command imports its modules once its options are checked, so that neither `--help` nor a mistake waits for torch.
+A command's module is imported once its options are validated, so that neither `--help` nor an error waits for torch.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from redrafter.cli.completion import completion_script
 from redrafter.parallel.launched import launched_processes
 from redrafter.version import __version__
 
-# Commands that parse their own arguments: their modules, and what `redrafter --help` says of them.
+# Commands with their own parsers: module, and summary for `redrafter --help`.
 SCRIPTS = {
     "serve": ("redrafter.serve.command", "serve a model over OpenAI's protocol"),
     "train": ("redrafter.train.config", "train a drafter for a model"),
@@ -29,7 +29,7 @@ SCRIPTS = {
     ),
     "regenerate": (
         "redrafter.train.regenerate.config",
-        "let a model answer the prompts of a data set, as training data",
+        "regenerate the answers of a data set with a model, as training data",
     ),
     "convert": ("redrafter.convert.config", "merge a model and its drafter, or change their format"),
     "info": ("redrafter.convert.info", "describe a checkpoint"),
@@ -37,12 +37,12 @@ SCRIPTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command on the words after `redrafter`, by default those of the process, and return its exit code.
+    """Run the command given by `argv`, by default `sys.argv[1:]`, and return its exit code.
 
-    That is 0, 1 of commands that compare outputs, 2 for an error of the user, 130 and 141 when interrupted.
+    The code is 0 for success, 1 if compared outputs differ, 2 for a user error, and 130 or 141 if interrupted.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    if launched_processes() > 1 and argv and argv[0] != "train":  # which has processes of its own kind
+    if launched_processes() > 1 and argv and argv[0] != "train":  # `train` manages its own processes
         return run_rank(argv[0], lambda: _run(argv))
     return _run(argv)
 
@@ -54,26 +54,26 @@ def _run(argv: list[str]) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
 
-    def run() -> int:
+    def command() -> int:
         if args.command == "completion":
             scripts = {name: importlib.import_module(module).build_parser() for name, (module, _) in SCRIPTS.items()}
             print(completion_script(args.shell, {**parser.commands, **scripts}), end="")
             return 0
         _check(args, parser.commands[args.command].option_types)
-        code: int = import_libraries(f"redrafter.cli.{args.command}").run(args)
+        code: int = import_libraries(f"redrafter.cli.{args.command}").run_checked(args)
         return code
 
-    return run_command(run)
+    return run_command(command)
 
 
 def _check(args: argparse.Namespace, option_types: Sequence[type]) -> None:
-    """Check values of options and what they name, as far as is possible before a model is loaded."""
-    # With --url, --model is a name that servers know; without it, the command refuses options of servers by name.
-    unchecked = LoadOptions if hasattr(args, "url") else ServerOptions
+    """Validate options, and the files that they name, as far as possible before a model is loaded."""
+    # With --url, --model names a model of the servers, not a path; without it, `bench` rejects options of servers.
+    unchecked = LoadOptions if "url" in args else ServerOptions
     check_paths(*(read_options(kind, args) for kind in option_types if kind is not unchecked))
-    if getattr(args, "file", None) is not None and not args.prompts:
+    if args.command == "generate" and args.file is not None and not args.prompts:
         check_file(args.file, "--file")
-    for image in getattr(args, "image", ()):
+    for image in args.image if args.command == "generate" else ():
         check_file(image, "--image")
 
 
@@ -90,7 +90,7 @@ def build_parser() -> Parser:
     drafting = (DraftOptions, "drafting without a drafter", ())
 
     def add(name: str, help: str, description: str, examples: Sequence[str], *groups: Any, **types: Any) -> Parser:
-        """Add a command; `groups` are its dataclasses of options, their titles, and fields that are no flags."""
+        """Add a command; each group is a dataclass of options, its title, and the fields without a flag."""
         epilog = "\n".join(["examples:", *(f"  {example}" for example in examples)])
         added = commands.add_parser(name, help=help, description=description, epilog=epilog)
         added.option_types = tuple(options for options, *_ in groups)
@@ -126,7 +126,7 @@ def build_parser() -> Parser:
     generate.add_argument("--image", action="append", default=[], metavar="FILE", help=shown)
     copies = "texts per prompt (default: %(default)s)"
     generate.add_argument("--num-return-sequences", type=int, default=1, metavar="N", help=copies)
-    compared = "also decode plainly, and print whether the tokens are equal and how much faster speculation is"
+    compared = "also decode without drafts, and print whether the tokens are equal and the speedup"
     generate.add_argument("--compare", action="store_true", help=compared)
     add_json(generate)
     chat = add(
@@ -168,8 +168,8 @@ def build_parser() -> Parser:
     tune = add(
         "tune",
         "find the best tree shape for each batch size",
-        "Measure, on your prompts and this device, how fast trees of several shapes are at several batch\n"
-        "sizes. Prints the best shape for each batch size, or `off` where plain decoding is faster, and writes them\n"
+        "Measure the speed of several tree shapes at several batch sizes, on your prompts and this device.\n"
+        "Prints the best shape for each batch size, or `off` where plain decoding is faster, and writes them\n"
         "where `from_pretrained` and the other commands find them. They change the speed, never the text.",
         (
             "redrafter tune --model my-base --drafter my-drafter --prompts my-prompts.jsonl",
@@ -183,7 +183,7 @@ def build_parser() -> Parser:
         "bench",
         "measure how fast a model and its drafter are, or a server, and where the time goes",
         "Measure plain decoding and speculation in turn on the same prompts: tokens per second by batch\n"
-        "size, the time of each part of a step beside the time to move its bytes, whether the tokens are\n"
+        "size, the time of each part of a step and the time to move its bytes, whether the tokens are\n"
         "equal, and, with --against, Hugging Face's own generate. With --url, measure servers under load\n"
         "instead; with --suite, answer a standard suite of questions. Tables on stdout, one JSON document\n"
         "as its last line, progress on stderr.",

@@ -1,4 +1,4 @@
-"""`redrafter bench`: load a pair, measure it on a workload, and report; with --url, measure servers under load."""
+"""`redrafter bench`: measure a pair on a workload, or with --url servers under load, and print a report."""
 
 import argparse
 import asyncio
@@ -9,7 +9,6 @@ import sys
 from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from redrafter.app.flags import flag, read_options
 from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair, check_options
@@ -29,7 +28,7 @@ from redrafter.engine.redrafter import ReDrafter
 from redrafter.engine.tuning import find_tuning
 from redrafter.errors import ArgumentError, MissingDependencyError, UnsupportedError, how_to_install
 from redrafter.measure.prompts import encode, read_prompts
-from redrafter.measure.report import Report, describe_versions, facts, head, versions
+from redrafter.measure.report import Names, Report, describe_versions, facts, head, versions
 from redrafter.measure.run import Workload
 from redrafter.measure.suite_table import LEGEND
 from redrafter.model.target import Target
@@ -37,11 +36,11 @@ from redrafter.parallel.launched import launched_processes, process_rank
 from redrafter.serve.network.api_keys import KEY_VARIABLE
 from redrafter.tree.sizes import TreeShape
 
-# Options of `bench` that mean something to a server; all others are refused with --url.
+# Options of `bench` that apply to servers; all others are rejected with --url.
 SERVER_OPTIONS = frozenset({"json", "max_new_tokens", "model", "num_prompts", "prompts", "seed", "temperature"})
 INSTEAD = {"batch_sizes": "give --concurrency", "repeats": "give --num-requests"}
 INSTEAD |= {item.name: "prompts are sent as they are, so shorten them in the file" for item in fields(PromptOptions)}
-# Options of other prompts than those of a suite, and of what else `bench` measures than speed.
+# Options that do not apply to a suite: those of other prompts, and of measurements other than speed.
 NOT_OF_SUITES = frozenset(
     {"prompts", "prompt_share", "prompt_tokens", "waves", "context", "against", "assistant_model"}
 )
@@ -51,9 +50,9 @@ KEY_VARIABLES = (KEY_VARIABLE, "OPENAI_API_KEY")
 SHIPPED_PROMPTS = "those that ship"
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command: check the options, then measure what they ask for, and print the report."""
-    if not hasattr(args, "url"):
+def run_checked(args: argparse.Namespace) -> int:
+    """Run the command: validate the options, run the measurements and print the report."""
+    if "url" not in args:
         return _bench_pair(args)
     if launched_processes() > 1:
         raise ArgumentError("--url measures servers from one process: start it without torchrun")
@@ -62,14 +61,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _bench_pair(args: argparse.Namespace) -> int:
     for item in fields(ServerOptions):
-        if hasattr(args, item.name):
+        if item.name in args:
             raise ArgumentError(f"{flag(item.name)} is for --url: give that too")
     options, load = read_options(BenchOptions, args), read_options(LoadOptions, args)
     asked = read_options(SuiteOptions, args)
     asked.refuse_others(args, NOT_OF_SUITES)
     if launched_processes() > 1:
         for name in ("pad_to", "against"):
-            if getattr(options, name):
+            if vars(options)[name]:
                 raise ArgumentError(
                     f"{flag(name)} measures a model in one process: leave it out, or start it without torchrun"
                 )
@@ -82,7 +81,8 @@ def _bench_pair(args: argparse.Namespace) -> int:
     pair = Pair.load(load) if options.pad_to is None else _padded(load, options)
     engine = pair.engine
     assert isinstance(engine, ReDrafter)
-    work = Workload.of(engine, pair.tokenizer, encode(rows, pair.tokenizer, **options.cut), options)
+    prompts = encode(rows, pair.tokenizer, **options.cut)
+    work = Workload.from_options(engine, pair.tokenizer, prompts, options, options.num_prompts)
     if suite is not None:
         require_template(pair.tokenizer, pair.name, asked.chat_template)
         questions = [question for some in suite.categories.values() for question in some]
@@ -98,11 +98,11 @@ def _bench_pair(args: argparse.Namespace) -> int:
     for ids in options.draft_vocab_sizes:
         if not least <= ids <= most:
             raise ArgumentError(f"--draft-vocab-sizes must be from num_beams={least} to {most} ids, got {ids}")
-    at_once = max(engine.options.max_batch_size, *options.batch_sizes)  # a batch is measured at once, however large
+    at_once = max(engine.options.max_batch_size, *options.batch_sizes)  # do not split a large batch into several
     engine.options = replace(engine.options, max_batch_size=at_once)
     note = None if options.pad_to is None else describe(options.pad_to, Path(pair.name).name)
-    names = {"model": pair.name, "drafter": pair.drafting_model, "padded": note}
-    names["prompts"] = asked.suite or options.prompts or SHIPPED_PROMPTS
+    prompts_name = asked.suite or options.prompts or SHIPPED_PROMPTS
+    names = Names(model=pair.name, drafter=pair.drafting_model, prompts=prompts_name, padded=note)
     known = facts(work, names, asdict(load) | asdict(options))
     report = Report(known, path=options.json, note=note)
     report.line(*head(known))
@@ -115,15 +115,15 @@ def _bench_pair(args: argparse.Namespace) -> int:
 
 
 def _read_suite(args: argparse.Namespace, asked: SuiteOptions, seed: int) -> Suite | None:
-    """Return the suite that is to be measured, with the questions that are to be asked; None where none is."""
+    """Return the selected questions of `--suite`; None without that option."""
     if asked.suite is None:
         return None
-    # The default of --num-prompts is for other prompts: of a suite all questions are asked.
-    return read_suite(asked.suite).choose(getattr(args, "num_prompts", None), seed)
+    # The default of --num-prompts applies to other prompts; a suite is measured on all its questions.
+    return read_suite(asked.suite).choose(vars(args).get("num_prompts"), seed)
 
 
 def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
-    """Load a small pair on the CPU, and return it padded to the cost of a large model on the device."""
+    """Load a small pair on the CPU, and pad it to the cost of a large model on the device."""
     assert options.pad_to is not None
     _, load, _ = check_options(load, NO_DRAFT_OPTIONS)
     unquantized = replace(load, device="cpu", tuning="none", quantization=None, draft_quantization=None)
@@ -158,7 +158,7 @@ def _bench_servers(args: argparse.Namespace) -> int:
     suite_options = read_options(SuiteOptions, args)
     suite_options.refuse_others(args, NOT_OF_SUITES)
     for item in (item for options in (BenchOptions, LoadOptions) for item in fields(options)):
-        if hasattr(args, item.name) and item.name not in SERVER_OPTIONS:
+        if item.name in args and item.name not in SERVER_OPTIONS:
             name = flag(("no_" if item.default is True else "") + item.name)
             hint = f", and {INSTEAD[item.name]}" if item.name in INSTEAD else ""
             raise ArgumentError(f"{name} has no meaning with --url: leave it out{hint}")
@@ -170,31 +170,34 @@ def _bench_servers(args: argparse.Namespace) -> int:
     key = next(filter(None, (asked.api_key, *map(os.environ.get, KEY_VARIABLES))), None)
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise ArgumentError("an API key must be of printable ASCII characters, without spaces")
-    urls = list(map(server_url, asked.url))  # all, before any is asked
-    servers = [asyncio.run(find_server(url, getattr(args, "model", None), key)) for url in urls]
-    # The conditions of the measurement, without the API key.
+    urls = list(map(server_url, asked.url))  # validate all of them before the first request
+    servers = [asyncio.run(find_server(url, vars(args).get("model"), key)) for url in urls]
+    # The document records the command line, which must not contain the API key.
     words = ["KEY" if asked.api_key and asked.api_key in word else word for word in sys.argv[1:]]
     typed = asdict(options) | asdict(asked) | {"api_key": None}
-    document: dict[str, Any] = {
-        "command": shlex.join(["redrafter", *words]),
+    command, used = shlex.join(["redrafter", *words]), versions()
+    document: dict[str, object] = {
+        "command": command,
         "servers": [
             {"url": server.url, "model": server.model, "kind": server.kind, "version": server.version}
             for server in servers
         ],
         "prompts": suite_options.suite or options.prompts or SHIPPED_PROMPTS,
         "client": f"{platform.machine()} CPU, {os.cpu_count()} cores, one process",
-        "versions": {name: version for name, version in versions().items() if name in ("redrafter", "python")},
-        "options": {name: value for name, value in typed.items() if name in SERVER_OPTIONS or hasattr(asked, name)},
+        "versions": {name: used[name] for name in ("redrafter", "python")},
+        "options": {name: value for name, value in typed.items() if name in SERVER_OPTIONS or name in vars(asked)},
     }
     report = Report(document, path=options.json)
-    report.line(document["command"])
+    report.line(command)
     for number, server in enumerate(servers, start=1):
         known = "".join(f", {fact}" for fact in (server.kind, server.version) if fact)
         report.line(f"server {number}: {server.url}, model {server.model}{known}")
-    report.line(f"client: {document['client']}; {describe_versions(document)}")
+    report.line(
+        f"client: {document['client']}; {describe_versions({name: used[name] for name in ('redrafter', 'python')})}"
+    )
     writing = f"temperature {options.temperature:g}, seed {options.seed} and up"
     if suite is not None:
-        lines = [document["command"], str(suite), f"{options.max_new_tokens} new tokens at most; {writing}"]
+        lines = [command, str(suite), f"{options.max_new_tokens} new tokens at most; {writing}"]
         report.line(*lines[1:], LEGEND)
         chats = ChatLoad((), options.max_new_tokens, options.temperature, options.seed)
         run_server_suite(report, servers, suite, chats, asked.concurrency, lines, suite_options)
@@ -214,7 +217,7 @@ def _bench_servers(args: argparse.Namespace) -> int:
 
 
 def _prompt(row: Row) -> str | list[dict[str, str]]:
-    """Return what a server is to continue, as text, or to answer, as messages of a chat."""
+    """Return the prompt to send to a server: a text to continue, or the messages of a chat to answer."""
     prompt = turns_before_answer(row) or (row.prompt if row.prompt is not None else row.text)
     if not prompt:
         raise ArgumentError(

@@ -15,12 +15,12 @@ from redrafter.app.program import print_message
 from redrafter.cli.generate import WARM_UP_TOKENS
 from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.measure.run import Repeats, Run
+from redrafter.measure.run import RepeatedRuns, Run
 
 COMMANDS = ("/exit", "/reset", "/stats")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_checked(args: argparse.Namespace) -> int:
     """Run the command: answer each line of stdin until it ends or the user types /exit."""
     options = read_options(GenerationOptions, args)
     if args.compare and not options.speculate:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     asked: list[list[int]] = []  # the prompt of each run
 
     def decode(ids: list[int], options: GenerationOptions, **arguments: Any) -> Run:
-        return pair.run([ids], options, eos_token_id=[*encoder.eos, *options.stop_token_ids], **arguments)
+        return pair.run_batch([ids], options, eos_token_id=[*encoder.eos, *options.stop_token_ids], **arguments)
 
     def answer(question: str) -> None:
         ids, forgotten = history.prompt(question)
@@ -46,20 +46,20 @@ def run(args: argparse.Namespace) -> int:
         try:
             runs.append(decode(ids, options, streamer=printer))
             asked.append(ids)
-        except KeyboardInterrupt:  # what was printed before it is remembered
+        except KeyboardInterrupt:  # keep the printed part as the answer
             printer.end()
             if not printer.texts[0]:
                 return
         history.turns.append((question, printer.texts[0]))
 
     def compare() -> str:
-        pair.engine.forget_prefixes()  # the first run of each prompt had to read it too
+        pair.engine.forget_prefixes()  # the first run of each prompt prefilled it too, so both are timed alike
         plain, silent = [], io.StringIO()
         for ids, run in zip(asked, runs, strict=True):
             seeds = {} if run.stats.seeds is None else {"seed": run.stats.seeds}
-            printer = Printer(pair.tokenizer, [None], silent)  # the same work of formatting
+            printer = Printer(pair.tokenizer, [None], silent)  # formats text like the timed run
             plain.append(decode(ids, replace(options, speculate=False), streamer=printer, **seeds))
-        drafted, undrafted = Repeats([runs]), Repeats([plain])
+        drafted, undrafted = RepeatedRuns([runs]), RepeatedRuns([plain])
         same = sum(a.tokens == b.tokens for a, b in zip(runs, plain, strict=True))
         return (
             f"with drafts {drafted.tokens_per_second[0]:.1f} tokens/s, {drafted.stats.tokens_per_step:.2f} tokens per "
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             f"{same} of {len(runs)} answers with the same tokens"
         )
 
-    if args.compare:  # what runs for the first time takes longer
+    if args.compare:  # warm up: first calls capture and compile
         for speculate in (True, False):
             short = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens), speculate=speculate)
             decode(history.prompt("Hello")[0], short)
@@ -114,9 +114,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 class History:
-    """The turns of a chat, each a question and its answer, of which the oldest are forgotten when the context is full.
+    """The turns of a chat, each a question and an answer; drops the oldest turns when the context is full.
 
-    The context is the most tokens that the target can read, None for no limit; `answer_tokens` are kept free in it.
+    `context` is the maximum number of tokens, None for no limit, of which `answer_tokens` are reserved for the answer.
     """
 
     def __init__(self, encoder: ChatEncoder, system: str | None, context: int | None, answer_tokens: int):
@@ -126,7 +126,7 @@ class History:
         self.turns: list[tuple[str, str]] = []
 
     def prompt(self, question: str) -> tuple[list[int], int]:
-        """Return the token ids of the chat with a new question, and how many old turns were forgotten for it."""
+        """Return the token ids of the chat with a new question, and the number of old turns that were dropped."""
         before = len(self.turns)
         while True:
             texts = [text for turn in self.turns for text in turn] + [question]
@@ -134,13 +134,14 @@ class History:
             ids = self._encoder.encode([*self._head, *({"role": role, "content": text} for role, text in turns)])
             if not self.turns or self._context is None or len(ids) + self._answer_tokens <= self._context:
                 return ids, before - len(self.turns)
+            # Drop whole turns: half of an exchange would confuse the model.
             del self.turns[0]
 
 
 def _totals(runs: list[Run]) -> str:
     if not runs:
         return "no answers yet"
-    answers = Repeats([runs])
+    answers = RepeatedRuns([runs])
     total, seconds, tokens = answers.stats, answers.seconds[0], sum(run.count for run in runs)
     shares = [f"{count / max(total.steps, 1):.2f}" for count in total.accepted_by_depth]
     return (

@@ -30,7 +30,7 @@ from redrafter.errors import ArgumentError
 from redrafter.measure.differences import Difference, describe_differences, find_differences
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report, conditions, describe_pair
-from redrafter.measure.run import Prompts, Repeats, Run, describe_stats, run_in_turn, transformers_run
+from redrafter.measure.run import Prompts, RepeatedRuns, Run, describe_stats, run_in_turn, transformers_run
 
 ASSISTED = "HF assisted"
 WARM_UP_TOKENS = 8  # new tokens of a warm-up run on a CPU; on a GPU a warm-up run is whole, to capture all graphs
@@ -38,7 +38,7 @@ COLUMNS = (("", 14), ("tokens/s", 9), ("x plain", 8), ("tokens/step", 12), ("dra
 
 
 @dataclass
-class Method(Repeats):
+class ComparedMethod(RepeatedRuns):
     """A method of decoding and its runs."""
 
     pair: Pair = field(kw_only=True)  # the target with the engine of this method
@@ -46,13 +46,13 @@ class Method(Repeats):
 
     @property
     def exact(self) -> bool:
-        """Tell whether the method promises the tokens of plain decoding."""
+        """Whether the method guarantees the tokens of plain decoding."""
         return not (self.pair.engine.rejection_sampling and self.generation.sampling)
 
-    def run(self, batch: Prompts, first: int, **changes: Any) -> Run:
-        """Decode a batch with `first` prompts before it, under changed options, and time it.
+    def run_batch(self, batch: Prompts, first: int, **changes: Any) -> Run:
+        """Decode a batch that follows `first` other prompts, with overridden options, and time it.
 
-        Prompt i has the seed `seed + i`, whatever the batch size.
+        Prompt i has the seed `seed + i` for any batch size.
         """
         seed = self.generation.seed
         seeded = replace(self.generation, seed=None if seed is None else seed + first)
@@ -61,22 +61,22 @@ class Method(Repeats):
 
     def decode(self, batch: Prompts, generation: GenerationOptions) -> Run:
         """Decode a batch of prompts, given as token ids, and time it."""
-        return self.pair.run(batch, generation)
+        return self.pair.run_batch(batch, generation)
 
 
 @dataclass
-class AssistedMethod(Method):
+class AssistedMethod(ComparedMethod):
     """Assisted generation of transformers with the pair's draft model and transformers' own settings."""
 
     draft_tokenizer: PreTrainedTokenizerBase | None = None  # of the draft model, where it is not the target's
 
     @property
     def exact(self) -> bool:
-        """Tell whether the tokens are plain decoding's: not when sampling, since transformers draws other noise."""
+        """Whether the tokens equal plain decoding's: not when sampling, since transformers draws different noise."""
         return not self.generation.sampling
 
     def decode(self, batch: Prompts, generation: GenerationOptions) -> Run:
-        """Decode prompts, given as token ids, one after the other, and time that."""
+        """Decode prompts, given as token ids, one at a time, and sum their times."""
         model, draft = self.pair.engine.model, self.pair.engine.draft_model
         assert draft is not None
         arguments = self.pair.arguments(generation) | {"assistant_model": draft.model, "count": True}
@@ -89,10 +89,10 @@ class AssistedMethod(Method):
         return Run([run.tokens[0] for run in runs], stats, sum(run.seconds for run in runs))
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command: check the options, decode batch by batch with each method in turn, print the report."""
+def run_checked(args: argparse.Namespace) -> int:
+    """Run the command: validate the options, decode each batch with every method, and print the report."""
     options, generation = read_options(CompareOptions, args), read_options(GenerationOptions, args)
-    # A temperature of None would be the checkpoint's own, which only the drafter's engine knows.
+    # With None, only the drafter's engine would read the checkpoint's temperature, and methods would not compare.
     generation = replace(generation, temperature=generation.temperature or 0.0)
     if generation.sampling and generation.seed is None:
         generation = replace(generation, seed=0)  # one seed for all methods
@@ -108,21 +108,22 @@ def run(args: argparse.Namespace) -> int:
     prompts, left_out = select_prompts(
         encode(rows, pairs[0].tokenizer, **options.cut), options, pairs[0].engine.target.context
     )
-    plain = Method(
+    plain = ComparedMethod(
         pair=replace(pairs[0], method=PLAIN, drafting_model=None), generation=replace(generation, speculate=False)
     )
-    methods = [plain, *(Method(pair=pair, generation=generation) for pair in pairs)]
+    methods = [plain, *(ComparedMethod(pair=pair, generation=generation) for pair in pairs)]
     if options.assisted:
         methods.append(_assisted_method(pairs, generation, load.trust_remote_code))
     batches = [prompts[start : start + options.batch_size] for start in range(0, len(prompts), options.batch_size)]
     most = generation.max_new_tokens
     short = most if pairs[0].engine.target.device.type == "cuda" else min(WARM_UP_TOKENS, most)
-    for method in methods:  # one batch of each size, so that no timed run is the first of its kind
+    for method in methods:  # warm up once for each batch size: first calls capture and compile
         for batch in {len(batch): batch for batch in batches}.values():
-            method.run(batch, 0, max_new_tokens=short)
+            method.run_batch(batch, 0, max_new_tokens=short)
     least, longest = (f(map(len, prompts)) for f in (min, max))
     found = {"count": len(prompts), "left_out": left_out, "shortest": least, "longest": longest}
-    facts = conditions(pairs[0].engine.target) | {
+    facts: dict[str, Any] = {
+        **conditions(pairs[0].engine.target),
         "model": pairs[0].name,
         "prompts": {"file": options.prompts} | found,
         "options": asdict(load) | asdict(draft) | asdict(generation) | asdict(options),
@@ -133,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         f"{len(prompts)} prompts of {least} to {longest} tokens, {left_out} longer ones left out; "
         f"{options.batch_size} at once, up to {most} new tokens each, temperature {generation.temperature:g}",
     )
-    ran = run_in_turn([method.run for method in methods], batches, options.repeats, report.progress)
+    ran = run_in_turn([method.run_batch for method in methods], batches, options.repeats, report.progress)
     for method, runs in zip(methods, ran, strict=True):
         method.repeats = runs.repeats
     decode = pairs[0].tokenizer.decode
@@ -143,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     table, failed = report.table("", COLUMNS), False
     for method in methods:
         result = _result(method, plain, prompts, compare=not options.disable_output_comparison)
-        # A difference of transformers' own method is no failure of ours.
+        # A difference in transformers' own method is reported, but does not fail the command.
         failed |= result["first_difference"] is not None and not isinstance(method, AssistedMethod)
         report.add("ways", result)
         kept = f"{result['accepted'] / result['drafted']:.0%}" if result["drafted"] else None
@@ -156,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load_pairs(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]:
-    """Load one pair for each drafting method that can be used, all on one target: prompt lookup needs nothing."""
+    """Load one pair per usable drafting method, all on one target; prompt lookup is always usable."""
     has_drafter = load.drafter is not None or holds_drafter(name)
     usable = {DRAFTER: has_drafter, DRAFT_MODEL: draft.draft_model is not None, PROMPT_LOOKUP: True}
     methods = [method for method in DRAFTING_METHODS if usable[method]]
@@ -188,7 +189,7 @@ def _assisted_method(pairs: Sequence[Pair], generation: GenerationOptions, trust
 def select_prompts(
     prompts: list[list[int]], options: CompareOptions, context: int | None
 ) -> tuple[list[list[int]], int]:
-    """Return the prompts to decode, and how many were left out because they are too long."""
+    """Return the prompts to decode and the number of prompts that are too long."""
     most = options.max_input_len
     short_enough = [prompt for prompt in prompts if most is None or len(prompt) <= most]
     longest = max(map(len, short_enough), default=0)
@@ -202,8 +203,8 @@ def select_prompts(
     return short_enough[: options.num_prompts], len(prompts) - len(short_enough)
 
 
-def _result(method: Method, plain: Method, prompts: Prompts, *, compare: bool) -> dict[str, Any]:
-    """Return a method's entry of `ways` in the document; outputs are compared where plain decoding's are promised."""
+def _result(method: ComparedMethod, plain: ComparedMethod, prompts: Prompts, *, compare: bool) -> dict[str, Any]:
+    """Return a method's entry of `ways` in the document; compares outputs if the method guarantees equal tokens."""
     pair, rows = method.pair, max(len(run.tokens) for run in method.repeats[0])
     compared = compare and method is not plain and method.exact
     differences: list[Difference] = []
@@ -217,7 +218,7 @@ def _result(method: Method, plain: Method, prompts: Prompts, *, compare: bool) -
         "name": pair.drafting_model,
         "shape": pair.engine.proposer_for(rows).sizes if pair.method in DRAFTING_METHODS else None,
         "tokens": sum(map(len, method.texts())),
-        # The next three are medians over repeats; `describe_stats` is of the first one.
+        # The next three are medians over repeats; `describe_stats` covers the first repeat.
         "seconds": statistics.median(method.seconds),
         "tokens_per_second": statistics.median(method.tokens_per_second),
         "speedup": method.speedup(plain),

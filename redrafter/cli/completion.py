@@ -1,11 +1,11 @@
-"""`redrafter completion`: a script by which bash or zsh completes commands, flags, their choices and file names."""
+"""`redrafter completion`: print a script that completes commands, flags, choices and file names in bash or zsh."""
 
 import argparse
 from collections.abc import Iterator, Mapping
 
 from redrafter.app.parser import Parser
 
-# zsh runs bash's completions in an emulation that it ships with.
+# zsh runs bash completions through its bundled emulation, so one script serves both.
 _SCRIPT = """{zsh}_redrafter() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" words=""
   case "$COMP_CWORD,${{COMP_WORDS[1]}}" in

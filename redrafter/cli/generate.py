@@ -33,7 +33,7 @@ WARM_UP_TOKENS = 8  # new tokens of the warm-up runs before a comparison
 MAX_HEADING_CHARS = 60  # of a prompt in the line above its text
 
 
-def run(args: argparse.Namespace) -> int:
+def run_checked(args: argparse.Namespace) -> int:
     """Run the command: read prompts, generate, print the texts and the speed."""
     options, copies = read_options(GenerationOptions, args), args.num_return_sequences
     if copies < 1:
@@ -51,11 +51,12 @@ def run(args: argparse.Namespace) -> int:
         )
     load = read_options(LoadOptions, args)
     pair = Pair.load(load, read_options(DraftOptions, args), options.speculate)
-    extra: dict[str, Any] = {"num_return_sequences": copies}  # what `Engine.generate` takes beside the ids
+    extra: dict[str, Any] = {"num_return_sequences": copies}  # arguments of `Engine.generate` in addition to the ids
     chat = ChatEncoder(pair) if args.chat_template or any(row.messages for row in rows) else None
     if chat is not None:
         extra["eos_token_id"] = [*chat.eos, *options.stop_token_ids]
     if args.image:
+        # The processor inserts image placeholders, so it must render the template itself.
         ids, images = encode_with_images(pair, str(rows[0].prompt), args.image, load.trust_remote_code)
         extra |= images
     else:
@@ -77,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         short = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens))
         for speculate in (True, False):
-            pair.run(ids, replace(short, speculate=speculate), **extra)
-    speculative = pair.run(ids, options, streamer=printer(sys.stdout), **extra)
+            pair.run_batch(ids, replace(short, speculate=speculate), **extra)
+    speculative = pair.run_batch(ids, options, streamer=printer(sys.stdout), **extra)
     stats = speculative.stats
     print(
         f"{speculative.count} tokens in {speculative.seconds:.2f} s, {speculative.tokens_per_second:.1f} tokens/s, "
@@ -94,11 +95,11 @@ def run(args: argparse.Namespace) -> int:
         )
     comparison = None
     if args.compare:
-        # The same seeds, and the same work of formatting, so that the times compare.
+        # Same seeds and same text formatting, so that the times are comparable.
         seeds = {} if stats.seeds is None else {"seed": stats.seeds}
         streamer = printer(io.StringIO())
-        plain = pair.run(ids, replace(options, speculate=False), streamer=streamer, **extra | seeds)
-        # Rejection sampling promises the distribution only.
+        plain = pair.run_batch(ids, replace(options, speculate=False), streamer=streamer, **extra | seeds)
+        # Rejection sampling preserves the distribution, not the tokens.
         comparison = _compare(speculative, plain, tokens=not (pair.engine.rejection_sampling and options.sampling))
     if args.json:
         document = {
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             "seeds": stats.seeds,
             "seconds": speculative.seconds,
             "tokens_per_second": speculative.tokens_per_second,
-            "stats": describe_stats(stats) | {"rows": [describe_stats(row) for row in stats.rows]},
+            "stats": {**describe_stats(stats), "rows": [describe_stats(row) for row in stats.rows]},
             "compare": comparison,
             "model": pair.name,
             "drafts": pair.method,
@@ -116,12 +117,12 @@ def run(args: argparse.Namespace) -> int:
             "shape": pair.engine.proposer_for(len(texts)).sizes,
             "options": asdict(options),
         }
-        print(json.dumps(document | conditions(pair.engine.target)))
+        print(json.dumps({**document, **conditions(pair.engine.target)}))
     return 0
 
 
-def _compare(speculative: Run, plain: Run, *, tokens: bool) -> dict[str, Any]:
-    """Compare with plain decoding of the same prompts; tokens only where speculation promises them."""
+def _compare(speculative: Run, plain: Run, *, tokens: bool) -> dict[str, object]:
+    """Compare with plain decoding of the same prompts; compares tokens only if speculation guarantees them."""
     found = map(first_difference, speculative.tokens, plain.tokens) if tokens else ()
     difference = next(((row, index) for row, index in enumerate(found) if index is not None), None)
     speedup = plain.seconds / speculative.seconds
@@ -143,13 +144,13 @@ def _compare(speculative: Run, plain: Run, *, tokens: bool) -> dict[str, Any]:
 
 
 def _as_turn(row: Row) -> Row:
-    """Return a row of plain text as a user's turn of a chat, and any other row as it is."""
+    """Convert a row of plain text to a user's turn of a chat; return other rows unchanged."""
     text = row.text if row.prompt is None else row.prompt
     return row if text is None else Row(row.where, messages=[{"role": "user", "content": text}])
 
 
 def _shown(row: Row, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """Return the prompt of a row as headings and the JSON document have it: of a chat, its last turn."""
+    """Return the prompt of a row for headings and the JSON document; for a chat, its last turn."""
     if row.messages is not None:
         return turns_before_answer(row)[-1]["content"]
     text = row.text if row.prompt is None else row.prompt
@@ -157,7 +158,7 @@ def _shown(row: Row, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def _read_rows(args: argparse.Namespace) -> list[Row]:
-    """Read the prompts that the command line names: rows of a file of rows, and plain text of all others."""
+    """Read the prompts that the command line names: rows of a JSON or Parquet file, otherwise plain text."""
     if args.file is not None and not args.prompts and Path(args.file).suffix in (*ROW_SUFFIXES, ".parquet"):
         return read_prompts(args.file)
     return [Row(f"prompt {number}", prompt=prompt) for number, prompt in enumerate(_read_prompts(args), start=1)]
@@ -169,10 +170,10 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     try:
         if args.prompts:
             prompts = list(args.prompts)
-            # os.path, since pathlib raises for a text that is too long for a name.
+            # os.path, since pathlib raises an error for a text longer than a file name may be.
             models = (x for x in prompts if os.path.isfile(os.path.join(x, "config.json")) or is_gguf(x))
             model = next(models, None)
-            if model is not None and not hasattr(args, "model"):
+            if model is not None and "model" not in args:
                 words = ["redrafter", "generate", "--model", model, *(word for word in prompts if word != model)]
                 raise ArgumentError(
                     f"{model} is a model, and would be a text that the pair in the box continues: "
@@ -187,7 +188,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
             )
         elif launched_processes() == 1:
             prompts = [sys.stdin.read().removesuffix("\n")]
-        else:  # processes of torchrun share stdin: rank 0 reads it and tells the others
+        else:  # processes of torchrun share stdin: rank 0 reads it and broadcasts it
             join_ranks(launched_processes())
             ranks = Ranks.of_world()
             prompts = [ranks.from_first(sys.stdin.read() if ranks.rank == 0 else "").removesuffix("\n")]
@@ -204,9 +205,9 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
 def encode_with_images(
     pair: Pair, prompt: str, files: Sequence[str], trust_remote_code: bool
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Return the token ids of a turn of a chat that shows the images of files and then says the prompt, as one row.
+    """Encode a user's turn with the images of `files` followed by the prompt.
 
-    Beside them comes what `Engine.generate` takes of the images.
+    Returns its token ids as one row, and the image arguments of `Engine.generate`.
 
     Raises:
         ArgumentError: A file is no image, or the model's processor cannot read one.
@@ -215,9 +216,9 @@ def encode_with_images(
     target = pair.engine.target
     target.images.check()
     processor = load_processor(pair.name, trust_remote_code=trust_remote_code)
-    from PIL import Image, ImageOps  # which the processor has asked for
+    from PIL import Image, ImageOps  # imported late: an optional dependency that the processor requires
 
-    content: list[dict[str, Any]] = []
+    content: list[dict[str, object]] = []
     for file in files:
         try:
             with Image.open(file) as image:

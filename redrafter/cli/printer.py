@@ -12,7 +12,7 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 
 def use_color(choice: str, out: TextIO) -> bool:
-    """Return whether to print in colour; `auto` does on a terminal, unless NO_COLOR (no-color.org) is set."""
+    """Return whether to print in colour; `auto` enables it on a terminal, unless NO_COLOR (no-color.org) is set."""
     if choice != "auto":
         return choice == "always"
     return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -39,7 +39,7 @@ class Printer:
         self.texts = [""] * len(headings)
 
     def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
-        """Add the tokens of a step to a row's text, and print all text that need not wait for a row above it to end.
+        """Add the tokens of a step to a row's text, and print all text that is not waiting for a previous row.
 
         The first `accepted` of the tokens were accepted drafts, which may be printed in colour; the others are the
         target's own.

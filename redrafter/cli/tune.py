@@ -36,7 +36,7 @@ COLUMNS = {
 }
 
 
-def run(args: argparse.Namespace) -> int:
+def run_checked(args: argparse.Namespace) -> int:
     """Run the command: choose the fastest tree for each batch size, print them, and write the tuning file."""
     options = read_options(TuneOptions, args)
     prompts = read_prompts(options.prompts)
@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
     trees = candidates(proposer, options.beams, options.lengths or LENGTHS, share=share)
     if not trees:
         raise ArgumentError(f"the drafter's vocabulary is smaller than --beams {min(options.beams)}")
-    work = Workload.of(engine, pair.tokenizer, encode(prompts, pair.tokenizer, **options.cut), options)
+    work = Workload.from_options(engine, pair.tokenizer, encode(prompts, pair.tokenizer, **options.cut), options)
     tuner = Tuner(work, sizes, options.seconds, lambda line: print(line, file=sys.stderr, flush=True))
-    tuner.run(trees, () if options.lengths else DEEPER_LENGTHS)
+    tuner.measure_trees(trees, () if options.lengths else DEEPER_LENGTHS)
     shapes = choose(tuner.timings)
     rows = table(tuner.timings, shapes)
     pair_facts: dict[str, Any] = {**measured_on(engine.target, engine.drafter)}

@@ -1,6 +1,6 @@
-"""The options of `redrafter convert`: those of TensorRT-LLM's ReDrafter script under the same names, and others.
+"""Options of `redrafter convert`, including those of TensorRT-LLM's ReDrafter script under the same names.
 
-Options of that script which are not needed here are in `redrafter.app.foreign_flags`.
+`redrafter.app.foreign_flags` lists the options of that script that have no effect here.
 """
 
 import os
@@ -23,14 +23,14 @@ from redrafter.options import option
 from redrafter.tree.sizes import TreeShape
 
 OUTPUT_FORMATS = ("redrafter", "trtllm", "apple", "drafter", "speculators")
-OUTPUT_KINDS = {  # what `kind_of` calls a directory in each output format
+OUTPUT_KINDS = {  # the result of `kind_of` for each output format
     "redrafter": "merged checkpoint",
     "trtllm": "TensorRT-LLM ReDrafter checkpoint",
     "apple": "Apple drafter",
     "drafter": "drafter",
     "speculators": "EAGLE-3 head",
 }
-_OPTION_FORMATS = {  # output formats of options that are not for all of them
+_OPTION_FORMATS = {  # output formats that support an option, for options that not all formats support
     "base_model_checkpoint_dir": ("redrafter", "trtllm", "drafter", "speculators"),
     "copy": ("redrafter",),
     "head_shortlist": ("redrafter", "drafter"),
@@ -47,7 +47,7 @@ _OPTION_FORMATS = {  # output formats of options that are not for all of them
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """The sources of a conversion, its output, and all choices about it."""
+    """Options of a conversion: its sources, its output and its format."""
 
     base_model_checkpoint_dir: str | None = option(
         None,
@@ -140,11 +140,11 @@ class ConvertConfig:
         if self.redrafter_no_greedy_search and self.redrafter_greedy_search:
             raise ArgumentError("--redrafter-greedy-search and --redrafter-no-greedy-search exclude each other")
         for name in ("tp_size", "workers"):
-            if (value := getattr(self, name)) is not None and not 1 <= value <= 4096:
+            if (value := vars(self)[name]) is not None and not 1 <= value <= 4096:
                 raise ArgumentError(f"{flag(name)} must be from 1 to 4096, got {value}")
         check_shortlist_rank(self.head_shortlist, self.head_shortlist_rank)
         for item in fields(self):
-            value = getattr(self, item.name)
+            value = vars(self)[item.name]
             if value == "":
                 raise ArgumentError(f"{flag(item.name)} needs a value, got an empty one")
             if value != item.default and self.to not in _OPTION_FORMATS.get(item.name, OUTPUT_FORMATS):
@@ -153,7 +153,7 @@ class ConvertConfig:
 
     @property
     def defaults(self) -> Defaults:
-        """Search and sampling defaults that were asked for; None leaves a value to the source."""
+        """Search and sampling defaults set by the options; None keeps the source's value."""
         shape = TreeShape(self.redrafter_num_beams, self.redrafter_draft_len_per_beam, self.node_budget)
         return Defaults(shape, False if self.redrafter_no_greedy_search else self.redrafter_greedy_search)
 
@@ -176,17 +176,15 @@ def build_parser() -> Parser:
 
 
 def parse(argv: Sequence[str] | None) -> ConvertConfig:
-    """Parse the words after the name of the command; None takes those of the process."""
+    """Parse the arguments of the command; None parses `sys.argv[1:]`."""
     return read_options(ConvertConfig, build_parser().parse_args(argv))
 
 
 def check_output(config: ConvertConfig) -> Path:
-    """Return the directory to write, checked: apart from the sources, new, or one that may be replaced.
-
-    Raises `ArgumentError`.
-    """
+    """Return the output directory; raise `ArgumentError` if it overlaps a source or must not be replaced."""
     output = Path(str(config.output_dir))
     for source in filter(None, (config.base_model_checkpoint_dir, config.drafter_model_dir)):
+        # Resolve symbolic links: an output inside of its source would be read while it is written.
         real_output, real_source = Path(os.path.realpath(output)), Path(os.path.realpath(source))
         if real_output == real_source or real_output in real_source.parents or real_source in real_output.parents:
             raise ArgumentError(f"the output {output} and its source {source} must not hold one another")
@@ -204,7 +202,7 @@ def _holds(kind: str, path: Path) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
 
-    def run() -> int:
+    def command() -> int:
         config = parse(argv)
         check_paths(config)
         if not config.dry_run:
@@ -212,4 +210,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = import_libraries("redrafter.convert.convert_checkpoint").run_checked(config)
         return code
 
-    return run_command(run)
+    return run_command(command)

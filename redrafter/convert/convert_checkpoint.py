@@ -2,10 +2,9 @@
 
     redrafter convert --base_model_checkpoint_dir my-base --drafter_model_dir my-drafter --output_dir my-merged
 
-In a checkout, `python convert/convert_checkpoint.py ...` is the same. Weights that stay as they are become hard links
-if the file system allows it, so that a merged checkpoint takes only the drafter's size on the disk: do not write into
-the weight files of either directory. Tensors are read a few rows at a time. A checkpoint is written whole or not at
-all.
+In a checkout, `python convert/convert_checkpoint.py ...` is equivalent. Unchanged weight files become hard links if the
+file system supports them, so that a merged checkpoint takes only the drafter's size on the disk: do not write into the
+weight files of either directory. Tensors are read a few rows at a time. The output appears only once it is complete.
 """
 
 import sys
@@ -34,7 +33,7 @@ def merge(
         base: Directory of the model.
         drafter: Directory of the drafter.
         output: Directory to write.
-        shape: Search defaults of the checkpoint; what is None in it is taken from the drafter's config.
+        shape: Search defaults of the checkpoint; fields that are None default to the drafter's config.
         overwrite: Whether to replace `output`, which must be a merged checkpoint itself.
 
     Returns:
@@ -43,7 +42,7 @@ def merge(
     Raises:
         CheckpointError: When files are missing or broken.
         MismatchError: When the drafter was made for another base.
-        ArgumentError: When the output cannot be written or the shape cannot be searched. Nothing is written then.
+        ArgumentError: The output cannot be written or the shape cannot be searched. Nothing is written in this case.
     """
     shape = shape or TreeShape()
     convert(
@@ -78,7 +77,7 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
 def convert(
     config: ConvertConfig, log: Callable[[str], object] = lambda line: None, show_progress: bool = False
 ) -> None:
-    """Run a conversion; `log` gets each note for the user. Nothing is written where it raises an error."""
+    """Run a conversion; `log` receives each note for the user. An error leaves no output."""
     output = check_output(config)
     plan = plan_conversion(config)
     plan.check_space(output)
@@ -95,7 +94,7 @@ def convert(
 
 
 def run_checked(config: ConvertConfig) -> int:
-    """Run the command with options that `main` has checked. Returns its exit code."""
+    """Run the command with options validated by `main`. Returns its exit code."""
     if config.dry_run:
         plan = plan_conversion(config)
         rows = [("from", "to", "shape", "dtype"), *plan.key_map()]

@@ -1,4 +1,4 @@
-"""Describe a checkpoint with torch: also whether it can be a target, fits its drafter, and what it converts to."""
+"""Describe a checkpoint with torch: whether it can be a target, fits its drafter, and converts to other formats."""
 
 import copy
 import platform
@@ -21,7 +21,7 @@ from redrafter.cache.dense import cache_in
 from redrafter.cache.states import StateShape
 from redrafter.checkpoints.merged import Defaults, boxed_pair
 from redrafter.checkpoints.mtp_layer import find_layer
-from redrafter.convert.info import Stored, batch_invariant, drafter_facts, model_facts
+from redrafter.convert.info import ModelFacts, Stored, batch_invariant, drafter_facts, model_facts, share_of_model
 from redrafter.convert.plan import possible_formats
 from redrafter.drafting.drafter_types import drafter_class
 from redrafter.drafting.mtp import MTPConfig
@@ -36,7 +36,7 @@ from redrafter.model.supported import check_states_found, check_supported, confi
 from redrafter.version import __version__
 
 
-def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
+def describe(name: str, drafter_name: str | None = None) -> dict[str, object]:
     """Return facts about a checkpoint, or about a model and a drafter for it.
 
     Args:
@@ -48,11 +48,11 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
 
     Raises:
         CheckpointError: When files are missing or broken.
-        ArgumentError: When a drafter is given for what is a drafter itself.
+        ArgumentError: `drafter_name` is given and the checkpoint is a drafter itself.
     """
     directory = _locate(name)
     kind = kind_of(directory)
-    document: dict[str, Any] = {"path": str(directory), "kind": kind}
+    document: dict[str, object] = {"path": str(directory), "kind": kind}
     if kind == "drafter" and not drafter_class(directory).made_from_config:
         return document | {"drafter": _describe_drafter(read_own(directory))}
     if kind in ("drafter", "Apple drafter", *FOREIGN):
@@ -61,21 +61,20 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
         drafter = open_drafter(directory)
         return document | {"drafter": _describe_drafter(drafter), "converts_to": possible_formats(drafter)}
     base = open_base(directory)
-    document["model"] = _describe_model(base)
+    document["model"] = model = _describe_model(base)
     if drafter_name is not None:
         drafter = open_drafter(_locate(drafter_name))
     elif is_pair(kind):
         drafter = open_drafter(directory)
     elif (found := find_layer(base.tensors)) is not None:
-        model = document["model"]
-        config = MTPConfig(vocab_size=model["vocabulary"], hidden_size=model["hidden_size"], **found.config)
+        text = base.config.get_text_config(decoder=True)
+        config = MTPConfig(vocab_size=text.vocab_size, hidden_size=config_width(text), **found.config)
         tensors = {name: base.tensors[name] for name in found.names if name in base.tensors}
         return document | {"drafter": _describe_drafter(SourceDrafter(directory, kind, config, tensors))}
     else:
         return document
-    described = _describe_drafter(drafter)
-    share = described["parameters"] / max(document["model"]["parameters"], 1)
-    document["drafter"] = {"path": str(drafter.directory)} | described | {"share_of_model": round(share, 4)}
+    share = share_of_model(_stored(drafter.tensors), model)
+    document["drafter"] = {"path": str(drafter.directory)} | _describe_drafter(drafter) | {"share_of_model": share}
     if is_pair(drafter.kind):
         defaults = drafter.fill(Defaults())
         document["shape"] = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
@@ -88,17 +87,18 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
 
 
 def _locate(name: str) -> Path:
-    """Return a directory, or the download of a hub id in the local cache; nothing is downloaded."""
+    """Resolve a directory, or a hub id in the local download cache; never downloads."""
     check_path(name)
     if Path(name).exists():
         return Path(name)  # a GGUF file, too
     try:
+        # `info` must work offline and not start a download of gigabytes.
         return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
     except Exception as error:
         raise CheckpointError(f"{name} is no directory, and not in the download cache: {first_line(error)}") from error
 
 
-def _describe_model(base: SourceBase) -> dict[str, Any]:
+def _describe_model(base: SourceBase) -> ModelFacts:
     theirs, ranks = base.trtllm_config, enumerate(base.ranks)
     tensors = base.tensors or {f"{number} {name}": x for number, rank in ranks for name, x in rank.items()}
     config: Any
@@ -116,12 +116,14 @@ def _describe_model(base: SourceBase) -> dict[str, Any]:
         facts["stored_as"] = base.gguf.stored_as
         facts["loaded_as"] = f"{dtype_name(base.gguf.dtype)}, unless --dtype names another format"
     if theirs is not None:
-        return facts | {"ranks": len(base.ranks)}
-    return facts | {"batch_invariant": batch_invariant(method), "target": _describe_target(base.config)}
+        facts["ranks"] = len(base.ranks)
+        return facts
+    facts["batch_invariant"], facts["target"] = batch_invariant(method), _describe_target(base.config)
+    return facts
 
 
 def _describe_target(config: Any) -> str:
-    """Say whether a model can be a target, and why not, by its config: one without weights reads a few tokens."""
+    """Describe whether a model can be a target: run a model built from its config, on the meta device."""
     loaders = {
         AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -137,7 +139,7 @@ def _describe_target(config: Any) -> str:
             check_supported(model, name)
             output = model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=True)
         cache = cache_in(output)
-        # Of recurrent states only that they are there is looked at: whether they can be rolled back, loading finds out.
+        # Check only that recurrent states exist: whether they can be rolled back is tested when weights are loaded.
         states = [
             StateShape(layer, state, tuple(x.shape[1:]), x.dtype, x.device)
             for layer, kept in enumerate(getattr(cache, "layers", ()))
@@ -148,13 +150,13 @@ def _describe_target(config: Any) -> str:
         stored_shapes(output, text, name, states)
     except ReDrafterError as error:
         return f"no: {error}"
-    except Exception:  # code that needs numbers, or is not transformers' own
+    except Exception:  # modelling code that reads values, or remote code; both fail on the meta device
         return "not known before it is loaded, and tested"
     return "yes, by its config; it is tested when it is loaded"
 
 
 def _describe_tunings(base: SourceBase, drafter: SourceDrafter) -> list[str] | str:
-    """Describe the tables of `redrafter tune` that an engine of the pair uses, each on its device and in its dtype."""
+    """Describe the tables of `redrafter tune` that apply to the pair, by device and dtype."""
     none = "none; redrafter tune measures one"
     if not tuning_folder().is_dir() or base.trtllm_config is not None:
         return none
@@ -171,8 +173,9 @@ def _describe_tunings(base: SourceBase, drafter: SourceDrafter) -> list[str] | s
     return found or none
 
 
-def _describe_drafter(drafter: SourceDrafter) -> dict[str, Any]:
+def _describe_drafter(drafter: SourceDrafter) -> dict[str, object]:
     config = drafter.config
+    # Show the drafter's own fields only, not those that every transformers config has.
     theirs = {item.name for item in fields(PretrainedConfig)}
     own = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in theirs}
     return drafter_facts(config.kind, _stored(drafter.tensors), own)
@@ -182,10 +185,10 @@ def _stored(tensors: Mapping[str, LazyTensor]) -> Stored:
     return {name: (tensor.shape, dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
 
 
-def environment() -> dict[str, Any]:
-    """Return what `redrafter info` prints without a model: the boxed pair, and versions of the libraries."""
+def environment() -> dict[str, object]:
+    """Describe the boxed pair and the versions of the libraries, for `redrafter info` without a model."""
     boxed, gpus = boxed_pair(), range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    document = describe(str(boxed)) if boxed.is_dir() else dict[str, Any](boxed_pair="not in this installation")
+    document = describe(str(boxed)) if boxed.is_dir() else dict[str, object](boxed_pair="not in this installation")
     document["environment"] = {
         "redrafter": __version__,
         "torch": torch.__version__,

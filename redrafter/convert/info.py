@@ -1,8 +1,8 @@
 """`redrafter info`: describe a checkpoint.
 
-What config.json and the headers of the weights say of a model, a drafter or a pair is shown without torch, whose import
-takes longer than all of it. What only code finds out (whether a model can be a target, whether a drafter fits it, what
-they can be converted to) is shown with `--check`, and so are checkpoints in other projects' formats.
+Facts from config.json and the headers of the weights are read without torch, whose import takes longer than the rest.
+Facts that require running code (whether a model can be a target, whether a drafter fits it, what they convert to) need
+`--check`; so do checkpoints in other projects' formats.
 """
 
 import json
@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from redrafter.app.parser import Parser, add_json
 from redrafter.app.program import import_libraries, run_command
@@ -32,22 +32,44 @@ from redrafter.tree.sizes import TreeShape
 
 Stored = Mapping[str, tuple[tuple[int, ...], str]]  # shape and number format of each tensor
 UNCHECKED = "whether it can be a target, fits, and converts: add --check, which imports torch"
-# What config.json holds for transformers, what is shown under a name of our own, and what is for programs alone.
+# Entries of config.json that are internal to transformers or programs, or are shown under another name.
 _NOT_SHOWN = {"architectures", "dtype", "model_type", "torch_dtype", "transformers_version", "rms_norm_eps"}
 _NOT_SHOWN |= {"vocab_size", "draft_vocab_size", "draft_beams", "base_embedding_norms", "source_config", "text_config"}
 
 
-def describe_files(directory: Path) -> dict[str, Any] | None:
-    """Return what the files of a directory say of a model, a drafter or a pair, without torch.
+class StoredFacts(TypedDict):
+    """The size of a checkpoint and its number formats."""
 
-    None where they do not say all of it, as the config of another project's drafter, a GGUF file, or the config of a
-    model whose sizes only transformers' class knows.
+    parameters: int
+    stored_as: str
+
+
+class ModelFacts(StoredFacts, total=False):
+    """The facts about a model; the last ones are shown for some models only."""
+
+    architecture: str
+    hidden_size: int | None
+    layers: int | None
+    vocabulary: int | None
+    context: int | None
+    quantised: str
+    loaded_as: str
+    ranks: int
+    batch_invariant: str
+    target: str
+
+
+def describe_files(directory: Path) -> dict[str, object] | None:
+    """Describe a model, a drafter or a pair from the files of its directory, without torch.
+
+    Returns None if the files are not sufficient: for another project's drafter, a GGUF file, or a model whose sizes are
+    only defined by its class in transformers.
 
     Raises:
         CheckpointError: A file is missing or broken.
     """
     kind = kind_of(directory)
-    document: dict[str, Any] = {"path": str(directory), "kind": kind}
+    document: dict[str, object] = {"path": str(directory), "kind": kind}
     if kind == "drafter":
         drafter = _describe_drafter(directory)
         return None if drafter is None else document | {"drafter": drafter, "unchecked": UNCHECKED}
@@ -64,8 +86,8 @@ def describe_files(directory: Path) -> dict[str, Any] | None:
         if drafter is None:
             return None
         config = read_json(folder / "config.json")
-        share = drafter["parameters"] / max(model["parameters"], 1)
-        document["drafter"] = {"path": str(folder)} | drafter | {"share_of_model": round(share, 4)}
+        share = share_of_model(_stored(read_headers(folder)), model)
+        document["drafter"] = {"path": str(folder)} | drafter | {"share_of_model": share}
         defaults = Defaults.read(directory / SHAPE_FILE)
         shape = defaults.shape.over(TreeShape(config.get("draft_beams"), config.get("draft_len_per_beam")))
         document["shape"] = shape.to_dict() | {"greedy_search": defaults.greedy_search}
@@ -74,8 +96,8 @@ def describe_files(directory: Path) -> dict[str, Any] | None:
     return document | {"unchecked": UNCHECKED}
 
 
-def _describe_model(config: Mapping[str, Any], headers: Mapping[str, Header]) -> dict[str, Any] | None:
-    text = config.get("text_config", config)  # of a model that sees, that of its decoder
+def _describe_model(config: Mapping[str, Any], headers: Mapping[str, Header]) -> ModelFacts | None:
+    text = config.get("text_config", config)  # the decoder's config of a vision-language model
     if not isinstance(text, dict):
         return None
     names = text.get("architectures") or config.get("architectures")
@@ -85,32 +107,44 @@ def _describe_model(config: Mapping[str, Any], headers: Mapping[str, Header]) ->
     quantization = config.get("quantization_config")
     method = str(quantization.get("quant_method")) if isinstance(quantization, dict) else None
     facts = model_facts(", ".join(map(str, names)), _stored(headers), [text[size] for size in sizes], method)
-    return facts | {"batch_invariant": batch_invariant(method)}
+    facts["batch_invariant"] = batch_invariant(method)
+    return facts
 
 
-def model_facts(architecture: str, tensors: Stored, sizes: Sequence[Any], method: str | None) -> dict[str, Any]:
-    """Return the facts about a model that are shown in any case.
+def model_facts(architecture: str, tensors: Stored, sizes: Sequence[int | None], method: str | None) -> ModelFacts:
+    """Return the facts about a model that are always shown.
 
     Args:
         architecture: Names of its class.
         tensors: Shape and number format of each tensor.
-        sizes: Hidden size, layers, vocabulary and context; None for one that is not known.
-        method: Name of the quantization method; None for a model that is not quantised.
+        sizes: Hidden size, layers, vocabulary and context; None if unknown.
+        method: Name of the quantization method; None if the model is not quantised.
     """
-    facts = {"architecture": architecture} | stored_facts(tensors)
-    facts |= dict(zip(("hidden_size", "layers", "vocabulary", "context"), sizes, strict=True))
-    return facts if method is None else facts | {"quantised": method}
+    hidden_size, layers, vocabulary, context = sizes
+    stored = stored_facts(tensors)
+    facts: ModelFacts = {
+        "architecture": architecture,
+        "parameters": stored["parameters"],
+        "stored_as": stored["stored_as"],
+        "hidden_size": hidden_size,
+        "layers": layers,
+        "vocabulary": vocabulary,
+        "context": context,
+    }
+    if method is not None:
+        facts["quantised"] = method
+    return facts
 
 
 def batch_invariant(method: str | None) -> str:
-    """Say whether a model of transformers can be decoded with `batch_invariant`; `method` is how it is quantised."""
+    """Describe whether a model supports `batch_invariant`; `method` is its quantization method."""
     if method is None:
         return "tried when --batch-invariant loads it"
     return f"no: {FeatureSet(method, QUANTISED_WEIGHTS).conflict(BATCH_INVARIANCE)}"
 
 
-def stored_facts(tensors: Stored) -> dict[str, Any]:
-    """Return how many parameters a checkpoint has, and in what formats. Maps of ids are no parameters."""
+def stored_facts(tensors: Stored) -> StoredFacts:
+    """Return the number of parameters of a checkpoint and their formats; maps of ids (int64) are not counted."""
     parameters = [(math.prod(shape), dtype) for shape, dtype in tensors.values() if dtype != "int64"]
     return {
         "parameters": sum(count for count, _ in parameters),
@@ -118,13 +152,18 @@ def stored_facts(tensors: Stored) -> dict[str, Any]:
     }
 
 
-def drafter_facts(kind: str, tensors: Stored, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts about a drafter that are shown in any case.
+def share_of_model(drafter: Stored, model: ModelFacts) -> float:
+    """Return the parameters of a drafter as a share of its model's, with four digits."""
+    return round(stored_facts(drafter)["parameters"] / max(model["parameters"], 1), 4)
+
+
+def drafter_facts(kind: str, tensors: Stored, config: Mapping[str, object]) -> dict[str, object]:
+    """Return the facts about a drafter that are always shown.
 
     Args:
-        kind: What kind of drafter it is.
+        kind: Kind of the drafter, as messages name it.
         tensors: Shape and number format of each tensor.
-        config: What its config.json holds, or would.
+        config: Content of its config.json.
     """
     own = {name: value for name, value in sorted(config.items()) if name not in _NOT_SHOWN and name[:1] != "_"}
     return {
@@ -137,9 +176,9 @@ def drafter_facts(kind: str, tensors: Stored, config: Mapping[str, Any]) -> dict
     }
 
 
-def _describe_drafter(directory: Path) -> dict[str, Any] | None:
+def _describe_drafter(directory: Path) -> dict[str, object] | None:
     config = read_json(directory / "config.json")
-    if "vocab_size" not in config:  # a config of transformers, which the drafter's class reads
+    if "vocab_size" not in config:  # another project's config, which only the drafter's class can read
         return None
     return drafter_facts(drafter_kinds()[config["model_type"]].name, _stored(read_headers(directory)), config)
 
@@ -148,18 +187,23 @@ def _stored(headers: Mapping[str, Header]) -> Stored:
     return {name: (header.shape, DTYPE_NAMES.get(header.code, header.code.lower())) for name, header in headers.items()}
 
 
-def _format_lines(document: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+def _format_lines(document: Mapping[str, object], indent: str = "") -> Iterator[str]:
     for key, value in document.items():
         name = indent + key.replace("_", " ")
-        if isinstance(value, dict):
-            yield name
-            yield from _format_lines(value, indent + "  ")
-            continue
-        if value is None or isinstance(value, bool):
-            value = {None: "not set", True: "yes", False: "no"}[value]
-        elif isinstance(value, list):
-            value = ", ".join(map(str, value))
-        yield f"{name:<24}{value:,}" if isinstance(value, int) else f"{name:<24}{value}"
+        match value:
+            case dict():
+                yield name
+                yield from _format_lines(value, indent + "  ")
+            case None:
+                yield f"{name:<24}not set"
+            case bool():
+                yield f"{name:<24}{'yes' if value else 'no'}"
+            case int():
+                yield f"{name:<24}{value:,}"
+            case list():
+                yield f"{name:<24}{', '.join(map(str, value))}"
+            case _:
+                yield f"{name:<24}{value}"
 
 
 def build_parser() -> Parser:
@@ -185,7 +229,7 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
 
-    def run() -> int:
+    def command() -> int:
         args = build_parser().parse_args(argv)
         if args.model is None and args.drafter is not None:
             raise ArgumentError("--drafter needs the model that it should fit: redrafter info MODEL --drafter D")
@@ -200,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(document) if args.json else "\n".join(_format_lines(document)))
         return 0
 
-    return run_command(run)
+    return run_command(command)
 
 
 if __name__ == "__main__":

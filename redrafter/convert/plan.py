@@ -1,4 +1,4 @@
-"""The files that a conversion will write, all known before anything is written, and which they are for each format."""
+"""Plan the files of a conversion for each output format, completely and before anything is written."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from threading import Event
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning
 from redrafter.convert.config import ConvertConfig
@@ -35,7 +36,7 @@ from redrafter.tree.sizes import TreeShape
 
 COPY_BLOCK_BYTES = 16 << 20  # read and written at once
 MIN_FREE_BYTES = 64 << 20  # of the disk, after the conversion
-DRAFTER_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+DRAFTER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = (  # and others that belong with a tokenizer
     "tokenizer.json",
     "tokenizer_config.json",
@@ -56,46 +57,48 @@ class ConversionPlan:
 
     Attributes:
         weights: Tensors of each safetensors file.
-        copies: Source of each file that is taken unchanged; weight files become hard links if the file system can.
-        json_files: Content of each JSON file. They are written last and in this order, so that an unfinished directory
-            does not load.
+        copies: Source of each unchanged file; weight files become hard links if the file system supports them.
+        json_files: Content of each JSON file. They are written last and in this order, so that an incomplete directory
+            cannot be loaded.
         notes: Messages for the user.
         copy: Whether to copy weight files that could be hard links.
     """
 
     weights: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
     copies: dict[str, Path] = field(default_factory=dict)
-    json_files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    json_files: dict[str, dict[str, object]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     copy: bool = False
 
     def bytes_to_write(self, output: Path) -> int:
         """Return the bytes of weights and copies that will be written to a directory, without hard links."""
+        # Hard links work only within one file system.
         disk = _existing_parent(output).stat().st_dev
         linked = lambda file: not self.copy and _is_weights(file) and file.resolve().stat().st_dev == disk  # noqa: E731
         written = sum(tensor.nbytes for tensors in self.weights.values() for tensor in tensors.values())
         return written + sum(file.stat().st_size for file in self.copies.values() if not linked(file))
 
     def check_space(self, output: Path) -> None:
-        """Raise `CheckpointError` when the disk of the output directory has too little free space."""
+        """Raise `CheckpointError` if the disk of the output directory has too little free space."""
         parent = _existing_parent(output)
         need, free = self.bytes_to_write(output), shutil.disk_usage(parent).free
         if need + MIN_FREE_BYTES > free:
             raise CheckpointError(
                 f"{output} will take {need / 1e9:.1f} GB, and {parent} has {free / 1e9:.1f} GB free; make room or name "
-                "another place"
+                "another directory"
             )
 
     def write(self, folder: Path, progress: Callable[[int], object], workers: int = 1) -> None:
         """Write all files into a new directory, `workers` files of tensors at once.
 
-        `progress` gets the number of bytes whenever some are written.
+        `progress` is called with the number of bytes of each block that is written.
         """
         for name in (*self.weights, *self.copies, *self.json_files):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        late = self.copies.keys() & {"config.json"}  # without it the directory does not load
+        late = self.copies.keys() & {"config.json"}  # written last: without it the directory cannot be loaded
         for name in self.copies.keys() - late:
             link_or_copy(self.copies[name], folder / name, progress, self.copy)
+        # Workers cannot be interrupted, so they check this event at each block.
         stopped = Event()
 
         def count_or_stop(count: int) -> None:
@@ -112,11 +115,12 @@ class ConversionPlan:
                 for future in writing:
                     future.result()
             except BaseException:
-                stopped.set()  # the other workers end at their next block
+                stopped.set()  # other workers stop at their next block
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         for name in late:
             link_or_copy(self.copies[name], folder / name, progress, self.copy)
+        # After the weights: a directory without config.json is not taken for a checkpoint.
         for name, content in self.json_files.items():
             (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -131,13 +135,13 @@ class ConversionPlan:
 
 
 def link_or_copy(source: Path, destination: Path, progress: Callable[[int], object], copy: bool) -> None:
-    """Make a hard link to a file of weights, unless `copy` says otherwise, or copy the file."""
+    """Create a hard link to a file of weights, or copy the file if `copy` is set or links are not supported."""
     if not copy and _is_weights(source):
         try:
-            os.link(source.resolve(), destination)  # of what a symbolic link leads to: the hub's cache is made of these
+            os.link(source.resolve(), destination)  # resolve first: the hub's cache consists of symbolic links
             return
         except OSError:
-            pass  # another file system, or one without hard links
+            pass  # another file system, or no hard links: copy below
     with source.open("rb") as reader, destination.open("wb") as writer:
         while block := reader.read(COPY_BLOCK_BYTES):
             progress(writer.write(block))
@@ -152,7 +156,7 @@ def _is_weights(file: Path) -> bool:
 
 
 def add_shortlist(drafter: SourceDrafter, size: int, rank: int) -> SourceDrafter:
-    """Return a recurrent drafter whose head has a first stage of a rank that proposes `size` ids, made of the head."""
+    """Add a first stage to a recurrent drafter's head: a factorization of rank `rank` that proposes `size` ids."""
     config, head = deepcopy(drafter.config), drafter.tensors.get("lm_head.weight")
     if not isinstance(config, DrafterConfig) or head is None:
         raise UnsupportedError(f"--head-shortlist is for recurrent drafters, and this is a {config.kind}: leave it out")
@@ -176,7 +180,7 @@ def plan_drafter(drafter: SourceDrafter, base: SourceBase | None, config: Conver
 def _plan_drafter(
     drafter: SourceDrafter, base: SourceBase | None, dtype: str | None, shape: TreeShape
 ) -> ConversionPlan:
-    """Plan a drafter directory whose config has `shape` as its search defaults; what is None there stays."""
+    """Plan a drafter directory with `shape` as search defaults; fields that are None keep the config's values."""
     drafter = _without_copies(drafter, base)
     config = _config_with_base(drafter.config, base)
     config.draft_beams = shape.num_beams or config.draft_beams
@@ -184,7 +188,7 @@ def _plan_drafter(
     tensors = _cast_floats(drafter.tensors, dtype)
     config.dtype = replace(drafter, tensors=tensors).dtype
     config.architectures = [drafter_kinds()[config.model_type].class_name]
-    # Its model card and its training record; drafters that come in another project's format have neither.
+    # Model card and training record, which drafters in other projects' formats do not have.
     documents = [drafter.directory / name for name in ("README.md", "training.json")]
     ours = drafter.kind in ("drafter", "merged checkpoint")
     return ConversionPlan(
@@ -235,7 +239,7 @@ def plan_speculators(drafter: SourceDrafter, base: SourceBase | None, config: Co
 
 
 def plan_merged(drafter: SourceDrafter, base: SourceBase | None, config: ConvertConfig) -> ConversionPlan:
-    """Plan a merged checkpoint: a base and its drafter in one directory, as `ReDrafter.from_pretrained` opens it."""
+    """Plan a merged checkpoint: a base and its drafter in one directory, for `ReDrafter.from_pretrained`."""
     base = _required(base, "redrafter")
     base.check_fits(drafter.config)
     part = _plan_drafter(drafter, base, config.dtype, TreeShape())
@@ -245,7 +249,7 @@ def plan_merged(drafter: SourceDrafter, base: SourceBase | None, config: Convert
         part.json_files["config.json"] == _config_dict(drafter.config)
         and all(tensor is drafter.tensors[name] for name, tensor in part.weights[WEIGHTS_FILE].items())
     ):
-        # It is written with its own tensors and config.
+        # Nothing changes, so link the drafter's own files instead of rewriting its tensors.
         files = sorted(file for file in drafter.directory.iterdir() if file.is_file())
         part = ConversionPlan(copies={file.name: file for file in files}, notes=part.notes)
     plan = ConversionPlan(
@@ -274,7 +278,7 @@ def plan_merged(drafter: SourceDrafter, base: SourceBase | None, config: Convert
     if config.tokenizer_dir is not None:
         given = [Path(config.tokenizer_dir, name) for name in TOKENIZER_FILES]
         copies |= {file.name: file for file in given if file.is_file()}
-    json_files[SHAPE_FILE] = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
+    json_files[SHAPE_FILE] = {**defaults.shape.to_dict(), "greedy_search": defaults.greedy_search}
     return replace(plan, notes=notes)
 
 
@@ -304,9 +308,9 @@ def plan_trtllm(drafter: SourceDrafter, base: SourceBase | None, config: Convert
 
 
 def _trtllm_base(base: SourceBase, config: ConvertConfig) -> tuple[dict[str, Any], list[dict[str, LazyTensor]]]:
-    """Return TensorRT-LLM's config of a base and the base's tensors on each rank.
+    """Return the TensorRT-LLM config of a base and its tensors on each rank.
 
-    A TensorRT-LLM checkpoint, which may be quantised, keeps its config, its ranks and its number format.
+    A base that is a TensorRT-LLM checkpoint, possibly quantised, keeps its config, ranks and number format.
     """
     if base.trtllm_config is not None:
         for flag, asked, value in (
@@ -335,7 +339,7 @@ OUTPUT_PLANNERS: dict[str, Callable[[SourceDrafter, SourceBase | None, ConvertCo
 
 
 def possible_formats(drafter: SourceDrafter, base: SourceBase | None = None) -> dict[str, str]:
-    """Return for each output format `yes`, or `no` with the reason why the source cannot be converted to it."""
+    """Return `yes` for each possible output format, or `no` with the reason for the others."""
     answers = {}
     for name, make_plan in OUTPUT_PLANNERS.items():
         try:
@@ -353,7 +357,7 @@ def _required(base: SourceBase | None, output_format: str) -> SourceBase:
 
 
 def _config_with_base(config: AnyDrafterConfig, base: SourceBase | None) -> AnyDrafterConfig:
-    """Return a copy of a drafter's config with the base recorded in it, unless it names one already."""
+    """Copy a drafter's config and record the base in it, unless it already names one."""
     config = deepcopy(config)
     if base is not None:
         base.check_fits(config)
@@ -370,7 +374,7 @@ def _config_with_base(config: AnyDrafterConfig, base: SourceBase | None) -> AnyD
 
 
 def _without_copies(drafter: SourceDrafter, base: SourceBase | None) -> SourceDrafter:
-    """Return a drafter without its embedding table and its head where they are the base's, which it then shares."""
+    """Remove a drafter's embedding table and head if they equal the base's, which the drafter then shares."""
     tables = {} if base is None else base.tensors
     shared = [x for name, x in tables.items() if name.endswith((dflash.HEAD, eagle.EMBEDDING))]
     for name, flag in drafter.config.own_tables.items():
@@ -384,7 +388,7 @@ def _without_copies(drafter: SourceDrafter, base: SourceBase | None) -> SourceDr
 
 
 def _recurrence_notes(drafter: SourceDrafter) -> tuple[str, ...]:
-    """Return a note about the recurrence that a TensorRT-LLM checkpoint is read with, which it does not hold."""
+    """Return a note about the assumed recurrence, which a TensorRT-LLM checkpoint does not record."""
     config = drafter.config
     if not drafter.kind.startswith("TensorRT-LLM") or not isinstance(config, DrafterConfig) or not config.rnn:
         return ()
@@ -398,7 +402,7 @@ def _training_notes(config: AnyDrafterConfig, shape: TreeShape) -> tuple[str, ..
 
 
 def _cast_floats(tensors: Mapping[str, LazyTensor], dtype: str | None) -> dict[str, LazyTensor]:
-    """Return tensors with floating-point ones cast to a number format; id maps stay integers."""
+    """Cast floating-point tensors to a number format; id maps keep their integers."""
     if dtype is None:
         return dict(tensors)
     if dtype not in DRAFTER_DTYPES:
@@ -409,7 +413,7 @@ def _cast_floats(tensors: Mapping[str, LazyTensor], dtype: str | None) -> dict[s
     }
 
 
-def _config_dict(config: Any) -> dict[str, Any]:
-    values: dict[str, Any] = config.to_diff_dict() | {"model_type": config.model_type}
+def _config_dict(config: PretrainedConfig) -> dict[str, object]:
+    values: dict[str, object] = config.to_diff_dict() | {"model_type": config.model_type}
     values["dtype"] = dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else config.dtype
     return values

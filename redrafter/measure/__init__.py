@@ -1,1 +1,1 @@
-"""What `bench`, `tune`, `compare` and `evaluate` share: prompts, workloads, timed runs, conditions, reports."""
+"""Shared measurement code of `bench`, `tune`, `compare` and `evaluate`: prompts, workloads, timed runs, reports."""

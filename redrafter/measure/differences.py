@@ -1,4 +1,4 @@
-"""The comparer of outputs: where a way of decoding differs from plain decoding, and whether rounding explains it."""
+"""Compare outputs with plain decoding: find differences and decide whether rounding explains them."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from redrafter.sampling.noise import gumbel
 
 HALF_PRECISION_STEPS = 4  # rounding may move a logit by this many steps of the format at the largest logit
 FLOAT32_TOLERANCE = 1e-4  # the same in float32 and float64, where rounding differs by a few 1e-5
-MAX_TEXTS, MAX_LINE_CHARS = 3, 60  # of the differences that are printed for a method
+MAX_TEXTS, MAX_LINE_CHARS = 3, 60  # printed differences per method, and characters of each
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Difference:
     # How far the lower score of both tokens is below the best one, by plain decoding's own logits with processors and
     # noise; None if a processor forbids one of them.
     margin: float | None = None
-    tolerance: float | None = None  # the most that rounding is taken to move a logit
+    tolerance: float | None = None  # how far rounding may move a logit
     near_tie: bool = False  # whether each of both tokens is drawn once its logit is raised by `tolerance`
     lead: float | None = None  # best score minus the second best; None when sampling, or if one output has ended
     top_two: bool | None = None  # whether the two tokens have the two best scores; None as for `lead`
@@ -45,7 +45,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def tolerance(logits: Tensor, dtype: torch.dtype) -> float:
-    """Return the most that rounding is taken to move a logit of `logits`, `[V]`, from a model of this dtype."""
+    """Return how far rounding may move a logit of `logits`, `[V]`, in a model of this dtype."""
     info = torch.finfo(dtype)
     if info.bits >= 32:
         return FLOAT32_TOLERANCE
@@ -61,14 +61,13 @@ def find_differences(
     repeats: Sequence[Sequence[Sequence[int]]],
     decode: Callable[[list[int]], Any] = lambda tokens: "",
 ) -> list[Difference]:
-    """Return one difference for each prompt that plain decoding and another method continue differently.
+    """Return one difference for each prompt whose output differs from plain decoding's.
 
-    The repeats of a prompt may differ from plain decoding in several ways. A difference that rounding cannot explain is
-    chosen before a near-tie, which it can (`Difference.near_tie`). Of several of the same kind, the one at the smallest
-    token index is chosen.
+    If repeats of a prompt differ in several places, a difference that rounding cannot explain takes precedence over a
+    near-tie (`Difference.near_tie`), and then the smallest token index.
 
     Args:
-        engine: The engine of plain decoding, whose logits tell near-ties.
+        engine: The engine of plain decoding, whose logits identify near-ties.
         arguments: Arguments of `generate` for plain decoding; where `seed` is s, prompt i was decoded with s + i.
         prompts: Token ids of each prompt.
         plain: New token ids of plain decoding for each prompt.
@@ -78,13 +77,14 @@ def find_differences(
     worst, seed = [], arguments.get("seed")
     for row, (prompt, expected) in enumerate(zip(prompts, plain, strict=True)):
         found = []
+        # A set: equal repeats need to be judged once only.
         for output in {tuple(texts[row]) for texts in repeats}:
             at = first_difference(expected, output)
             if at is None:
                 continue
             common = decode(list(expected[:at]))
             a, b = (text[at] if at < len(text) else None for text in (expected, output))
-            # Decoded as a whole: a token by itself may lose its space.
+            # Decode the whole text: a token decoded by itself may lose its leading space.
             mine, other = (decode(list(text))[len(common) :] for text in (expected, output))
             verdict: dict[str, Any] = {}
             if a is not None and b is not None:
@@ -96,12 +96,13 @@ def find_differences(
 
 
 def _judge(engine: Engine, arguments: dict[str, Any], text: list[int], tokens: list[int]) -> dict[str, Any]:
-    """Return the fields of a `Difference` from `margin` on, for two tokens that may follow a text."""
+    """Return the fields of a `Difference` from `margin` on, for two candidate tokens after a text."""
 
     def draw(bias: dict[int, float]) -> GenerateOutput:
         one = {name: value for name, value in arguments.items() if name not in ("stop_strings", "tokenizer")}
         one |= {"max_new_tokens": 1, "speculate": False, "output_logits": True, "output_scores": True}
         ids = torch.tensor([text])  # [1, P]
+        # A cached prefix was computed with other shapes and may round differently.
         engine.forget_prefixes()
         out = engine.generate(ids, torch.ones_like(ids), return_dict_in_generate=True, **one, logit_bias=bias)
         assert isinstance(out, GenerateOutput)
@@ -120,6 +121,7 @@ def _judge(engine: Engine, arguments: dict[str, Any], text: list[int], tokens: l
         scores = scores + gumbel(seed, position, ids)[0, 0]
     margin = float(scores.max() - scores[tokens].min())
     most = tolerance(logits, engine.target.dtype)
+    # Raise each token's logit by the tolerance: if both are then drawn, rounding explains the difference.
     drawn = [int(draw({token: most}).sequences[0, -1]) for token in tokens]
     return {
         "margin": margin if math.isfinite(margin) else None,
@@ -131,7 +133,7 @@ def _judge(engine: Engine, arguments: dict[str, Any], text: list[int], tokens: l
 
 
 def describe_differences(differences: Sequence[Difference], method: str) -> Iterator[str]:
-    """Yield lines that show the first differences of a method side by side, near-ties last; » is where they begin."""
+    """Yield lines that show a method's first differences, near-ties last; » marks the first differing token."""
     width = max(len("plain"), len(method))
     for difference in sorted(differences, key=lambda difference: difference.near_tie)[:MAX_TEXTS]:
         kind = "near-tie" if difference.near_tie else "OTHER TOKENS"
@@ -145,7 +147,7 @@ def describe_differences(differences: Sequence[Difference], method: str) -> Iter
             yield f"{where}: the lower is {margin:.3g} below the best; rounding explains {most:.3g}"
         mine = ("plain", difference.plain_text, difference.plain)
         for name, text, token in (mine, (method, difference.other_text, difference.other)):
-            # Quoted as JSON, so that line breaks and control characters are escaped.
+            # JSON quoting escapes line breaks and control characters.
             parts = (difference.common[-MAX_LINE_CHARS:], text[:MAX_LINE_CHARS])
             shown = "»".join(json.dumps(part, ensure_ascii=False)[1:-1] for part in parts)
             yield f"    {name:<{width}}  {shown}  (id {'none' if token is None else token})"

@@ -1,4 +1,4 @@
-"""The bytes that a step must read: divided by the copy bandwidth, they are the least time that it can take."""
+"""Compute lower bounds of a step's time: the bytes that it must read, divided by the copy bandwidth."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,20 +18,21 @@ class Bandwidth:
     """Memory bandwidth of a device, measured by copying a buffer that is larger than its caches."""
 
     bytes_per_second: float  # read plus written
-    buffer_bytes: int  # of what was copied
+    buffer_bytes: int  # size of the copied buffer
 
     def ms(self, moved: int) -> float:
-        """Return the milliseconds that moving `moved` bytes takes at this bandwidth, which no step can beat."""
+        """Return the milliseconds to move `moved` bytes at this bandwidth, a lower bound of a step's time."""
         return 1e3 * moved / self.bytes_per_second
 
 
 def copy_bandwidth(device: torch.device) -> Bandwidth:
-    """Measure a device's bandwidth by copying 256 MiB on a CPU, or up to 2 GiB of what is free on a GPU."""
+    """Measure a device's bandwidth by copying 256 MiB on a CPU, or up to 2 GiB of free memory on a GPU."""
     size = CPU_BUFFER_BYTES
     if device.type == "cuda":
         size = min(MAX_GPU_BUFFER_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
     buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
     ms = median_ms(lambda: buffers[1].copy_(buffers[0]), device)
+    # Return the memory, which the measured batches need.
     buffers.clear()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -44,7 +45,8 @@ def slot_bytes(shapes: Sequence[LayerShape]) -> int:
 
 
 def resident_bytes(*modules: nn.Module) -> int:
-    """Return the bytes of memory behind parameters and buffers; a storage that several share counts once."""
+    """Return the bytes of the storages of parameters and buffers; a shared storage counts once."""
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    # Tied weights share one storage.
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

@@ -1,7 +1,7 @@
-"""The reader of `--prompts` for every command: rows of a file or a dataset, or sixteen that ship with the package.
+"""Read `--prompts` for every command: rows of a file or a dataset, or sixteen that ship with the package.
 
 The rows that ship are pieces of public-domain and CC0 sources (books published before 1923, PEPs, EIPs) that the boxed
-pair was not trained on. What a row means is in docs/prompts.md.
+pair was not trained on. docs/prompts.md documents the fields of a row.
 """
 
 import os
@@ -29,7 +29,7 @@ def read_prompts(name: str | None) -> list[Row]:
     source = str(resources.files("redrafter.measure") / "prompts.jsonl") if name is None else name
     if _is_text(source):
         try:
-            # Only a line feed ends a line: a prompt may hold what Unicode calls line separators.
+            # Split at line feeds only: `splitlines` also splits at Unicode line separators, which a prompt may contain.
             lines = Path(source).read_text(encoding="utf-8-sig").split("\n")
         except (OSError, ValueError) as error:
             raise ArgumentError(f"cannot read prompts from {source}: {error}") from error
@@ -44,7 +44,7 @@ def read_prompts(name: str | None) -> list[Row]:
 
 
 def check_prompts(name: str) -> None:
-    """Raise `ArgumentError` or `CheckpointError` for prompts that are to be in a file, and are not there."""
+    """Raise `ArgumentError` or `CheckpointError` if the file or dataset of prompts does not exist."""
     if _is_text(name) and not os.path.isfile(name):
         raise ArgumentError(f"cannot read prompts from {name}: there is no such file")
     check_data(name)
@@ -60,10 +60,10 @@ def encode(
 ) -> list[list[int]]:
     """Return the token ids of each row's prompt; raise `ArgumentError` that names a row without one.
 
-    Of a row of text, `share` of its tokens are its prompt, but no more than `most` (None for no limit).
+    The prompt of a row of text is the fraction `share` of its tokens, at most `most` tokens (None for no limit).
     """
     encoded = [encode_prompt(row, tokenizer, text_share=share, max_text_tokens=most) for row in rows]
     for row, ids in zip(rows, encoded, strict=True):
         if not ids:
-            raise ArgumentError(f"{row.where} has no tokens to write on from")
+            raise ArgumentError(f"{row.where} has no tokens to continue")
     return encoded

@@ -1,4 +1,4 @@
-"""The report of a measurement: its conditions, tables on stdout, progress on stderr, pictures, one JSON document."""
+"""Report measurements: conditions, tables on stdout, progress on stderr, pictures, and one JSON document."""
 
 import json
 import math
@@ -7,12 +7,12 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import transformers
@@ -31,7 +31,7 @@ MIN_WIDTH = 5  # of a column of `format_table`: that of a share with three decim
 
 
 def versions() -> dict[str, str | None]:
-    """Return the version of everything that a number may depend on; None under `cuda` without CUDA."""
+    """Return the versions of all software that affects a measurement; `cuda` is None without CUDA."""
     return {
         "redrafter": __version__,
         "torch": torch.__version__,
@@ -49,8 +49,60 @@ def hardware(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
-def conditions(target: Target) -> dict[str, Any]:
-    """Return the command, the hardware, the dtype and the versions, which all documents of measurements state."""
+class Conditions(TypedDict):
+    """The entries of a measurement document that describe the command and its environment."""
+
+    command: str
+    hardware: str
+    device: str
+    dtype: str
+    versions: dict[str, str | None]
+
+
+class Names(TypedDict):
+    """The model, the drafter and the prompts of a benchmark, and the note about a padded model."""
+
+    model: str
+    drafter: str | None
+    prompts: str
+    padded: str | None
+
+
+class PromptLengths(TypedDict):
+    """The number of prompts and the range of their lengths in tokens."""
+
+    prompts: int
+    shortest: int
+    longest: int
+
+
+class StepBytes(TypedDict):
+    """The bytes that a step reads: weights per forward and per draft, keys and values per token."""
+
+    weights_per_forward: int
+    drafter_weights_per_step: int
+    keys_and_values_per_token: int
+
+
+class Facts(Conditions, Names):
+    """The conditions of a benchmark."""
+
+    seed: int
+    temperature: float
+    max_new_tokens: int
+    end_of_text: str
+    prompt_tokens: PromptLengths
+    processes: int
+    captured_steps: bool
+    why_not_captured: str | None
+    tuning: str | None
+    bytes: StepBytes
+    prefix_reuse: str
+    options: dict[str, object]
+
+
+def conditions(target: Target) -> Conditions:
+    """Return the command, hardware, dtype and versions that every measurement document records."""
     return {
         "command": shlex.join(["redrafter", *sys.argv[1:]]),
         "hardware": hardware(target.device),
@@ -60,11 +112,8 @@ def conditions(target: Target) -> dict[str, Any]:
     }
 
 
-def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the conditions of a benchmark, as its JSON document begins.
-
-    `names` are those of `model`, `drafter` and `prompts`, and under `padded` the sentence on a padded model, or None.
-    """
+def facts(work: Workload, names: Names, options: dict[str, object]) -> Facts:
+    """Return the conditions of a benchmark, with which its JSON document begins."""
     engine, target = work.engine, work.engine.target
     lengths = [len(prompt) for prompt in work.prompts]
     stored = stored_as(target.shapes, engine.options.kv_dtype)
@@ -80,7 +129,7 @@ def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dic
         "captured_steps": target.varlen.ok,
         "why_not_captured": target.varlen.reason,
         "tuning": None if engine.tuning is None else engine.tuning.describe(),
-        "bytes": {  # that a step reads: weights by forward and by draft, keys and values by token
+        "bytes": {
             "weights_per_forward": forward_bytes(engine.model),
             "drafter_weights_per_step": engine.proposer.draft_bytes,
             "keys_and_values_per_token": slot_bytes(stored),
@@ -95,18 +144,18 @@ def describe_pair(document: dict[str, Any]) -> Iterator[str]:
     drafter = f", drafter {document['drafter']}" if "drafter" in document else ""
     yield from filter(None, [document["command"], document.get("padded")])
     yield f"{document['model']}{drafter}, {document['dtype']}"
-    yield f"{document['hardware']}; {describe_versions(document)}"
+    yield f"{document['hardware']}; {describe_versions(document['versions'])}"
 
 
-def describe_versions(document: dict[str, Any]) -> str:
-    """Return the versions of a document, such as `redrafter 1.0, torch 2.5`."""
-    return ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
+def describe_versions(versions: Mapping[str, str | None]) -> str:
+    """Format versions, such as `redrafter 1.0, torch 2.5`."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
 
 
-def head(document: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of text that state what `facts` returned, for the top of a printed report."""
+def head(document: Facts) -> Iterator[str]:
+    """Yield the heading lines of a printed report, from the document that `facts` returned."""
     prompts, size = document["prompt_tokens"], document["bytes"]
-    yield from describe_pair(document)
+    yield from describe_pair({**document})
     yield (
         f"{prompts['prompts']} prompts of {prompts['shortest']} to {prompts['longest']} tokens from "
         f"{document['prompts']}; {document['max_new_tokens']} new tokens, end of text {document['end_of_text']}; "
@@ -130,9 +179,9 @@ class Report:
     sentence printed with every table.
     """
 
-    def __init__(self, facts: dict[str, Any], *, path: str | Path | None = None, note: str | None = None):
+    def __init__(self, facts: Mapping[str, object], *, path: str | Path | None = None, note: str | None = None):
         """Begin a report with the conditions of the measurement."""
-        self.document: dict[str, Any] = facts | {"complete": False, "errors": []}
+        self.document: dict[str, Any] = {**facts, "complete": False, "errors": []}
         self.path, self.note, self._start = None if path is None else Path(path), note, time.perf_counter()
 
     def progress(self, text: str) -> None:
@@ -152,7 +201,7 @@ class Report:
         names, widths = zip(*columns, strict=True)
         begun = False
 
-        def row(*cells: Any) -> None:
+        def row(*cells: object) -> None:
             nonlocal begun
             if not begun:
                 begun = True
@@ -161,16 +210,16 @@ class Report:
 
         return row
 
-    def add(self, name: str, item: Any) -> None:
+    def add(self, name: str, item: object) -> None:
         """Append `item` to the list `name` of the document, and save."""
         self.document.setdefault(name, []).append(plain_data(item))
         self.save()
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Run the body; an exception in it is added to the document's `errors` and printed, and the run continues.
+        """Run the body; print an exception and add it to the document's `errors`, so that the run continues.
 
-        Where there are `errors`, the exit code will be 1.
+        With any `errors`, the exit code is 1.
         """
         self.progress(name)
         try:
@@ -178,12 +227,13 @@ class Report:
         except Exception as error:
             message = f"{type(error).__name__}: {first_line(error)}"
             self.line(f"{name} failed: {message}")
+            # A user error needs no traceback; anything else is a bug in a section.
             if not isinstance(error, ReDrafterError):
                 traceback.print_exc()
             self.add("errors", {"section": name, "error": message})
 
     def save(self) -> None:
-        """Replace the file by the document as it is; a reader finds the old document or the new one, never a half."""
+        """Atomically replace the file with the current document."""
         if self.path is not None:
             write_atomically(self.path, self._json() + "\n")
 
@@ -198,7 +248,7 @@ class Report:
         return json.dumps(plain_data(self.document), allow_nan=False)
 
 
-def format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, indent: str = "  ") -> Iterator[str]:
+def format_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, indent: str = "  ") -> Iterator[str]:
     """Yield the lines of a table whose rows are all known, each column as wide as its widest cell.
 
     The first line has the names of the columns. All columns but the first are aligned right.
@@ -208,42 +258,46 @@ def format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, inden
     yield from (indent + _line(cells, widths, gap="  ") for cells in lines)
 
 
-def _line(cells: Sequence[Any], widths: Sequence[int], gap: str = " ") -> str:
+def _line(cells: Sequence[object], widths: Sequence[int], gap: str = " ") -> str:
     first, *rest = zip(map(cell_text, cells), widths, strict=True)
     return gap.join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip()
 
 
-def cell_text(value: Any) -> str:
-    """Return a value as tables show it."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+def cell_text(value: object) -> str:
+    """Format a value for a table."""
+    match value:
+        case None:
+            return "-"
+        case bool():  # also an int, so match it first
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
     return str(value)
 
 
-def plain_data(value: Any) -> Any:
-    """Return `value` as JSON can hold it: dataclasses as objects, infinity and NaN as null, other objects as text."""
+def plain_data(value: object) -> object:
+    """Convert `value` to JSON types: dataclasses to objects, infinity and NaN to null, other objects to strings."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {str(key): plain_data(item) for key, item in value.items()}
+        case list() | tuple():
+            return [plain_data(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, dict):
-        return {str(key): plain_data(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_data(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+        return plain_data(asdict(value))
+    return str(value)
 
 
 @contextmanager
 def drawing(path: Path, conditions: str = "", size: tuple[float, float] = (8, 5), **grid: Any) -> Iterator[Any]:
-    """Yield matplotlib's axes to draw on, and write them as a PNG file when the context is left.
+    """Yield matplotlib axes to draw on, and write them to a PNG file when the context exits.
 
-    What was measured is written below the picture. `grid` are arguments of `Figure.subplots`, for several axes.
+    `conditions` is printed below the picture. `grid` are arguments of `Figure.subplots`, for several axes.
     """
-    from matplotlib.figure import Figure  # without pyplot, which asks for a window system
+    from matplotlib.figure import Figure  # not pyplot, which selects a window system's backend
 
     figure = Figure(figsize=size, layout="constrained")
     yield figure.subplots(**grid)

@@ -1,4 +1,4 @@
-"""The runner of measurements: stopwatch, timed calls of `generate`, the workload that they continue, their repeats."""
+"""Run measurements: a stopwatch, timed calls of `generate`, the workload that they decode, and their repeats."""
 
 import statistics
 import sys
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ Prompts = Sequence[Sequence[int]]  # token ids of each prompt
 class Stopwatch:
     """A context manager that times the work inside it, with the device idle at both ends.
 
-    Work queued before does not count, and kernels that the work launched do, until the last has ended.
+    Work queued earlier is excluded; kernels launched inside are included, until the last one completes.
 
     Attributes:
         seconds: Wall-clock time of the work; 0 until the context is left without an exception.
@@ -62,17 +62,17 @@ class Stopwatch:
 
 
 def median_ms(
-    run: Callable[[], Any], device: torch.device, before: Callable[[], Any] = lambda: None, ranks: Ranks = ALONE
+    run: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None, ranks: Ranks = ALONE
 ) -> float:
     """Return the median time of a call in milliseconds, measured by CUDA events on a GPU.
 
-    `before` is called ahead of each timed call, outside of its time. All of `ranks` make the call, all as often.
+    `before` runs ahead of each call and is not timed. All `ranks` make the same number of calls.
     """
     for _ in range(WARM_UP_CALLS):
         before()
         run()
     if device.type == "cuda":
-        # Calls are launched one after the other without waiting, so that the GPU always has the next one at hand.
+        # Launch calls without waiting, so that the GPU always has the next one queued and launch time is hidden.
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(MAX_TIMED_CALLS)]
         for start, end in events:
             before()
@@ -82,6 +82,7 @@ def median_ms(
         torch.cuda.synchronize()
         return statistics.median(start.elapsed_time(end) for start, end in events)
     seconds: list[float] = []
+    # All ranks must agree when to stop, or the next collective deadlocks: rank 0 decides.
     while len(seconds) < MIN_TIMED_CALLS or ranks.from_first(
         len(seconds) < MAX_TIMED_CALLS and sum(seconds) < MAX_CPU_SECONDS
     ):
@@ -99,7 +100,7 @@ class Run:
     tokens: list[list[int]]  # new tokens of each output row
     stats: GenerateStats  # in total and per row
     seconds: float  # of the whole call, prefill included
-    arrivals: Sequence[Arrival] = ()  # in order; empty where nobody noted them
+    arrivals: Sequence[Arrival] = ()  # in order; empty if they were not recorded
 
     @property
     def count(self) -> int:
@@ -113,7 +114,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Steps of the batch, which are those of the row that took most."""
+        """Steps of the batch: the maximum over its rows."""
         return max(row.steps for row in self.stats.rows)
 
     @property
@@ -123,8 +124,8 @@ class Run:
 
 
 @dataclass
-class Repeats:
-    """The runs of one way of decoding the same batches again and again: of each repeat, one per batch."""
+class RepeatedRuns:
+    """The runs of one decoding method over repeated batches: for each repeat, one run per batch."""
 
     repeats: list[list[Run]] = field(default_factory=list)
 
@@ -140,28 +141,45 @@ class Repeats:
 
     @property
     def stats(self) -> Stats:
-        """How speculation went in the first repeat, all batches together."""
+        """Speculation statistics of the first repeat, summed over its batches."""
         return GenerateStats.of([run.stats for run in self.repeats[0]], None)
 
     def texts(self, repeat: int = 0) -> list[list[int]]:
         """Return the new token ids of each prompt in a repeat."""
         return [row for run in self.repeats[repeat] for row in run.tokens]
 
-    def add(self, more: "Repeats") -> None:
-        """Add the runs of further batches, which were repeated as often."""
+    def add(self, more: "RepeatedRuns") -> None:
+        """Add the runs of further batches with the same number of repeats."""
         if more.repeats:
             own = self.repeats or [[]] * len(more.repeats)
             self.repeats = [a + b for a, b in zip(own, more.repeats, strict=True)]
 
-    def speedup(self, plain: "Repeats") -> float:
+    def speedup(self, plain: "RepeatedRuns") -> float:
         """Return the ratio of tokens per second to those of `plain`, the median of the repeats' own ratios."""
         return statistics.median(a / b for a, b in zip(self.tokens_per_second, plain.tokens_per_second, strict=True))
 
 
-def describe_stats(stats: Stats) -> dict[str, Any]:
-    """Return the entries of a JSON document that say how speculation went."""
-    names = ("steps", "drafted", "accepted", "emitted", "tokens_per_step", "accepted_by_depth")
-    return {name: getattr(stats, name) for name in names}
+class StatsEntries(TypedDict):
+    """Speculation statistics in a JSON document, named as in `Stats`."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    emitted: int
+    tokens_per_step: float
+    accepted_by_depth: list[int]
+
+
+def describe_stats(stats: Stats) -> StatsEntries:
+    """Return the speculation statistics as entries of a JSON document."""
+    return {
+        "steps": stats.steps,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "emitted": stats.emitted,
+        "tokens_per_step": stats.tokens_per_step,
+        "accepted_by_depth": stats.accepted_by_depth,
+    }
 
 
 def run_in_turn(
@@ -171,14 +189,14 @@ def run_in_turn(
     progress: Callable[[str], None] = lambda text: None,
     *,
     alternate: bool = False,
-) -> list[Repeats]:
+) -> list[RepeatedRuns]:
     """Decode all batches in all ways `repeats` times, and return the runs of each way.
 
-    Each batch is decoded in every way before the next one, so that other load of the machine slows all alike. A way is
-    called with a batch and the number of prompts before it, and `progress` with a line ahead of each batch. To
-    `alternate` is to take the ways backwards in every other repeat.
+    Each batch is decoded in every way before the next one, so that other load on the machine affects all ways equally.
+    A way is called with a batch and the number of prompts before it; `progress` receives a line before each batch.
+    `alternate` reverses the order of the ways in every second repeat.
     """
-    ran = [Repeats() for _ in ways]
+    ran = [RepeatedRuns() for _ in ways]
     for repeat in range(repeats):
         for way in ran:
             way.repeats.append([])
@@ -194,14 +212,14 @@ def run_in_turn(
 def timed_run(
     engine: Engine, prompts: Prompts, pad_token: int, watch: Stopwatch | None = None, **arguments: Any
 ) -> Run:
-    """Decode prompts in one call of `engine.generate`, timed; `arguments` are further ones of it, a streamer's too."""
+    """Decode prompts in one timed call of `engine.generate`, with further `arguments` such as a streamer."""
     ids, mask = padded(prompts, pad_token)
     with watch or Stopwatch(engine.target.device) as watch:
         out = engine.generate(ids, mask, return_dict_in_generate=True, **arguments)
     assert isinstance(out, GenerateOutput)
     assert out.stats is not None
     rows = zip(out.sequences[:, ids.shape[1] :].tolist(), out.stats.rows, strict=True)
-    # A row's first token came with the prefill, which is no step.
+    # The prefill, which is not a step, produces a row's first token.
     return Run([row[: stats.emitted + 1] for row, stats in rows], out.stats, watch.seconds)
 
 
@@ -214,21 +232,22 @@ def transformers_run(
     count: bool = False,
     **arguments: Any,
 ) -> Run:
-    """Decode one prompt in one call of `model.generate`, timed, under a seed of torch's own noise.
+    """Decode one prompt in one timed call of `model.generate`, with torch's global seed set to `seed`.
 
     Args:
         model: The model.
         prompt: Token ids.
         seed: The seed.
         pad: Length that the prompt is padded to, and the token that pads it.
-        count: Whether to count steps, which are forwards of the model; the first one reads the prompt too.
-        arguments: Further ones of `generate`.
+        count: Whether to count the forwards of the model as steps; the first one also prefills the prompt.
+        arguments: Further arguments of `generate`.
     """
     ids, mask = padded([prompt, [0] * pad[0]], pad[1])  # [2, P], of which the first is decoded
     ids, mask = (x[:1].to(model.device) for x in (ids, mask))
     forwards: list[None] = []
+    # transformers draws from torch's global generator.
     torch.manual_seed(seed)
-    # A compiled model would be compiled anew in each call for the sake of the hook.
+    # Only with `count`: a hook makes torch.compile recompile a compiled model in each call.
     hook = model.register_forward_hook(lambda *_: forwards.append(None)) if count else nullcontext()
     with hook, Stopwatch(model.device) as watch:
         out = model.generate(ids, attention_mask=mask, **arguments)
@@ -237,7 +256,7 @@ def transformers_run(
 
 
 class _Arrivals:
-    """A `StepStreamer` that notes when each row gains how many tokens."""
+    """A `StepStreamer` that records when each row receives tokens, and how many."""
 
     def __init__(self, watch: Stopwatch):
         self._watch = watch
@@ -250,31 +269,55 @@ class _Arrivals:
         pass
 
 
+class WorkSettings(Protocol):
+    """The options of a command that measures a workload."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """New tokens of each row."""
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature; 0 for greedy decoding."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the first row."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """Prompts, and how an engine continues them.
 
-    Once checked, every row writes `max_new_tokens` tokens, or fewer where one of `ends` ends it.
+    Once checked, every row decodes `max_new_tokens` tokens, or fewer if it reaches one of `ends`.
     """
 
     engine: ReDrafter
     prompts: Prompts
     pad_token: int  # pads prompts of a batch to one length
-    num_prompts: int  # fewest rows that a batch size is measured on; row i continues prompt i, modulo their number
+    num_prompts: int  # minimum number of rows measured per batch size; row i continues prompt i modulo their number
     max_new_tokens: int
     temperature: float  # 0 for greedy decoding
     seed: int  # of the first row's draws
     ends: Sequence[int] = ()  # token ids that end a text
 
     @classmethod
-    def of(cls, engine: ReDrafter, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, options: Any) -> "Workload":
-        """Return the workload of a command, whose options have the other fields' names."""
-        values = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "seed")}
-        return cls(engine, prompts, pad_token_of(tokenizer), getattr(options, "num_prompts", 1), **values)
+    def from_options(
+        cls,
+        engine: ReDrafter,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Prompts,
+        options: WorkSettings,
+        num_prompts: int = 1,
+    ) -> "Workload":
+        """Create the workload of a command from its options."""
+        pad_token, tokens = pad_token_of(tokenizer), options.max_new_tokens
+        return cls(engine, prompts, pad_token, num_prompts, tokens, options.temperature, options.seed)
 
     def check(self) -> None:
-        """Take end tokens and sampling out of the model's generation config; raise `ArgumentError` if no text fits."""
+        """Remove end tokens and sampling from the model's generation config; raise `ArgumentError` if no text fits."""
         engine = self.engine
+        # Every row should decode the same number of tokens, so that times compare.
         engine.model.generation_config = GenerationConfig(pad_token_id=self.pad_token)
         limit, prompt = engine.options.max_input_len, max(map(len, self.prompts))
         longest = prompt + self.max_new_tokens
@@ -289,7 +332,7 @@ class Workload:
 
     @property
     def most_prompt_tokens(self) -> int:
-        """The most tokens of a prompt that leaves room for the new ones."""
+        """Maximum number of prompt tokens that leaves room for the new tokens."""
         options = self.engine.options
         rooms = (most - self.max_new_tokens for most in (self.engine.target.context, options.max_seq_len) if most)
         return min((*rooms, *filter(None, [options.max_input_len])), default=sys.maxsize)
@@ -300,7 +343,7 @@ class Workload:
         return self.engine.target.device
 
     def proposer(self, rows: int, speculate: bool) -> Proposer:
-        """Return the proposer that the engine decodes a batch of `rows` rows with."""
+        """Return the proposer that the engine uses for a batch of `rows` rows."""
         return self.engine.proposer_for(rows) if speculate else self.engine.plain
 
     def batches(self, rows: int) -> list[list[Sequence[int]]]:
@@ -310,12 +353,13 @@ class Workload:
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for `generate`, under Hugging Face's names."""
-        sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0}  # transformers would cut to 50
+        sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0}  # transformers defaults to 50
         ends = {"eos_token_id": list(self.ends)} if self.ends else {}
         return {"max_new_tokens": self.max_new_tokens} | ends | (sampling if self.temperature else {"do_sample": False})
 
-    def run(self, batch: Prompts, speculate: bool, *, seed: int = 0) -> Run:
-        """Decode a batch once, timed, without keys and values of earlier runs; `seed` is added to the workload's."""
+    def run_batch(self, batch: Prompts, speculate: bool, *, seed: int = 0) -> Run:
+        """Decode a batch in one timed run without cached prefixes; `seed` is added to the workload's seed."""
+        # Otherwise a repeated prompt would skip its prefill.
         self.engine.forget_prefixes()
         arrivals = _Arrivals(watch := Stopwatch(self.device))
         arguments = self.arguments() | {"seed": self.seed + seed, "speculate": speculate}
@@ -334,5 +378,5 @@ def padded(batch: Prompts, pad_token: int) -> tuple[Tensor, Tensor]:
 
 
 def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id that pads prompts: a tokenizer need not have one, and then its end token or 0 does."""
+    """Return the id that pads prompts: the tokenizer's pad token, or else its end token, or 0."""
     return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)

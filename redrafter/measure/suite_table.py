@@ -1,6 +1,7 @@
-"""Tables of what was measured on a suite of questions: a row for each category, printed, as Markdown and as CSV.
+"""Format measurements on a suite of questions as tables with a row per category: printed, Markdown and CSV.
 
-Accepted length is counted in both ways that are in use: of all steps that had drafts, and as the mean of turns.
+Publications define accepted length in two ways, so both are reported: over all steps with drafts, and as the mean over
+turns.
 """
 
 import csv
@@ -15,8 +16,8 @@ from redrafter.files.atomic_file import write_atomically
 from redrafter.measure.report import cell_text, format_table
 from redrafter.scheduler.sequence import Stats
 
-SHOWN_POSITIONS = 8  # positions of drafts that printed and Markdown tables have; CSV has all
-# What a column holds, by the key of a row, in the order of the columns; a table has those that a row of it has.
+SHOWN_POSITIONS = 8  # draft positions in printed and Markdown tables; CSV includes all
+# Column titles by row key, in column order; a table includes the columns that any of its rows has.
 COLUMNS = {
     "turns": "turns",
     "skipped": "skipped",
@@ -37,7 +38,7 @@ AVERAGED = ("accepted_length", "accepted_length_of_turns", "acceptance")
 
 
 def describe_acceptance(total: Stats, turns: Sequence[Stats]) -> dict[str, Any]:
-    """Return the entries of a row that say how many drafts were accepted in some turns; `total` is their sum."""
+    """Return a row's entries about accepted drafts in some turns; `total` is the sum of their statistics."""
     return {
         "turns": len(turns),
         "steps": total.draft_steps,  # that had drafts
@@ -50,16 +51,17 @@ def describe_acceptance(total: Stats, turns: Sequence[Stats]) -> dict[str, Any]:
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None where there is none."""
+    """Return the mean of the values that are not None; None if there are none."""
     present = [value for value in values if value is not None]
     return sum(present) / len(present) if present else None
 
 
 def mean_of(entries: Sequence[Mapping[str, Any]], names: Sequence[str] = AVERAGED) -> dict[str, Any]:
-    """Return the means of entries of the same names: of numbers, or of lists element by element, however long."""
+    """Return means over entries by name: of numbers, or elementwise of lists of any length."""
     means: dict[str, Any] = {}
     for name in names:
         values = [entry[name] for entry in entries]
+        # An entry without drafts has None instead of a list.
         lists = any(isinstance(value, list) for value in values)
         means[name] = [mean(each) for each in zip_longest(*values)] if lists else mean(values)
     return means
@@ -67,7 +69,7 @@ def mean_of(entries: Sequence[Mapping[str, Any]], names: Sequence[str] = AVERAGE
 
 @dataclass(frozen=True)
 class SuiteTable:
-    """Holds the rows that were measured on a suite under some conditions."""
+    """The rows that were measured on a suite under the same conditions."""
 
     title: str
     conditions: Mapping[str, Any]  # that CSV has columns for
@@ -86,7 +88,7 @@ class SuiteTable:
             yield "| " + " | ".join(cell_text(cell).replace("|", "\\|") for cell in row) + " |"
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows as CSV has them: with all that is known of each, by name."""
+        """Yield the rows for CSV, with all values of each row by name."""
         for category, row in self.rows.items():
             rates = {f"position_{place}": rate for place, rate in enumerate(row.get("acceptance", ()), start=1)}
             values = {key: value for key, value in row.items() if not isinstance(value, list | dict)}
@@ -106,9 +108,9 @@ class SuiteTable:
 def write_tables(
     tables: Sequence[SuiteTable], facts: Sequence[str], csv_name: str | None, markdown_name: str | None
 ) -> None:
-    """Write all tables as CSV and as Markdown, in place of what these files hold; either may be None.
+    """Write all tables to a CSV file and a Markdown file, replacing existing ones; either name may be None.
 
-    `facts` are lines on how they were measured.
+    `facts` are lines about the measurement for the Markdown file.
     """
     if markdown_name is not None:
         lines = [f"- {fact}" for fact in (*facts, LEGEND)]

@@ -1,10 +1,9 @@
-"""Checkpoints of a training run, from which `--resume` goes on as if the run had never stopped.
+"""Save and load checkpoints of a training run, from which `--resume` continues as if the run had never stopped.
 
     OUTPUT.checkpoints/step-0000200/    a drafter that loads, and optimizer.pt, random.pt, trainer.json
     OUTPUT.checkpoints/best/            the drafter with the best validation, and trainer.json
 
-A checkpoint is written whole or not at all. trainer.json says what a run must have in common with the one that wrote
-it.
+A checkpoint appears only once it is complete. trainer.json records the settings that a resumed run must share.
 """
 
 import json
@@ -30,8 +29,8 @@ from redrafter.train.init_drafter import form_of
 from redrafter.train.output_folder import checkpoints_folder
 from redrafter.train.progress import TrainingState
 
-# Options that may differ when a run is resumed: they change nothing about the weights, or `TrainingIdentity` or the
-# checkpoint's drafter holds what they stand for.
+# Options that may differ in a resumed run: they do not affect the weights, or their effect is recorded by
+# `TrainingIdentity` or the checkpoint's drafter.
 CHANGEABLE_OPTIONS = {
     *SIZED_OPTIONS,
     *("output", "overwrite", "resume", "dry_run", "show_sample", "save_every", "keep", "log_every", "report_to"),
@@ -42,38 +41,42 @@ CHANGEABLE_OPTIONS = {
 
 @dataclass(frozen=True)
 class TrainingIdentity:
-    """What must be the same when a run is resumed."""
+    """The properties of a run that must not change when it is resumed."""
 
     base: str  # name of the base model
-    data: str  # hash of the windows that are trained on
-    processes: int  # processes that began the training. Others may go on with it, if they can share its batches evenly.
-    options: dict[str, Any]  # all options but those in `CHANGEABLE_OPTIONS`, as JSON
+    data: str  # hash of the training windows
+    processes: int  # processes that started the training; another number may resume it if it divides the batches evenly
+    options: dict[str, object]  # all options but those in `CHANGEABLE_OPTIONS`, as JSON
 
     @classmethod
     def from_config(cls, config: TrainConfig, base: str, data: str, processes: int) -> "TrainingIdentity":
-        """Make the identity of a run from its config and the other attributes."""
+        """Create the identity of a run from its config and the other attributes."""
         options = {name: value for name, value in asdict(config).items() if name not in CHANGEABLE_OPTIONS}
+        # Compare the effective rate: an explicit --lr equal to the default is the same run.
         options["lr"] = config.peak_lr
         return cls(base, data, processes, json.loads(json.dumps(options)))
 
-    def check(self, saved: dict[str, Any], path: Path) -> None:
+    def check(self, saved: "TrainingIdentity", path: Path) -> None:
         """Check that `saved`, the identity that a checkpoint in the folder `path` holds, is that of this run.
 
         Raises:
-            MismatchError: It was made for another base.
-            ArgumentError: An option or the data differ, or this number of processes cannot share the batches of its
-                steps evenly; the message names it.
+            MismatchError: The checkpoint belongs to another base.
+            ArgumentError: An option or the data differ, or this number of processes does not divide the batches of a
+                step evenly; the message names the difference.
         """
-        if saved["base"] != self.base:
-            raise MismatchError(f"{path} was made for the base {saved['base']}, not {self.base}; pass --overwrite")
-        for name in sorted((self.options.keys() | saved["options"].keys()) - CHANGEABLE_OPTIONS):
-            default = getattr(TrainConfig, name, None)  # of an option that was not there yet
-            old, new = saved["options"].get(name, default), self.options.get(name)
+        if saved.base != self.base:
+            raise MismatchError(f"{path} was made for the base {saved.base}, not {self.base}; pass --overwrite")
+        defaults = {item.name: item.default for item in fields(TrainConfig)}  # for options that were added since
+        for name in sorted((self.options.keys() | saved.options.keys()) - CHANGEABLE_OPTIONS):
+            old, new = saved.options.get(name, defaults.get(name)), self.options.get(name)
             if old != new:
                 raise _other_option(path, name, old, new)
-        if saved["data"] != self.data:
-            raise ArgumentError(f"{path} was made with other data; to go on, give the same --data")
-        batches = saved["processes"] * self.options["accumulate"]
+        if saved.data != self.data:
+            raise ArgumentError(f"{path} was made with other data; to continue, give the same --data")
+        # Another number of processes may resume if it can take the same batches per step, which keeps the data order.
+        accumulate = self.options["accumulate"]
+        assert isinstance(accumulate, int)
+        batches = saved.processes * accumulate
         if batches % self.processes:
             raise ArgumentError(
                 f"{path} was made with {batches} batches in a step, which {self.processes} processes cannot share "
@@ -84,39 +87,39 @@ class TrainingIdentity:
 def _other_option(path: Path, name: str, old: object, new: object) -> ArgumentError:
     return ArgumentError(
         f"{path} was made with {flag(name)} {format_value(old)}, now it is {format_value(new)}; "
-        "to go on, give it as it was"
+        "to continue, give the old value"
     )
 
 
 def load_drafter(folder: str | Path) -> TrainableDrafter:
-    """Load a drafter in float32, to be trained; raise `UnsupportedError` for a type that cannot be."""
+    """Load a drafter in float32 for training; raise `UnsupportedError` if its type cannot be trained."""
     return require(TrainableDrafter, open_drafter_model(folder)).float()
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk. Its methods raise `CheckpointError` for files that are missing or damaged."""
+    """A checkpoint on disk. Methods raise `CheckpointError` for missing or damaged files."""
 
     path: Path  # folder of the checkpoint
     state: TrainingState  # progress of the run when the checkpoint was written
-    identity: dict[str, Any]  # `TrainingIdentity` of the run, as a dict
+    identity: TrainingIdentity  # of the run that wrote the checkpoint
 
     @classmethod
-    def read(cls, path: Path) -> "Checkpoint":
+    def load(cls, path: Path) -> "Checkpoint":
         """Read trainer.json of a checkpoint."""
         try:
             document = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
             state = TrainingState.from_json(document["standing"])
             identity = {field.name: document["identity"][field.name] for field in fields(TrainingIdentity)}
-            return cls(path, state, identity | {"options": dict(identity["options"])})
+            return cls(path, state, TrainingIdentity(**identity | {"options": dict(identity["options"])}))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is no checkpoint of a training: {first_line(error)}; delete it") from error
 
     def keep_form(self, config: TrainConfig) -> TrainConfig:
-        """Return options with the form of this checkpoint's drafter. Raises `ArgumentError` where another was asked."""
+        """Set the options to the form of this checkpoint's drafter; raise `ArgumentError` if they name another form."""
         form = form_of(load_drafter(self.path).config)
         for name, old in form.items():
-            new = getattr(config, name)
+            new = vars(config)[name]
             if new not in (None, old):
                 raise _other_option(self.path, name, old, new)
         return replace(config, **form)
@@ -127,12 +130,12 @@ class Checkpoint:
             files = (self.path / "optimizer.pt", self.path / "random.pt")
             optimizer, random_states = (torch.load(file, map_location="cpu", weights_only=True) for file in files)
             return optimizer, random_states
-        except Exception as error:  # pickle has many
+        except Exception as error:  # unpickling raises many types
             raise CheckpointError(f"{self.path} cannot be read: {first_line(error)}; delete it") from error
 
 
 class Checkpoints:
-    """The folder of checkpoints of one run, `OUTPUT.checkpoints` for its `output`, of which the `keep` newest stay."""
+    """The folder of checkpoints of a run, `OUTPUT.checkpoints`; keeps the `keep` newest."""
 
     def __init__(self, output: Path, keep: int, identity: TrainingIdentity):
         self.folder, self.keep, self.identity = checkpoints_folder(output), keep, identity
@@ -143,41 +146,42 @@ class Checkpoints:
         return self.folder / "best"
 
     def remove_partial(self) -> None:
-        """Remove what a run left behind that was killed while it wrote a checkpoint."""
+        """Remove partial checkpoints of a run that was killed while writing one."""
         remove_leftovers(self.best)
         for leftover in (*self.folder.glob(".step-*"), *self.folder.parent.glob(f".{self.folder.name}.*")):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def remove_all(self) -> None:
-        """Remove all checkpoints, and the folder if nothing else is in it."""
+        """Remove all checkpoints, and the folder if it is empty."""
         for checkpoint in (*self._steps(), self.best):
             _remove(checkpoint)
         with suppress(OSError):
             self.folder.rmdir()
 
     def newest(self) -> Checkpoint | None:
-        """Read the newest checkpoint, from which to resume; None where there is none.
+        """Load the newest checkpoint, from which to resume; None if there is none.
 
         Raises:
             CheckpointError: Its files are missing or damaged.
-            MismatchError: It was made for another base.
-            ArgumentError: It was made by a run with other options.
+            MismatchError: It belongs to another base.
+            ArgumentError: It belongs to a run with other options.
         """
         steps = self._steps()
         if not steps:
             return None
-        checkpoint = Checkpoint.read(steps[-1])
+        checkpoint = Checkpoint.load(steps[-1])
         if checkpoint.path.name != f"step-{checkpoint.state.step!r:0>7}":
             raise CheckpointError(
                 f"{checkpoint.path} holds step {checkpoint.state.step!r}, not the step in its name; delete it"
             )
+        # After the checks of the file itself, so that damage is not reported as another option.
         self.identity.check(checkpoint.identity, checkpoint.path)
         return checkpoint
 
     def save(self, drafter: Drafter, state: TrainingState, optimizer: dict[str, Any], random_states: list[Any]) -> None:
-        """Write a checkpoint and remove those that are too old. Raises as `write_folder` does.
+        """Write a checkpoint and remove old ones. Raises the errors of `write_folder`.
 
-        `Checkpoint.load_optimizer` gives back the states of the optimizer and of all processes' random generators.
+        `Checkpoint.load_optimizer` restores the states of the optimizer and of all processes' random generators.
         """
 
         def fill(folder: Path) -> None:
@@ -185,12 +189,13 @@ class Checkpoints:
             torch.save(optimizer, folder / "optimizer.pt")
             torch.save(random_states, folder / "random.pt")
 
+        # Remove old checkpoints only once the new one is complete.
         write_folder(self.folder / f"step-{state.step:07}", fill)
         for old in self._steps()[: -self.keep]:
             _remove(old)
 
     def save_best(self, drafter: Drafter, state: TrainingState) -> None:
-        """Write the drafter with the best validation, in place of the one before. Raises as `write_folder` does."""
+        """Write the drafter with the best validation, replacing the last one. Raises the errors of `write_folder`."""
         write_folder(self.best, lambda folder: self._fill(folder, drafter, state))
 
     def _fill(self, folder: Path, drafter: Drafter, state: TrainingState) -> None:
@@ -199,11 +204,12 @@ class Checkpoints:
         (folder / "trainer.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
     def _steps(self) -> list[Path]:
+        # Sort by length first: a step number above seven digits is longer and newer.
         return sorted(self.folder.glob("step-*"), key=lambda path: (len(path.name), path.name))
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder so that a kill in between leaves nothing under its name."""
+    """Remove a folder atomically: rename it first, so that a kill leaves no partial folder under its name."""
     if folder.exists():
         dropped = folder.with_name(f".{folder.name}.dropped")
         shutil.rmtree(dropped, ignore_errors=True)
@@ -212,27 +218,27 @@ def _remove(folder: Path) -> None:
 
 
 def check_same_start(accelerator: Accelerator, checkpoints: Checkpoints, resumed: Checkpoint | None) -> None:
-    """Check that all processes read the same data and go on from one checkpoint. Collective: call it on every rank.
+    """Check that all processes have the same data and the same checkpoint. Collective: call it on every rank.
 
-    `resumed` is the checkpoint that this process found; None where it found none. Raises `ArgumentError` where they
-    found different ones, because their machines have file systems of their own.
+    `resumed` is the checkpoint that this process found; None if it found none. Raises `ArgumentError` if the processes
+    differ, as on machines without a shared file system.
     """
     all_data = gather_object([checkpoints.identity.data])
     for process, data in enumerate(all_data):
         if data != all_data[0]:
-            raise ArgumentError(f"process {process} reads other texts than process 0: give all the same --data")
+            raise ArgumentError(f"process {process} has other data than process 0: give all the same --data")
     steps = gather_object([None if resumed is None else resumed.state.step])
     for process, step in enumerate(steps):
         if step != steps[0]:
             first, other = ("none" if found is None else f"that of step {found}" for found in (steps[0], step))
             raise ArgumentError(
-                f"checkpoints in {checkpoints.folder}: process 0 finds {first} to go on from, and process {process} "
-                f"{other}; have the same ones on every machine, those of the first"
+                f"checkpoints in {checkpoints.folder}: process 0 finds {first} to resume from, and process {process} "
+                f"{other}; copy those of process 0 to every machine"
             )
 
 
 def gather_random_states(accelerator: Accelerator) -> list[Any]:
-    """Gather the states of every process's random generators. Collective: call it in every process."""
+    """Gather the states of all processes' random generators. Collective: call it on every rank."""
     version, numbers, gauss = random.getstate()
     state = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
     if accelerator.device.type == "cuda":
@@ -241,9 +247,9 @@ def gather_random_states(accelerator: Accelerator) -> list[Any]:
 
 
 def restore_random_state(accelerator: Accelerator, states: Sequence[dict[str, Any]]) -> None:
-    """Set this process's random generators to their state among those that `gather_random_states` gathered.
+    """Restore this process's random generators from the states that `gather_random_states` returned.
 
-    They stay as they are where another number of processes wrote the states: only a caller's batches draw from them.
+    With another number of processes the states are ignored: only a caller's own batches draw from the generators.
     """
     if states and len(states) != accelerator.num_processes:
         return

@@ -26,7 +26,7 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 DEFAULT_LENGTH = 512  # tokens
 # Peak learning rates of new weights, of those of a drafter that is trained further, and of low-rank updates of it.
 NEW_LR, FURTHER_LR, LOW_RANK_LR = 1e-3, 5e-4, 3e-3
-# Highest values of options: more would fill any memory, or does not fit into the machine's integers and float32.
+# Upper bounds of options: larger values exceed any memory, 64-bit integers or float32.
 MAX_VALUES: dict[str, float] = dict.fromkeys(
     (
         "num_layers",
@@ -43,17 +43,17 @@ MAX_VALUES: dict[str, float] = dict.fromkeys(
 )
 MAX_VALUES |= dict.fromkeys(("lr", "weight_decay", "max_grad_norm"), 1e36)
 MAX_VALUES |= {"length": 1 << 24, "context_window": 1 << 24, "seed": 1 << 62}
-# Options of a new drafter's form that suit the base where they are None: `init_drafter.size_form` chooses them.
+# Options of a new drafter's form that `init_drafter.size_form` derives from the base if they are None.
 SIZED_OPTIONS = (
     *("recurrence", "num_layers", "exit_dim", "target_layers", "head_rank"),
     *("context_window", "context_heads", "context_kv_heads"),
 )
-# Options that set the form of a new drafter; a drafter to train further has its own.
+# Options that define the form of a new drafter; a drafter to train further already has one.
 FORM_OPTIONS = (
     *SIZED_OPTIONS,
     *("form", "rnn", "draft_vocab_size", "context_head_dim", "head_shortlist", "head_shortlist_rank"),
 )
-# The forms, each with those of `FORM_OPTIONS` that it takes.
+# The options of `FORM_OPTIONS` that each form supports.
 FORMS = {"recurrent": FORM_OPTIONS, "eagle3": ("form", "target_layers", "draft_vocab_size")}
 
 
@@ -64,11 +64,11 @@ def layers(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Options of a training, from which the command line is made. The fields' help texts describe them.
+    """Options of a training run, which define the command line; the help text of each field documents it.
 
-    `redrafter.train.loop.train` reads only the fields from `steps` on; a caller with a model and batches of its own
-    leaves the others alone. `recipe` names where values came from: the command line fills them in, and in Python
-    `TrainConfig(**RECIPES["small"].options)` does. Raises `ArgumentError` where a value is out of range.
+    `redrafter.train.loop.train` reads only the fields from `steps` on; a caller with its own model and batches can
+    ignore the others. `recipe` names where values came from: the command line fills them in, and in Python
+    `TrainConfig(**RECIPES["small"].options)` does. Raises `ArgumentError` if a value is out of range.
     """
 
     model: str | None = option(None, "base model: a hub id, a directory or a GGUF file", required=True, names="model")
@@ -81,9 +81,9 @@ class TrainConfig:
     )
     output: str | None = option(None, "directory to write the drafter to", required=True, path=True)
     overwrite: bool = option(False, "replace the drafter that --output holds, and drop its checkpoints")
-    resume: bool = option(False, "go on from the newest checkpoint, or begin anew where there is none")
-    dry_run: bool = option(False, "print what would be trained and how much memory it takes, then exit")
-    show_sample: bool = option(False, "print the first text of the data with the learnt parts marked, then exit")
+    resume: bool = option(False, "resume from the newest checkpoint, or start from scratch if there is none")
+    dry_run: bool = option(False, "print the sizes, the memory and the steps of the training, then exit")
+    show_sample: bool = option(False, "print the first text of the data with the trained parts marked, then exit")
     drafter: str | None = option(
         None,
         "train this drafter further instead of a new one; current: the one that --output holds, or else the base's own",
@@ -92,16 +92,15 @@ class TrainConfig:
     )
     watch: bool = option(
         False,
-        "go on training in rounds, each on the files that directories of --data have gained, and save after each",
+        "train continuously in rounds, each on the new files in the directories of --data, and save after each round",
     )
-    watch_rows: int = option(256, "new rows that a round waits for, with --watch")
+    watch_rows: int = option(256, "with --watch: number of new rows that start a round")
     watch_replay: int = option(
-        2048,
-        "rows of earlier files that a round trains on again beside the new ones, with --watch: the newest; 0 for none",
+        2048, "with --watch: number of rows of earlier files, newest first, that a round trains on again; 0 for none"
     )
     adapter: str | None = option(
         None,
-        "LoRA adapter that the base has: a directory that PEFT wrote; the drafter learns what both write",
+        "LoRA adapter that the base has: a directory that PEFT wrote; the drafter learns the output of both",
         path=True,
         names="adapter",
     )
@@ -133,7 +132,8 @@ class TrainConfig:
     rnn: bool = option(True, "learn the recurrence of a new drafter; without it, the state sums up the embeddings")
     target_layers: tuple[int, ...] | None = option(
         None,
-        "decoder layers of the base, counted from 0, whose outputs a new drafter reads beside the last hidden state, "
+        "decoder layers of the base, counted from 0, whose outputs a new drafter reads in addition to the last hidden "
+        "state, "
         "or none (default: those at a quarter, a half and three quarters of its depth; published form: none)",
         type=layers,
         metavar="N,...",
@@ -181,7 +181,7 @@ class TrainConfig:
     report_to: tuple[str, ...] = option(
         (), "trackers to log to: tensorboard, wandb, trackio", type=names, metavar="NAME,..."
     )
-    keep: int = option(2, "checkpoints to keep, the newest, beside the best drafter")
+    keep: int = option(2, "number of newest checkpoints to keep, in addition to the best drafter")
 
     steps: int | None = option(None, "optimizer steps; training ends at the first of steps, epochs and minutes")
     minutes: float | None = option(None, "minutes to train for, counted from the end of the first step")
@@ -197,7 +197,7 @@ class TrainConfig:
     decay: float = option(0.9, "weight of each draft step relative to the one before")
     reach: float = option(
         0.0,
-        "how much less a draft step weighs where an earlier token would not have been among the beams; from 0 to 1",
+        "weight reduction of a draft step if an earlier token would not have been among the beams; from 0 to 1",
     )
     lr: float | None = option(
         None,
@@ -232,7 +232,7 @@ class TrainConfig:
 
     @property
     def peak_lr(self) -> float:
-        """Peak learning rate: `lr`, or what suits the numbers that are trained."""
+        """Peak learning rate: `lr`, or the default for new, pretrained or low-rank weights."""
         if self.lr is not None:
             return self.lr
         if self.lora_rank is not None:
@@ -244,20 +244,21 @@ class TrainConfig:
         heads = ("context_heads", "context_kv_heads", "context_head_dim")
         intervals = ("log_every", "validate_every", "save_every", "keep")
         sizes = ("batch_size", "watch_rows", "accumulate", "draft_len", "lora_rank", "validate_tokens")
+        values, defaults = vars(self), {item.name: item.default for item in fields(self)}
         for name in (*sizes, *intervals, *heads, "head_shortlist_rank", "decay", "lr", "max_grad_norm", *optional):
-            if not (getattr(self, name) is None or 0 < getattr(self, name) < math.inf):
-                raise ArgumentError(f"{flag(name)} must be positive, got {getattr(self, name)}")
+            if not (values[name] is None or 0 < values[name] < math.inf):
+                raise ArgumentError(f"{flag(name)} must be positive, got {values[name]}")
         counts = ("num_layers", "context_window", "head_rank", "watch_replay", "validate_prompts")
         for name in (*counts, "weight_decay", "seed"):
-            if not (getattr(self, name) is None or 0 <= getattr(self, name) < math.inf):
-                raise ArgumentError(f"{flag(name)} must not be negative, got {getattr(self, name)}")
+            if not (values[name] is None or 0 <= values[name] < math.inf):
+                raise ArgumentError(f"{flag(name)} must not be negative, got {values[name]}")
         for name in ("distill", "decay", "warmup", "reach"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ArgumentError(f"{flag(name)} must be from 0 to 1, got {getattr(self, name)}")
-        for item in fields(self):
-            value, highest = getattr(self, item.name), MAX_VALUES.get(item.name, 1 << 31)
-            if type(value) in (int, float) and value > highest and item.name not in ("epochs", "minutes"):
-                raise ArgumentError(f"{flag(item.name)} must be at most {highest}, got {value}")
+            if not 0 <= values[name] <= 1:
+                raise ArgumentError(f"{flag(name)} must be from 0 to 1, got {values[name]}")
+        for name, value in values.items():
+            highest = MAX_VALUES.get(name, 1 << 31)
+            if type(value) in (int, float) and value > highest and name not in ("epochs", "minutes"):
+                raise ArgumentError(f"{flag(name)} must be at most {highest}, got {value}")
         if self.recipe is not None and not RECIPES[self.recipe].options.keys().isdisjoint(FORM_OPTIONS):
             others = {
                 "--drafter": self.drafter is not None,
@@ -270,14 +271,14 @@ class TrainConfig:
                     f"--recipe {self.recipe} is for a new drafter with a gated cell: leave it out with {typed}"
                 )
         for name in FORM_OPTIONS if self.drafter is not None else ():
-            if getattr(self, name) != getattr(TrainConfig, name):
+            if values[name] != defaults[name]:
                 raise ArgumentError(f"{flag(name)} is the drafter's own: leave it out with --drafter")
         for name in set(FORM_OPTIONS).difference(FORMS[self.form]):
-            if getattr(self, name) != getattr(TrainConfig, name):
+            if values[name] != defaults[name]:
                 forms = " or ".join(form for form, options in FORMS.items() if name in options)
                 raise ArgumentError(f"{flag(name)} is for --form {forms}: leave it out with --form {self.form}")
         for name in heads if self.context_window == 0 else ():
-            if getattr(self, name) != getattr(TrainConfig, name):
+            if values[name] != defaults[name]:
                 raise ArgumentError(f"{flag(name)} is for drafters that attend to the text: give --context-window too")
         if self.lora_rank is not None and self.shard_drafter:
             raise ArgumentError(
@@ -305,7 +306,7 @@ def build_parser() -> ConfigParser:
 
 
 def parse(argv: Sequence[str] | None) -> TrainConfig:
-    """Parse the words after the name of the command; None takes those of the process."""
+    """Parse the arguments of the command; None parses `sys.argv[1:]`."""
     args = build_parser().parse_args(argv)
     recipe = getattr(args, "recipe", None)
     for name, value in RECIPES[recipe].options.items() if recipe is not None else ():
@@ -320,9 +321,9 @@ def parse(argv: Sequence[str] | None) -> TrainConfig:
 
 
 def check(config: TrainConfig) -> None:
-    """Check, before anything is loaded, that all that a training reads is there and that its output can be written."""
+    """Check before loading anything that the inputs of a training exist and that its output can be written."""
     check_paths(config)
-    if config.dry_run or config.show_sample or config.watch:  # rounds go on with the drafter that is there
+    if config.dry_run or config.show_sample or config.watch:  # rounds replace the existing drafter
         return
     output = Path(str(config.output))
     check_output(output, config.overwrite)
@@ -343,5 +344,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def shown_command(config: TrainConfig) -> str:
-    """Return the command line of a config, defaults left out and files without their folders."""
+    """Return the command line of a config, without defaults and without folders of files."""
     return flags.format_command(["redrafter", "train"], config)

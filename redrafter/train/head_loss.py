@@ -1,6 +1,6 @@
-"""The loss over the vocabulary and its gradient, computed a chunk of predictions at a time.
+"""Compute the loss over the vocabulary and its gradient, one chunk of predictions at a time.
 
-The logits of all K steps of all anchors at once would be most of the memory of a training. Their gradient has a closed
+The logits of all K steps of all anchors together would dominate the memory of a training. Their gradient has a closed
 form, so each chunk's logits are turned into their gradient, multiplied back into the gradients of the head and of its
 input, and freed: no tensor over the vocabulary is kept.
 """
@@ -12,17 +12,17 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-CHUNK_BYTES = 1 << 29  # of one float32 copy of a chunk's logits, of which a few are alive at once
-# A CPU is fastest where a chunk's logits stay in its cache, but each chunk also reads the whole head.
+CHUNK_BYTES = 1 << 29  # of one float32 copy of a chunk's logits; a few copies are alive at once
+# A trade-off on a CPU: a chunk's logits should stay in its cache, but each chunk also reads the whole head.
 CHUNK_PREDICTIONS_ON_CPU = 256
 
 
 class Objective(NamedTuple):
-    """What is minimised: `distill * KL(base || drafter) + (1 - distill) * CE(the text's token)`."""
+    """The loss function: `distill * KL(base || drafter) + (1 - distill) * CE(the text's token)`."""
 
     distill: float  # weight of the distillation, from 0 to 1
-    # By how much, from 0 to 1, a step weighs less where an earlier token of the rollout would not have been among the
-    # drafter's `beams` likeliest, so that drafting would not have come there.
+    # Weight reduction, from 0 to 1, of steps that drafting would not reach, because an earlier token of the rollout is
+    # not among the drafter's `beams` likeliest.
     reach: float
     beams: int  # beams that the drafter is searched with
 
@@ -32,8 +32,8 @@ class ChunkLoss(NamedTuple):
 
     gradient: Tensor  # gradient of the weighted loss in the logits, `[C, K, V']` float32
     loss: Tensor  # weighted sum of the losses, `[]`
-    attempted: Tensor  # rollouts whose earlier steps were all right, by step, `[K]`
-    correct: Tensor  # those of `attempted` whose step was right too, `[K]`
+    attempted: Tensor  # rollouts whose earlier steps were all correct, by step, `[K]`
+    correct: Tensor  # those of `attempted` whose step was correct too, `[K]`
 
 
 def chunk_loss(
@@ -43,17 +43,18 @@ def chunk_loss(
 
     Args:
         logits: Drafter's logits, `[C, K, V']`.
-        teacher: Base's logits by flat position, `[P, V']`; indexed here, because a compiler then makes no copy.
+        teacher: Base's logits by flat position, `[P, V']`; indexed here, so that torch.compile makes no copy.
         position: Flat position whose logits teach each step, `[C, K]`.
-        label: The text's own tokens, `[C, K]`; -1 where the drafter does not know one, which leaves out cross-entropy.
-        weight: Weight of each step, `[C, K]`; 0 where it does not count.
-        objective: What is minimised.
+        label: The text's own tokens, `[C, K]`; -1 outside the drafter's vocabulary, which disables cross-entropy.
+        weight: Weight of each step, `[C, K]`; 0 for masked steps.
+        objective: Weights of the loss function.
     """
     distill, reach, beams = objective
     log_q = logits.log_softmax(dim=-1, dtype=torch.float32)
     log_p = teacher[position].log_softmax(dim=-1, dtype=torch.float32)
     q, p = log_q.exp(), log_p.exp()
     known = label >= 0  # [C, K]
+    # Unknown labels use index 0; `known` removes their terms from loss and gradient.
     label = label.clamp(min=0)[:, :, None]
     label_log_q = log_q.gather(-1, label)  # [C, K, 1]
     rank = (log_q > label_log_q).sum(dim=-1)  # [C, K], 0 for the likeliest
@@ -62,10 +63,12 @@ def chunk_loss(
     drafted = known & (rank < beams)
     reached = torch.ones_like(weight)
     reached[:, 1:] = drafted[:, :-1].to(weight).cumprod(dim=1)
+    # `reach` interpolates between weighting all steps (0) and only those that drafting would reach (1).
     weight = weight * (1 - reach + reach * reached)
     hard = (1 - distill) * known  # [C, K], weight of the cross-entropy
     loss = distill * (p * (log_p - log_q)).sum(dim=-1) - hard * label_log_q.squeeze(-1)
     is_label = torch.arange(log_q.shape[-1], device=label.device) == label
+    # Closed form: the gradient of KL(p || q) in the logits is q - p, that of the cross-entropy is q - one_hot(label).
     gradient = (distill + hard)[:, :, None] * q - distill * p - torch.where(is_label, hard[:, :, None], 0.0)
 
     correct = counts & known & (rank == 0)
@@ -101,14 +104,14 @@ class HeadLoss(torch.autograd.Function):
         """Compute the loss.
 
         Args:
-            ctx: Keeps the gradients.
+            ctx: Stores the gradients for `backward`.
             x: Input of the head, `[A, K, R]`.
             head: Weight of the head, `[V', R]`.
-            teacher: As for `chunk_loss`, as are the next ones, here of all A anchors.
+            teacher: As in `chunk_loss`, like the following arguments, but of all A anchors.
             position: `[A, K]`.
             label: `[A, K]`.
             weight: `[A, K]`.
-            objective: What is minimised.
+            objective: Weights of the loss function.
             chunk: Anchors whose logits are in memory at once.
             compute: `chunk_loss`, compiled or not.
 
@@ -132,16 +135,17 @@ class HeadLoss(torch.autograd.Function):
                 head_gradient += flat @ rearrange(x_low[part], "c k r -> (c k) r")
             loss, attempted, correct = loss + result.loss, attempted + result.attempted, correct + result.correct
         ctx.gradients, ctx.dtype = (x_gradient, head_gradient), x.dtype
+        # The counts are for reports only.
         ctx.mark_non_differentiable(attempted, correct)
         return loss, attempted, correct
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradients that the forward computed."""
+        """Scale the gradients computed by the forward."""
         x_gradient, head_gradient = ctx.gradients
         ctx.gradients = None
-        # In place: a second copy of the head's would be as large as the head.
+        # In place: a second copy of the head's gradient would be as large as the head.
         if head_gradient is not None:
             head_gradient.mul_(gradient)
         return (x_gradient.to(ctx.dtype).mul_(gradient), head_gradient, *[None] * 7)

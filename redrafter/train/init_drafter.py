@@ -1,6 +1,6 @@
-"""Make untrained drafters for a base, of the form that suits it where the options leave it open.
+"""Create untrained drafters for a base, with sizes derived from it unless options set them.
 
-`FORMS` says what of it differs between a recurrent drafter and an EAGLE-3 head.
+`FORMS` maps each form, a recurrent drafter or an EAGLE-3 head, to its functions.
 """
 
 import math
@@ -32,39 +32,40 @@ MAX_EXIT_DIM = 8192  # a residual layer of 16,384 would have 268M parameters
 
 
 class Form(NamedTuple):
-    """How new drafters of a form are made."""
+    """The functions that create new drafters of one form."""
 
     architecture: type[AnyDrafterConfig]
     size: Callable[[PretrainedConfig, TrainConfig], dict[str, Any]]  # values of options, where they are None
-    # Returns the architecture with a number of ids; None for all.
+    # Returns the architecture for a number of ids; None for all.
     config: Callable[[PretrainedConfig, TrainConfig, int | None], AnyDrafterConfig]
     prepare: Callable[[Any, PreTrainedModel, Tensor | None], None]  # sets first weights; the ids are set after it
     options: Callable[[Any], dict[str, Any]]  # options of `size` with which a drafter was made, from its architecture
 
 
 def size_form(base: PretrainedConfig, config: TrainConfig) -> TrainConfig:
-    """Choose the options of a new drafter's form that are None, to suit the base."""
+    """Derive options of a new drafter's form that are None from the base."""
     form = FORMS[config.form].size(base.get_text_config(decoder=True), config)
     return replace(config, **{name: value for name, value in form.items() if getattr(config, name) is None})
 
 
 def form_of(drafter: AnyDrafterConfig) -> dict[str, Any]:
-    """Return the options of `size_form` with which a drafter was made."""
+    """Return the options of `size_form` that reproduce a drafter's form."""
     return next(form.options(drafter) for form in FORMS.values() if type(drafter) is form.architecture)
 
 
 def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None = None) -> AnyDrafterConfig:
-    """Make the config of a new drafter with `draft_vocab_size` ids; None for all of the base's."""
+    """Create the config of a new drafter with `draft_vocab_size` ids; None for all of the base's."""
     config = size_form(base, config)
     return FORMS[config.form].config(base.get_text_config(decoder=True), config, draft_vocab_size)
 
 
 def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor | None = None) -> TrainableDrafter:
-    """Make an untrained float32 drafter for a base, on the CPU.
+    """Create an untrained float32 drafter for a base, on the CPU.
 
-    `draft_ids` holds the base's ids that the drafter is to know, `[V']` int64; None for all.
+    `draft_ids` are the base's ids in the drafter's vocabulary, `[V']` int64; None for all.
     """
     drafter_config = new_config(model.config, config, None if draft_ids is None else len(draft_ids))
+    # The seed determines the weights without affecting the caller's random state.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(config.seed)
         drafter = require(TrainableDrafter, make_drafter(drafter_config)).float()
@@ -79,9 +80,9 @@ def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor |
 
 
 def _spread_layers(depth: int) -> tuple[int, ...]:
-    """Return the layers at a quarter, a half and three quarters of so many.
+    """Return the layers at a quarter, a half and three quarters of `depth`.
 
-    The last layer's output is the last hidden state, which is read anyway.
+    The last layer is excluded: its output is the last hidden state, which every drafter reads.
     """
     return tuple(sorted({depth * part // 4 for part in (1, 2, 3)} & set(range(depth - 1))))
 
@@ -90,12 +91,13 @@ def _spread_layers(depth: int) -> tuple[int, ...]:
 
 
 def _size_recurrent(base: PretrainedConfig, config: TrainConfig) -> dict[str, Any]:
-    """Return options that suit the base.
+    """Derive options from the base.
 
-    docs/benchmarks.md (Training) has what each part is worth, measured at a hidden size of 512; larger bases get fewer
-    heads and a smaller head in proportion, since these are read at every draft step.
+    docs/benchmarks.md (Training) reports the gain of each part, measured at a hidden size of 512. Larger bases get
+    fewer heads and a proportionally smaller head, since both are read at every draft step.
     """
     width, depth = config_width(base), getattr(base, "num_hidden_layers", 0)
+    # Capped, since the residual layers grow with the square of the width.
     exit_dim = config.exit_dim or min(2 * width, MAX_EXIT_DIM)
     if config.recurrence == "apple" or not config.rnn:
         form: dict[str, Any] = {"recurrence": "apple", "num_layers": 2, "target_layers": (), "head_rank": 0}
@@ -108,7 +110,7 @@ def _size_recurrent(base: PretrainedConfig, config: TrainConfig) -> dict[str, An
             "target_layers": _spread_layers(depth),
             "head_rank": rank if rank < exit_dim else 0,
         }
-        # Rows have no pairs further back than they are long, and those that no training saw are read badly.
+        # Limit the window to the rows' length: distances that never occur in training generalise badly.
         window = min(512, config.length or 512) if config.context_window is None else config.context_window
     form |= {"exit_dim": exit_dim, "context_window": window}
     if window:
@@ -146,16 +148,18 @@ def _recurrent_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_s
 def _prepare_recurrent(drafter: RecurrentDrafter, model: PreTrainedModel, draft_ids: Tensor | None) -> None:
     for layer in drafter.layers:  # the residual layers start as the identity
         _set_to_zero(layer.linear)
-    if drafter.fuse is not None:  # at first only the last hidden state counts
+    if drafter.fuse is not None:  # start with the last hidden state only
         _set_to_zero(drafter.fuse)
-    if drafter.context is not None:  # at first nothing is read of the text
+    if drafter.context is not None:  # start without context attention
         nn.init.zeros_(drafter.context.out.weight)
     if drafter.config.rnn:
-        # Embeddings are often far smaller than hidden states. If the weights that read them were not scaled, the
-        # drafter would take long to learn from which token it goes on.
+        # Embeddings are often far smaller than hidden states. Without scaled weights the drafter would learn slowly
+        # from which token to continue.
         width, ids = drafter.config.hidden_size, torch.arange(min(1024, drafter.config.vocab_size))
         with torch.no_grad():
-            embeddings = model.get_input_embeddings()(ids.to(model.device)).float()  # as the module returns them
+            embeddings = model.get_input_embeddings()(
+                ids.to(model.device)
+            ).float()  # call the module, which may scale them
             rms = float(embeddings.square().mean().sqrt().clamp(min=1e-6))
             if drafter.config.recurrence == "gated":
                 drafter.rnn_gate.weight[:, :width] *= 1 / rms  # the columns that read the embedding
@@ -186,7 +190,7 @@ def _set_to_zero(linear: Any) -> None:
 
 
 def _size_eagle(base: PretrainedConfig, config: TrainConfig) -> dict[str, Any]:
-    """Return the published layers of the base, or where it is too small for them, those of a recurrent drafter."""
+    """Return the published layers of the base, or a recurrent drafter's if the base has too few layers."""
     depth = getattr(base, "num_hidden_layers", 0)
     published = 1, depth // 2 - 1, depth - 4
     ascend = list(published) == sorted(set(published))
@@ -194,7 +198,7 @@ def _size_eagle(base: PretrainedConfig, config: TrainConfig) -> dict[str, Any]:
 
 
 def _eagle_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None) -> EagleConfig:
-    """Return the architecture of a head whose layer has the base's sizes, where the base has ordinary ones."""
+    """Return the architecture of a head whose layer has the base's sizes, or defaults for unusual ones."""
     width = config_width(base)
     heads = _size(base, "num_attention_heads", max(width // 64, 1))
     kv_heads, head_dim = _size(base, "num_key_value_heads", heads), _size(base, "head_dim", 2 * (width // heads // 2))
@@ -223,12 +227,12 @@ def _size(base: PretrainedConfig, name: str, default: int) -> int:
 
 
 def _prepare_eagle(drafter: EagleDrafter, model: PreTrainedModel, draft_ids: Tensor | None) -> None:
-    """Let a new head begin as what the base's head reads of the last of the layers. Collective with a spread base."""
+    """Initialise a new head to pass the last layer's output to the base's head. Collective if the base is sharded."""
     width, head = drafter.config.width, gather_tensor(model.get_output_embeddings().weight)
     for product in (drafter.fc, drafter.midlayer.self_attn.o_proj, drafter.midlayer.mlp.down_proj):
-        product.weight *= 0.1  # what is random drowns nothing
+        product.weight *= 0.1  # keep random outputs small compared with the residual
     drafter.fc.weight[:, -width:] += torch.eye(width)
-    norm = getattr(getattr(model.get_decoder(), "norm", None), "weight", None)  # the last one, where it is called so
+    norm = getattr(getattr(model.get_decoder(), "norm", None), "weight", None)  # the final norm, if it has this name
     if isinstance(norm, Tensor) and norm.shape == (width,):
         drafter.norm.weight.copy_(gather_tensor(norm))
     if head.shape == (drafter.config.vocab_size, width) and head.dtype.itemsize > 1:  # FP8 would need its scale

@@ -1,6 +1,6 @@
-"""The training loop: batches in, a trained drafter out. The base stays as it is.
+"""The training loop, which trains a drafter on batches; the base is frozen.
 
-`train` is the loop, and `Trainer` what each turn of it does: an optimizer step, a validation, a checkpoint.
+`train` is the loop; `Trainer` implements its operations: an optimizer step, a validation, a checkpoint.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ from redrafter.train.sharding import ShardedDrafter, gather_tensor
 from redrafter.train.teacher import Teacher
 
 ADAM_BETAS = (0.9, 0.95)
+_Group = list[tuple[Tensor, ...]]  # the batches of an optimizer step
 
 
 def train(
@@ -44,26 +45,26 @@ def train(
     log: Callable[[str], object] = print,
     progress: Callable[[Progress], object] | None = None,
 ) -> TrainingState:
-    """Train `drafter` in place, for `config.steps`, for `config.minutes`, or as long as there are batches.
+    """Train `drafter` in place until `config.steps`, `config.minutes` or the batches end.
 
-    Apart from progress, validations and checkpoints, the host never waits for the device.
+    The host waits for the device only for progress, validations and checkpoints.
 
     Args:
-        model: The base, which is moved to the accelerator's device.
+        model: The base; moved to the accelerator's device.
         drafter: Float32 drafter to train.
-        batches: Batches as `Windows.batches` makes them, on the CPU or on the device: token ids `[B, T]` int64; mask
-            `[B, T]` bool, true on the tokens that the base itself is to write; and, where a row holds several texts,
-            the number of each token's text, `[B, T]`.
+        batches: Batches in the format of `Windows.batches`, on the CPU or on the device: token ids `[B, T]` int64; mask
+            `[B, T]` bool, true on tokens that the base generates; and, for packed rows, the index of each token's text,
+            `[B, T]`.
         config: Options of the training, those from `steps` on.
-        accelerator: Processes that train together; a new one when None.
+        accelerator: Accelerator of the processes that train together; created if None.
         validate: Measures the drafter's tokens per step; called every `config.validate_every` steps and at the end, on
-            the main process, or on all where they share the base. Its time is not counted.
-        checkpoints: Where a checkpoint is written every `config.save_every` steps.
-        resumed: The checkpoint that `drafter` was loaded from, where `batches` go on.
+            the main process, or on all processes if the base is sharded. Its time is excluded.
+        checkpoints: Folder to write a checkpoint to every `config.save_every` steps.
+        resumed: The checkpoint that `drafter` was loaded from; `batches` must continue from its step.
         log: Prints a line of progress after the first step and every `config.log_every` steps.
-        progress: Called with the progress in place of `log`.
+        progress: Called with the progress instead of `log`.
 
-    Raises `NotFiniteError` where the loss of a step was not finite. Nothing is written after that step.
+    Raises `NotFiniteLossError` if the loss of a step is not finite. Nothing is written after that step.
     """
     accelerator = accelerator or new_accelerator(config)
     trainer = Trainer(model, drafter, config, accelerator, resumed)
@@ -73,16 +74,17 @@ def train(
     first_step: float | None = 0.0  # seconds of the first step, until its line is shown
     with trainer.teacher:
         for group in trainer.time_waiting(_groups(batches, config.accumulate)):
+            # Ask before the step, on every process: all must leave the loop at the same step, or collectives deadlock.
             fraction_done = clock.broadcast_fraction_done()
             if fraction_done >= 1:
                 break
             trainer.step(group, config.peak_lr * learning_rate_factor(fraction_done, config.warmup))
             if first_step is not None:
-                meter.check_finite()  # waits: the first step compiles, and is not to be counted
+                meter.check_finite()  # waits for the device: the first step compiles, so exclude it from the clock
                 first_step = clock.seconds - clock.state.seconds
                 clock.start()
             due = clock.step % config.log_every == 0
-            if due or first_step is not None:  # a line that is due may be many minutes away
+            if due or first_step is not None:  # always report the first step: the next due line may be minutes away
                 trainer.read_meter(reset=due)
                 numbers = trainer.progress(first_step)
                 first_step = None
@@ -97,30 +99,30 @@ def train(
     trainer.read_meter()
     if clock.step not in clock.state.tokens_per_step:
         trainer.run_validation()
+    # The caller saves `drafter` itself, not the trained copy.
     trainer.gather_drafter()
     drafter.eval()
     return clock.state
 
 
-def _groups(batches: Iterable[tuple[Tensor, ...]], size: int) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Group the batches of each optimizer step: `size` of them, at the end perhaps fewer."""
+def _groups(batches: Iterable[tuple[Tensor, ...]], size: int) -> Iterator[_Group]:
+    """Group batches by optimizer step: `size` batches each, possibly fewer in the last group."""
     iterator = iter(batches)
     while group := list(islice(iterator, size)):
         yield group
 
 
 def learning_rate_factor(fraction_done: float, warmup: float) -> float:
-    """Return the learning rate as a share of its peak: linear up, times a cosine down to 0.
+    """Return the learning rate relative to its peak: linear warmup, times a cosine decay to 0.
 
-    `fraction_done` is the share of the training that is done, from 0 to 1, and `warmup` the share in which the rate
-    rises.
+    `fraction_done` is the completed fraction of the training, from 0 to 1, and `warmup` the fraction of the warmup.
     """
     rise = fraction_done / warmup if fraction_done < warmup else 1.0
     return rise * (1 + math.cos(math.pi * fraction_done)) / 2
 
 
 def make_optimizer(drafter: TrainableDrafter, config: TrainConfig, device: torch.device) -> AdamW:
-    """Make AdamW over all weights of a drafter that are not frozen; weight decay applies to matrices only."""
+    """Create AdamW over all weights of a drafter that are not frozen; weight decay applies to matrices only."""
     weights = [weight for weight in drafter.parameters() if weight.requires_grad]
     matrices, vectors = ([weight for weight in weights if (weight.dim() > 1) == wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -128,10 +130,10 @@ def make_optimizer(drafter: TrainableDrafter, config: TrainConfig, device: torch
 
 
 class Trainer:
-    """Base, drafter, optimizer and clock of a training, made of arguments of `train`.
+    """Holds base, drafter, optimizer and clock of a training; the arguments are those of `train`.
 
-    Where a copy of the drafter is trained, spread over the processes or by low-rank updates, the drafter is up to date
-    in a validation, in a checkpoint and after `gather_drafter`.
+    If a copy of the drafter is trained (sharded, or with low-rank updates), `drafter` is synchronised for validations
+    and checkpoints, and by `gather_drafter`.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class Trainer:
         depth = model.config.get_text_config(decoder=True).num_hidden_layers
         self.teacher = Teacher(base.to(accelerator.device), drafter.config.target_layers_of(depth))
         self.meter = LossMeter(config.draft_len, accelerator)
+        # Before any copy is made, so that the sharded or low-rank copy is in training mode too.
         drafter.train()
         self.sharded = ShardedDrafter(drafter, config, accelerator) if config.shard_drafter else None
         self.low_rank = None if config.lora_rank is None else LowRankDrafter(drafter, config.lora_rank, config.seed)
@@ -160,39 +163,43 @@ class Trainer:
         else:
             self.unroll, self.optimizer = self.sharded, accelerator.prepare(optimizer)
         if isinstance(self.unroll, DistributedDataParallel):
-            # Else it moves the mask to the device, where the positions that count cannot be found without waiting.
+            # Otherwise it moves the mask to the device, where finding anchors makes the host wait.
             self.unroll.device_ids = None
         if resumed is not None:
             self._load(resumed)
+        # Copy the state: the clock updates it, and `resumed` must still describe the checkpoint.
         self.clock = Clock(config, accelerator, None if resumed is None else deepcopy(resumed.state))
-        self.tokens_before = self.clock.state.tokens  # read before a resume
+        self.tokens_before = self.clock.state.tokens  # tokens of the run before a resume
 
     def step(self, group: Sequence[Sequence[Tensor]], learning_rate: float) -> None:
-        """Make one optimizer step on the mean loss over some batches of all processes."""
+        """Run one optimizer step on the mean loss over a group of batches of all processes."""
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = learning_rate
         weight = sum((total_weight(mask, self.config) for _, mask, *_ in group), torch.zeros(()))
         weight = self._to_device(weight)
-        # Gradients are averaged over the processes.
+        # Dividing by the mean weight over processes turns the average of their summed losses into a mean over all
+        # predictions. The clamp covers a step whose masks are all empty.
         mean_weight = self.accelerator.reduce(weight.clone(), "mean").clamp(min=1e-9)
         for index, (tokens, mask, *segment) in enumerate(group):
             tokens, *segment = map(self._to_device, (tokens, *segment))
-            teacher_output = self.teacher.read(tokens, *segment)
-            last = index == len(group) - 1  # where the gradients are averaged over the processes
+            teacher_output = self.teacher.read_batch(tokens, *segment)
+            last = index == len(group) - 1  # synchronise gradients only once per step
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.unroll):
                 batch_loss = self.unroll(tokens, mask, teacher_output, *segment)
                 self.accelerator.backward(batch_loss.loss / mean_weight)
             self.meter.add(self.clock.step, batch_loss)
         self.meter.add_weight(weight, sum(tokens.numel() for tokens, *_ in group))
+        # Clip the trained copy: with sharding or low-rank updates the original drafter has no gradients.
         norm = self.accelerator.clip_grad_norm_(self.trained.parameters(), self.config.max_grad_norm)
-        if self.accelerator.scaler is None:  # which skips steps whose gradients are not finite
+        if self.accelerator.scaler is None:  # a scaler skips steps with infinite gradients itself
             self.meter.expect_finite(self.clock.step, gather_tensor(norm))
         self.optimizer.step()
         self.optimizer.zero_grad()
+        # Count the step only now, since `meter` identifies a failed step by the number before it.
         self.clock.state.step += 1
 
-    def time_waiting(self, groups: Iterator[list[Any]]) -> Iterator[list[Any]]:
-        """Yield the groups and note the time that they take to come."""
+    def time_waiting(self, groups: Iterator[_Group]) -> Iterator[_Group]:
+        """Yield the groups and record the time spent waiting for them."""
         while True:
             with self.clock.timed("waiting for data"):
                 group = next(groups, None)
@@ -201,14 +208,14 @@ class Trainer:
             yield group
 
     def read_meter(self, *, reset: bool = True) -> None:
-        """Wait for the device and bring the state up to date, as `LossMeter.read` does. Call it on every rank."""
-        self.meter.read(self.clock.state, reset=reset)
+        """Wait for the device and update the state with `LossMeter.update_state`. Collective: call it on every rank."""
+        self.meter.update_state(self.clock.state, reset=reset)
         self._note_time()
 
     def progress(self, first_step: float | None = None) -> Progress:
-        """Return the progress as of the last `read_meter`.
+        """Return the progress at the last `read_meter`.
 
-        `first_step` holds the seconds that the first step of this run took, where that has just ended.
+        `first_step` is the duration of this run's first step in seconds, if it has just ended.
         """
         clock, state = self.clock, self.clock.state
         seconds = clock.seconds if first_step is None else first_step
@@ -227,14 +234,14 @@ class Trainer:
         )
 
     def gather_drafter(self) -> None:
-        """Bring `drafter` up to date where a copy of it is trained. Collective: call it on every rank."""
+        """Synchronise `drafter` with its trained copy, if any. Collective: call it on every rank."""
         if self.sharded is not None:
             self.sharded.gather_weights()
         if self.low_rank is not None:
             self.low_rank.merge()
 
     def run_validation(self) -> None:
-        """Validate, and keep the drafter if it is the best so far. Collective: call it on every rank."""
+        """Validate, and save the drafter if it is the best so far. Collective: call it on every rank."""
         if self.validate is None:
             return
         self.meter.check_finite()
@@ -245,6 +252,7 @@ class Trainer:
             if tokens_per_step is not None:
                 accelerator.log({"tokens per step": tokens_per_step}, step=state.step)
                 is_best = state.add_validation(tokens_per_step)
+                # Without --validate-every the only validation is the last one, and the final drafter is saved anyway.
                 keep = is_best and self.config.validate_every and accelerator.is_main_process
                 if keep and self.checkpoints is not None:
                     self.checkpoints.save_best(self.drafter, state)
@@ -258,6 +266,7 @@ class Trainer:
         self._note_time()
         with self.clock.timed("saving", paused=True):
             accelerator, scaler = self.accelerator, self.accelerator.scaler
+            # Collectives first, on every process; only the main process writes below.
             random_states = gather_random_states(accelerator)
             self.gather_drafter()
             if self.sharded is None:
@@ -276,7 +285,7 @@ class Trainer:
         state.seconds, state.tokens = self.clock.seconds, self.tokens_before + self.meter.tokens
 
     def _load(self, resumed: Checkpoint) -> None:
-        """Restore optimizer, random generators and meter. Raises `CheckpointError` for another training's state."""
+        """Restore the optimizer and random generators. Raises `CheckpointError` for another training's state."""
         saved, random_states = resumed.load_optimizer()
         try:
             if self.low_rank is not None:
@@ -292,7 +301,7 @@ class Trainer:
             raise CheckpointError(f"{resumed.path} is of another training: {first_line(error)}; delete it") from error
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to the device without the host waiting for it."""
+        """Copy a tensor to the device without blocking the host."""
         device = self.accelerator.device
         if device.type == "cuda" and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()

@@ -1,9 +1,9 @@
-"""Unroll the drafter over given text exactly as it drafts, and compute the loss of its predictions.
+"""Unroll the drafter over given text as in drafting, and compute the loss of its predictions.
 
 An anchor is a position i of the text: its hidden state h_i predicted the pending token x_{i+1}. Step k = 1..K reads the
 embedding of x_{i+k} with (h_i, state) and predicts x_{i+k+1}. Its teacher is the base's own distribution there: its
-logits at position i+k. The states of all K steps are computed first, for they do not depend on what is predicted; then
-the loss over the vocabulary, in chunks (see `HeadLoss`).
+logits at position i+k. The states of all K steps are computed first, since they do not depend on the predictions; then
+`HeadLoss` computes the loss over the vocabulary in chunks.
 """
 
 from typing import NamedTuple
@@ -19,13 +19,13 @@ from redrafter.train.teacher import TeacherOutput
 
 
 def target_mask(mask: Tensor, draft_len: int) -> Tensor:
-    """Return which predictions count.
+    """Return the mask of predictions with a loss.
 
-    Step k from anchor i counts when all of x_{i+1} .. x_{i+k+1} are in the mask, because drafting starts at a token
-    that the base wrote and never reaches past what it writes. So a 0 in the mask (a user's turn, padding, the start of
-    another document) also ends the rollouts that come from before it.
+    Step k from anchor i has a loss if all of x_{i+1} .. x_{i+k+1} are in the mask, because drafting starts at a
+    generated token and ends with the generation. So a 0 in the mask (a user's turn, padding, the start of another
+    document) also ends the rollouts that start before it.
 
-    `mask` is true on the tokens that the base itself is to write, `[B, T]` bool. Returns `[B, T, K]` bool.
+    `mask` is true on tokens that the base generates, `[B, T]` bool. Returns `[B, T, K]` bool.
     """
     ahead = pad(mask.long(), (0, draft_len + 1)).unfold(1, draft_len + 1, 1)[:, 1:]  # [B, T, K+1]: i+1 .. i+K+1
     return ahead.cumprod(dim=-1)[:, :, 1:].bool()
@@ -34,11 +34,11 @@ def target_mask(mask: Tensor, draft_len: int) -> Tensor:
 def find_anchors(mask: Tensor, draft_len: int, decay: float, multiple: int = 1) -> tuple[Tensor, Tensor]:
     """Find the anchors of a batch and the weights of their steps.
 
-    With the mask on the CPU, only anchors that have a target are taken. On a GPU, finding them would make the host
-    wait: there all positions are taken, and those without a target weigh 0.
+    With the mask on the CPU, returns only anchors that have a target. On a GPU, finding them would make the host wait,
+    so all positions are returned, and those without a target have weight 0.
 
     Args:
-        mask: Tokens that the base itself is to write, `[B, T]` bool.
+        mask: True on tokens that the base generates, `[B, T]` bool.
         draft_len: Draft steps K.
         decay: Weight of each draft step relative to the one before.
         multiple: Pad the anchors with weight 0 to a multiple of this number.
@@ -54,7 +54,7 @@ def find_anchors(mask: Tensor, draft_len: int, decay: float, multiple: int = 1) 
 
 
 def total_weight(mask: Tensor, config: TrainConfig) -> Tensor:
-    """Return the sum of the weights of a batch's predictions, `[]`, by which the sum of their losses becomes a mean."""
+    """Return the sum of the weights of a batch's predictions, `[]`: the divisor of their mean loss."""
     return find_anchors(mask, config.draft_len, config.decay)[1].sum()
 
 
@@ -62,14 +62,14 @@ class BatchLoss(NamedTuple):
     """The loss of a batch."""
 
     loss: Tensor  # weighted sum over the predictions, of both stages where the head has two, `[]`
-    attempted: Tensor  # rollouts whose earlier steps were all right, by step, `[K]`
-    correct: Tensor  # those of `attempted` whose step was right too, `[K]`
+    attempted: Tensor  # rollouts whose earlier steps were all correct, by step, `[K]`
+    correct: Tensor  # those of `attempted` whose step was correct too, `[K]`
 
 
 class Unroll(nn.Module):
-    """The drafter unrolled for K steps from every anchor, and its loss; one forward for distributed wrappers.
+    """Unrolls the drafter for K steps from every anchor and computes its loss, in one forward for distributed wrappers.
 
-    A drafter with a reduced vocabulary is compared with the teacher restricted to its ids and normalised again.
+    For a drafter with a reduced vocabulary, the teacher's distribution is restricted to its ids and renormalised.
     """
 
     def __init__(self, drafter: TrainableDrafter, config: TrainConfig):
@@ -78,6 +78,7 @@ class Unroll(nn.Module):
         self.objective = Objective(config.distill, config.reach, drafter.config.draft_beams)
         self.drafter_ids: Tensor
         # [V], the drafter's id of each of the base's ids, or -1
+        # A buffer, so that it moves to the device with the module; derived from the drafter, so not saved.
         self.register_buffer("drafter_ids", drafter.index_ids().cpu(), persistent=False)
         self._compute = torch.compile(chunk_loss) if config.compile else chunk_loss
 
@@ -88,25 +89,27 @@ class Unroll(nn.Module):
 
         Args:
             tokens: Token ids on the drafter's device, `[B, T]` int64.
-            mask: Tokens that the base itself is to write, `[B, T]` bool; better on the CPU (see `find_anchors`).
-            teacher_output: What the base computed for `tokens`.
-            segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
+            mask: True on tokens that the base generates, `[B, T]` bool; preferably on the CPU, to select anchors there.
+            teacher_output: The base's outputs for `tokens`.
+            segment: Index of each token's text within its row, `[B, T]`; None for one text per row.
         """
         config, drafter, device = self.config, self.drafter, tokens.device
         if config.chunk is not None:
             chunk = max(config.chunk // config.draft_len, 1)
         else:
             chunk = chunk_anchors(drafter.lm_head.out_features, config.draft_len, device)
-        # Compiled, all chunks have one size.
+        # Pad the anchors when compiled, so that all chunks have one size and compile once.
         anchors, weight = find_anchors(mask, config.draft_len, config.decay, chunk if config.compile else 1)
+        # Only after the selection above: it needs the mask on the CPU, where it does not wait for the device.
         anchors, weight = anchors.to(device, non_blocking=True), weight.to(device, non_blocking=True)  # [A], [A, K]
         labels = self.drafter_ids[tokens].flatten()
-        last = len(labels) - 1  # steps past the end weigh 0; they only must not index past it
+        last = len(labels) - 1  # steps past the end have weight 0, but their index must stay in range
         position = (anchors[:, None] + torch.arange(1, config.draft_len + 1, device=device)).clamp(max=last)  # [A, K]
         label = labels[(position + 1).clamp(max=last)]
         features, embedding = (x.to(drafter.dtype) for x in (teacher_output.hidden, teacher_output.embedding))
         teacher = teacher_output.logits
         if drafter.draft_ids is not None:
+            # A softmax over the selected logits renormalises the base's distribution to the drafter's ids.
             teacher = teacher.index_select(-1, drafter.draft_ids)
 
         given, flat = GivenTexts(tokens, features, embedding, segment, anchors, position), teacher.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Save a trained drafter with its model card, and with the record from which it can be made again."""
+"""Save a trained drafter with its model card and a record of its training that makes it reproducible."""
 
 import copy
 import hashlib
@@ -10,7 +10,7 @@ from dataclasses import fields
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from accelerate import Accelerator
@@ -32,6 +32,14 @@ from redrafter.train.progress import TrainingState
 from redrafter.tree.sizes import TreeShape
 
 
+class SourceFile(TypedDict):
+    """A source of training texts; size and hash are None if it is not a file."""
+
+    name: str
+    bytes: int | None
+    sha256: str | None
+
+
 def save_drafter(
     drafter: Drafter,
     output: Path,
@@ -40,12 +48,13 @@ def save_drafter(
     dtype: torch.dtype,
     overwrite: bool = False,
 ) -> None:
-    """Write a drafter in a dtype, with its model card and its record; the drafter itself stays as it is.
+    """Write a copy of a drafter in a dtype, with its model card and its training record.
 
-    `facts` are as `make_provenance` makes them; with `overwrite`, a drafter that is there already is replaced. Raises
-    as `write_folder` and `check_output` do.
+    `facts` is the result of `make_provenance`; `overwrite` replaces an existing drafter. Raises the errors of
+    `write_folder` and `check_output`.
     """
     check_output(output, overwrite)
+    # A copy: casting `drafter` itself would round the weights that training may continue with.
     saved: Any = copy.deepcopy(drafter).cpu()
 
     def fill(folder: Path) -> None:
@@ -63,7 +72,7 @@ def describe_size(model: PreTrainedModel, drafter: Drafter) -> str:
 
 
 def served_shape(drafter: Drafter) -> TreeShape:
-    """Return the tree that a drafter is measured with: its config's beams and depth, with `MEASURED_NODES` at most."""
+    """Return the tree that a drafter is measured with: its config's beams and depth, and at most `MEASURED_NODES`."""
     beams, depth = drafter.config.draft_beams, drafter.config.draft_len_per_beam
     return TreeShape(beams, depth, min(MEASURED_NODES, 1 + beams * depth))
 
@@ -79,8 +88,8 @@ def make_model_card(
 ) -> str:
     """Compose the model card of a trained drafter: Markdown under a header in YAML, for README.md.
 
-    `validation` is the result of the last validation; None when there was none. `prompts` says on how many prompts of
-    which kind it was. `facts` are as `make_provenance` makes them.
+    `validation` is the result of the last validation, or None. `prompts` describes the number and the kind of its
+    prompts. `facts` is the result of `make_provenance`.
     """
     base, tree = drafter.config.base_model or type(model).__name__, served_shape(drafter)
     measured = "not measured: there was nothing to validate on"
@@ -141,7 +150,7 @@ def make_provenance(
     windows: Windows,
     accelerator: Accelerator,
 ) -> dict[str, Any]:
-    """Make the content of training.json."""
+    """Create the content of training.json."""
     best = result.best_step
     return {
         "command": shown_command(config),
@@ -169,7 +178,7 @@ def make_provenance(
 
 
 def source_revision() -> str | None:
-    """Return the commit of the checkout that this library runs from, with -dirty if it was changed; None elsewhere."""
+    """Return the commit of this library's checkout, with -dirty if it was modified; None outside a checkout."""
     checkout = Path(redrafter.__file__).resolve().parents[1]
     if not (checkout / ".git").exists():
         return None
@@ -180,18 +189,18 @@ def source_revision() -> str | None:
         return None
 
 
-def describe_files(sources: Sequence[str]) -> list[dict[str, Any]]:
+def describe_files(sources: Sequence[str]) -> list[SourceFile]:
     """Describe each source of texts: its name and, if it is a file, its size and sha256."""
     descriptions = []
     for source in sources:
         path = Path(source)
-        description: dict[str, Any] = {"name": short_name(source), "bytes": None, "sha256": None}
+        description: SourceFile = {"name": short_name(source), "bytes": None, "sha256": None}
         if path.is_file():
             digest = hashlib.sha256()
             with open(path, "rb") as file:
                 for block in iter(partial(file.read, 1 << 20), b""):
                     digest.update(block)
-            description |= {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+            description["bytes"], description["sha256"] = path.stat().st_size, digest.hexdigest()
         descriptions.append(description)
     return descriptions
 
@@ -199,16 +208,17 @@ def describe_files(sources: Sequence[str]) -> list[dict[str, Any]]:
 def hash_windows(windows: Windows) -> str:
     """Return the sha256 of the windows, which changes with the data, their order, the tokenizer and the template."""
     digest = hashlib.sha256()
+    # Offsets are included, since the same tokens may be split into other windows.
     for part in (windows.tokens, windows.mask, windows.offsets):
         digest.update(part.contiguous().numpy().data)
     return digest.hexdigest()
 
 
-def _config_without_folders(config: TrainConfig) -> dict[str, Any]:
-    options: dict[str, Any] = {}
+def _config_without_folders(config: TrainConfig) -> dict[str, object]:
+    options = vars(config) | {"lr": config.peak_lr}
     for field in fields(config):
-        value = getattr(config, field.name)
+        value = options[field.name]
         if field.metadata.get("path") or field.name == "model":
             value = tuple(map(short_name, value)) if isinstance(value, tuple) else value and short_name(value)
         options[field.name] = value
-    return options | {"lr": config.peak_lr}
+    return options

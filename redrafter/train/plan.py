@@ -1,7 +1,7 @@
-"""What a training reads and how long it takes: its windows, its held-out prompts, and the plan of `--dry-run`.
+"""Load the windows and held-out prompts of a training, and describe its plan for `--dry-run`.
 
-The plan is made from the base's config and the data, without loading weights. A loss that is not finite is reported
-with the rows of the data that its batch was made of.
+The plan needs the base's config and the data, but no weights. `describe_bad_rows` names the rows of a batch with an
+infinite loss.
 """
 
 import math
@@ -35,23 +35,23 @@ MAX_NAMED_ROWS = 8
 MAX_SHOWN_ROWS = 2  # of the named rows, those whose text is shown
 MAX_SHOWN_CHARS = 40  # of the text of each
 
-# Of a held-out text, the share that is the prompt, and the most tokens of it.
+# The fraction of a held-out text used as prompt, and the maximum number of its tokens.
 VALIDATION_PROMPT_SHARE, MAX_VALIDATION_PROMPT_TOKENS = 0.5, 64
 FEW_STEPS = 500  # optimizer steps that a new drafter needs at least to be worth measuring
-LARGE_SHARE = 0.5  # of the base's parameters; a drafter of more costs too much of a step of the base
+LARGE_SHARE = 0.5  # of the base's parameters; a larger drafter costs too much compared with a step of the base
 SHORT_LENGTH, SMALL_VOCABULARY = 512, 8192  # values that notes suggest
 LOGIT_COPIES = 5  # float32 tensors of a chunk: logits, two log-probabilities, two probabilities
 
 
 def describe_plan(config: TrainConfig, windows: Windows, processes: int) -> list[str]:
-    """Describe base, drafter, memory and data of a training, a line each.
+    """Describe base, drafter, memory and data of a training, one line each.
 
-    `processes` is the number of those that would train together.
+    `processes` is the number of processes that would train together.
 
     Raises:
         CheckpointError: The base's config cannot be read.
         ArgumentError: The options do not suit the base.
-        MismatchError: The data hold ids that the base does not know.
+        MismatchError: The data contain ids outside the base's vocabulary.
     """
     base, drafter = build_without_weights(config)
     text_config = base.config.get_text_config(decoder=True)
@@ -110,7 +110,7 @@ def describe_recipe(config: TrainConfig, base: PreTrainedModel, drafter: Trainab
 
 
 def notes(config: TrainConfig, base: PreTrainedModel, drafter: TrainableDrafter, steps: int | None) -> list[str]:
-    """Return a line for each choice that makes a new drafter of little use. `steps` are those of the training."""
+    """Return a line for each option that makes a new drafter ineffective. `steps` is the length of the training."""
     lines = untrained_pairs(config)
     if config.drafter is not None:
         return lines
@@ -132,7 +132,7 @@ def notes(config: TrainConfig, base: PreTrainedModel, drafter: TrainableDrafter,
 
 
 def untrained_pairs(config: TrainConfig) -> list[str]:
-    """Return a line where a new drafter's window reaches further back than rows do; else none."""
+    """Return a line if a new drafter's window is longer than the rows; otherwise an empty list."""
     length, window = row_length(config), config.context_window or 0
     if window <= length:
         return []
@@ -145,7 +145,7 @@ def untrained_pairs(config: TrainConfig) -> list[str]:
 def last_step(config: TrainConfig, windows: Windows, processes: int) -> int | None:
     """Return the optimizer step at which `--steps` or `--epochs` ends a training; None if only `--minutes` does.
 
-    It is the end of one epoch when no end is given.
+    Without any of these options it is the end of the first epoch.
     """
     if config.epochs is None and (config.steps or config.minutes):
         return config.steps
@@ -164,7 +164,7 @@ def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, Trainab
             base: Any = AutoModelForCausalLM.from_config(
                 base_config, trust_remote_code=config.trust_remote_code, dtype=dtype
             )
-    except Exception as error:  # as many kinds as there are models
+    except Exception as error:  # each model class raises its own types
         raise CheckpointError(f"cannot load a model from {config.model}: {first_line(error)}") from error
     if config.drafter is None:
         form = new_config(base_config, config, config.draft_vocab_size)
@@ -179,7 +179,7 @@ def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, Trainab
 
 
 def row_length(config: TrainConfig) -> int:
-    """Return the tokens in a row of a batch: `--length`, or a default that suits the base's context."""
+    """Return the number of tokens in a row of a batch: `--length`, or a default within the base's context."""
     if config.length is not None:
         return config.length
     base = load_config(str(config.model), trust_remote_code=config.trust_remote_code)
@@ -225,10 +225,10 @@ def _memory(
 
 
 def trained_parameters(drafter: TrainableDrafter, config: TrainConfig) -> int:
-    """Return how many numbers a training changes: all weights of a drafter, or those of updates of low rank."""
+    """Return the number of trained parameters: all weights of a drafter, or those of its low-rank updates."""
     if config.lora_rank is None:
         return drafter.num_parameters()
-    with torch.device("meta"):  # they follow from the form
+    with torch.device("meta"):  # the count depends on shapes only
         form = make_drafter(drafter.config)
     return LowRankDrafter(form, config.lora_rank).trained_parameters
 
@@ -241,7 +241,7 @@ def _format_bytes(count: float) -> str:
 
 
 def load_windows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Windows:
-    """Read and tokenize the rows to train on. Raises `CheckpointError` if there are none or one cannot be read."""
+    """Load and tokenize the training rows. Raises `CheckpointError` if there are none or one cannot be read."""
     windows = Windows(
         encode_documents(_training_rows(config), tokenizer), row_length(config), tokenizer.bos_token_id, config.pack
     )
@@ -251,7 +251,7 @@ def load_windows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Win
 
 
 def show_first_document(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the first text to train on, with its learnt parts marked. Raises `CheckpointError` if there is none."""
+    """Return the first training text with its trained parts marked. Raises `CheckpointError` if there is none."""
     document = next(encode_documents(_training_rows(config), tokenizer), None)
     if document is None:
         raise _no_rows(config)
@@ -264,17 +264,17 @@ class ValidationPrompts:
 
     ids: list[list[int]]  # token ids of each
     rows: int  # rows that they were chosen from
-    trained_on: int  # of these rows, those whose text or prompt is also that of a row to train on
+    trained_on: int  # number of these rows whose text or prompt is also in the training rows
 
     @property
     def kind(self) -> str:
-        """What the prompts are, for reports: held out, or how many of their rows are trained on."""
+        """Description for reports: held-out prompts, or the number of rows that are trained on."""
         if not self.trained_on:
             return "held-out prompts"
         return f"prompts that are not held out ({self.trained_on:,} of {self.rows:,} rows are trained on too)"
 
     def notes(self, config: TrainConfig) -> list[str]:
-        """Return a line where the validation says nothing, or little, of texts that were not trained on."""
+        """Return a line if the validation does not measure held-out texts; otherwise an empty list."""
         if not self.ids and config.validate_prompts:
             return [
                 "note: there are no rows to validate on, so the drafter is not measured, and the tree that it "
@@ -293,12 +293,13 @@ def validation_prompts(
 ) -> ValidationPrompts:
     """Choose the prompts that the base continues for validation.
 
-    `context` is the number of tokens of the base's context; None for no limit. Raises `ArgumentError` where a
-    validation was asked for and no prompt is left.
+    `context` is the number of tokens of the base's context; None for no limit. Raises `ArgumentError` if options
+    request a validation and no prompt is left.
     """
     rows = read_rows([config.validate] if config.validate else config.data)
     held_out = [row for row in rows if row.split == "val" or (config.validate and row.split != "train")]
     length = row_length(config)
+    # One token of context must remain for the continuation.
     max_tokens = length if context is None else min(length, context - 1)
     chosen = sample_prompts(
         held_out,
@@ -319,7 +320,7 @@ def validation_prompts(
 
 
 def _prompt_of(row: Row) -> int:
-    """Return a hash of what a row asks of the base: its text, its prompt, the turns of others, or its ids."""
+    """Return a hash of a row's input: its text, its prompt, its turns other than answers, or its ids."""
     turns = None if row.messages is None else [turn["content"] for turn in row.messages if turn["role"] != "assistant"]
     return hash(repr((row.text or row.prompt, turns, row.ids)))
 

@@ -1,8 +1,8 @@
-"""Processes started by a launcher, which must train one drafter together, and the trackers that they report to.
+"""Coordinate processes started by a launcher that train one drafter together, and start their trackers.
 
-A process that waits in a collective for one that has ended fails with a traceback of the library that it waits in, or
-waits for minutes. So each process is connected to the first one, and the system closes the connection of a process that
-ends, however it ends. The one process that is to say so prints a line, and all end with exit code 2.
+A process that waits in a collective for an exited process fails with a library's traceback, or waits for minutes. So
+each process is connected to the first one, and the system closes the connection of a process that exits for any reason.
+Then one process prints an error, and all exit with code 2.
 """
 
 import os
@@ -27,18 +27,18 @@ from redrafter.drafting.drafter_types import Drafter
 from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError, first_line
 from redrafter.train.config import TrainConfig
 
-# What a process says before it closes its connection.
+# Messages that a process sends before it closes its connection.
 DONE = b"d"  # the training is done
-FAILED = b"f"  # the process prints why it failed
-LOST = b"l"  # another process was lost, and the first process has said so
+FAILED = b"f"  # the process prints its own error
+LOST = b"l"  # another process was lost, and the first process has reported it
 TOKEN_BYTES = 16
 CONNECT_SECONDS = 60.0
-GREETING_SECONDS = 5.0  # that a connection may take to say whose it is
-ERROR_SECONDS = 5.0  # that an error waits to learn whether it comes of a lost process
-# Of a machine that is gone without a word: seconds until it is asked, between questions, and how many questions.
+GREETING_SECONDS = 5.0  # time limit for a connection to identify its process
+ERROR_SECONDS = 5.0  # time that an exception waits, to find out whether a lost process caused it
+# TCP keepalive detects a machine that disappears: idle seconds before probes, seconds between them, and their number.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
-# Environment variables of `accelerate launch` that ask for a way to spread the model, and the name of that way.
+# Environment variables of `accelerate launch` that enable another way to shard the model, with its name.
 SPREADING_VARIABLES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_FSDP": "FSDP",
@@ -48,7 +48,7 @@ SPREADING_VARIABLES = {
 
 
 def check_launcher() -> None:
-    """Raise `UnsupportedError` if accelerate is configured to spread the drafter in its own way."""
+    """Raise `UnsupportedError` if accelerate is configured to shard the drafter itself."""
     for variable, name in SPREADING_VARIABLES.items():
         if os.environ.get(variable, "false").lower() == "true":
             raise UnsupportedError(
@@ -59,29 +59,30 @@ def check_launcher() -> None:
 
 
 def stays_on_cpu(config: TrainConfig) -> bool:
-    """Return whether to train on the CPU: because `config` asks for it, or because there is no other device.
+    """Return whether to train on the CPU: because `config` sets it, or because there is no other device.
 
-    accelerate joins several processes on CPUs to one group only if it is told that they use the CPU.
+    accelerate creates a process group on CPUs only if this is passed to it explicitly.
     """
     return config.cpu or not torch.accelerator.is_available()
 
 
 def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
-    """Make an accelerator as `accelerate launch` configured it, with the mixed precision and the device of `config`.
+    """Create an accelerator with the settings of `accelerate launch` and the mixed precision and device of `config`.
 
-    `arguments` are further ones of `Accelerator`.
+    `arguments` are further arguments of `Accelerator`.
 
     Raises:
-        UnsupportedError: accelerate is configured to spread the drafter in its own way.
-        ArgumentError: This is one of several processes that would each train a drafter of its own, or the only process
-            and `config` asks for several.
+        UnsupportedError: accelerate is configured to shard the drafter itself.
+        ArgumentError: Several processes would each train a separate drafter, or `config` requires several processes
+            and there is only one.
     """
     check_launcher()
-    # With one draft step the matrix of the recurrence's state has no gradient.
+    # With a single draft step the recurrence's state matrix has no gradient, which DDP otherwise rejects.
     handler = DistributedDataParallelKwargs(find_unused_parameters=config.draft_len == 1)
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision, cpu=stays_on_cpu(config), kwargs_handlers=[handler], **arguments
     )
+    # accelerate silently falls back to independent processes if it cannot form a group, so compare with the launcher.
     started = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
     if accelerator.num_processes == 1 < started:
         raise ArgumentError(
@@ -95,16 +96,17 @@ def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
 
 
 def broadcast_weights(drafter: Drafter, accelerator: Accelerator) -> None:
-    """Give the first process's weights to the drafters of all. Collective: call it on every rank."""
+    """Broadcast the first process's weights to all drafters. Collective: call it on every rank."""
     with torch.no_grad():
         for weight in drafter.parameters():
             weight.copy_(broadcast(weight.to(accelerator.device, copy=True)))
 
 
 def launcher_refused() -> bool:
-    """Return whether `check_launcher` raises, and report its error once. Collective: call it in every process.
+    """Return whether `check_launcher` raises an error, and print it once. Collective: call it on every rank.
 
-    The processes return together, because a launcher ends all of them, the reporting one too, as soon as one fails.
+    The processes return together, because a launcher terminates all of them, including the one that prints, as soon as
+    one fails.
     """
     try:
         check_launcher()
@@ -118,7 +120,7 @@ def launcher_refused() -> bool:
 
 
 def tracker_arguments(config: TrainConfig) -> dict[str, Any]:
-    """Return the arguments of `Accelerator` that name the trackers. Raises `ArgumentError` if one is not installed."""
+    """Return the tracker arguments of `Accelerator`. Raises `ArgumentError` if a tracker is not installed."""
     for name in config.report_to:
         if find_spec(name) is None:
             raise ArgumentError(f"--report-to {name} needs its package: pip install {name}")
@@ -137,9 +139,9 @@ def start_trackers(config: TrainConfig, accelerator: Accelerator) -> None:
 
 @contextmanager
 def watch_processes(accelerator: Accelerator) -> Iterator[None]:
-    """End this process while the block runs if another one ends before its own block has. Collective.
+    """Exit this process if another one exits before its block has ended. Collective: call it on every rank.
 
-    Raises `ArgumentError` where they cannot connect to the first one.
+    Raises `ArgumentError` if processes cannot connect to the first one.
     """
     if accelerator.num_processes == 1:
         yield
@@ -159,7 +161,7 @@ def watch_processes(accelerator: Accelerator) -> Iterator[None]:
         raise
     except BaseException:
         watch.lost.wait(ERROR_SECONDS)
-        if watch.lost.is_set():  # the error comes of it, and the thread ends the process
+        if watch.lost.is_set():  # the lost process caused this error; the thread reports it and exits
             watch.thread.join()
         watch.stop(FAILED)
         raise
@@ -169,7 +171,7 @@ def watch_processes(accelerator: Accelerator) -> Iterator[None]:
 class _Watch:
     """A thread that reads the connections of this process; `lost` is set once a process was lost.
 
-    `connections` are by rank: of the first process those to all others, of others that to the first one.
+    `connections` maps ranks to connections: the first process has one to every other, the others one to the first.
     """
 
     def __init__(self, rank: int, count: int, connections: dict[int, socket.socket]):
@@ -179,20 +181,20 @@ class _Watch:
         self.thread.start()
 
     def stop(self, word: bytes) -> None:
-        """Tell the other processes that this one is about to end."""
+        """Notify the other processes that this one is about to exit."""
         for connection in self.connections.values():
             with suppress(OSError):
                 connection.sendall(word)
 
     def _watch(self) -> None:
-        """Read what the others say, until all are done or one is lost."""
+        """Read messages of the other processes until all are done or one is lost."""
         said = dict.fromkeys(self.connections, b"")
         with selectors.DefaultSelector() as selector:
             for rank, connection in self.connections.items():
                 selector.register(connection, selectors.EVENT_READ, rank)
             while selector.get_map():
                 for key, _ in selector.select():
-                    rank, word = key.data, b""  # nothing where the process has ended
+                    rank, word = key.data, b""  # empty if the process has exited
                     with suppress(OSError):
                         word = self.connections[rank].recv(1)
                     said[rank] = word or said[rank]
@@ -202,8 +204,10 @@ class _Watch:
                         self._end(rank, said[rank])
 
     def _end(self, lost_rank: int, word: bytes) -> None:
-        """End this process because another one has ended, whose last word was `word`; nothing where it was killed."""
+        """Exit this process because another one exited; `word` is its last message, empty if it was killed."""
+        # Set first: the main thread may be about to report an error that the lost process caused.
         self.lost.set()
+        # Exactly one process prints: the first, or the second if the first was lost.
         says_so = self.rank == 0 or (self.rank == 1 and lost_rank == 0)
         if says_so and not word:
             print_message(
@@ -212,18 +216,20 @@ class _Watch:
                 "them again, with --resume where there are checkpoints",
             )
         self.stop(LOST)
+        # `os._exit` does not flush buffers.
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
-        os._exit(2)  # the main thread may wait for the process that was lost
+        os._exit(2)  # not sys.exit: the main thread may be blocked in a collective with the lost process
 
 
 def _connect(accelerator: Accelerator) -> dict[int, socket.socket]:
-    """Connect every process with the first one, and return the connections by the rank at their other end.
+    """Connect every process to the first one, and return the connections by peer rank.
 
     Collective: call it on every rank.
     """
-    host = os.environ["MASTER_ADDR"]  # where launchers run the first process
+    host = os.environ["MASTER_ADDR"]  # launchers run the first process on this host
+    # The address may be IPv6.
     family = socket.getaddrinfo(host, None)[0][0]
     if not accelerator.is_main_process:
         port, token = broadcast_object_list([None, None])
@@ -235,6 +241,7 @@ def _connect(accelerator: Accelerator) -> dict[int, socket.socket]:
         _, token = broadcast_object_list([server.getsockname()[1], secrets.token_bytes(TOKEN_BYTES)])
         server.settimeout(CONNECT_SECONDS)
         while len(connections) < accelerator.num_processes - 1:
+            # Any host can connect to this port, so the peer must send the token that was broadcast through accelerate.
             connection, _ = server.accept()
             connection.settimeout(GREETING_SECONDS)
             greeting = b""
@@ -242,16 +249,16 @@ def _connect(accelerator: Accelerator) -> dict[int, socket.socket]:
                 greeting = connection.recv(TOKEN_BYTES + 4, socket.MSG_WAITALL)
             if secrets.compare_digest(greeting[:TOKEN_BYTES], token):
                 connections[int.from_bytes(greeting[TOKEN_BYTES:], "big")] = _keep_alive(connection)
-            else:  # a stranger
+            else:  # not a process of this training
                 connection.close()
     return connections
 
 
 def _keep_alive(connection: socket.socket) -> socket.socket:
-    """Have the system notice within half a minute that the machine at the other end is gone."""
+    """Enable TCP keepalive, so that a peer machine that disappears is detected within half a minute."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):  # not on every system
+        if hasattr(socket, name):  # not available on every system
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection

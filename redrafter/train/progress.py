@@ -1,4 +1,4 @@
-"""Progress of a training: steps, time, loss and accuracy, measured without a wait for the device at every step."""
+"""Measure progress of a training: steps, time, loss and accuracy, without waiting for the device at every step."""
 
 import contextlib
 import math
@@ -19,10 +19,10 @@ from redrafter.train.config import TrainConfig
 from redrafter.train.loss import BatchLoss
 
 
-class NotFiniteError(ArgumentError):
-    """A loss or a gradient was infinite or not a number.
+class NotFiniteLossError(ArgumentError):
+    """A loss or a gradient is infinite or not a number.
 
-    `rows` describes the batch's rows, for the message.
+    `rows` describes the batch's rows for the message.
     """
 
     def __init__(self, step: int, process: int, rows: str = ""):
@@ -34,19 +34,17 @@ class NotFiniteError(ArgumentError):
 
 @dataclass
 class TrainingState:
-    """How far a training run is."""
+    """The progress of a training run, as checkpoints save it."""
 
-    step: int = 0  # optimizer steps that were made
-    tokens: int = 0  # tokens that were read, padding included
+    step: int = 0  # completed optimizer steps
+    tokens: int = 0  # processed tokens, including padding
     seconds: float = 0.0  # time spent training, without validations, checkpoints and the first step
     loss: float = math.nan  # mean loss over the last interval of progress
-    # Entry k is the accuracy of draft step k + 1 among rollouts whose earlier steps were all right, over the last
-    # interval.
+    # Entry k is the accuracy of draft step k + 1 over rollouts with correct earlier steps, in the last interval.
     accuracy: list[float] = field(default_factory=list)
     tokens_per_step: dict[int, float] = field(default_factory=dict)  # result of each validation, by optimizer step
     best_step: int | None = None  # optimizer step of the best validation; None without validations
-    # Seconds spent validating and saving, which `seconds` leaves out, and waiting for batches, which it includes. They
-    # are not saved.
+    # Seconds spent validating and saving (excluded from `seconds`) and waiting for batches (included). Not saved.
     seconds_by_activity: dict[str, float] = field(default_factory=dict)
 
     def add_validation(self, tokens_per_step: float) -> bool:
@@ -56,15 +54,15 @@ class TrainingState:
         self.best_step = self.step if is_best else self.best_step
         return is_best
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the state as trainer.json holds it."""
+    def to_json(self) -> dict[str, object]:
+        """Return the state as entries of trainer.json."""
         document = asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
         del document["seconds_by_activity"]
         return document | {"walked": document.pop("tokens_per_step")}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> "TrainingState":
-        """Read what `to_json` returned. Raises `KeyError`, `TypeError`, `ValueError` or `AttributeError` for others."""
+        """Parse the result of `to_json`. If invalid, raises `KeyError`, `TypeError`, `ValueError`, `AttributeError`."""
         names = ("step", "tokens", "seconds", "loss", "accuracy", "best_step")
         state = cls(**{name: document[name] for name in names})
         state.loss = math.nan if state.loss is None else state.loss
@@ -74,18 +72,18 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Progress:
-    """A line of progress."""
+    """The numbers of a progress line."""
 
-    step: int  # optimizer steps that were made
-    steps: int | None  # optimizer steps of the whole training; None when only time ends it
-    fraction_done: float  # share of the training that is done, from 0 to 1
+    step: int  # completed optimizer steps
+    steps: int | None  # optimizer steps of the whole training; None if only time ends it
+    fraction_done: float  # completed fraction of the training, from 0 to 1
     seconds: float  # time spent training
     speed: float  # tokens read per second
     loss: float  # mean loss since the last line
     accuracy: list[float]  # accuracy by draft step since the last line, as in `TrainingState`
     learning_rate: float  # learning rate of the last step
-    first_step: float | None = None  # seconds of the first step of this run, on its own line; `seconds` leaves them out
-    whole: float | None = None  # on that line, seconds of the whole run at this pace; None where nothing ends it
+    first_step: float | None = None  # seconds of this run's first step, in its line only; excluded from `seconds`
+    whole: float | None = None  # in that line, estimated seconds of the whole run; None if only the data end it
 
     @property
     def seconds_left(self) -> float | None:
@@ -109,7 +107,7 @@ class Progress:
         )
 
     def for_trackers(self) -> dict[str, float]:
-        """Return the numbers by the names under which trackers show them."""
+        """Return the numbers by their names in trackers."""
         depths = {f"accuracy/draft_{depth}": share for depth, share in enumerate(self.accuracy, start=1)}
         return {"loss": self.loss, "lr": self.learning_rate, "tokens/s": self.speed} | depths
 
@@ -133,21 +131,21 @@ class Clock:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that were made."""
+        """Completed optimizer steps."""
         return self.state.step
 
     @property
     def seconds(self) -> float:
-        """Seconds of training so far, those before a resume included."""
+        """Seconds of training so far, including those before a resume."""
         return self._seconds_before + time.perf_counter() - self._started
 
     def start(self) -> None:
-        """Count time from now on."""
+        """Start measuring time."""
         self._started = time.perf_counter()
 
     @contextlib.contextmanager
     def timed(self, activity: str, *, paused: bool = False) -> Iterator[None]:
-        """Add the time that the block takes to the state's `seconds_by_activity`, and not to `seconds` if `paused`."""
+        """Add the block's duration to the state's `seconds_by_activity`; if `paused`, exclude it from `seconds`."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
@@ -156,7 +154,7 @@ class Clock:
         activities[activity] = activities.get(activity, 0.0) + seconds
 
     def estimate(self, step_seconds: float) -> float | None:
-        """Estimate the seconds of this run by those of its first step; None where only the data end it."""
+        """Estimate the duration of this run in seconds from its first step; None if only the data end it."""
         by_steps = step_seconds * (self.steps - self.step + 1) if self.steps else math.inf
         by_minutes = step_seconds + 60 * self.minutes - self._seconds_before if self.minutes else math.inf
         seconds = min(by_steps, by_minutes)
@@ -164,7 +162,7 @@ class Clock:
 
     @property
     def fraction_done(self) -> float:
-        """Share of the training that is done by this process's clock; 1 or more at the end."""
+        """Completed fraction of the training by this process's clock; 1 or more at the end."""
         by_steps = self.step / self.steps if self.steps else 0.0
         if not self.minutes or self.step == 0:
             return by_steps
@@ -172,20 +170,22 @@ class Clock:
 
     def broadcast_fraction_done(self) -> float:
         """Broadcast `fraction_done` from rank 0. Collective: call it on every rank."""
-        if self.minutes and self.accelerator.num_processes > 1:  # clocks differ, and all must take the same steps
+        if (
+            self.minutes and self.accelerator.num_processes > 1
+        ):  # clocks differ, but all processes must run the same steps
             return float(broadcast(torch.tensor(self.fraction_done, device=self.accelerator.device)))
         return self.fraction_done
 
 
 class LossMeter:
-    """Loss and accuracy since they were last read, over all processes, summed on the device."""
+    """Sums loss and accuracy on the device, over all processes, since the last `update_state`."""
 
     def __init__(self, draft_len: int, accelerator: Accelerator):
         self.accelerator = accelerator
         self._sums = torch.zeros(2 + 2 * draft_len, device=accelerator.device)  # loss, weight, then counts [2, K]
         self._bad_step = torch.tensor(-1, device=accelerator.device)  # the first step whose loss was not finite
         self._process_tokens = 0  # tokens that this process read
-        self.tokens = 0  # read since the beginning, padding included, as of the last `check_finite`
+        self.tokens = 0  # processed tokens of all processes at the last `check_finite`, including padding
 
     def add(self, step: int, batch_loss: BatchLoss) -> None:
         """Add the loss of a batch of optimizer step `step`, counted from 0."""
@@ -194,28 +194,30 @@ class LossMeter:
         self.expect_finite(step, batch_loss.loss.detach())
 
     def expect_finite(self, step: int, value: Tensor) -> None:
-        """Let the next `check_finite` raise if `value`, `[]`, of optimizer step `step` is not finite."""
+        """Make the next `check_finite` raise an error if `value`, `[]`, of optimizer step `step` is not finite."""
+        # On the device, without a wait: only the first bad step is kept, and `check_finite` reads it later.
         self._bad_step = torch.where((self._bad_step < 0) & ~torch.isfinite(value), step, self._bad_step)
 
     def add_weight(self, weight: Tensor, tokens: int) -> None:
-        """Add the weight `[]` of this process's predictions in a step, and the tokens that it read."""
+        """Add the weight `[]` of this process's predictions in a step, and its number of tokens."""
         self._sums[1] += weight
         self._process_tokens += tokens
 
     def check_finite(self) -> None:
-        """Wait for the device; raise `NotFiniteError` if a loss was not finite. Collective: call it on every rank."""
+        """Wait for the device; raise `NotFiniteLossError` for a loss that is not finite. Collective."""
+        # One gather for both numbers, since each costs a synchronisation.
         local = torch.stack([self._bad_step, torch.tensor(self._process_tokens, device=self._bad_step.device)])
         bad_steps, tokens = zip(*self.accelerator.gather(local[None]).tolist(), strict=True)
         self.tokens = sum(tokens)
         if max(bad_steps) >= 0:
             step, process = min((step, process) for process, step in enumerate(bad_steps) if step >= 0)
-            raise NotFiniteError(step, process)
+            raise NotFiniteLossError(step, process)
 
-    def read(self, state: TrainingState, *, reset: bool = True) -> None:
-        """Bring loss and accuracy of a state up to date; where nothing was added since the last call, they stay.
+    def update_state(self, state: TrainingState, *, reset: bool = True) -> None:
+        """Update loss and accuracy of a state, unless nothing was added since the last call.
 
-        Without `reset` the next call counts the same batches again. It waits as `check_finite` does, and is
-        collective as well.
+        Without `reset` the next call includes the same batches again. Calls `check_finite`, so it waits for the device
+        and is collective.
         """
         self.check_finite()
         loss, weight, *counts = self.accelerator.gather(self._sums[None]).sum(dim=0).tolist()
@@ -223,15 +225,16 @@ class LossMeter:
             return
         attempted, correct = counts[: len(counts) // 2], counts[len(counts) // 2 :]
         state.loss = loss / weight
+        # `max` avoids a division by zero at depths that no rollout reached.
         state.accuracy = [right / max(tried, 1) for right, tried in zip(correct, attempted, strict=True)]
         if reset:
             self._sums.zero_()
 
 
 class Console:
-    """Prints lines, and on a terminal a progress bar below them on stderr. Use it in `with`.
+    """A context manager that prints lines, and on a terminal a progress bar on stderr.
 
-    `show_bar` says whether to draw the bar; None for whether stderr is a terminal.
+    `show_bar` sets whether to draw the bar; None draws it if stderr is a terminal.
     """
 
     def __init__(self, log: Callable[[str], object], show_bar: bool | None = None):
@@ -243,17 +246,18 @@ class Console:
     def __enter__(self) -> "Console":
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
 
     def print_line(self, line: str) -> None:
         """Print a line above the bar."""
+        # Clears the bar, so that the line does not overwrite it.
         with tqdm.external_write_mode():
             self.log(line)
 
     def show_progress(self, progress: Progress) -> None:
-        """Show progress in the bar, or as a line where there is none."""
+        """Show progress in the bar, or print it as a line if there is no bar."""
         if self._bar is None:
             self.log(str(progress))
             return

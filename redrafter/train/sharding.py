@@ -1,4 +1,4 @@
-"""Spread the frozen base, or the drafter with its gradients and optimizer states, over the devices of all processes."""
+"""Shard the frozen base, or the drafter with its gradients and optimizer states, over the devices of all processes."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -19,28 +19,32 @@ from redrafter.model.forward_batch import decoder_stack
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import BatchLoss, Unroll
 from redrafter.train.processes import broadcast_weights
+from redrafter.train.teacher import TeacherOutput
 
 
 class ShardedDrafter:
-    """A copy of a drafter that is spread over all processes. Its weights are gathered for each batch.
+    """A copy of a drafter that is sharded over several processes; its weights are gathered for each batch.
 
-    Every method but `spread_optimizer` is collective: call it on every rank.
+    Every method except `spread_optimizer` is collective: call it on every rank.
 
-    `whole` is the drafter, which stays in the host's memory. The first process's weights are trained. There must be
-    several processes. Each weight of `drafter`, the copy, is a `DTensor`.
+    `whole` is the drafter in the host's memory. Training starts from the first process's weights. Each weight of
+    `drafter`, the copy, is a `DTensor`.
     """
 
     def __init__(self, whole: TrainableDrafter, config: TrainConfig, accelerator: Accelerator):
         self.whole, self.drafter = whole, deepcopy(whole)
         unroll = accelerator.prepare_model(Unroll(self.drafter, config), evaluation_mode=True)  # for its autocast only
+        # Before sharding, while every process has whole weights: they may differ without a common seed.
         broadcast_weights(self.drafter, accelerator)
         self._module = _Call(unroll)
-        # One unit, since a loss reads most weights apart from the forward of the module that holds them.
+        # One unit: the loss reads most weights outside of the forward of the module that owns them.
         fully_shard(self._module, mesh=init_device_mesh(accelerator.device.type, (accelerator.num_processes,)))
 
-    def __call__(self, *arguments: Any) -> BatchLoss:
-        """Compute the loss of a batch, as `Unroll` does for the same arguments."""
-        loss: BatchLoss = self._module(lambda unroll: unroll(*arguments))
+    def __call__(
+        self, tokens: Tensor, mask: Tensor, teacher_output: TeacherOutput, segment: Tensor | None = None
+    ) -> BatchLoss:
+        """Compute the loss of a batch; the arguments are those of `Unroll`."""
+        loss: BatchLoss = self._module(lambda unroll: unroll(tokens, mask, teacher_output, segment))
         return loss
 
     @torch.no_grad()
@@ -50,19 +54,20 @@ class ShardedDrafter:
             self.whole.get_parameter(name).copy_(gather_tensor(weight))
 
     def gather_optimizer(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        """Gather the state of an optimizer in the form that one of a whole drafter has, on the CPU.
+        """Gather the state of an optimizer, as for an unsharded drafter, on the CPU.
 
-        `keep` says whether this process keeps what is gathered; others return nothing of use.
+        Only processes with `keep` return the gathered tensors; others return empty dicts for them.
         """
         state = optimizer.state_dict()
         gathered: dict[int, dict[str, Any]] = {}
         for number, values in state["state"].items():
+            # Every process must take part in the gather, even those that drop the result.
             whole = {name: gather_tensor(value) for name, value in values.items()}
             gathered[number] = {name: value.cpu() for name, value in whole.items()} if keep else {}
         return state | {"state": gathered}
 
     def spread_optimizer(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer of a whole drafter as one of the spread weights, for `load_state_dict`."""
+        """Shard the optimizer state of an unsharded drafter, for `load_state_dict`."""
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         spread = {
             number: {name: _spread_like(weights[number], value) for name, value in values.items()}
@@ -72,10 +77,10 @@ class ShardedDrafter:
 
 
 class _Call(nn.Module):
-    """Calls a function with an `Unroll`; this is the module that is sharded.
+    """The module that is sharded; its forward calls a function with an `Unroll`.
 
-    A sharded module moves the tensors that it is called with to the device, where the positions of a mask that count
-    cannot be found without waiting; those that the function holds stay.
+    A sharded module moves its tensor arguments to the device, where finding the anchors of a mask makes the host wait;
+    tensors in the function's closure are not moved.
     """
 
     def __init__(self, unroll: Unroll):
@@ -83,12 +88,12 @@ class _Call(nn.Module):
         self.unroll = unroll
 
     def forward(self, call: Callable[[Unroll], BatchLoss]) -> BatchLoss:
-        """Return what `call` returns for the `Unroll`, whose weights are whole meanwhile."""
+        """Return the result of `call` for the `Unroll`, whose weights are gathered during the call."""
         return call(self.unroll)
 
 
 def gather_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor whole. Collective for one that is spread: call it on every rank."""
+    """Return the full tensor. Collective for a sharded tensor: call it on every rank."""
     if not isinstance(tensor, DTensor):
         return tensor
     whole: Tensor = tensor.full_tensor()
@@ -96,19 +101,19 @@ def gather_tensor(tensor: Tensor) -> Tensor:
 
 
 def _spread_like(weight: Tensor, value: Tensor) -> Tensor:
-    """Spread a value as the weight that it belongs to is spread; one of another shape stays whole."""
+    """Shard a value like its weight; a value of another shape stays whole."""
     if not isinstance(weight, DTensor) or value.shape != weight.shape:
         return value
-    # Each process has read the whole value, so none is sent.
+    # Every process has loaded the whole value, so no communication is needed.
     return distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None)
 
 
 def load_sharded(load: Callable[[], PreTrainedModel], accelerator: Accelerator) -> PreTrainedModel:
-    """Load a base and spread it over the devices of several processes. Collective: call it in every process.
+    """Load a base and shard it over the devices of several processes. Collective: call it on every rank.
 
-    Each decoder layer is spread over all processes, and gathered for its forward, which all must run together. The
-    weights outside of the layers (embedding, last norm, head) are whole on every device, because they are also used
-    apart from the model's own forward. Raises `UnsupportedError` where a model's layers cannot be found.
+    Each decoder layer is sharded over all processes, and gathered for its forward, which all must run together. The
+    weights outside of the layers (embedding, final norm, head) are replicated, because they are also used outside of
+    the model's own forward. Raises `UnsupportedError` if a model's layers cannot be found.
     """
     model: Any = None
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
@@ -125,7 +130,7 @@ def load_sharded(load: Callable[[], PreTrainedModel], accelerator: Accelerator) 
                 fully_shard(layer, mesh=mesh)
             layers = {id(weight) for weight in stack.parameters()}
             whole = {weight for weight in model.parameters() if id(weight) not in layers}
-            fully_shard(model, mesh=mesh, ignored_params=whole)  # so that layers fetch each other's weights ahead
+            fully_shard(model, mesh=mesh, ignored_params=whole)  # also wrap the root, so that layers prefetch weights
             model.to(accelerator.device)
         accelerator.wait_for_everyone()
     with torch.no_grad():  # allocates the buffers that layers are gathered in, which must not be inference tensors

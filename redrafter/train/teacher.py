@@ -1,4 +1,4 @@
-"""The frozen base as the teacher: one forward over whole texts gives its logits and the drafter's input."""
+"""Run the frozen base as the teacher: one forward over whole texts returns logits and the drafter's inputs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,7 +21,7 @@ from redrafter.model.traits import learn_traits
 
 @dataclass(frozen=True)
 class TeacherOutput:
-    """Output of the base for a batch of texts."""
+    """Outputs of the base for a batch of texts."""
 
     hidden: Tensor  # hidden states that a drafter reads, `[B, T, F]`: the last one, then those of the fused layers
     embedding: Tensor  # embeddings of the tokens, `[B, T, D]`
@@ -29,9 +29,9 @@ class TeacherOutput:
 
 
 class _NoCache(DynamicCache):
-    """A cache that keeps nothing.
+    """A cache that stores nothing.
 
-    Without a cache, transformers checks on the device whether several texts are packed into a row, and the host waits.
+    Without a cache object, transformers checks on the device whether rows are packed, which makes the host wait.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -39,9 +39,9 @@ class _NoCache(DynamicCache):
 
 
 class Teacher:
-    """A causal LM in eval mode whose forward also gives the input of its head. Use it in `with`, which sets the hooks.
+    """A context manager that hooks a causal LM, to return the input of its head together with its logits.
 
-    Both come from the model's own forward, so whatever it does after its head (softcaps, scaling) is in the logits.
+    Both come from the model's own forward, so the logits include operations after the head (softcaps, scaling).
 
     `layers` are the decoder layers whose outputs are joined to the last hidden state.
     """
@@ -55,7 +55,9 @@ class Teacher:
         self._mixers, self._kinds = traits.mixers, traits.kinds.by_name
         self._cache_name = cache_argument(self.model.forward) or CACHE_NAME
         self._layers = decoder_layers(model, config.num_hidden_layers, layers)
-        self._captured: dict[str, list[Tensor]] | None = None  # set during `read` only; the model may run between reads
+        self._captured: dict[str, list[Tensor]] | None = (
+            None  # set during `read_batch` only; the model may run between reads
+        )
 
     def __enter__(self) -> "Teacher":
         self._hooks = ModelPatch(threads_apart=False)
@@ -72,15 +74,15 @@ class Teacher:
             self._captured[what].append(tensor)
 
     @torch.no_grad()
-    def read(self, tokens: Tensor, segment: Tensor | None = None) -> TeacherOutput:
+    def read_batch(self, tokens: Tensor, segment: Tensor | None = None) -> TeacherOutput:
         """Run the base over a batch of texts.
 
-        `tokens` is `[B, T]` int64. Rows are padded at the end with any ids, since earlier positions of a causal model
-        do not see them. `segment` is the number of each token's text within its row, `[B, T]`; None where each row is
-        one text.
+        `tokens` is `[B, T]` int64. Rows may be padded on the right with any ids, since a causal model does not attend
+        to them from earlier positions. `segment` is the index of each token's text within its row, `[B, T]`; None for
+        one text per row.
         """
         arguments = {} if segment is None else self._packed(segment)
-        # Recurrent layers would keep their states in a cache.
+        # Recurrent layers would store their states in a cache.
         arguments |= {"use_cache": False} if self._mixers else {self._cache_name: _NoCache(), "use_cache": True}
         captured: dict[str, list[Tensor]] = {"last": [], "embedding": [], "layers": []}
         self._captured = captured
@@ -94,8 +96,9 @@ class Teacher:
         return TeacherOutput(join_hidden(captured["last"][-1], captured["layers"]), captured["embedding"][-1], logits)
 
     def _packed(self, segment: Tensor) -> dict[str, Any]:
-        """Make the model's arguments for rows of several texts: positions from 0 in each, and masks between them."""
+        """Create the model's arguments for packed rows: positions that restart at 0 and masks between texts."""
         index = torch.arange(segment.shape[1], device=segment.device)
+        # Positions restart at each text, as the model sees it in generation.
         begins = torch.ones_like(segment, dtype=torch.bool)
         begins[:, 1:] = segment[:, 1:] != segment[:, :-1]
         position = index - torch.where(begins, index, 0).cummax(dim=1).values  # [B, T]
@@ -108,6 +111,7 @@ class Teacher:
                 seen = same & (query - key < kind.window)
             elif kind.chunk is not None:
                 seen = same & (query // kind.chunk == key // kind.chunk)
+            # One mask per kind of layer: sliding-window and chunked layers attend to fewer positions.
             masks[name] = additive_mask(seen, self.model.dtype)
         if not masks:  # no layer attends
             return {}
@@ -115,7 +119,7 @@ class Teacher:
 
     @contextmanager
     def _apart(self, segment: Tensor) -> Iterator[None]:
-        """Have recurrent layers read each text of a row of several from no state."""
+        """Make recurrent layers start each text of a packed row from an initial state."""
         lengths = [len(list(run)) for row in segment.tolist() for _, run in groupby(row)]
         pieces = [Piece(text, 0, length) for text, length in enumerate(lengths)]
         with ModelPatch() as patch:

@@ -1,9 +1,9 @@
-"""Train a drafter for any Hugging Face causal LM. The base stays as it is.
+"""Train a drafter for any Hugging Face causal LM, with a frozen base.
 
     accelerate launch train/train_drafter.py --model BASE --data chat.jsonl --output drafter --mixed-precision bf16
     python train/train_drafter.py --model TINY --data text.jsonl --output drafter --length 128 --steps 200
 
-`redrafter train` is the same. `train` is the loop, for programs with a model and batches of their own.
+`redrafter train` is equivalent. Programs with their own model and batches call `train`, the training loop.
 """
 
 import sys
@@ -64,11 +64,11 @@ from redrafter.train.processes import (
     tracker_arguments,
     watch_processes,
 )
-from redrafter.train.progress import Console, NotFiniteError, TrainingState
+from redrafter.train.progress import Console, NotFiniteLossError, TrainingState
 from redrafter.train.sharding import load_sharded
 from redrafter.train.watch import CURRENT, current_drafter, watch
 
-# What the lines of progress show.
+# Explains `right` in lines of progress.
 RIGHT = (
     "right 0.5 0.4 ...: the drafter's best guess was the text's own token at draft step 1 in 0.5 of all cases, and at "
     "step 2 in 0.4 of those where step 1 was right"
@@ -77,12 +77,13 @@ RIGHT = (
 __all__ = ["TrainConfig", "main", "new_drafter", "train"]
 
 
-def run(config: TrainConfig, log: Callable[[str], object]) -> None:
-    """Train a drafter from the files that a command line names, and save it."""
+def train_from_files(config: TrainConfig, log: Callable[[str], object]) -> None:
+    """Train a drafter on the files of a command line, and save it."""
     tokenizer = load_tokenizer(str(config.model), trust_remote_code=config.trust_remote_code)
     if config.show_sample:
         log(show_first_document(config, tokenizer))
         return
+    # Resolve defaults once, so that the record and a resumed run see the same values.
     config = replace(config, length=row_length(config), draft_vocab_size=drafted_ids(config))
     if config.dry_run:
         processes = PartialState(cpu=stays_on_cpu(config)).num_processes
@@ -104,18 +105,21 @@ def run(config: TrainConfig, log: Callable[[str], object]) -> None:
 
 
 class TrainingSession:
-    """One run of `redrafter train`: it loads base, data and drafter, trains, validates and saves."""
+    """A run of `redrafter train`, which loads base, data and drafter, trains, validates and saves."""
 
     def __init__(
         self, config: TrainConfig, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, console: Console
     ):
         self.config, self.accelerator, self.tokenizer, self.console = config, accelerator, tokenizer, console
         self.windows = load_windows(config, tokenizer)
-        self.target = _target(config, accelerator)  # refuses a base that could not be served
+        self.target = _target(config, accelerator)  # raises an error for a base that cannot be served
+        # After the base is loaded, since only then the context of its rotary embedding is known.
         self.windows.check(self.target.vocab_size, self.target.fixed_rope_context)
         self.base = short_name(self.target.model.config.name_or_path)
         self.checkpoints, self.resumed = self._open_checkpoints()
-        self.processes: int = self.checkpoints.identity.processes  # which began the training; there may be others now
+        self.processes: int = (
+            self.checkpoints.identity.processes
+        )  # number that started the training; a resumed run may use another
         self.accumulate = config.accumulate * self.processes // accelerator.num_processes  # batches of a step on each
         self.drafter = self._load_drafter()
         trained = trained_parameters(self.drafter, config)
@@ -130,7 +134,7 @@ class TrainingSession:
         ]:
             console.print_line(line)
         if self.resumed is not None:
-            console.print_line(f"going on from step {self.resumed.state.step}")
+            console.print_line(f"resuming from step {self.resumed.state.step}")
         validates = accelerator.is_main_process or config.shard_base
         self.validation_texts: ValidationTexts | None = None  # None in a process that does not validate
         self.validation_kind = ""  # what its prompts are
@@ -144,7 +148,7 @@ class TrainingSession:
         self.validation: ReplayStats | None = None  # result of the last validation
 
     def train(self) -> TrainingState:
-        """Run the training loop. Raises `NotFiniteError` naming the rows of a batch whose loss was not finite."""
+        """Run the training loop. Raises `NotFiniteLossError` naming the rows of a batch whose loss was not finite."""
         config, accelerator = self.config, self.accelerator
         steps = last_step(config, self.windows, self.processes)
         done = 0 if self.resumed is None else self.resumed.state.step
@@ -162,14 +166,14 @@ class TrainingSession:
                 resumed=self.resumed,
                 progress=self.console.show_progress,
             )
-        except NotFiniteError as error:
+        except NotFiniteLossError as error:
             by_batch = self.windows.window_indices(*self._batch_arguments(error.step, error.process))
             window_numbers = chain.from_iterable(islice(by_batch, self.accumulate))
             rows = describe_bad_rows(window_numbers, self.windows, self.tokenizer)
-            raise NotFiniteError(error.step, error.process, rows) from None
+            raise NotFiniteLossError(error.step, error.process, rows) from None
 
     def validate(self) -> float | None:
-        """Return the drafter's tokens per step on the validation texts; None where there are none."""
+        """Return the drafter's tokens per step on the validation texts; None if there are none."""
         texts = self.validation_texts
         if texts is None or not texts.count:
             return None
@@ -183,12 +187,12 @@ class TrainingSession:
         """Save the drafter with the best validation, its model card and its record."""
         config, drafter, output = self.config, self.drafter, Path(str(self.config.output))
         if result.best_step not in (None, result.step):
-            if self.accelerator.is_main_process:  # on whose machine it was written
-                best = Checkpoint.read(self.checkpoints.best)
-                # A run that was killed and resumed, on a device whose results vary, may have kept another step's.
+            if self.accelerator.is_main_process:  # the machine that wrote it
+                best = Checkpoint.load(self.checkpoints.best)
+                # After a kill and resume on a nondeterministic device, the saved one may be of another step.
                 result = replace(result, best_step=best.state.best_step)
                 drafter.load_state_dict(load_drafter(best.path).state_dict())
-            if config.shard_base:  # then all processes validate
+            if config.shard_base:  # all processes choose the tree below, so all need these weights
                 broadcast_weights(drafter, self.accelerator)
             self.console.print_line(
                 f"step {result.best_step} was the best of {len(result.tokens_per_step)} validations"
@@ -207,13 +211,14 @@ class TrainingSession:
         self.console.print_line(f"saved {output}, the drafter of step {facts['saved_step']}")
 
     def _batch_arguments(self, step: int, process: int) -> tuple[int, int, int, int, int, int]:
-        """Return the arguments of `Windows.batches` for a process from an optimizer step on."""
+        """Return the arguments of `Windows.batches` for a process, starting at an optimizer step."""
         size, seed, processes = self.config.batch_size, self.config.seed, self.accelerator.num_processes
         return size, seed, process, processes, step * self.accumulate, self.processes
 
     def _open_checkpoints(self) -> tuple[Checkpoints, Checkpoint | None]:
-        """Open the folder of checkpoints, and the checkpoint to go on from. Collective: call it on every rank."""
+        """Open the folder of checkpoints, and the checkpoint to resume. Collective: call it on every rank."""
         config, accelerator = self.config, self.accelerator
+        # Hash the windows rather than the files: renamed files with equal rows resume.
         data = hash_windows(self.windows)
         identity = TrainingIdentity.from_config(config, self.base, data, accelerator.num_processes)
         checkpoints = Checkpoints(Path(str(config.output)), config.keep, identity)
@@ -223,16 +228,17 @@ class TrainingSession:
         if not config.resume and not config.overwrite:
             check_no_checkpoints(Path(str(config.output)))
         resumed = checkpoints.newest() if config.resume else None
+        # Before any process removes or writes checkpoints.
         check_same_start(accelerator, checkpoints, resumed)
         if resumed is not None:
-            checkpoints.identity = replace(identity, processes=resumed.identity["processes"])
+            checkpoints.identity = replace(identity, processes=resumed.identity.processes)
         accelerator.wait_for_everyone()
         if resumed is None and accelerator.is_main_process:
             checkpoints.remove_all()
         return checkpoints, resumed
 
     def _load_drafter(self) -> TrainableDrafter:
-        """Make a new drafter or load the one to train further, and set in its config what it is trained for."""
+        """Create a new drafter or load an existing one, and record base and draft length in its config."""
         config, target = self.config, self.target
         if self.resumed is not None or config.drafter is not None:
             drafter = load_drafter(self.resumed.path if self.resumed is not None else str(config.drafter))
@@ -240,7 +246,7 @@ class TrainingSession:
             if config.drafter is None and self.resumed is not None:
                 self.config = self.resumed.keep_form(config)
         else:
-            self.config = size_form(target.model.config, config)  # so that the record says what was chosen
+            self.config = size_form(target.model.config, config)  # so that training.json records the derived sizes
             drafter = new_drafter(target.model, self.config, self._draft_ids())
         drafter.config.base_model = self.base
         drafter.config.base_embedding_norms = embedding_norms(target.embedding)
@@ -248,7 +254,7 @@ class TrainingSession:
         return drafter
 
     def _draft_ids(self) -> Tensor | None:
-        """Return the most frequent ids of the data, `[V']` int64; None if the drafter is to know all ids."""
+        """Return the most frequent ids of the data, `[V']` int64; None for a drafter of the full vocabulary."""
         size = self.config.draft_vocab_size
         if size is None:
             return None
@@ -258,7 +264,7 @@ class TrainingSession:
 
 
 def _target(config: TrainConfig, accelerator: Accelerator) -> Target:
-    """Load the base with its adapter, spread over the processes if asked for."""
+    """Load the base with its adapter, sharded over the processes with `--shard-base`."""
     load: dict[str, Any] = {"dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
 
     def load_base(device: Any) -> PreTrainedModel:
@@ -270,13 +276,14 @@ def _target(config: TrainConfig, accelerator: Accelerator) -> Target:
     if not config.shard_base:
         return Target(load_base(accelerator.device))
     model = load_sharded(lambda: load_base("cpu"), accelerator)
-    target = Target(model, type(model).__name__.removeprefix("FSDP"))  # which sharding puts before a model's class
+    target = Target(model, type(model).__name__.removeprefix("FSDP"))  # FSDP adds this prefix to the class name
+    # Paged decoding calls layers itself, outside of the hooks that gather sharded weights.
     target.varlen = Support("its layers are spread over several processes")
     return target
 
 
 def run_checked(config: TrainConfig) -> int:
-    """Run the command with options that `main` has checked. Returns its exit code."""
+    """Run the command with options validated by `main`. Returns its exit code."""
     if launcher_refused():
         return 2
 
@@ -286,8 +293,8 @@ def run_checked(config: TrainConfig) -> int:
     if config.drafter == CURRENT:
         config = replace(config, drafter=current_drafter(config))
     if config.watch:
-        watch(config, lambda of_round: run(of_round, log), log)
-    run(config, log)
+        watch(config, lambda of_round: train_from_files(of_round, log), log)
+    train_from_files(config, log)
     return 0
 
 

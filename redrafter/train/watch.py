@@ -1,7 +1,7 @@
-"""Training that goes on as texts come: in rounds, each on files that directories have gained and on some before them.
+"""Train continuously in rounds, each on new files in directories and on some earlier files.
 
-So a drafter learns from what a server captures, beside it or on another machine, and each round ends with a drafter
-that the server may be given.
+A drafter thus learns from the texts that a server captures, on the same or another machine, and the server can load the
+new drafter after each round.
 """
 
 import time
@@ -15,15 +15,15 @@ from redrafter.files.checkpoint_kind import DRAFTER_FOLDER
 from redrafter.parallel.launched import launched_processes
 from redrafter.train.config import TrainConfig
 
-CURRENT = "current"  # in place of a drafter's directory
-POLL_SECONDS = 2.0  # between looks at directories without enough new rows
+CURRENT = "current"  # value of --drafter for the existing one
+POLL_SECONDS = 2.0  # between scans of directories without enough new rows
 
 
 def current_drafter(config: TrainConfig) -> str:
-    """Return the directory of the drafter that `--output` holds, or else of the one in the base's directory.
+    """Return the directory of the drafter in `--output`, or else in the base's directory.
 
     Raises:
-        ArgumentError: There is neither.
+        ArgumentError: Neither directory has a drafter.
     """
     for folder in (Path(str(config.output)), Path(str(config.model)) / DRAFTER_FOLDER):
         if (folder / "config.json").is_file():
@@ -35,15 +35,15 @@ def current_drafter(config: TrainConfig) -> str:
 
 
 def watch(config: TrainConfig, run: Callable[[TrainConfig], object], log: Callable[[str], object]) -> None:
-    """Train in rounds until the process is stopped, each from the drafter that the one before has saved.
+    """Train in rounds until the process is stopped, each starting from the previous round's drafter.
 
     Args:
-        config: What is trained; `data` are directories, whose .jsonl files appear whole.
+        config: Options of the training; `data` are directories, whose .jsonl files must appear atomically.
         run: Trains and saves one round.
-        log: Is told of each round before it begins.
+        log: Called with a line about each round before it starts.
 
     Raises:
-        ArgumentError: The options do not go together.
+        ArgumentError: The options are incompatible.
     """
     folders = [Path(source) for source in config.data]
     if wrong := [folder for folder in folders if not folder.is_dir()]:
@@ -53,26 +53,27 @@ def watch(config: TrainConfig, run: Callable[[TrainConfig], object], log: Callab
     if config.drafter is None:
         raise ArgumentError(f"--watch trains a drafter further: give it with --drafter D, or --drafter {CURRENT}")
     for name in ("resume", "dry_run", "show_sample"):
-        if getattr(config, name):
+        if vars(config)[name]:
             raise ArgumentError(f"--{name.replace('_', '-')} is for one training: leave out --watch")
     if launched_processes() > 1:
         raise ArgumentError(
             "--watch trains in one process, as processes could find other files: start it without a launcher"
         )
-    # Rows of the files that were trained on, and of those that wait.
+    # Numbers of rows of files that were trained on, and of files for the next round.
     seen, waiting = dict[Path, int](), dict[Path, int]()
     number = 0
     while True:
         for folder in folders:
+            # Names of captured files sort by time, so rounds train on them in order.
             for file in sorted(folder.glob("*.jsonl")):
                 if file not in seen and file not in waiting:
                     waiting[file] = _count_rows(file)
-        waiting = {file: rows for file, rows in waiting.items() if file.is_file()}  # the oldest may be dropped
+        waiting = {file: rows for file, rows in waiting.items() if file.is_file()}  # a server drops the oldest files
         if sum(waiting.values()) < config.watch_rows:
             time.sleep(POLL_SECONDS)
             continue
         number += 1
-        # A round of few rows alone unlearns what those before it have taught, so the newest of these come again.
+        # Training on a few new rows alone forgets earlier ones, so repeat the newest earlier rows.
         again, left = list[Path](), config.watch_replay
         for file in reversed([file for file in seen if file.is_file()]):
             if seen[file] > left:
@@ -83,6 +84,7 @@ def watch(config: TrainConfig, run: Callable[[TrainConfig], object], log: Callab
         log(f"round {number}: {sum(waiting.values()):,} rows of {len(waiting)} new files{earlier}")
         run(replace(config, data=tuple(map(str, [*again, *waiting])), overwrite=True))
         seen, waiting = seen | waiting, {}
+        # The first round starts from --drafter, later rounds from the drafter that was just saved.
         config = replace(config, drafter=config.output)
 
 
@@ -90,4 +92,4 @@ def _count_rows(file: Path) -> int:
     try:
         return sum(1 for _ in open_lines(file))
     except CheckpointError:
-        return 0  # it was dropped a moment ago, or reading it says what is wrong
+        return 0  # it was just dropped, or is invalid, which training will report

@@ -55,14 +55,14 @@ def test_a_value_becomes_what_its_option_holds(key, value, converted):
         ("count", None, "a whole number"),
         ("share", "1", "a number"),
         pytest.param("share", 10**400, "a number", id="share-more than a float can hold"),
-        ("name", True, "a text or a whole number"),
+        ("name", True, "a string or a whole number"),
         ("fast", 1, "true or false"),
         ("mode", "c", "one of a, b"),
         ("layers", "1,x", "a list of whole numbers, as for --layers N,..."),
         ("layers", 1, "a list of whole numbers, as for --layers N,..."),
-        ("keys", "key", "a list of texts"),
-        ("keys", [1], "a list of texts"),
-        ("files", [], "a list of texts"),
+        ("keys", "key", "a list of strings"),
+        ("keys", [1], "a list of strings"),
+        ("files", [], "a list of strings"),
     ],
 )
 def test_a_value_of_another_type_is_refused_with_what_is_expected(key, value, expected):

@@ -239,7 +239,7 @@ def test_copies_count_what_is_read_and_what_is_written():
 
 def test_a_divergence_is_found_with_its_margin():
     work = workload()
-    plain = [run for batch in work.batches(1) for run in work.run(batch, False).tokens]
+    plain = [run for batch in work.batches(1) for run in work.run_batch(batch, False).tokens]
     assert compare_texts(work, plain, plain)["equal"]
     other = [plain[0], [*plain[1][:5], (plain[1][5] + 1) % VOCAB, *plain[1][6:]]]
     found = compare_texts(work, plain, other)
@@ -269,17 +269,17 @@ def test_batches_take_prompts_in_turn_and_every_row_is_one():
 def test_no_token_ends_a_text_and_the_models_habits_are_gone():
     engine, tokenizer = workload().engine, type("T", (), {"pad_token_id": None, "eos_token_id": 4})
     engine.model.generation_config.update(eos_token_id=list(range(VOCAB)), repetition_penalty=3.0)
-    work = Workload.of(engine, tokenizer, PROMPTS, BenchOptions(max_new_tokens=8))
+    work = Workload.from_options(engine, tokenizer, PROMPTS, BenchOptions(max_new_tokens=8), 8)
     work.check()
     assert work.pad_token == 4
     assert engine.model.generation_config.eos_token_id is None
-    run = work.run(PROMPTS, True)
+    run = work.run_batch(PROMPTS, True)
     assert [len(row) for row in run.tokens] == [8, 8, 8]
-    assert run.tokens == work.run(PROMPTS, False).tokens
+    assert run.tokens == work.run_batch(PROMPTS, False).tokens
     assert 0 < run.first_token < run.seconds
     assert run.steps <= 7
     with pytest.raises(ArgumentError, match=f"context is {CONTEXT}"):
-        Workload.of(engine, tokenizer, PROMPTS, BenchOptions(max_new_tokens=90)).check()
+        Workload.from_options(engine, tokenizer, PROMPTS, BenchOptions(max_new_tokens=90)).check()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -287,7 +287,7 @@ def test_the_step_of_a_standing_batch_is_the_same_step_over_and_over(temperature
     work = workload(temperature=temperature, max_new_tokens=12)
     proposer = work.proposer(3, True)
     with torch.inference_mode(), open_standing_batch(work, proposer, 3) as batch:
-        expected = [[*text, *row] for text, row in zip(PROMPTS, work.run(PROMPTS, False).tokens, strict=True)]
+        expected = [[*text, *row] for text, row in zip(PROMPTS, work.run_batch(PROMPTS, False).tokens, strict=True)]
         before = batch.state.length.tolist()
         assert (batch.tokens, batch.longest) == (sum(before), max(before))
         for row, length in enumerate(before):

@@ -97,7 +97,7 @@ def test_every_command_writes_on_from_the_same_prompts(monkeypatch, tmp_path, fo
         seen.extend(prompts)
         raise StopError("enough")
 
-    monkeypatch.setattr(Workload, "of", lambda engine, tokenizer, prompts, options: stop(prompts))
+    monkeypatch.setattr(Workload, "from_options", lambda engine, tokenizer, prompts, *_: stop(prompts))
     monkeypatch.setattr(compare_module, "select_prompts", lambda prompts, *_: stop(prompts))
     monkeypatch.setattr(evaluate_module, "write_texts", lambda target, prompts, *_, **__: stop(prompts))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row, _ in ROWS))

@@ -7,7 +7,7 @@ import pytest
 from helpers.stub_server import DROP, END, StubServer, chunk, completion, event, reply, stream, usage
 from redrafter import ArgumentError
 from redrafter.bench import http_client
-from redrafter.bench.server_load import Load, LoadError, LoadRun, Server, find_server, run_load, summarize
+from redrafter.bench.server_load import Load, LoadError, LoadRun, ServerUnderTest, find_server, run_load, summarize
 
 LOAD = Load(["zero", "one", "two"], max_new_tokens=3, temperature=0.5, seed=100)
 
@@ -85,8 +85,8 @@ def test_chunks_without_text_are_no_first_token():
         (stream(b"data: {oops\n\n", END), "an event of the stream is no chunk of a completion: {oops"),
         (stream(b"data: 7\n\n", END), "an event of the stream is no chunk of a completion: 7"),
         (stream(event({"choices": [{"text": 7}]}), usage(1, 1), END), "an event of the stream is no chunk of"),
-        (stream(event({"choices": [], "usage": {}}), END), "the stream told no usage"),
-        (stream(chunk("a"), END), "the stream told no usage"),
+        (stream(event({"choices": [], "usage": {}}), END), "the stream has no token usage"),
+        (stream(chunk("a"), END), "the stream has no token usage"),
         (stream(chunk("a"), event({"error": {"message": "too slow"}}), END), "in the stream: too slow"),
         (stream(chunk("a"), event({"error": "too slow"}), END), "in the stream: too slow"),
     ],
@@ -119,7 +119,7 @@ def test_a_server_that_answers_nothing_ends_the_load_before_it_is_timed():
 def test_a_server_says_what_it_serves(model, expected):
     with StubServer(lambda body: [], version=reply(b'{"version": "1.2"}')) as server:
         found = asyncio.run(find_server(server.url, model, "secret"))
-    assert found == Server(server.url, expected, "nobody", "1.2", "secret")
+    assert found == ServerUnderTest(server.url, expected, "nobody", "1.2", "secret")
     assert "secret" not in repr(found)
     assert all("\r\nauthorization: bearer secret\r\n" in head for head in server.headers)
 

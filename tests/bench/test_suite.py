@@ -156,7 +156,7 @@ def test_tables_are_written_as_csv_and_markdown(both):
 
 def test_a_difference_is_shown(suite, monkeypatch):
     """Let drafting lose a token on purpose."""
-    run = suite_module.Workload.run
+    run = suite_module.Workload.run_batch
 
     def losing(work, batch, speculate, *, seed=0):
         ran = run(work, batch, speculate, seed=seed)
@@ -164,7 +164,7 @@ def test_a_difference_is_shown(suite, monkeypatch):
             ran.tokens[0][2] += 1
         return ran
 
-    monkeypatch.setattr(suite_module.Workload, "run", losing)
+    monkeypatch.setattr(suite_module.Workload, "run_batch", losing)
     words = ("--device", "cpu", "--suite", suite, "--max-new-tokens", "6", "--repeats", "1", "--num-prompts", "1")
     document, printed = bench(*words)
     assert [row.get("differing_texts") for row in document["suite"]][1] == 1

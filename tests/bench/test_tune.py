@@ -155,7 +155,7 @@ def test_trees_that_rows_share_are_timed_at_large_batches_with_as_many_nodes_a_r
     made = tuner(pair, batch_sizes=(16, 32, 64, 200), report=lines.append)
     monkeypatch.setattr(made, "step_ms", lambda proposer, size: 10.0 + 5 * (proposer.nodes == 12))
     monkeypatch.setattr(made, "tokens_per_step", lambda proposer: 1.0 + proposer.depth / 10)
-    made.run([pair.proposer, replace(pair.proposer, beams=4, depth=4, nodes=17, shared_nodes=256)])
+    made.measure_trees([pair.proposer, replace(pair.proposer, beams=4, depth=4, nodes=17, shared_nodes=256)])
     assert [each.batch for each in made.timings if each.shape is not None and each.shape.shared_nodes] == [32, 64]
     shapes = choose(made.timings)
     assert shapes == {16: None, 32: TreeShape(4, 4, 17, 256), 64: TreeShape(4, 4, 17, 512), 200: None}
@@ -175,7 +175,7 @@ def test_the_steps_of_rows_that_share_nodes_are_measured(monkeypatch):
     engine = paged(ReDrafter(Target(model), tiny_drafter()), blocks=300)
     made = tuner(engine, batch_sizes=(32,), new=40, prompts=[[1, 3 + row] for row in range(24)])
     tree = RecurrentProposer(engine.drafter, engine.target, 3, 3, 10, 128)
-    made.run([tree])
+    made.measure_trees([tree])
     plain, shared = made.timings
     assert shared.shape == TreeShape(3, 3, 10, 128)
     assert 1 < shared.tokens_per_step <= 4
@@ -224,7 +224,7 @@ def test_drafts_are_made_longer_while_that_pays(pair, monkeypatch, paying, depth
     made = tuner(pair, batch_sizes=(1,), report=lines.append)
     monkeypatch.setattr(made, "step_ms", lambda proposer, size: 10.0)
     monkeypatch.setattr(made, "tokens_per_step", lambda proposer: 1.5 - abs(proposer.depth - paying) / 100)
-    made.run(candidates(pair.proposer, (5,), (3, 5)), (7, 10))
+    made.measure_trees(candidates(pair.proposer, (5,), (3, 5)), (7, 10))
     shapes = [each.shape for each in made.timings if each.shape is not None]
     assert {shape.draft_len_per_beam for shape in shapes} == depths
     assert choose(made.timings)[1].draft_len_per_beam == paying
@@ -260,7 +260,7 @@ def test_a_tree_is_not_followed_to_larger_batches_once_a_smaller_one_beats_it(pa
     cost = {1: 10.0, 4: 12.0, 8: 12.1, 16: 60.0}
     monkeypatch.setattr(made, "step_ms", lambda proposer, size: cost[proposer.nodes])
     monkeypatch.setattr(made, "tokens_per_step", lambda proposer: 2.0)
-    made.run(candidates(pair.proposer, (1, 5), (3,)))
+    made.measure_trees(candidates(pair.proposer, (1, 5), (3,)))
     sizes = {
         nodes: {each.batch for each in made.timings if each.shape is not None and each.shape.node_budget == nodes}
         for nodes in cost
@@ -320,7 +320,7 @@ def test_a_batch_without_memory_is_left_out_and_prompts_are_written_on_fewer_at_
 
     monkeypatch.setattr(Call, "decode", full)
     monkeypatch.setattr(made, "step_ms", step_ms)
-    made.run(candidates(pair.proposer, (1,), (3,)))
+    made.measure_trees(candidates(pair.proposer, (1,), (3,)))
     assert list(choose(made.timings)) == [1]
     assert any("does not fit" in line for line in lines)
     assert sizes == [5, 5, 4, 2, 2, 1]

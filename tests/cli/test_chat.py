@@ -109,14 +109,14 @@ def test_history_keeps_room_for_the_answer_and_the_system_message():
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_talk(chat, answers, monkeypatch):
-    honest, tokenizer = Pair.run, byte_tokenizer()
+    honest, tokenizer = Pair.run_batch, byte_tokenizer()
 
     def interrupted(self, prompts, options, *, streamer, **arguments):
-        monkeypatch.setattr(Pair, "run", honest)
+        monkeypatch.setattr(Pair, "run_batch", honest)
         streamer.put_step(0, tokenizer("ach").input_ids, 0, ended=False)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Pair, "run", interrupted)
+    monkeypatch.setattr(Pair, "run_batch", interrupted)
     out, _ = chat("ja\n10\n")
     assert out == "ach\n" + answers("10", head="u:ja\na:ach\n")
 

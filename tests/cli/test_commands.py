@@ -112,7 +112,7 @@ def test_compare_finds_the_same_tokens(generate, sampling):
 
 
 def test_compare_tells_where_tokens_differ(generate, monkeypatch):
-    honest = Pair.run
+    honest = Pair.run_batch
 
     def broken(self, prompts, options, **arguments):
         run = honest(self, prompts, options, **arguments)
@@ -120,7 +120,7 @@ def test_compare_tells_where_tokens_differ(generate, monkeypatch):
             run.tokens[0][7] += 1
         return run
 
-    monkeypatch.setattr(Pair, "run", broken)
+    monkeypatch.setattr(Pair, "run_batch", broken)
     _, err = generate("Zürich", "--compare")
     assert "OTHER TOKENS from token 7 of row 0 on" in err
 
@@ -277,7 +277,7 @@ def test_an_interrupt_ends_with_130(folder, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Pair, "run", interrupted)
+    monkeypatch.setattr(Pair, "run_batch", interrupted)
     assert main(["generate", "--model", str(folder / "merged"), "ja"]) == 130
     assert capsys.readouterr().err == "\n"
 

@@ -49,7 +49,7 @@ def compare(folder, prompts):
 @pytest.fixture
 def runs(monkeypatch):
     """Record method, seed and result of every run but the warm-up runs; `patch(method, run)` may replace the result."""
-    kept, honest = [], Pair.run
+    kept, honest = [], Pair.run_batch
     monkeypatch.setattr(compare_module, "WARM_UP_TOKENS", 1)
 
     def run(self, prompts, options, **arguments):
@@ -66,7 +66,7 @@ def runs(monkeypatch):
             return [row for name, _, run in self if name == way for row in run.tokens]
 
     kept = Runs()
-    monkeypatch.setattr(Pair, "run", run)
+    monkeypatch.setattr(Pair, "run_batch", run)
     return kept
 
 
@@ -347,7 +347,7 @@ def test_a_run_that_is_cut_short_leaves_the_file_as_it_was(folder, prompts, monk
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_decoded(
     folder, prompts, capsys, monkeypatch, tmp_path, name, says
 ):
-    monkeypatch.setattr(Pair, "run", None)
+    monkeypatch.setattr(Pair, "run_batch", None)
     args = ("--model", str(folder / "merged"), "--prompts", prompts, "--output", name.format(folder=tmp_path))
     err = fails(capsys, "compare", *args)
     assert says in err

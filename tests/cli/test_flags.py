@@ -139,7 +139,7 @@ def test_what_is_not_needed_is_accepted_with_a_note(capsys, typed):
     [
         ("generate", "--engine_dir e", "--engine_dir is TensorRT-LLM's; here: --model DIR"),
         ("generate", "--draft_engine_dir=e", "--draft_engine_dir is TensorRT-LLM's; here: --draft-model DIR"),
-        ("generate", "--tokenizer_dir t", "the tokenizer is the one beside the model"),
+        ("generate", "--tokenizer_dir t", "the tokenizer is loaded from the model's directory"),
         ("generate", "--max_draft_len 4", "here: --draft-len N of a draft model, or --draft-len-per-beam N"),
         ("generate", "--dataset d.json", "here: --file FILE"),
         ("generate", "--output_logits_npy x", "here: --json"),

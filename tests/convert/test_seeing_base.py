@@ -33,6 +33,6 @@ def test_a_teacher_reads_text_as_the_model_does(family):
     model = tiny_seeing_model(family)
     texts = torch.randint(3, 80, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), Teacher(model) as teacher:
-        found = teacher.read(texts)
+        found = teacher.read_batch(texts)
         torch.testing.assert_close(found.logits, model(input_ids=texts).logits)
     assert found.hidden.shape == (2, 12, HIDDEN)

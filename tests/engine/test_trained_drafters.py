@@ -51,7 +51,7 @@ def trained(
 ) -> Drafter:
     """Train a drafter on texts `[N, T]`, of whose rows, hidden states and embeddings `loss` is called with some."""
     with torch.no_grad(), Teacher(target.model, getattr(drafter.config, "target_layers", None) or []) as teacher:
-        read = [teacher.read(part) for part in texts.split(20)]
+        read = [teacher.read_batch(part) for part in texts.split(20)]
         # The next tokens are read from drafted states as the base reads them from its own.
         drafter.norm.weight.copy_(target.model.model.norm.weight)
     hidden, embedding = (torch.cat([getattr(part, name) for part in read]).float() for name in ("hidden", "embedding"))

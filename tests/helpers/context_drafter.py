@@ -64,6 +64,6 @@ def checked_windows() -> Iterator[None]:
 def remembered(drafter: RecurrentDrafter, model: torch.nn.Module, text: Tensor) -> tuple[Tensor, Tensor]:
     """Return the keys and values of a text `[1, T]`, `[T, H, d]` each, from one forward over all of it."""
     with Teacher(model, drafter.config.target_layers) as teacher:
-        output = teacher.read(text)
+        output = teacher.read_batch(text)
     fused = drafter.fuse_hidden(output.hidden[0])
     return drafter.context.remember(fused, output.embedding[0], torch.arange(text.shape[1]))

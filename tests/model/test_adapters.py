@@ -116,7 +116,7 @@ def test_adapters_that_transformers_loads_are_served(tmp_path):
 def test_a_drafter_is_trained_on_what_the_adapted_model_says():
     model = adapted()
     with Teacher(base_of(model)) as teacher, torch.no_grad():
-        assert torch.allclose(teacher.read(IDS).logits, model(input_ids=IDS).logits, atol=1e-5)
+        assert torch.allclose(teacher.read_batch(IDS).logits, model(input_ids=IDS).logits, atol=1e-5)
 
 
 TUNINGS = [

@@ -74,13 +74,13 @@ def test_texts_that_share_a_row_are_read_as_alone(architecture):
     lengths = [[9, 5, 13, 3], [14, 1, 15, 0]]  # the last of a row is its padding
     segment = torch.stack([torch.arange(4).repeat_interleave(torch.tensor(own)) for own in lengths])
     with Teacher(model, (0, 1)) as teacher:
-        packed = teacher.read(rows, segment)
+        packed = teacher.read_batch(rows, segment)
         for row, own in zip(range(2), lengths, strict=True):
             for place, length in zip(torch.tensor([0, *own]).cumsum(0).tolist(), own, strict=False):
                 text = slice(place, place + length)
                 if length == 0:
                     continue
-                alone = teacher.read(rows[row : row + 1, text])
+                alone = teacher.read_batch(rows[row : row + 1, text])
                 for name in ("hidden", "embedding", "logits"):
                     assert_close_by_scale(getattr(packed, name)[row, text], getattr(alone, name)[0], 2e-5)
                 with torch.no_grad():
@@ -95,7 +95,7 @@ def test_texts_that_share_a_row_are_read_as_alone(architecture):
 def test_padding_at_the_end_changes_nothing_before_it():
     text = torch.randint(3, VOCAB, (1, 12))
     with Teacher(tiny_model("mistral"), (1,)) as teacher:
-        assert_close_by_scale(teacher.read(text).hidden[:, :9], teacher.read(text[:, :9]).hidden, 2e-5)
+        assert_close_by_scale(teacher.read_batch(text).hidden[:, :9], teacher.read_batch(text[:, :9]).hidden, 2e-5)
 
 
 def test_a_teacher_leaves_nothing_on_the_model():
@@ -105,15 +105,15 @@ def test_a_teacher_leaves_nothing_on_the_model():
     assert hooks_of(model) == 0
     with teacher:
         assert hooks_of(model) == 4
-        teacher.read(texts)
+        teacher.read_batch(texts)
     with pytest.raises(IndexError), teacher:
-        teacher.read(torch.full((1, 5), VOCAB))
+        teacher.read_batch(torch.full((1, 5), VOCAB))
     assert hooks_of(model) == 0
     assert model.config._attn_implementation == attention
     assert {key: id(value) for key, value in vars(model).items()} == before
     assert not model.training
     with teacher:
-        again = teacher.read(texts)
+        again = teacher.read_batch(texts)
     assert again.hidden.shape == (1, 5, 3 * HIDDEN)
     assert not again.logits.requires_grad
 
@@ -122,17 +122,17 @@ def test_what_runs_the_model_between_readings_is_not_read():
     """A trainer's validation runs the model so, and a reading may fail."""
     model, text = tiny_model("llama"), torch.randint(3, VOCAB, (1, 5))
     with Teacher(model, (0, 1)) as teacher:
-        expected = teacher.read(text)
+        expected = teacher.read_batch(text)
         with out_of_memory(model):
-            teacher.read(text)
-        assert torch.equal(teacher.read(text).hidden, expected.hidden)
+            teacher.read_batch(text)
+        assert torch.equal(teacher.read_batch(text).hidden, expected.hidden)
         outputs: list[weakref.ref] = []
         with model.lm_head.register_forward_pre_hook(lambda _, args: outputs.append(weakref.ref(args[0]))):
             model(text)
         assert outputs
         assert all(output() is None for output in outputs)  # what others compute with the model is not kept
         Target(model)
-        assert torch.equal(teacher.read(text).hidden, expected.hidden)
+        assert torch.equal(teacher.read_batch(text).hidden, expected.hidden)
 
 
 # Verification's
@@ -292,7 +292,7 @@ def test_drafts_are_made_from_what_the_trainer_reads(monkeypatch, architecture, 
         offline = state.hidden.clone()
         for row in state.active.nonzero().flatten().tolist():
             with Teacher(model, self.drafter.config.target_layers) as teacher:
-                offline[row] = teacher.read(state.tokens[row : row + 1, : state.length[row] + 1]).hidden[0, -2]
+                offline[row] = teacher.read_batch(state.tokens[row : row + 1, : state.length[row] + 1]).hidden[0, -2]
         torch.testing.assert_close(state.hidden[state.active], offline[state.active], atol=1e-4, rtol=1e-3)
         expected = propose(self, replace(state, hidden=offline), sampler, noise, *caches)
         assert torch.equal(tree.tokens[state.active], expected.tokens[state.active])

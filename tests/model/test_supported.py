@@ -149,7 +149,7 @@ def test_a_drafter_for_a_model_that_projects_its_embeddings_has_their_size():
     drafter = new_drafter(model, TrainConfig(model="m", data=("d",), output="o", target_layers=()))
     assert drafter.config.hidden_size == HIDDEN // 2
     with Teacher(model) as teacher:
-        assert teacher.read(IDS).hidden.shape == (3, 11, HIDDEN // 2)
+        assert teacher.read_batch(IDS).hidden.shape == (3, 11, HIDDEN // 2)
     for engine in (with_tree(model, drafter, 3, 3), DraftTarget.from_pretrained(tiny_model("llama"), model)):
         check_texts(engine, rows=3)
 
@@ -171,7 +171,7 @@ def test_layers_whose_outputs_are_no_hidden_states_are_refused(make):
     ):
         ReDrafter(Target(model), drafter)
     with pytest.raises(UnsupportedError, match="a layer's output has the shape"), Teacher(model, (0, 2)) as teacher:
-        teacher.read(IDS)
+        teacher.read_batch(IDS)
     assert with_tree(model, random_drafter(hidden_size=size), 2, 2).generate(IDS, MASK, **GREEDY).shape[1] == 21
 
 

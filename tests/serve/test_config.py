@@ -114,7 +114,7 @@ def test_every_option_may_stand_in_a_file(capsys, tmp_path):
         ('{"max_batch_size": "3"}', 'must be a whole number, got "3"'),
         ('{"max_batch_size": true}', "must be a whole number, got true"),
         ('{"dtype": "int8"}', "must be one of auto, float32"),
-        ('{"api_key": "secret"}', "api_key must be a list of texts"),
+        ('{"api_key": "secret"}', "api_key must be a list of strings"),
         ('{"max_batch_size": 0}', "--max-batch-size must be from 1"),
         ('{"port": 70000}', "--port must be from 0"),
     ],

@@ -46,7 +46,7 @@ def some_text(head: EagleDrafter, length: int = LENGTH, seed: int = 0) -> Tensor
 def trained_logits(head: EagleDrafter, model: torch.nn.Module, tokens: Tensor, segment: Tensor | None = None) -> Tensor:
     """Return the logits of the training's unroll at all positions of a row of tokens, `[T, K, V']`."""
     with Teacher(model, head.config.target_layers) as teacher:
-        output = teacher.read(tokens, segment)
+        output = teacher.read_batch(tokens, segment)
     anchors = torch.arange(tokens.shape[1])
     position = (anchors[:, None] + torch.arange(1, DEPTH + 1)).clamp(max=tokens.shape[1] - 1)
     return head.lm_head(head.unroll(GivenTexts(tokens, output.hidden, output.embedding, segment, anchors, position)))
@@ -76,7 +76,7 @@ def test_every_weight_is_learnt(form, model):
     head = random_head(**EAGLE_FORMS[form])
     tokens, mask = some_text(head), torch.ones(1, LENGTH, dtype=torch.bool)
     with Teacher(model, head.config.target_layers) as teacher:
-        output = teacher.read(tokens)
+        output = teacher.read_batch(tokens)
     Unroll(head, TrainConfig(draft_len=DEPTH))(tokens, mask, output).loss.backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in head.parameters())
 
@@ -148,7 +148,7 @@ def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(tmp_path, 
         file.unlink()
     newest.rmdir()
     assert main([*words, "--steps", "4", "--resume", "--overwrite"]) == 0
-    assert "going on from step 2" in capsys.readouterr().out
+    assert "resuming from step 2" in capsys.readouterr().out
     found = EagleDrafter.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(found[name], whole[name]) for name in whole)
     assert "was made with --form eagle3" in refused(

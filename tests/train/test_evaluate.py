@@ -188,7 +188,7 @@ def test_one_forward_of_the_base_and_one_search_of_a_width_serve_all_shapes(patt
     model, drafter = patterned
     target, calls = Target(model), []
     texts = write_texts(target, random_prompts(), 12)
-    for owner, name in ((Teacher, "read"), (drafter, "step")):
+    for owner, name in ((Teacher, "read_batch"), (drafter, "step")):
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, n=name, of=real: calls.append(n) or of(*args))
     replay(
@@ -197,12 +197,12 @@ def test_one_forward_of_the_base_and_one_search_of_a_width_serve_all_shapes(patt
         texts,
         [TreeShape(3, 4, nodes) for nodes in (13, 7, 2)] + [TreeShape(3, 2, 5), TreeShape(3, 4, None)],
     )
-    assert calls == ["read"] + ["step"] * 4
+    assert calls == ["read_batch"] + ["step"] * 4
 
 
 def test_memory_bounds_what_is_done_at_once_and_not_the_result(monkeypatch):
     model, drafter = random_pair()
-    target, sizes, seen, read = Target(model), [], [], Teacher.read
+    target, sizes, seen, read = Target(model), [], [], Teacher.read_batch
     texts = write_texts(target, random_prompts(), 20, 1.0)
     given = Texts(random_prompts((6, 26, 7, 20, 19)), [2] * 5, [False] * 5)
     whole, other = replay(drafter, target, texts, SHAPES), replay(drafter, target, given, SHAPES[-1:])
@@ -216,7 +216,9 @@ def test_memory_bounds_what_is_done_at_once_and_not_the_result(monkeypatch):
     assert replay(drafter, target, texts, SHAPES) == whole
     assert max(sizes) == 3
     monkeypatch.setattr(replay_module, "MAX_BATCH_BYTES", VOCAB * 4 * 50)  # texts of the base
-    monkeypatch.setattr(Teacher, "read", lambda self, tokens: seen.append(tuple(tokens.shape)) or read(self, tokens))
+    monkeypatch.setattr(
+        Teacher, "read_batch", lambda self, tokens: seen.append(tuple(tokens.shape)) or read(self, tokens)
+    )
     assert replay(drafter, target, given, SHAPES[-1:]) == other
     assert seen == [(2, 7), (2, 20), (1, 26)]
 

@@ -287,7 +287,7 @@ def explanation(sampled: dict | None = None, **changes: object) -> dict:
          "40% of the steps accepted all 1 drafts: redrafter evaluate --shapes 2x4, and if that pays "
          "--draft-len-per-beam 4"),
         ({"sampled": {"tokens_per_step": 1.7}},
-         "temperature: greedy 2.00 tokens per step, at 0.8 1.70; what is drawn is harder to guess: --temperature 0.4"),
+         "greedy 2.00 tokens per step, at 0.8 1.70; sampled tokens are harder to guess: --temperature 0.4"),
         ({}, "temperature: greedy 2.00 tokens per step, at 0.8 2.00; it is not the cause"),
         ({"temperatures": explanation()["temperatures"][:1]}, "redrafter evaluate --temperatures 0,1"),
         ({"sampled": {"by_probability": buckets(a=(100, 20), b=(100, 80))}},
@@ -301,7 +301,7 @@ def explanation(sampled: dict | None = None, **changes: object) -> dict:
         ({"best_guess_on_data": [0.56], "data": ["own.jsonl", "own-2.jsonl"]},
          "regenerate --data own.jsonl own-2.jsonl --output own-3.jsonl ..., redrafter train --data own-3.jsonl ..."),
         ({"best_guess_on_data": [0.56], "data": ["own.jsonl"], "data_has_temperature": True},
-         "the base's own text, both at temperature 0.8: it learnt these rows by heart, so add others: redrafter "
+         "the base's own text, both at temperature 0.8: it memorised these rows, so add others: redrafter "
          "regenerate --data prompts.jsonl --output own-2.jsonl ..., redrafter train --data own.jsonl own-2.jsonl ..."),
         ({"best_guess_on_data": [0.56], "sampled": {"best_guess": [0.4]}, "data_temperature": 0.0},
          "56% of the data and 50% of the base's own text at temperature 0: "),
@@ -314,10 +314,10 @@ def explanation(sampled: dict | None = None, **changes: object) -> dict:
         ({"plain": None, "template": None}, "chat template: not compared: the base has none"),
         ({"plain": form(None)}, "chat template: not compared: the base ended all texts at once"),
         ({"sampled": {"by_context": buckets(**{"up to 256": (200, 100), "up to 512": (100, 30)})}},
-         "context: acceptance is 0.500 behind up to 256 tokens, 0.300 behind up to 512: redrafter train --length"),
-        ({}, "context: acceptance is 0.500 behind up to 256 tokens, 0.500 behind up to 512; it is not the cause"),
+         "context: acceptance is 0.500 after up to 256 tokens, 0.300 after up to 512: redrafter train --length"),
+        ({}, "context: acceptance is 0.500 after up to 256 tokens, 0.500 after up to 512; it is not the cause"),
         ({"sampled": {"by_context": []}},
-         "drafts are behind about as many tokens; to compare: redrafter evaluate --prompt-lengths 256,1024"),
+         "drafts follow about the same number of tokens; to compare: redrafter evaluate --prompt-lengths 256,1024"),
     ],
 )  # fmt: skip
 def test_each_cause_has_a_line_that_says_what_to_type(changes, said):

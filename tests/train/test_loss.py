@@ -66,7 +66,7 @@ def counts_of(logits: Tensor, label: Tensor, weights: Tensor) -> tuple[list[int]
 
 def reading_of(model: torch.nn.Module, drafter: RecurrentDrafter, tokens: Tensor) -> TeacherOutput:
     with Teacher(model, drafter.config.target_layers) as teacher:
-        return teacher.read(tokens)
+        return teacher.read_batch(tokens)
 
 
 def reader(

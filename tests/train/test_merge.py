@@ -77,7 +77,7 @@ def summed_up(file: Path, summary: str) -> Path:
     return file
 
 
-NO_ROW, NO_SUMMARY = "holds a line that is no row", "is no summary of redrafter regenerate"
+NO_ROW, NO_SUMMARY = "holds a line that is no row", "is not a summary of redrafter regenerate"
 LOST_ROW = "does not hold the . rows that it was finished with"
 # What may be wrong with four shards: a function that makes it so and returns those to merge, and what is said of it.
 WRONG = {

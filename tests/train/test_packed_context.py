@@ -42,7 +42,7 @@ def some_text(drafter: RecurrentDrafter, length: int = LENGTH, seed: int = 0) ->
 def trained_logits(drafter: RecurrentDrafter, target: Target, tokens: Tensor, segment: Tensor | None = None) -> Tensor:
     """Return the logits of the training's unroll at all positions of a row of tokens, `[T, K, V']`."""
     with Teacher(target.model, drafter.config.target_layers) as teacher:
-        output = teacher.read(tokens, segment)
+        output = teacher.read_batch(tokens, segment)
     anchors = torch.arange(tokens.shape[1])
     position = (anchors[:, None] + torch.arange(1, DEPTH + 1)).clamp(max=tokens.shape[1] - 1)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def trained_logits(drafter: RecurrentDrafter, target: Target, tokens: Tensor, se
 def committed_state(drafter: RecurrentDrafter, target: Target, text: Tensor) -> tuple[Tensor, ContextWindow | None]:
     """Return the last hidden state of committed tokens `[1, T]`, `[1, F]`, and what a search reads of them."""
     with Teacher(target.model, drafter.config.target_layers) as teacher:
-        output = teacher.read(text)
+        output = teacher.read_batch(text)
     if drafter.context is None:
         return output.hidden[:, -1], None
     position, length = torch.arange(text.shape[1]), torch.tensor([text.shape[1]])
@@ -140,7 +140,7 @@ def test_anchors_that_fill_a_compiled_chunk_add_no_gradient(target, form, monkey
         drafter = random_drafter(**FORMS[form])
         tokens, mask = some_text(drafter), torch.ones(1, LENGTH, dtype=torch.bool)
         with Teacher(target.model, drafter.config.target_layers) as teacher:
-            output = teacher.read(tokens)
+            output = teacher.read_batch(tokens)
         config = TrainConfig(draft_len=DEPTH, compile=compiled, chunk=40 * DEPTH)
         Unroll(drafter, config)(tokens, mask, output).loss.backward()
         found.append(torch.cat([weight.grad.flatten() for weight in drafter.parameters() if weight.grad is not None]))

@@ -131,10 +131,10 @@ def test_another_number_of_processes_goes_on_with_a_training(tmp_path, processes
     shutil.rmtree(resumed / "out")
     sharding = ["--shard-drafter"] if processes == 4 else []
     said = together(resumed, *form, "--resume", *sharding, processes=processes)
-    assert "going on from step 4" in said
+    assert "resuming from step 4" in said
     close(whole, resumed)
-    checkpoint = Checkpoint.read(resumed / "out.checkpoints" / "step-0000004")
-    assert checkpoint.identity["processes"] == 2
+    checkpoint = Checkpoint.load(resumed / "out.checkpoints" / "step-0000004")
+    assert checkpoint.identity.processes == 2
 
 
 @pytest.mark.parametrize("option", ["--shard-base", "--shard-drafter"])
@@ -200,12 +200,12 @@ def test_two_machines_train_the_drafter_of_two_processes(tmp_path):
 def test_machines_that_see_other_files_are_refused(tmp_path, differ):
     first, second = tmp_path / "first", tmp_path / "second"
     other, more = [{"text": "another text than that of the first machine"}, {"text": "held out", "split": "val"}], []
-    said = "process 1 reads other texts than process 0: give all the same --data"
+    said = "process 1 has other data than process 0: give all the same --data"
     if differ == "checkpoints":
         together(first)
         shutil.rmtree(first / "out")
         other, more = None, ["--resume"]
-        said = f"{first / 'out.checkpoints'}: process 0 finds that of step 4 to go on from, and process 1 none"
+        said = f"{first / 'out.checkpoints'}: process 0 finds that of step 4 to resume from, and process 1 none"
     commands = [command(first, *STEPS, *more), command(second, *STEPS, *more, rows=other)]
     processes = start_together([["train", *words] for words in commands], tmp_path)
     for process in processes:
@@ -279,7 +279,7 @@ def test_a_process_that_is_killed_ends_the_others_and_leaves_a_whole_checkpoint(
         "again, with --resume where there are checkpoints"
     ]
     newest = max(checkpoints.glob("step-*"))
-    assert Checkpoint.read(newest).load_optimizer()
+    assert Checkpoint.load(newest).load_optimizer()
     assert RecurrentDrafter.from_pretrained(newest)
 
 

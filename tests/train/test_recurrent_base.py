@@ -23,8 +23,8 @@ def test_texts_packed_into_a_row_are_apart(architecture):
     segment = torch.tensor([[0] * 6 + [1] * 9, [2] * 9 + [3] * 6])
     tokens = torch.cat([torch.cat([first[:, :6], second], 1), torch.cat([second, first[:, :6]], 1)])
     with Teacher(recurrent_model(architecture), (1,)) as teacher:
-        packed = teacher.read(tokens, segment)
-        alone = [teacher.read(first[:, :6]), teacher.read(second)]
+        packed = teacher.read_batch(tokens, segment)
+        alone = [teacher.read_batch(first[:, :6]), teacher.read_batch(second)]
     for name in ("hidden", "logits"):
         found, one, two = getattr(packed, name), *(getattr(output, name)[0] for output in alone)
         expected = torch.stack([torch.cat([one, two]), torch.cat([two, one])])

@@ -377,7 +377,7 @@ def test_other_settings_are_refused_by_name(pair, config, monkeypatch, change):
     partial = stopped(pair, config, monkeypatch, 1)
     before = partial.read_bytes()
     name = next(iter(change)).replace("_", "-")
-    with pytest.raises(ArgumentError, match=rf"own\.jsonl\.partial was begun with {name} .* delete that file"):
+    with pytest.raises(ArgumentError, match=rf"own\.jsonl\.partial was started with {name} .* delete that file"):
         regenerate(pair, ROWS, replace(config, **change), log=quiet)
     assert partial.read_bytes() == before
     regenerate(pair, ROWS, replace(config, batch_size=1), log=quiet)  # which changes nothing

@@ -8,7 +8,6 @@ import shutil
 import signal
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -94,7 +93,7 @@ def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(
     capsys.readouterr()
     assert main([*arguments, "--resume", "--log-every", "3", "--keep", "5"]) == 0
     said = capsys.readouterr().out
-    assert (f"going on from step {2 * saves}" in said) == (saves > 0)
+    assert (f"resuming from step {2 * saves}" in said) == (saves > 0)
     assert same(weights(tmp_path / "out"), weights(expected))
     assert facts(tmp_path / "out") == facts(expected)
 
@@ -133,7 +132,7 @@ def test_checkpoints_load_as_drafters_and_the_oldest_go(whole):
     files = ["config.json", "model.safetensors", "optimizer.pt", "random.pt", "trainer.json"]
     assert names(folder / f"step-{last:07}") == files
     for each in folder.iterdir():
-        drafter, at = RecurrentDrafter.from_pretrained(each), Checkpoint.read(each).state
+        drafter, at = RecurrentDrafter.from_pretrained(each), Checkpoint.load(each).state
         assert drafter.config.base_model == "base"
         assert drafter.config.trained_draft_len == 3
         assert at.tokens > 0
@@ -204,7 +203,7 @@ def test_what_changed_since_is_refused_by_name(tmp_path, capsys, monkeypatch):
 
 
 def test_processes_go_on_that_share_the_batches_of_a_step_evenly():
-    begun = asdict(TrainingIdentity("base", "data", 2, {"accumulate": 3}))
+    begun = TrainingIdentity("base", "data", 2, {"accumulate": 3})
     for processes in (1, 2, 3, 6):
         TrainingIdentity("base", "data", processes, {"accumulate": 3}).check(begun, Path("step-0000004"))
     with pytest.raises(ArgumentError, match="with 6 batches in a step, which 4 processes cannot share evenly"):
@@ -215,10 +214,10 @@ def test_checkpoints_of_before_are_in_nobodys_way_unseen(tmp_path, capsys, monke
     arguments = command(tmp_path, "--steps", "4", "--save-every", "2")
     stop_after(monkeypatch, 3, [*arguments, "--steps", "8"])
     assert names(tmp_path / "out.checkpoints") == ["step-0000004", "step-0000006"]
-    assert "--resume, or begin anew with --overwrite" in refused(capsys, arguments)
+    assert "--resume, or start again with --overwrite" in refused(capsys, arguments)
     assert main([*arguments, "--overwrite", "--seed", "7"]) == 0
     assert names(tmp_path / "out.checkpoints") == ["step-0000002", "step-0000004"]
-    assert Checkpoint.read(tmp_path / "out.checkpoints" / "step-0000002").identity["options"]["seed"] == 7
+    assert Checkpoint.load(tmp_path / "out.checkpoints" / "step-0000002").identity.options["seed"] == 7
     (tmp_path / "out.checkpoints" / "step-0000004" / "trainer.json").write_text("{}")
     said = refused(capsys, [*arguments, "--overwrite", "--resume"])
     assert "step-0000004 is no checkpoint of a training" in said
@@ -320,7 +319,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path, kills=3):
         for each in checkpoints.iterdir():
             if not each.name.startswith("."):
                 RecurrentDrafter.from_pretrained(each)
-                Checkpoint.read(each).load_optimizer() if each.name != "best" else None
+                Checkpoint.load(each).load_optimizer() if each.name != "best" else None
     assert main(arguments) == 0
     assert same(weights(tmp_path / "out"), weights(tmp_path / "whole" / "out"))
     assert facts(tmp_path / "out") == facts(tmp_path / "whole" / "out")

@@ -56,7 +56,7 @@ def loss_of(model: PreTrainedModel, drafter: RecurrentDrafter, config: TrainConf
     """Compute the mean loss over some batches."""
     unroll, total = Unroll(drafter, config), sum(total_weight(mask, config) for _, mask in batches)
     with Teacher(model) as teacher:
-        return sum(unroll(tokens, mask, teacher.read(tokens)).loss for tokens, mask in batches) / total
+        return sum(unroll(tokens, mask, teacher.read_batch(tokens)).loss for tokens, mask in batches) / total
 
 
 def gradients_of(model: PreTrainedModel, drafter: RecurrentDrafter, batches: list, config: TrainConfig) -> list[Tensor]:
@@ -175,12 +175,12 @@ def test_progress_is_of_the_steps_since_the_last_line():
         meter.add(0, BatchLoss(torch.tensor(loss), *counts))
     meter.add_weight(torch.tensor(4.0), 7)
     state = TrainingState()
-    meter.read(state)
+    meter.update_state(state)
     assert (state.loss, state.accuracy, meter.tokens) == (2.0, [0.5, 0.5], 7)
     meter.add(1, BatchLoss(torch.tensor(3.0), *torch.tensor([[4, 0], [0, 0]])))
     meter.add_weight(torch.tensor(1.0), 5)
-    meter.read(state)
-    meter.read(state)  # nothing new: what was read stands
+    meter.update_state(state)
+    meter.update_state(state)  # nothing new: what was read stands
     assert (state.loss, state.accuracy, meter.tokens) == (3.0, [0.0, 0.0], 12)
 
 

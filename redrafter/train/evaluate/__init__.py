@@ -1,1 +1,1 @@
-"""Measure a drafter for many shapes of tree, along texts that the base wrote once."""
+"""Measure a drafter for many tree shapes, on texts that the base generates once."""

@@ -1,12 +1,12 @@
-"""Measure a drafter for many shapes of tree at once.
+"""Measure a drafter for many tree shapes at once.
 
     redrafter evaluate --model my-base --drafter my-drafter --prompts questions.jsonl --shapes 5x5,10x5 --plot a.png
 
-The base continues the prompts once at each temperature, by plain decoding; the steps that speculative decoding would
-take along those texts are then counted for every shape. Without --prompts, the prompts that ship with the package.
-With --explain, why steps ended is counted too, and what to type about it is said. With --prompt-lengths, the same
-prompts are cut to several lengths, and each is measured by itself. With --suite, a standard suite of questions, all
-their turns with the base's own answers.
+The base continues the prompts once at each temperature, by plain decoding; the steps of speculative decoding on those
+texts are then counted for every shape. Without --prompts, the prompts are those that ship with the package. --explain
+also counts why steps ended, and prints commands that may improve it. --prompt-lengths cuts the same prompts to several
+lengths and measures each separately. --suite measures all turns of a standard suite of questions, with the base's own
+answers.
 """
 
 import argparse
@@ -50,13 +50,13 @@ from redrafter.train.evaluate.report import (
 )
 from redrafter.train.evaluate.texts import PromptChoice, PromptSource, Texts, answer_suite, write_texts
 
-MAX_NODES = 4096  # of a search, where each node is compared with all others
+MAX_NODES = 4096  # of a search; its ancestor matrix grows quadratically
 
 
 def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -> dict[str, Any]:
-    """Measure a loaded pair, on the questions of a suite where one is given.
+    """Measure a loaded pair, on a suite of questions if one is given.
 
-    The pair's engine must be a `ReDrafter`. Returns the report, as `make_report` makes it.
+    The pair's engine must be a `ReDrafter`. Returns the report of `make_report`.
 
     Raises:
         ArgumentError: The options do not suit the pair, or leave no prompt.
@@ -70,6 +70,7 @@ def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -
     for beams, depth in options.shapes or (search,):
         check_beams(engine.drafter.config, beams)
         engine.drafter.check_search(engine.target, depth)
+        # Check all shapes before the base generates texts, which takes minutes.
         if (whole := 1 + beams * depth) > MAX_NODES:
             raise ArgumentError(f"--shapes {beams}x{depth} has {whole} nodes; at most {MAX_NODES} can be measured")
     trees = options.trees(search)
@@ -109,7 +110,7 @@ def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -
         prompts = source.of_lengths(options.prompt_lengths)
     else:
         prompts = PromptChoice.whole(source.by_category(max_tokens))
-    others = OtherTexts.read(pair, options, max_tokens) if options.explain else None
+    others = OtherTexts.load(pair, options, max_tokens) if options.explain else None
     for temperature, length in product(options.written_temperatures, prompts.by_length):
         chosen = prompts.by_length[length]
         what = f"temperature {temperature:g}" + ("" if length is None else f", prompts of {length} tokens")
@@ -120,13 +121,13 @@ def evaluate(pair: Pair, options: EvaluateOptions, suite: Suite | None = None) -
     if others is not None:
         written = [result.texts for result in results]
         explanation = explain(pair, drafter, options, trees[0], prompts.categories, written, others)
-        names = [short_name(file) for file in explanation["data"]]
-        document["explanation"] = explanation | {"data": names, "advice": list(advise(explanation))}
+        names, advice = [short_name(file) for file in explanation["data"]], list(advise(explanation))
+        document["explanation"] = {**explanation, "data": names, "advice": advice}
     return document
 
 
 def run_checked(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Run the command with options that `main` has checked, typed as `words`. Returns its exit code."""
+    """Run the command with options validated by `main`; `words` is the command line. Returns its exit code."""
     options, asked = read_options(EvaluateOptions, args), read_options(SuiteOptions, args)
     suite = None if asked.suite is None else read_suite(asked.suite).choose(options.num_prompts, options.seed)
     pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
@@ -149,7 +150,7 @@ def run_checked(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _max_prompt_tokens(options: EvaluateOptions, context: int | None) -> int:
-    """Return the most tokens of a prompt; raise `ArgumentError` where the new tokens or a length leave no room.
+    """Return the maximum number of prompt tokens; raise `ArgumentError` if the options leave no room for a prompt.
 
     `context` is the number of tokens of the model's context; None for no limit.
     """

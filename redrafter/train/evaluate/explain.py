@@ -1,9 +1,9 @@
-"""Explain how many drafts of a pair are accepted: why steps ended, and what the acceptance depends on."""
+"""Explain the acceptance of a pair's drafts: why steps end, and which conditions affect acceptance."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -34,21 +34,82 @@ from redrafter.tree.sizes import TreeShape
 PROBABILITIES, PROBABILITY_NAMES = (0.5, 0.9), ("below 0.5", "0.5 to 0.9", "0.9 or more")
 CONTEXTS = (256, 512, 1024, 2048, 8192)  # tokens
 CONTEXT_NAMES = (*(f"up to {most}" for most in CONTEXTS), f"above {CONTEXTS[-1]}")
-NEAR = 2  # times the beams: a rank below is a near miss
+NEAR = 2  # a rank below this multiple of the beams is a near miss
+
+
+class Bucket(TypedDict):
+    """Counts of the drafts in a range of a value."""
+
+    name: str
+    drafts: int
+    accepted: int
+
+
+class StepCounts(TypedDict):
+    """Counts of how steps ended."""
+
+    steps: int
+    all_accepted: int  # steps that accepted a draft at each depth
+    text_ended: int  # steps cut by the end of the text after accepted drafts
+    misses: list[dict[str, int]]  # by depth: steps whose first missed draft has this depth, by class
+    tried: list[int]  # by depth: drafts whose predecessors were accepted
+    accepted: list[int]  # by depth: accepted drafts
+
+
+class TemperatureExplanation(TypedDict):
+    """The explanation of the texts of one temperature."""
+
+    temperature: float  # 0 for greedy
+    tokens_per_step: float | None
+    all_steps: StepCounts
+    categories: dict[str, StepCounts]
+    by_probability: list[Bucket]  # drafts by the base's probability of its own token
+    by_context: list[Bucket]  # drafts by the number of preceding tokens
+    # At each depth, the fraction of positions where the drafter's top token equals the base's, given the text's own
+    # tokens and without noise.
+    best_guess: list[float | None]
+
+
+class FormResult(TypedDict):
+    """Statistics on greedy texts after prompts in one form, plain or in the chat template."""
+
+    steps: int
+    tokens_per_step: float | None
+    acceptance: list[float | None]
+
+
+class Explanation(TypedDict):
+    """The entry `explanation` of the JSON document."""
+
+    tree: str
+    beams: int
+    depth: int
+    nodes: int | None  # verified nodes, including the root
+    lattice: int  # nodes of the search, including the root
+    head: int  # size of the drafter's vocabulary
+    vocabulary: int
+    temperatures: list[TemperatureExplanation]
+    data: list[str]
+    best_guess_on_data: list[float | None] | None  # None without training data
+    data_has_temperature: bool
+    data_temperature: float | None
+    form_prompts: int
+    plain: FormResult | None  # None without a chat template
+    template: FormResult | None
 
 
 @dataclass(frozen=True)
 class OtherTexts:
-    """Holds the texts that an evaluation is compared with, which are read before anything is measured."""
+    """Texts that an evaluation is compared with, loaded before the measurement."""
 
     training: Texts | None  # texts of the drafter's training data; None if none was given
-    has_temperature: bool  # whether their rows record the temperature that a base wrote them at
+    has_temperature: bool  # whether their rows record the temperature of their generation
     plain: list[list[int]]  # token ids of some prompts as plain text; none without a chat template
     templated: list[list[int]]  # token ids of the same prompts in the chat template
 
     @classmethod
-    def read(cls, pair: Pair, options: EvaluateOptions, max_tokens: int) -> "OtherTexts":
-        """Read the texts for a pair, with prompts of `max_tokens` tokens at most; raises as the readers do."""
+    def load(cls, pair: Pair, options: EvaluateOptions, max_tokens: int) -> "OtherTexts":
+        """Load the texts for a pair, with prompts of at most `max_tokens` tokens."""
         target, training, has_temperature = pair.engine.target, None, False
         if options.data:
             limits = target.vocab_size, target.fixed_rope_context
@@ -67,12 +128,12 @@ def explain(
     categories: dict[str, int],
     texts: Sequence[Texts],
     others: OtherTexts,
-) -> dict[str, Any]:
-    """Explain the acceptance of a pair, as the JSON document has it.
+) -> Explanation:
+    """Explain the acceptance of a pair, as an entry of the JSON document.
 
-    `categories` holds the number of prompts of each category; the texts are in the order of the categories. In what is
-    returned, `best_guess_on_data` is None without training data; `plain` and `template` without a chat template. The
-    data compare with the base's text at `data_temperature`.
+    `categories` maps categories to numbers of prompts; the texts are in this order. In the result `best_guess_on_data`
+    is None without training data, and `plain` and `template` are None without a chat template. The data are compared
+    with the base's text at `data_temperature`.
     """
     target = pair.engine.target
     on_data = None
@@ -86,9 +147,9 @@ def explain(
         "tree": name_tree(shape),
         "beams": shape.beams,
         "depth": shape.depth,
-        "nodes": shape.node_budget,  # that are verified, the root counted
-        "lattice": shape.lattice,  # nodes that the search finds, the root counted
-        "head": drafter.config.draft_vocab_size or target.vocab_size,  # tokens that the drafter's head knows
+        "nodes": shape.node_budget,
+        "lattice": shape.lattice,
+        "head": drafter.config.draft_vocab_size or target.vocab_size,
         "vocabulary": target.vocab_size,
         "temperatures": [explain_temperature(drafter, target, written, shape, categories) for written in texts],
         "data": list(options.data),
@@ -103,8 +164,8 @@ def explain(
 
 def explain_temperature(
     drafter: ReplayableDrafter, target: Target, texts: Texts, shape: TreeShape, categories: dict[str, int]
-) -> dict[str, Any]:
-    """Explain the acceptance along the texts of one temperature; the arguments are those of `explain`."""
+) -> TemperatureExplanation:
+    """Explain the acceptance on the texts of one temperature; the arguments are those of `explain`."""
     steps = trace_steps(drafter, target, texts, shape)
     sizes = torch.tensor(list(categories.values()))
     category = torch.arange(len(sizes)).repeat_interleave(sizes)[steps.text]  # [S]
@@ -112,30 +173,25 @@ def explain_temperature(
     emitted = int((steps.accepted + 1).minimum(steps.left).sum())
     bounds = torch.tensor(CONTEXTS) + 1
     return {
-        "temperature": texts.temperature,  # 0 for greedy
+        "temperature": texts.temperature,
         "tokens_per_step": emitted / len(category) if len(category) else None,
         "all_steps": _count_steps(steps, shape, category >= 0),
         "categories": {name: _count_steps(steps, shape, category == index) for index, name in enumerate(categories)},
-        # Drafts by the probability that the base gave its own token, and by the tokens before them.
         "by_probability": bucket_drafts(PROBABILITY_NAMES, probability, accepted, torch.tensor(PROBABILITIES)),
         "by_context": bucket_drafts(CONTEXT_NAMES, context, accepted, bounds),
-        # At each depth, the share of the base's own text at which the drafter's best guess was right, each after the
-        # text's own tokens and without noise.
         "best_guess": best_guess_share(drafter, target, texts, shape.depth),
     }
 
 
-def _count_steps(steps: "Steps", shape: TreeShape, chosen: Tensor) -> dict[str, Any]:
+def _count_steps(steps: "Steps", shape: TreeShape, chosen: Tensor) -> StepCounts:
     """Count how the steps `chosen` `[S]` bool ended."""
     outcome, accepted = classify(steps, shape.beams, shape.depth)[chosen], steps.accepted[chosen]
     misses = count_misses(outcome, accepted, shape.depth)  # [K, classes]
     step, draft = tried_drafts(steps, shape.depth)
-    counts: dict[str, Any] = {
+    counts: StepCounts = {
         "steps": len(outcome),
-        "all_accepted": int((outcome == Outcome.ALL_ACCEPTED).sum()),  # steps that accepted a draft at each depth
-        "text_ended": int((outcome == Outcome.TEXT_ENDED).sum()),  # that the end of the text cut, after accepted drafts
-        # At each depth, the steps whose first missed draft was there, by class; the drafts behind accepted ones; and
-        # those that were accepted.
+        "all_accepted": int((outcome == Outcome.ALL_ACCEPTED).sum()),
+        "text_ended": int((outcome == Outcome.TEXT_ENDED).sum()),
         "misses": [{miss.name.lower(): int(row[miss]) for miss in MISSES} for row in misses],
         "tried": draft[chosen[step]].bincount(minlength=shape.depth).tolist(),
         "accepted": [int((accepted > depth).sum()) for depth in range(shape.depth)],
@@ -146,21 +202,27 @@ def _count_steps(steps: "Steps", shape: TreeShape, chosen: Tensor) -> dict[str, 
 
 def _measure_form(
     pair: Pair, drafter: ReplayableDrafter, options: EvaluateOptions, shape: TreeShape, prompts: list[list[int]]
-) -> dict[str, Any]:
-    """Measure the steps along greedy texts after prompts in one form, plain or in the chat template."""
-    engine, ends = pair.engine, end_tokens(pair.engine.model, pair.tokenizer)
-    how: dict[str, Any] = {"end_ids": ends, "batch_size": options.batch_size, "options": engine.options}
-    texts = write_texts(engine.target, prompts, options.new_tokens, **how)
+) -> FormResult:
+    """Measure steps on greedy texts after prompts in one form, plain or in the chat template."""
+    engine = pair.engine
+    texts = write_texts(
+        engine.target,
+        prompts,
+        options.new_tokens,
+        end_ids=end_tokens(engine.model, pair.tokenizer),
+        batch_size=options.batch_size,
+        options=engine.options,
+    )
     stats = ReplayStats.sum(shape, replay(drafter, engine.target, texts, [shape])[0])
     per_step = stats.tokens_per_step if stats.steps else None
     return {"steps": stats.steps, "tokens_per_step": per_step, "acceptance": stats.acceptance}
 
 
-# The steps along texts: why the first missed draft of each was missed
+# Steps on texts, classified by the reason of their first missed draft
 
 
 class Outcome(IntEnum):
-    """What ended a step: a miss of one of four classes, the end of the draft, or the end of the text."""
+    """The reason that ended a step: a miss of one of four classes, the end of the draft, or the end of the text."""
 
     OUTSIDE_HEAD = 0
     NEAR_MISS = 1
@@ -175,26 +237,26 @@ MISSES = tuple(outcome for outcome in Outcome if outcome < Outcome.ALL_ACCEPTED)
 
 @dataclass(frozen=True)
 class Steps:
-    """S steps that decoding takes along texts."""
+    """S steps of speculative decoding on texts."""
 
     text: Tensor  # index of each step's text, `[S]` int64
     pending: Tensor  # position of its pending token in the text, `[S]` int64
-    left: Tensor  # tokens of the text behind the pending one, `[S]` int64
-    accepted: Tensor  # drafts that are accepted, `[S]` int64
+    left: Tensor  # number of tokens that follow the pending one, `[S]` int64
+    accepted: Tensor  # accepted drafts, `[S]` int64
     searched: Tensor  # drafts that would be accepted if all nodes of the search were verified, `[S]` int64
-    # Rank of the token behind the accepted drafts among all that the drafter knows, after the accepted drafts; 0 for
-    # the one that it likes best, -1 where it does not know the token; `[S]` int64.
+    # Rank of the token that follows the accepted drafts in the drafter's scores: 0 for the highest score, -1 outside of
+    # the drafter's vocabulary; `[S]` int64.
     rank: Tensor
 
 
 def rank_of(scores: Tensor, label: Tensor) -> Tensor:
-    """Return how many scores `[A, V']` are above that of `label` `[A]` int64, `[A]`; -1 where the label is -1."""
+    """Return the number of scores `[A, V']` above the score of `label` `[A]` int64, `[A]`; -1 for a label of -1."""
     own = scores.gather(1, label.clamp(min=0)[:, None])
     return (scores > own).sum(dim=1).where(label >= 0, -1)
 
 
 def classify(steps: Steps, beams: int, depth: int) -> Tensor:
-    """Return the `Outcome` of each step, `[S]` int64: of the tests below, the last one that holds."""
+    """Return the `Outcome` of each step, `[S]` int64. The order matters: later conditions override earlier ones."""
     outcome = torch.full_like(steps.rank, Outcome.WRONG_GUESS)
     outcome[steps.rank < NEAR * beams] = Outcome.NEAR_MISS
     outcome[steps.searched > steps.accepted] = Outcome.NODE_BUDGET
@@ -216,10 +278,10 @@ def count_misses(outcome: Tensor, accepted: Tensor, depth: int) -> Tensor:
 
 
 def tried_drafts(steps: Steps, depth: int) -> tuple[Tensor, Tensor]:
-    """Return the drafts that the steps tried: those that are accepted and the first that is not.
+    """Return the drafts that the steps tried: the accepted ones and the first rejected one.
 
-    What is behind the end of a text is not tried. Returns the step of each of the D drafts, and its index in the draft
-    from 0, `[D]` int64 each.
+    Drafts past the end of a text are not tried. Returns the step of each of the D drafts and its depth from 0, `[D]`
+    int64 each.
     """
     tried = (steps.accepted + 1).minimum(steps.left).clamp(max=depth)  # [S]
     step = torch.arange(len(tried)).repeat_interleave(tried)  # [D]
@@ -229,22 +291,22 @@ def tried_drafts(steps: Steps, depth: int) -> tuple[Tensor, Tensor]:
 def describe_drafts(steps: Steps, probabilities: Sequence[Tensor], depth: int) -> tuple[Tensor, Tensor, Tensor]:
     """Describe the drafts that the steps tried.
 
-    `probabilities` holds what the base gave each token, `[T]` float32 for each text of T tokens. Returns, of each of D
-    drafts: the probability of the text's token at its place, `[D]` float32; the tokens before it, `[D]` int64; whether
-    it was accepted, `[D]` bool.
+    `probabilities` are the base's probabilities of each text's tokens, `[T]` float32 for a text of T tokens. Returns
+    for each of D drafts: the probability of the text's token at its position, `[D]` float32; the number of preceding
+    tokens, `[D]` int64; whether it was accepted, `[D]` bool.
     """
     step, draft = tried_drafts(steps, depth)
-    position = steps.pending[step] + 1 + draft  # also the tokens before it
+    position = steps.pending[step] + 1 + draft  # equals the number of preceding tokens
     lengths = torch.tensor([len(text) for text in probabilities])
     starts = lengths.cumsum(0) - lengths
     probability = torch.cat(list(probabilities))[starts[steps.text[step]] + position]
     return probability, position, draft < steps.accepted[step]
 
 
-def bucket_drafts(names: Sequence[str], value: Tensor, accepted: Tensor, bounds: Tensor) -> list[dict[str, Any]]:
-    """Count the drafts by a value of theirs, `[D]`, and those that are `accepted`, `[D]` bool, in buckets.
+def bucket_drafts(names: Sequence[str], value: Tensor, accepted: Tensor, bounds: Tensor) -> list[Bucket]:
+    """Count drafts, and those with `accepted` `[D]` bool, in buckets of `value`, `[D]`.
 
-    `bounds` are the lowest values of all buckets but the first, rising.
+    `bounds` are the lower bounds of all buckets except the first, in ascending order.
     """
     bucket = torch.bucketize(value, bounds, right=True)  # [D]
     drafts, hits = (part.bincount(minlength=len(names)).tolist() for part in (bucket, bucket[accepted]))
@@ -255,14 +317,16 @@ def bucket_drafts(names: Sequence[str], value: Tensor, accepted: Tensor, bounds:
 
 @torch.inference_mode()
 def trace_steps(drafter: ReplayableDrafter, target: Target, texts: Texts, shape: TreeShape) -> Steps:
-    """Take the steps that `replay` counts, and tell of each how its first missed draft was missed.
+    """Return the steps that `replay` counts, with the data that classify the first missed draft of each.
 
     The drafter must be in eval mode, on the target's device and in its dtype.
     """
+    # The second shape verifies all nodes: if it accepts more, the node budget caused the miss.
     shapes, rows = [shape, replace(shape, node_budget=shape.lattice)], list[list[int]]()
 
     def trace(at: Positions) -> Tensor:
         accepted = count_accepted(drafter, target, at, shapes)[0]  # [A, 2]
+        # A step that accepted all drafts has no missed one: `classify` overrides the class that its rank gives.
         missed = accepted[:, :1].clamp(max=shape.depth - 1)
         return torch.cat([accepted, _ranks(drafter, target, at).gather(1, missed)], dim=1)  # [A, 3]
 
@@ -275,14 +339,15 @@ def trace_steps(drafter: ReplayableDrafter, target: Target, texts: Texts, shape:
 
 @torch.inference_mode()
 def best_guess_share(drafter: ReplayableDrafter, target: Target, texts: Texts, depth: int) -> list[float | None]:
-    """Return how often the drafter's best guess is the text's own token, after the text's own tokens before it.
+    """Return how often the drafter's top token equals the text's token, given the text's preceding tokens.
 
-    Every position of what follows the prompts counts, and no noise is shared, so texts of any origin can be compared.
+    Every position after the prompts counts, without shared noise, so texts of any origin can be compared.
 
     The drafter must be in eval mode, on the target's device and in its dtype.
 
     Returns the share at each of `depth` drafts, from 0 to 1; None where no text is long enough.
     """
+    # Greedy texts need no noise, so this removes it from the search.
     plain = replace(texts, temperature=0.0, seeds=None)
     right, count = torch.zeros(depth, dtype=torch.long), torch.zeros(depth, dtype=torch.long)
     for group in group_texts(plain, target.vocab_size):
@@ -294,7 +359,7 @@ def best_guess_share(drafter: ReplayableDrafter, target: Target, texts: Texts, d
 
 @torch.inference_mode()
 def base_probabilities(target: Target, texts: Texts) -> list[Tensor]:
-    """Compute how likely the base held each token of each text, at the texts' temperature; at 1 for greedy texts.
+    """Compute the base's probability of each token of each text at the texts' temperature, or 1 for greedy texts.
 
     Returns `[T]` float32 for each text of T tokens; 1 for its first token.
     """
@@ -302,7 +367,7 @@ def base_probabilities(target: Target, texts: Texts) -> list[Tensor]:
     with Teacher(target.model) as teacher:
         for group in group_texts(texts, target.vocab_size):
             tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True)  # [B, T]
-            logits = teacher.read(tokens.to(target.device)).logits  # [B, T, V]
+            logits = teacher.read_batch(tokens.to(target.device)).logits  # [B, T, V]
             for row, index in enumerate(group):
                 length = len(texts.tokens[index])
                 scores = logits[row, : length - 1].float() / (texts.temperature or 1.0)
@@ -313,9 +378,9 @@ def base_probabilities(target: Target, texts: Texts) -> list[Tensor]:
 
 
 def _ranks(drafter: ReplayableDrafter, target: Target, at: Positions) -> Tensor:
-    """Rank the text's own tokens among the drafter's scores, as the search makes them, `[A, K]` int64.
+    """Rank the text's own tokens in the drafter's scores during search, `[A, K]` int64.
 
-    -1 stands for tokens that the drafter does not know, and for those past the end of the text.
+    -1 marks tokens outside the drafter's vocabulary and positions past the end of the text.
     """
     tokens, ranks = at.state.tokens[:, :-1], list[Tensor]()  # [A, K+1]
     label = drafter.index_ids()[tokens.clamp(min=0)].where(tokens >= 0, -1)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import torch
 
 UNUSED_LOAD_OPTIONS = ("num_beams", "draft_len_per_beam", "node_budget", "tuning", "max_input_len", "max_seq_len")
-# Options that choose or cut other prompts than those of a suite, or explain them.
+# Options that do not apply to a suite: those of other prompts, and of explanations.
 NOT_OF_SUITES = ("prompts", "prompt_share", "prompt_tokens", "prompt_lengths", "explain", "data")
 MAX_TEMPERATURE = 1e30  # float32 ends not far above
 
 
 class Search(NamedTuple):
-    """Beams and depth of a beam search, typed as 5x5."""
+    """Beams and depth of a beam search, written as 5x5."""
 
     beams: int
     depth: int
@@ -58,7 +58,7 @@ class EvaluateOptions(PromptOptions):
         type=integers,
         metavar="N,...",
     )
-    new_tokens: int = option(128, "tokens that the model writes after a prompt, at most")
+    new_tokens: int = option(128, "maximum number of new tokens per prompt")
     shapes: tuple[Search, ...] = option(
         (),
         "beams x depth of each beam search, such as 5x5,10x5 (default: the checkpoint's)",
@@ -66,10 +66,10 @@ class EvaluateOptions(PromptOptions):
         metavar="WxK,...",
     )
     node_budgets: tuple[int, ...] = option(
-        (), "nodes of each search that are verified, the root counted (default: all)", type=integers, metavar="N,..."
+        (), "number of verified nodes of each search, including the root (default: all)", type=integers, metavar="N,..."
     )
     temperatures: tuple[float, ...] = option(
-        (0, 1), "temperatures to write the texts at; 0 is greedy", type=floats, metavar="T,..."
+        (0, 1), "temperatures of the texts; 0 is greedy", type=floats, metavar="T,..."
     )
     seed: int = option(0, "seed of the choice of prompts and of the sampling")
     batch_size: int = option(32, "prompts that the model continues at once")
@@ -79,7 +79,7 @@ class EvaluateOptions(PromptOptions):
     plot: str | None = option(
         None, "plot acceptance by depth as a PNG; needs matplotlib", metavar="FILE.png", path=True, names="picture"
     )
-    explain: bool = option(False, "say why drafts were missed, and what to type about it")
+    explain: bool = option(False, "report why drafts were missed, and commands that may improve it")
     data: tuple[str, ...] = option(
         (),
         "for --explain: data that the drafter was trained on, to compare with the base's own texts",
@@ -107,20 +107,20 @@ class EvaluateOptions(PromptOptions):
                 "--explain counts drafts by the tokens before them itself: leave out --prompt-lengths, or --explain"
             )
         for name in ("shapes", "node_budgets"):
-            if self.explain and len(getattr(self, name)) > 1:
+            if self.explain and len(values := vars(self)[name]) > 1:
                 raise ArgumentError(
-                    f"--explain explains one tree: give one of {flag(name)}, got {format_value(getattr(self, name))}"
+                    f"--explain explains one tree: give one of {flag(name)}, got {format_value(values)}"
                 )
 
     @property
     def written_temperatures(self) -> tuple[float, ...]:
-        """Temperatures of the texts: those asked for, and greedy before them if it is to be compared."""
+        """Temperatures of the texts: the requested ones, preceded by greedy for `--explain`."""
         return self.temperatures if not self.explain or 0 in self.temperatures else (0.0, *self.temperatures)
 
     def trees(self, default: Search) -> list[TreeShape]:
         """Return the shapes to measure: each node budget of each search, and the tree of the published method.
 
-        `default` is the search to measure if none was asked for.
+        `default` is the search to measure without `--shapes`.
         """
         trees = []
         for beams, depth in self.shapes or (default,):
@@ -130,9 +130,9 @@ class EvaluateOptions(PromptOptions):
         return list(dict.fromkeys(trees))
 
     def explained_tree(self, default: Search, device: "torch.device") -> TreeShape:
-        """Return the tree that `--explain` explains: the one asked for, or the one that `generate` verifies untuned.
+        """Return the tree that `--explain` explains: the requested one, or the untuned default of `generate`.
 
-        `default` is the search to explain if none was asked for, and `device` is where the target runs.
+        `default` is the search to explain without `--shapes`, and `device` is the target's device.
         """
         from redrafter.tree.beam_search import node_count
 
@@ -146,7 +146,7 @@ def build_parser() -> ConfigParser:
     parser = ConfigParser(
         prog="redrafter evaluate",
         description="Measure a drafter: tokens per step and acceptance by depth, for many shapes of tree at once,\n"
-        "counted along texts that the model writes once. A table on stdout.",
+        "counted on texts that the model generates once. Prints a table on stdout.",
         epilog="examples:\n"
         "  redrafter evaluate --model my-base --drafter my-drafter --prompts questions.jsonl --num-prompts 20\n"
         "  redrafter evaluate --model my-base --drafter my-drafter --explain --data trained-on.jsonl\n"
@@ -166,11 +166,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(words)
 
-    def run() -> int:
+    def command() -> int:
         asked = read_options(SuiteOptions, args)
         asked.refuse_others(args, NOT_OF_SUITES)
         check_paths(read_options(EvaluateOptions, args), asked, read_options(LoadOptions, args))
         code: int = import_libraries("redrafter.train.evaluate.command").run_checked(args, words)
         return code
 
-    return run_command(run)
+    return run_command(command)

@@ -1,12 +1,12 @@
-"""Replay speculative decoding along texts that the base wrote: a drafter's tokens per step without generating.
+"""Replay speculative decoding on texts that the base generated, to count tokens per step without generating.
 
-Along a text that the base wrote itself, the token that it draws next is known at every position: greedily, or under
-the noise of a seed, which the drafter then searches under as well. So the trees that decoding would propose are made
-for all positions at once, with decoding's own search, and the steps are counted afterwards, for many shapes of tree.
+On such a text the base's next token is known at every position: the greedy one, or the one drawn with the noise of a
+seed, which the drafter's search shares. So the trees of all positions are proposed in one batch, with the same search
+as in decoding, and the steps are counted afterwards for many tree shapes.
 
-The lattice of a deep search begins with that of a shallower one as wide, and a node budget keeps the best nodes of it.
-So one search serves all shapes of one width. What a cut keeps is closed towards the root: of the path that the base
-drew through the whole lattice, it keeps the first part.
+The lattice of a deep search starts with that of a shallower one of the same width, and a node budget keeps its best
+nodes. So one search serves all shapes of one width. The kept nodes include all their ancestors: of the path that the
+base draws through the whole lattice, a prefix is kept.
 """
 
 import copy
@@ -35,16 +35,15 @@ from redrafter.tree.token_tree import Tree, keep_best
 MAX_BATCH_TEXTS = 16  # texts in one forward of the base
 MAX_BATCH_POSITIONS = 1024  # positions in one call of the drafter
 MAX_BATCH_BYTES = 1 << 30  # memory of either, about
-WIDTHS = (3, 4, 5, 8)  # of the trees that a trained drafter's default is chosen from
-# A tree that writes less than the best by no more than this share is as good: 32 texts of 64 tokens tell no better.
+WIDTHS = (3, 4, 5, 8)  # candidate widths for a trained drafter's default tree
+# Trees within this fraction of the best count as equal: 32 texts of 64 tokens do not resolve smaller differences.
 TIE = 0.01
 
 
 def name_tree(shape: TreeShape) -> str:
     """Return the name of a tree in reports.
 
-    A shape without a node budget is the tree of the published method here and in all that replays: the prefixes of the
-    W beams that are left at the end of the search.
+    In replays a shape without a node budget is the tree of the published method: the prefixes of the W final beams.
     """
     if shape.node_budget is None:
         return f"{shape.beams}x{shape.depth}, final beams"
@@ -53,23 +52,24 @@ def name_tree(shape: TreeShape) -> str:
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of texts, as a proposer is given the rows of a batch."""
+    """Positions of texts in the form of a proposer's batch rows."""
 
-    # State at A positions. Its `tokens` are `[A, K+2]`, each position's pending token and the tokens that the text goes
-    # on with; -1 past its end.
+    # State at A positions. Its `tokens` are `[A, K+2]`: each position's pending token and the following tokens of the
+    # text; -1 past its end.
     state: State
     sampler: Sampler  # how the base sampled the texts
     noise: Tensor | None  # noise of the tokens after the pending one, `[A, K, V]`; None when greedy
-    context: Any  # what the drafter reads of the texts there; None where it reads nothing
+    context: Any  # context that the drafter attends to; None for drafters without it
 
 
 def count_accepted(drafter: ReplayableDrafter, target: Target, at: Positions, shapes: Sequence[TreeShape]) -> Tensor:
-    """Count the drafts that are accepted and those that are verified at A positions, `[2, A, shapes]` int64.
+    """Count accepted and verified drafts at A positions, `[2, A, shapes]` int64.
 
-    The drafter must be in eval mode. The depth K of the positions is that of the deepest shape.
+    The drafter must be in eval mode. The depth K of the positions is the maximum over the shapes.
     """
     state = at.state
     counts = torch.zeros(2, len(state.length), len(shapes), dtype=torch.long, device=state.tokens.device)
+    # One search per width serves all depths and budgets of this width.
     for beams in {shape.beams for shape in shapes}:
         columns = [column for column, shape in enumerate(shapes) if shape.beams == beams]
         depth = max(shapes[column].depth for column in columns)
@@ -91,11 +91,11 @@ def count_accepted(drafter: ReplayableDrafter, target: Target, at: Positions, sh
 
 def _record(scores: list[Tensor], score: Tensor) -> bool:
     scores.append(score)
-    return False  # the search goes on
+    return False  # do not stop the search early
 
 
 def _kept(lattice: Tree, score: Tensor, shape: TreeShape) -> Tensor:
-    """Return which of the lattice's first nodes, those of the shape's own search, it keeps: `[A, shape.lattice]`."""
+    """Return the mask of nodes that a shape keeps of its lattice, a prefix of `lattice`: `[A, shape.lattice]`."""
     count = shape.lattice
     if shape.node_budget is None:
         return lattice.ancestors[:, count - shape.beams : count, :count].any(dim=1)
@@ -107,12 +107,13 @@ def _kept(lattice: Tree, score: Tensor, shape: TreeShape) -> Tensor:
 
 
 def pending_positions(texts: Texts, index: int) -> range:
-    """Return where a token of a text may be pending: at the first that the base wrote, to the last but one."""
+    """Return the positions of a text's possible pending tokens: from the first new token to the last but one."""
     return range(texts.prompt_lengths[index], len(texts.tokens[index]) - 1)
 
 
 def group_texts(texts: Texts, vocabulary: int) -> Iterator[list[int]]:
-    """Group the indices of texts of similar length that go through the base together."""
+    """Group the indices of texts of similar length into batches for the base."""
+    # Similar lengths in one batch keep padding small; the logits dominate memory.
     group: list[int] = []
     for index in sorted(range(len(texts.tokens)), key=lambda index: len(texts.tokens[index])):
         logit_bytes = (len(group) + 1) * len(texts.tokens[index]) * vocabulary * 4
@@ -127,24 +128,24 @@ def group_texts(texts: Texts, vocabulary: int) -> Iterator[list[int]]:
 def read_positions(
     drafter: ReplayableDrafter, target: Target, texts: Texts, group: list[int], shapes: Sequence[TreeShape]
 ) -> Iterator[Positions]:
-    """Read a group of texts with the base, and yield their pending positions, text by text.
+    """Run the base on a group of texts, and yield their pending positions, text by text.
 
-    `group` holds the indices of the texts to read. `shapes` are the trees that are searched at each position; K is the
-    depth of the deepest.
+    `group` holds the indices of the texts. `shapes` are the trees searched at each position; K is their maximum depth.
     """
     depth, device = max(shape.depth for shape in shapes), target.device
     tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True, padding_value=-1)  # [B, T]
     ids = tokens.clamp(min=0).to(device)
     with Teacher(target.model, drafter.layers_read(target)) as teacher:
-        read = teacher.read(ids)
+        read = teacher.read_batch(ids)
+    # Read each text once for all of its positions, rather than once per position.
     hidden, contexts = read.hidden, drafter.read_texts(ids, read.hidden, read.embedding)  # [B, T, F]
     anchors = [(b, n) for b, i in enumerate(group) for n in pending_positions(texts, i)]
     row, position = torch.tensor(anchors, dtype=torch.long).reshape(-1, 2).unbind(1)  # [A] each
-    ahead = pad(tokens, (0, depth + 1), value=-1)  # -1: past the end, drawn by nobody
+    ahead = pad(tokens, (0, depth + 1), value=-1)  # -1, past the end, matches no draft
     text = ahead[row[:, None], position[:, None] + torch.arange(depth + 2)]  # [A, K+2]
     seeds = None if texts.seeds is None else torch.tensor([texts.seeds[i] for i in group])[row]
-    # Memory of a position: a search holds some copies of its beams' scores, and making noise takes several integers a
-    # number; each node is compared with all others; and what is read of the text.
+    # Peak memory per position, the largest of: copies of the beams' scores and the integers that generate noise; the
+    # ancestor matrix of the nodes; the drafter's context.
     beams, sampling = max(shape.beams for shape in shapes), texts.temperature > 0
     most_bytes = max(
         target.vocab_size * (16 * beams + 32 * sampling * depth),
@@ -155,6 +156,7 @@ def read_positions(
     for part in torch.arange(len(row)).split(batch):
         zero = torch.zeros(len(part), dtype=torch.long, device=device)
         text_row, committed = row[part].to(device), position[part].to(device)  # [a] each
+        # The drafter reads the hidden state that predicted the pending token.
         before = hidden[text_row, committed - 1]  # [a, F]
         sampler = Sampler(
             seeds=None if seeds is None else seeds[part].to(device),
@@ -176,7 +178,7 @@ def measure_positions(
     shapes: Sequence[TreeShape],
     measure: Callable[[Positions], Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the index of each text, and what `measure` gives for its P pending positions, `[P, ...]`, on the CPU.
+    """Yield the index of each text and the result of `measure` at its P pending positions, `[P, ...]`, on the CPU.
 
     The arguments are those of `read_positions`; the drafter must be in eval mode, on the target's device and in its
     dtype.
@@ -188,14 +190,14 @@ def measure_positions(
 
 @dataclass
 class ReplayStats(Stats):
-    """The steps along a text, counted as `generate` counts them."""
+    """Statistics of the steps on a text, defined as in `generate`."""
 
-    # Entry d counts the steps that accepted d drafts and whose text went on, so that one more could be accepted.
+    # Entry d counts the steps that accepted d drafts and whose text continued, so that one more could be accepted.
     tried: list[int] = field(default_factory=list)
 
     @classmethod
     def sum(cls, shape: TreeShape, parts: Iterable["ReplayStats"] = ()) -> "ReplayStats":
-        """Add up the statistics of some texts, all replayed with `shape`; without any, return empty ones."""
+        """Sum the statistics of texts that were replayed with `shape`; returns zeros for none."""
         total = cls(accepted_by_depth=[0] * shape.depth, tried=[0] * shape.depth)
         for part in parts:
             for name in ("steps", "drafted", "accepted", "emitted"):
@@ -208,8 +210,8 @@ class ReplayStats(Stats):
     def acceptance(self) -> list[float | None]:
         """Acceptance by depth.
 
-        Entry d is the share that accepted a draft more, of the steps that accepted d drafts and could accept one more;
-        None where there was no such step.
+        Entry d is the fraction that accepted one more draft, of the steps that accepted d drafts and could accept more;
+        None if there is no such step.
         """
         pairs = zip(self.accepted_by_depth, self.tried, strict=True)
         return [accepted / tried if tried else None for accepted, tried in pairs]
@@ -222,10 +224,10 @@ class ReplayStats(Stats):
 
 
 class ValidationTexts:
-    """Texts that a base wrote once, greedily, to measure any number of drafters on.
+    """Texts that a base generates once, greedily, to measure any number of drafters.
 
-    They continue `prompts`, token ids, by at most `new_tokens` tokens each. `end_ids` end a text; those of the
-    generation config when None.
+    They continue `prompts`, token ids, by at most `new_tokens` tokens each. `end_ids` end a text; None uses those of
+    the generation config.
     """
 
     def __init__(
@@ -236,11 +238,11 @@ class ValidationTexts:
 
     @property
     def count(self) -> int:
-        """Texts that hold a step, which are those that did not end with their first token."""
+        """Number of texts with at least one step, which did not end with their first token."""
         return sum(len(continuation) > 1 for continuation in self.texts.continuations)
 
     def sampled(self, seed: int) -> Texts:
-        """Let the base continue the same prompts at temperature 1."""
+        """Generate texts from the same prompts at temperature 1."""
         return write_texts(self.target, self.prompts, self.new_tokens, 1.0, seed, end_ids=self.end_ids)
 
     def measure(self, drafter: ReplayableDrafter, shape: TreeShape) -> ReplayStats:
@@ -250,6 +252,7 @@ class ValidationTexts:
     def measure_all(self, drafter: ReplayableDrafter, shapes: Sequence[TreeShape], texts: Texts) -> list[ReplayStats]:
         """Replay some texts for each shape with a copy of a drafter in the base's dtype."""
         model = self.target.model
+        # A float32 drafter in training is measured in the base's dtype, in which it is served.
         served = copy.deepcopy(drafter).to(model.device, model.dtype).eval()
         by_shape = zip(shapes, replay(served, self.target, texts, shapes), strict=True)
         return [ReplayStats.sum(shape, stats) for shape, stats in by_shape]
@@ -259,10 +262,10 @@ class ValidationTexts:
 def replay(
     drafter: ReplayableDrafter, target: Target, texts: Texts, shapes: Sequence[TreeShape]
 ) -> list[list[ReplayStats]]:
-    """Compute what `generate` would report on texts that the base wrote.
+    """Compute the statistics that `generate` would report on texts that the base generated.
 
-    The drafter must be in eval mode, on the target's device and in its dtype. Returns statistics for each shape, for
-    each text.
+    The drafter must be in eval mode, on the target's device and in its dtype. Returns statistics by shape, then by
+    text.
     """
     stats = [[ReplayStats.sum(shape) for _ in texts.tokens] for shape in shapes]
 
@@ -277,11 +280,11 @@ def replay(
 
 
 def steps_taken(accepted: Sequence[int]) -> Iterator[int]:
-    """Yield the pending positions of a text at which decoding takes a step, counted from the first.
+    """Yield the pending positions of a text at which decoding runs a step, relative to the first.
 
-    `accepted` holds the drafts that a step would accept at each pending position of the text.
+    `accepted` is the number of drafts that a step would accept at each pending position.
     """
-    position = 0  # its token is pending: the prefill drew it
+    position = 0  # the prefill drew this pending token
     while position < len(accepted):
         yield position
         position += accepted[position] + 1
@@ -296,9 +299,9 @@ def candidates(drafter: ReplayableDrafter, draft_len: int) -> list[TreeShape]:
 
 
 def best_tree(tokens_per_step: Mapping[TreeShape, tuple[float, float]]) -> TreeShape:
-    """Return the tree with the most tokens per step, greedily and at temperature 1 averaged.
+    """Return the tree with the most tokens per step, averaged over greedy and temperature 1.
 
-    Of trees that are as good, it is the shallowest, since a draft's time grows with its depth, and of those the best.
+    Of equally good trees it is the shallowest, since the time of a draft grows with its depth.
     """
     mean = {shape: sum(pair) / 2 for shape, pair in tokens_per_step.items()}
     least = (1 - TIE) * max(mean.values())
@@ -308,19 +311,19 @@ def best_tree(tokens_per_step: Mapping[TreeShape, tuple[float, float]]) -> TreeS
 def choose_tree(
     drafter: ReplayableDrafter, texts: ValidationTexts, draft_len: int, seed: int
 ) -> tuple[ReplayStats, str]:
-    """Set the search defaults in a drafter's config to the tree whose steps write most on the validation texts.
+    """Set the search defaults in a drafter's config to the tree with the most tokens per step on validation texts.
 
-    The widths and depths are compared at one number of verified nodes, for that is what a step of the base costs. One
-    search of each width serves all depths, so the choice costs about as much as a validation for each width, and the
-    texts that the base writes at temperature 1.
+    Widths and depths are compared at a fixed number of verified nodes, which determines the cost of the base's step.
+    One search per width serves all depths, so the choice costs about one validation per width, plus the generation of
+    the texts at temperature 1.
 
     Args:
         drafter: A drafter that was trained for `draft_len` steps.
-        texts: What the base wrote greedily; it also continues the same prompts at temperature 1 here.
-        draft_len: The steps that it was trained for.
+        texts: Greedy texts of the base; texts at temperature 1 are generated here from the same prompts.
+        draft_len: Number of draft steps that it was trained for.
         seed: Seed of the texts at temperature 1.
 
-    Returns what the tree writes greedily, and a line about the choice.
+    Returns the statistics of the tree on greedy texts, and a line about the choice.
     """
     shapes = candidates(drafter, draft_len)
     greedy, sampled = (texts.measure_all(drafter, shapes, written) for written in (texts.texts, texts.sampled(seed)))

@@ -1,4 +1,4 @@
-"""Report of an evaluation, as a JSON document, as tables and as a picture."""
+"""Format the report of an evaluation as a JSON document, as tables and as a figure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,20 +9,21 @@ from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
 from redrafter.measure.report import conditions, describe_pair, drawing, format_table
 from redrafter.measure.suite_table import AVERAGED, LEGEND, SuiteTable, describe_acceptance, mean_of
+from redrafter.train.evaluate.explain import Bucket, Explanation, FormResult, StepCounts, TemperatureExplanation
 from redrafter.train.evaluate.options import EvaluateOptions
 from redrafter.train.evaluate.replay import ReplayStats, name_tree
 from redrafter.train.evaluate.texts import PromptChoice, Texts, repeated_share
 from redrafter.tree.sizes import TreeShape
 
-NAMED_SHARE = 0.1  # of all misses; a class with less is not worth a line
-DEEPER_SHARE = 0.25  # of all steps, which accepted all drafts: deeper drafts would pay
-BETTER = 1.1  # times as good; what is closer than that counts as equal
-BETTER_GUESSES = 0.05  # of all guesses; the same for shares of right guesses
-MIN_DRAFTS = 100  # of a bucket whose acceptance is compared
+NAMED_SHARE = 0.1  # minimum fraction of all misses for a class to be mentioned
+DEEPER_SHARE = 0.25  # if more of the steps accept all drafts, deeper drafts are suggested
+BETTER = 1.1  # smaller ratios count as equal
+BETTER_GUESSES = 0.05  # smaller differences of the fraction of correct guesses count as equal
+MIN_DRAFTS = 100  # minimum size of a bucket whose acceptance is compared
 TRAIN = "redrafter regenerate --data {data} --output {output} ..., redrafter train --data {output} ..."
 NOT_THE_CAUSE = "it is not the cause"
 
-REPEATED_TOKENS = 4  # tokens of a run that counts as repeated if it occurred before
+REPEATED_TOKENS = 4  # length n of the n-grams of which repeats are counted
 MISS_NAMES = {
     "outside_head": "head's vocabulary",
     "near_miss": "near miss",
@@ -33,7 +34,7 @@ MISS_NAMES = {
 
 @dataclass(frozen=True)
 class TextsResult:
-    """Texts of one temperature and one length of prompts, and what a drafter is worth on them."""
+    """Texts of one temperature and one prompt length, and a drafter's statistics on them."""
 
     texts: Texts  # texts that the base wrote
     shapes: list[TreeShape]  # shapes of the tree
@@ -50,17 +51,18 @@ def make_report(
     results: Sequence[TextsResult],
     suite: str | None = None,
 ) -> dict[str, Any]:
-    """Make the JSON document.
+    """Create the JSON document.
 
-    `prompts` are in the order of the texts; `results` were measured at each temperature, after prompts of each length.
-    `suite` is the sentence on a suite, of which `prompts` has the number of questions alone; None for other prompts.
+    `prompts` are in the order of the texts; `results` has one entry per temperature and prompt length. `suite`
+    describes a suite, for which `prompts` only has the number of questions; None for other prompts.
     """
-    return conditions(pair.engine.target) | {
+    return {
+        **conditions(pair.engine.target),
         "model": short_name(pair.name),
         "drafter": short_name(str(pair.drafting_model)),
         "adapter": options.adapter and short_name(options.adapter),
         "seed": options.seed,
-        "seeds": "prompt i, of all in their order, is written on under seed + i",
+        "seeds": "prompt i of all prompts is continued with seed + i",
         "sampling": "temperature alone: no top-k, no top-p, no penalty",
         "new_tokens": options.new_tokens,
         "batch_size": options.batch_size,
@@ -109,7 +111,7 @@ def _describe_result(result: TextsResult) -> dict[str, Any]:
     }
 
 
-def _describe_texts(texts: Texts, span: slice) -> dict[str, Any]:
+def _describe_texts(texts: Texts, span: slice) -> dict[str, object]:
     continuations, ended = texts.continuations[span], texts.ended[span]
     return {
         "texts": len(continuations),
@@ -133,7 +135,7 @@ def _describe_stats(shape: TreeShape, stats: list[ReplayStats]) -> dict[str, Any
 
 
 def suite_tables(document: dict[str, Any]) -> list[SuiteTable]:
-    """Return the tables of a suite, by temperature and tree, from the document that `make_report` made."""
+    """Return the tables of a suite by temperature and tree, from the document of `make_report`."""
     tables = []
     for result in document["temperatures"]:
         for tree in result["trees"]:
@@ -151,7 +153,7 @@ def suite_tables(document: dict[str, Any]) -> list[SuiteTable]:
 
 
 def format_report(document: dict[str, Any]) -> Iterator[str]:
-    """Format the JSON document that `make_report` made as lines of text and tables."""
+    """Format the JSON document of `make_report` as lines of text and tables."""
     prompts, measured = document["prompts"], document["temperatures"]
     counts, files = prompts["categories"], ", ".join(prompts["files"]) or "the package"
     yield from describe_pair(document)
@@ -165,21 +167,21 @@ def format_report(document: dict[str, Any]) -> Iterator[str]:
         f"new tokens; seed {document['seed']}; {document['sampling']}"
     )
     if prompts["lengths"]:
-        yield "after each length of prompts the model goes on from the same tokens; what stands before them differs"
+        yield "prompts of each length end with the same tokens; only their left context differs"
     if prompts["lengths_left_out"]:
         lengths = ", ".join(map(str, prompts["lengths_left_out"]))
         yield f"not measured: prompts of {lengths} tokens, for the longest prompt has {prompts['longest']}"
-    yield "depth d: the share of the steps that accepted d - 1 drafts, and whose text went on, that accepted one more"
+    yield "depth d: of the steps that accepted d - 1 drafts and whose text continued, the share that accepted one more"
     at_once = len(prompts["lengths"]) or 1
     for results in (measured[first : first + at_once] for first in range(0, len(measured), at_once)):
         yield from ("", f"temperature {results[0]['temperature']:g}")
-        if prompts["lengths"]:  # in each table, a line for each length of prompts
+        if prompts["lengths"]:  # one row per prompt length
             names = [f"prompts of {result['prompt_length']} tokens" for result in results]
             yield from _format_texts(dict(zip(names, (result["all_texts"] for result in results), strict=True)))
             for trees in zip(*(result["trees"] for result in results), strict=True):
                 yield from _format_tree(trees[0], dict(zip(names, (tree["all_steps"] for tree in trees), strict=True)))
             continue
-        [result] = results  # in each table, a line for each category and one for all
+        [result] = results  # one row per category and one for all
         yield from _format_texts({**result["texts"], "all texts": result["all_texts"]})
         for tree in result["trees"]:
             several = len(tree["categories"]) > 1
@@ -188,7 +190,7 @@ def format_report(document: dict[str, Any]) -> Iterator[str]:
 
 
 def suite_conditions(document: dict[str, Any]) -> Iterator[str]:
-    """Yield lines that state which suite was measured and how, and what was left out."""
+    """Yield lines about the suite, the settings and the skipped turns."""
     yield document["suite"]
     yield f"at most {document['new_tokens']} new tokens; seed {document['seed']}; {document['sampling']}"
     for result in document["temperatures"]:
@@ -216,7 +218,7 @@ def _depths(depth: int) -> list[str]:
 
 
 def format_explanation(document: dict[str, Any]) -> Iterator[str]:
-    """Format what `explain` returned, with the lines of `advise` as its `advice`, as lines of text and tables."""
+    """Format the result of `explain`, with the lines of `advise` as its `advice`, as lines of text and tables."""
     names = MISS_NAMES.values()
     for result in document["temperatures"]:
         counts = result["all_steps"]
@@ -256,13 +258,13 @@ def format_explanation(document: dict[str, Any]) -> Iterator[str]:
         )
         yield ""
         yield from format_table([f"{document['form_prompts']} prompts, greedy", "tokens/step", *depths], forms)
-    yield from ("", "what to do", *(f"  {line}" for line in document["advice"]))
+    yield from ("", "suggestions", *(f"  {line}" for line in document["advice"]))
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
     """Draw acceptance by depth: a line for each shape, a column for each temperature, a row for each prompt length.
 
-    `document` is the report that `make_report` made, and `path` the `.png` file to write.
+    `document` is the report of `make_report`, and `path` the `.png` file to write.
     """
     measured, rows = document["temperatures"], len(document["prompts"]["lengths"]) or 1
     columns = len(measured) // rows
@@ -291,12 +293,12 @@ def plot(document: dict[str, Any], path: Path) -> None:
             axes.set_ylabel("share accepted, of those whose parent was")
 
 
-def _misses(counts: dict[str, Any]) -> dict[str, int]:
+def _misses(counts: StepCounts) -> dict[str, int]:
     return {miss: sum(depth[miss] for depth in counts["misses"]) for miss in MISS_NAMES}
 
 
-def advise(explanation: dict[str, Any]) -> Iterator[str]:
-    """Yield lines of what was found and what to type, for the highest temperature."""
+def advise(explanation: Explanation) -> Iterator[str]:
+    """Yield lines with findings and suggested commands, for the highest temperature."""
     measured = explanation["temperatures"]
     last = max(measured, key=lambda one: one["temperature"])
     if last["all_steps"]["steps"]:
@@ -318,14 +320,14 @@ def advise(explanation: dict[str, Any]) -> Iterator[str]:
     yield _context(last["by_context"])
 
 
-def _advise_on_misses(explanation: dict[str, Any], counts: dict[str, Any], temperature: float) -> Iterator[str]:
-    """Yield a line for each class that has many of the misses, and one where drafts end too soon."""
+def _advise_on_misses(explanation: Explanation, counts: StepCounts, temperature: float) -> Iterator[str]:
+    """Yield a line for each frequent class of misses, and one if drafts are too short."""
     beams, depth, lattice = explanation["beams"], explanation["depth"], explanation["lattice"]
     head, vocabulary = explanation["head"], explanation["vocabulary"]
     causes = {
         "outside_head": f"tokens that the drafter's head lacks: it has {head} of {vocabulary}: redrafter train "
         f"--draft-vocab-size {min(2 * head, vocabulary)} ...",
-        "near_miss": f"just behind the beams: redrafter evaluate --shapes {2 * beams}x{depth}, and if that pays "
+        "near_miss": f"just below the beams: redrafter evaluate --shapes {2 * beams}x{depth}, and if that pays "
         f"--num-beams {2 * beams}",
         "wrong_guess": "far from the beams, which only training mends: "
         + TRAIN.format(data="prompts.jsonl", output="own.jsonl"),
@@ -344,24 +346,27 @@ def _advise_on_misses(explanation: dict[str, Any], counts: dict[str, Any], tempe
         )
 
 
-def _temperature(measured: list[dict[str, Any]]) -> str:
-    known = [one for one in measured if one["tokens_per_step"] is not None]
-    greedy = [one["tokens_per_step"] for one in known if one["temperature"] == 0]
-    others = [(one["temperature"], one["tokens_per_step"]) for one in known if one["temperature"] > 0]
+def _temperature(measured: Sequence[TemperatureExplanation]) -> str:
+    known = [(one["temperature"], speed) for one in measured if (speed := one["tokens_per_step"]) is not None]
+    greedy = [speed for temperature, speed in known if temperature == 0]
+    others = [(temperature, speed) for temperature, speed in known if temperature > 0]
     if not greedy or not others:
         return "temperature: only greedy texts were measured; to compare: redrafter evaluate --temperatures 0,1"
     hottest, per_step = max(others)
     found = f"greedy {greedy[0]:.2f} tokens per step, at {hottest:g} {per_step:.2f}"
-    mend = f"what is drawn is harder to guess: --temperature {hottest / 2:g}"
+    mend = f"sampled tokens are harder to guess: --temperature {hottest / 2:g}"
     return f"temperature: {found}; {NOT_THE_CAUSE if greedy[0] < BETTER * per_step else mend}"
 
 
-def _data(explanation: dict[str, Any]) -> str:
-    """Say whether the drafter guesses its training data better than the base's own text of the same temperature."""
+def _data(explanation: Explanation) -> str:
+    """Compare the drafter's guesses on its training data with those on the base's text of the same temperature."""
     if explanation["best_guess_on_data"] is None:
         return "training data: not compared; to do so: redrafter evaluate --explain --data FILE"
-    trained, temperature, data = (explanation[name] for name in ("best_guess_on_data", "data_temperature", "data"))
-    trained = trained[0]
+    trained, temperature, data = (
+        explanation["best_guess_on_data"][0],
+        explanation["data_temperature"],
+        explanation["data"],
+    )
     own = next(one["best_guess"][0] for one in explanation["temperatures"] if one["temperature"] == temperature)
     if trained is None or own is None:
         return "training data: no text is long enough to compare; give another file: --data FILE"
@@ -376,10 +381,10 @@ def _data(explanation: dict[str, Any]) -> str:
     if not explanation["data_has_temperature"]:
         return f"training data: {found}: {TRAIN.format(data=' '.join(data), output=output)}"
     more = f"redrafter regenerate --data prompts.jsonl --output {output} ..., redrafter train --data"
-    return f"training data: {found}: it learnt these rows by heart, so add others: {more} {' '.join(data)} {output} ..."
+    return f"training data: {found}: it memorised these rows, so add others: {more} {' '.join(data)} {output} ..."
 
 
-def _template(plain: dict[str, Any] | None, template: dict[str, Any] | None) -> str:
+def _template(plain: FormResult | None, template: FormResult | None) -> str:
     if plain is None or template is None:
         return "chat template: not compared: the base has none, or no prompt fits with it"
     without, within = plain["tokens_per_step"], template["tokens_per_step"]
@@ -393,16 +398,16 @@ def _template(plain: dict[str, Any] | None, template: dict[str, Any] | None) -> 
     return f"chat template: {found}; {NOT_THE_CAUSE}"
 
 
-def _context(buckets: list[dict[str, Any]]) -> str:
+def _context(buckets: Sequence[Bucket]) -> str:
     """Compare the acceptance after the shortest contexts with that after the longest ones."""
     rates = [(one["name"], one["accepted"] / one["drafts"]) for one in buckets if one["drafts"] >= MIN_DRAFTS]
     if len(rates) < 2:
         return (
-            "context: all drafts are behind about as many tokens; to compare: redrafter evaluate "
+            "context: all drafts follow about the same number of tokens; to compare: redrafter evaluate "
             "--prompt-lengths 256,1024"
         )
     (short, first), (long, last) = rates[0], rates[-1]
-    found = f"acceptance is {first:.3f} behind {short} tokens, {last:.3f} behind {long}"
+    found = f"acceptance is {first:.3f} after {short} tokens, {last:.3f} after {long}"
     if first < BETTER * last:
         return f"context: {found}; {NOT_THE_CAUSE}"
-    return f"context: {found}: redrafter train --length N ..., with N as long as what is served"
+    return f"context: {found}: redrafter train --length N ..., with N as long as the served texts"

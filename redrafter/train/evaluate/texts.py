@@ -1,7 +1,7 @@
-"""The texts along which drafting is measured: prompts, and what a base writes from them under known seeds.
+"""Generate the texts on which drafting is measured: prompts, and a base's continuations with known seeds.
 
-Where prompts are cut to several lengths, they are cut at their beginning, so that the base writes on from the same
-token after each length, and only what is before it differs.
+Prompts are cut to several lengths on the left, so that the base continues from the same token at each length and only
+the preceding context differs.
 """
 
 import random
@@ -29,28 +29,28 @@ from redrafter.measure.run import timed_run
 from redrafter.model.target import Target
 from redrafter.train.config import DEFAULT_LENGTH
 
-TRAINING_TEXTS = 64  # rows of the data that are read, and windows of them that are measured
-FORM_PROMPTS = 8  # prompts that are measured with the chat template and without
+TRAINING_TEXTS = 64  # maximum number of rows of the data to read, and of their windows to measure
+FORM_PROMPTS = 8  # number of prompts measured both with and without the chat template
 
 DEFAULT_BATCH_SIZE = 32  # texts written at once
-# What a generation config may ask for beside a temperature, left off: a measurement is of the model's own distribution.
+# Settings of a generation config other than the temperature are disabled: measure the model's own distribution.
 _NEUTRAL = {"repetition_penalty": 1.0}
 _NEUTRAL_SAMPLING = {"top_k": 0, "top_p": 1.0}
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts that a base wrote from some prompts."""
+    """Texts that a base generated from prompts."""
 
     tokens: list[list[int]]  # token ids of each text, its prompt included
     prompt_lengths: list[int]  # tokens of each prompt
     ended: list[bool]  # whether an end token ended each text
-    temperature: float = 0.0  # temperature that they were written at; 0 for greedy
+    temperature: float = 0.0  # sampling temperature; 0 for greedy
     seeds: list[int] | None = None  # seed of each text; None for greedy
 
     @property
     def continuations(self) -> list[list[int]]:
-        """What the base wrote, without the prompts."""
+        """The generated tokens of each text, without its prompt."""
         return [text[length:] for text, length in zip(self.tokens, self.prompt_lengths, strict=True)]
 
 
@@ -66,20 +66,22 @@ def write_texts(
     options: EngineOptions | None = None,
     report: Callable[[int], object] = lambda done: None,
 ) -> Texts:
-    """Let the base continue each prompt by plain decoding, at a temperature and under no other setting.
+    """Continue each prompt by plain decoding at a temperature, with all other sampling settings disabled.
 
-    Prompt i, token ids, is continued by at most `new_tokens` tokens under `seed + i`; temperature 0 is greedy.
-    `end_ids` end a text; those of the generation config when None. `batch_size` prompts are decoded at once, and
-    `report` is called after each batch with the number of texts that are done.
+    Prompt i, token ids, is continued by at most `new_tokens` tokens with `seed + i`; temperature 0 is greedy. `end_ids`
+    end a text; None uses those of the generation config. `batch_size` prompts are decoded at once, and `report` is
+    called after each batch with the number of completed texts.
     """
     engine = Engine(target, PlainProposer(), options)
     ends = sorted(end_tokens(target.model) if end_ids is None else end_ids)
+    # Sort by length to keep padding small; results are stored by the original index.
     tokens, order = list(map(list, prompts)), sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     settings: dict[str, Any] = _NEUTRAL | ({"eos_token_id": ends} if ends else {}) | {"do_sample": temperature > 0}
     if temperature > 0:
         settings |= _NEUTRAL_SAMPLING | {"temperature": temperature}
     for first in range(0, len(order), batch_size):
         indices = order[first : first + batch_size]
+        # Seeds follow the prompt, not the batch, so that the batch size does not change texts.
         seeds = [seed + index for index in indices] if temperature > 0 else None
         batch = [prompts[index] for index in indices]
         run = timed_run(engine, batch, 0, max_new_tokens=new_tokens, seed=seeds, **settings)
@@ -92,11 +94,11 @@ def write_texts(
 
 @dataclass(frozen=True)
 class SuiteTexts:
-    """What a base answered to the questions of a suite, turn by turn; each turn's text has all before it as prompt."""
+    """A base's answers to the turns of a suite's questions; each turn's prompt includes all previous turns."""
 
     texts: Texts  # of all turns, category by category
-    turns: dict[str, int]  # that were answered, by category
-    skipped: dict[str, int]  # turns that were not asked, because their prompts are too long
+    turns: dict[str, int]  # number of answered turns by category
+    skipped: dict[str, int]  # number of turns by category whose prompts are too long
 
 
 def answer_suite(
@@ -106,10 +108,10 @@ def answer_suite(
     seed: int,
     write: Callable[[list[list[int]], int], Texts],
 ) -> SuiteTexts:
-    """Let a base answer the questions of a suite, by category, all of their turns.
+    """Answer all turns of a suite's questions, by category.
 
-    Prompts have at most `most` tokens. `write` continues some prompts, the i-th under the seed that it is given plus i;
-    the turns of all categories count up from `seed`. Raises `ArgumentError` where no prompt is short enough.
+    Prompts have at most `most` tokens. `write(prompts, seed)` continues prompt i with `seed + i`; the seeds of all
+    categories' turns count up from `seed`. Raises `ArgumentError` if no prompt is short enough.
     """
     parts: list[Texts] = []
     turns, skipped = dict[str, int](), dict[str, int]()
@@ -138,10 +140,10 @@ def answer_suite(
 
 
 def repeated_share(texts: Sequence[list[int]], size: int) -> float | None:
-    """Return the share of n-grams that repeat an earlier n-gram of the same text.
+    """Return the fraction of n-grams that repeat an earlier n-gram of the same text.
 
-    `texts` holds token ids, and `size` is the length n in tokens. N-grams overlap: one begins at every token. Returns
-    repeats in all texts, divided by n-grams in all texts, from 0 to 1; None if every text is shorter than `size`.
+    `texts` are token ids, and `size` is n. N-grams overlap: one starts at every token. Returns a value from 0 to 1 over
+    all texts, or None if every text is shorter than `size`.
     """
     runs = [list(zip(*(text[offset:] for offset in range(size)), strict=False)) for text in texts]
     count = sum(map(len, runs))
@@ -150,34 +152,34 @@ def repeated_share(texts: Sequence[list[int]], size: int) -> float | None:
 
 @dataclass(frozen=True)
 class PromptChoice:
-    """Prompts that the base writes on from."""
+    """Prompts that the base continues."""
 
-    categories: dict[str, int]  # number of prompts of each category; the prompts stand in the order of the categories
-    # Token ids of the prompts, by the length that they are cut to; of whole prompts under None.
+    categories: dict[str, int]  # number of prompts by category; the prompts are in this order
+    # Token ids of the prompts by the length that they are cut to; None for whole prompts.
     by_length: dict[int | None, list[list[int]]]
-    left_out: tuple[int, ...] = ()  # lengths that no prompt has
-    longest: int | None = None  # tokens of the longest prompt, if a length is left out; else None
+    left_out: tuple[int, ...] = ()  # requested lengths that no prompt reaches
+    longest: int | None = None  # tokens of the longest prompt if a length is left out, otherwise None
 
     @classmethod
     def whole(cls, prompts: dict[str, list[list[int]]]) -> "PromptChoice":
-        """Return the choice of prompts, given by category, without cutting them."""
+        """Create a choice of uncut prompts, given by category."""
         counts = {category: len(members) for category, members in prompts.items()}
         return cls(counts, {None: [ids for members in prompts.values() for ids in members]})
 
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Files of prompts, and how prompts are chosen and cut from them.
+    """Chooses prompts from files and cuts them.
 
-    Its methods raise `CheckpointError` for a row that cannot be read; the message names it.
+    Methods raise `CheckpointError` naming a row that cannot be read.
     """
 
-    files: Sequence[str]  # the prompts that ship with the package if there are none
+    files: Sequence[str]  # if empty, the prompts that ship with the package
     tokenizer: PreTrainedTokenizerBase  # of the base
     count: int | None = None  # prompts of each category, chosen by the seed; None for all
     seed: int = 0  # of the choice
-    share: float = 1.0  # share of the tokens of a row of text that is its prompt
-    most: int | None = None  # tokens of a row of text that are its prompt, at most
+    share: float = 1.0  # fraction of the tokens of a row of text to use as prompt
+    most: int | None = None  # maximum number of tokens of a row of text to use as prompt
 
     def by_category(self, max_tokens: int) -> dict[str, list[list[int]]]:
         """Choose prompts of at most `max_tokens` tokens of each category.
@@ -186,10 +188,11 @@ class PromptSource:
         `ArgumentError` where no prompt is left.
         """
         chosen: dict[str, list[list[int]]] = {}
-        cut: dict[str, Any] = {"text_share": self.share, "max_text_tokens": self.most}
         for category, members in self._rows_by_category():
             limit = self.count or len(members)
-            encoded = sample_prompts(members, self.tokenizer, limit, max_tokens, self.seed, **cut)
+            encoded = sample_prompts(
+                members, self.tokenizer, limit, max_tokens, self.seed, text_share=self.share, max_text_tokens=self.most
+            )
             chosen.setdefault(category, []).extend(encoded)
         chosen = {category: encoded[: self.count] for category, encoded in chosen.items() if encoded}
         if not chosen:
@@ -197,11 +200,10 @@ class PromptSource:
         return chosen
 
     def of_lengths(self, lengths: Sequence[int]) -> PromptChoice:
-        """Choose prompts that have the longest of some lengths, 2 or more tokens, and cut each to all of the lengths.
+        """Choose prompts that have the maximum of some lengths, each 2 or more tokens, and cut them to every length.
 
-        Lengths that no prompt has are left out. A row of text is first cut at its end to the longest length that is
-        left, unless `most` says where: its longest prompt is then its beginning. Raises `ArgumentError` where no prompt
-        has the shortest length.
+        Lengths that no prompt reaches are left out. A row of text is first truncated on the right, to `most` or to the
+        longest remaining length. Raises `ArgumentError` if no prompt has the shortest length.
         """
         found: dict[str, list[tuple[Row, int]]] = {}
         for category, rows in self._rows_by_category():
@@ -233,19 +235,19 @@ class PromptSource:
         return PromptChoice(whole.categories, by_length, left_out, longest if left_out else None)
 
     def in_both_forms(self, max_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Encode some prompts as plain text and as a user's turn of the chat template, `max_tokens` tokens at most.
+        """Encode some prompts both as plain text and as a user's turn, with at most `max_tokens` tokens.
 
         Returns token ids of the plain prompts, and of the same prompts in the template; none without a chat template.
         """
         plain, templated = list[list[int]](), list[list[int]]()
-        if not getattr(self.tokenizer, "chat_template", None):
+        if not self.tokenizer.chat_template:
             return plain, templated
         rows = [row for _, found in self._rows() for row in found]
         random.Random(self.seed).shuffle(rows)
         for row in rows:
             if len(plain) == FORM_PROMPTS:
                 break
-            if row.messages is not None:  # of a conversation, the first user's turn
+            if row.messages is not None:  # use the first user turn of a conversation
                 text = next((turn["content"] for turn in row.messages if turn["role"] == "user"), "")
             else:
                 text = str(self.tokenizer.decode(self._encode(row, self.most), skip_special_tokens=True))
@@ -260,7 +262,7 @@ class PromptSource:
         return encode_prompt(row, self.tokenizer, text_share=self.share, max_text_tokens=most)
 
     def _rows(self) -> Iterator[tuple[str, list[Row]]]:
-        """Read the rows of each file, after its name."""
+        """Yield the name of each file and its rows."""
         sources: Sequence[str | None] = self.files or [None]
         for file in sources:
             yield Path(file or "prompts").name.split(".")[0], read_prompts(file)
@@ -277,9 +279,9 @@ class PromptSource:
 
 
 def cut_prompt(ids: list[int], length: int, bos: int | None) -> list[int]:
-    """Return the last `length` tokens of a prompt, with the BOS that it begins with in place of the first of them.
+    """Return the last `length` tokens of a prompt, keeping an initial BOS in place of the first one.
 
-    `length`, 2 or more, is at most that of the prompt; `bos` is the id that begins a text; None for none.
+    `length` is from 2 to the length of the prompt; `bos` is the BOS id, or None.
     """
     first = ids[:1] if ids[0] == bos else []
     return first + ids[len(ids) - length + len(first) :]
@@ -293,11 +295,11 @@ def read_training_texts(
     seed: int,
     temperatures: Collection[float],
 ) -> tuple[Texts, bool]:
-    """Read some texts of a drafter's training data, as training reads them.
+    """Load some texts of a drafter's training data with the loaders of training.
 
-    A drafter guesses greedy texts more often than sampled ones, so only texts of one temperature compare. Of rows that
-    record theirs, as `redrafter regenerate` writes them, those of the highest one that is among `temperatures` are
-    read. Other rows were not drawn from a model, and compare with its texts at the temperature that is nearest to 1.
+    A drafter predicts greedy texts better than sampled ones, so only texts of equal temperature are comparable. Of rows
+    that record theirs, such as those of `redrafter regenerate`, those with the highest one in `temperatures` are used.
+    Other rows were not generated by a model; they are compared with texts at the temperature closest to 1.
 
     Args:
         files: Sources of the data.
@@ -305,15 +307,15 @@ def read_training_texts(
         vocabulary: Ids that the base knows.
         context: Tokens of the base's context; None for no limit.
         seed: Seed of the choice of texts.
-        temperatures: Temperatures of the base's own texts that they are compared with.
+        temperatures: Temperatures of the base's texts that the data are compared with.
 
     Returns:
-        Each part of a text that is learnt, with all before it as its prompt, at the temperature of the texts that they
-        compare with; and whether the rows record that temperature.
+        Each trained part of a text, with everything before it as prompt, and with the temperature to compare with; and
+        whether the rows record that temperature.
 
     Raises:
         ArgumentError: There is no row to train on, or none of these temperatures.
-        CheckpointError: A row cannot be read or teaches nothing.
+        CheckpointError: A row cannot be read or has no trained tokens.
         MismatchError: A row has ids of another tokenizer.
     """
     rows = [row for row in read_rows(files) if row.split in (None, "train")]
@@ -328,6 +330,7 @@ def read_training_texts(
         )
     temperature = max(comparable) if recorded else min(temperatures, key=lambda value: abs(value - 1))
     rows = [row for row in rows if not recorded or row.temperature == temperature]
+    # A generator of its own, so that other random draws do not change the choice.
     choice = random.Random(seed)
     choice.shuffle(rows)
     length = DEFAULT_LENGTH if context is None else min(DEFAULT_LENGTH, context)

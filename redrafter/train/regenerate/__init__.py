@@ -1,1 +1,1 @@
-"""Let a base answer the prompts of a data set itself, for its drafter to be trained on."""
+"""Regenerate the answers of a data set with the base, as training data for its drafter."""

@@ -1,10 +1,10 @@
 """Answer the rows of a data set in batches.
 
-With the same base, tokenizer and seed, the answer to a row does not depend on the batch that it is in.
+With the same base, tokenizer and seed, the answer to a row does not depend on its batch.
 
-The chat template is rendered with a marker in place of every answer, so that the text that it puts after an answer is
-found whatever it would do to the answer itself. The ids of an answer are kept as the base wrote them, between those of
-the template: the next answer is decoded after exactly the ids that the base saw and wrote before.
+The chat template is rendered with a marker in place of every answer, to find the text that follows an answer even if
+the template transforms answers. The generated ids of an answer are kept unchanged between the ids of the template: the
+next answer is decoded after exactly the ids that the base has read and generated.
 """
 
 import hashlib
@@ -26,17 +26,17 @@ from redrafter.data.windows import Document
 from redrafter.errors import CacheFullError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.measure.run import Run
 from redrafter.train.regenerate.config import RegenerateConfig, shard_numbers
-from redrafter.train.regenerate.journal import Journal
+from redrafter.train.regenerate.journal import BatchCost, Journal, Record
 
-MIN_BEGINNING_TOKENS, MAX_BEGINNING_TOKENS = 16, 64  # of a plain text, the tokens that are its prompt
-BEGINNING_CHARS = 8192  # characters of a plain text that are read for them
+MIN_BEGINNING_TOKENS, MAX_BEGINNING_TOKENS = 16, 64  # range of the prompt length of a plain text
+BEGINNING_CHARS = 8192  # characters of a plain text that are tokenized for its prompt
 MARKER = "AnswerOfTheBase"
-INVENTED = [{"role": "user", "content": ""}]  # a conversation whose user turn the base writes
-# At 1, a base of 135M parameters begins one question in five with words of no language.
+INVENTED = [{"role": "user", "content": ""}]  # marks a conversation whose user turn the base generates
+# At temperature 1, a base of 135M parameters starts one question in five with gibberish.
 QUESTION_TEMPERATURE, MAX_QUESTION_TOKENS = 0.9, 128
 SEED_RANGE = 1 << 62  # seeds are less than this
 
-POOL_BATCHES = 8  # batches of rows that are open at once, among which rows of similar length are looked for
+POOL_BATCHES = 8  # pool size in batches, from which rows of similar length are batched
 OUT_OF_MEMORY_ERRORS = (CacheFullError, torch.OutOfMemoryError, MemoryError)
 LOG_SECONDS = 10.0  # between lines of progress
 
@@ -47,11 +47,11 @@ class BaseLimits:
 
     eos: frozenset[int]  # ids that end an answer
     vocab_size: int  # ids that the base knows
-    max_tokens: int | None  # tokens of a prompt, at most; None for no limit
+    max_tokens: int | None  # maximum number of prompt tokens; None for no limit
 
     @classmethod
-    def of(cls, pair: Pair, config: RegenerateConfig) -> "BaseLimits":
-        """Find the limits of a pair's base, and of `config`."""
+    def from_pair(cls, pair: Pair, config: RegenerateConfig) -> "BaseLimits":
+        """Derive the limits from a pair's base and from `config`."""
         target = pair.engine.target
         context = target.fixed_rope_context
         limits = [config.max_input_len, None if context is None else context - 1]
@@ -65,35 +65,35 @@ class BaseLimits:
 
 @dataclass
 class Task:
-    """A row that is being answered."""
+    """A row in progress."""
 
     number: int  # number of the row in the data set
     row: Row
     seed: int  # seed of its answers
     temperature: float  # temperature of its answers
     parts: list[list[int]]  # ids before each answer; of an invented conversation, before the question and the answer
-    invented: bool = False  # whether the base writes the question too, which is not learnt
+    invented: bool = False  # whether the base also generates the question, which is not trained on
     ids: list[int] = field(default_factory=list)  # all ids so far
-    mask: list[bool] = field(default_factory=list)  # which of `ids` the base wrote
-    parts_added: int = 0  # how many of `parts` are in `ids`
-    finish: str = "eos"  # `eos`, or `length` once an answer was cut short, or left out because there was no room
-    done: bool = False  # whether all answers are there
+    mask: list[bool] = field(default_factory=list)  # true for ids that the base generated
+    parts_added: int = 0  # number of `parts` in `ids`
+    finish: str = "eos"  # `eos`, or `length` if an answer was truncated or did not fit
+    done: bool = False  # whether all answers are generated
 
     @property
     def asking(self) -> bool:
-        """Whether the base writes the question next."""
+        """Whether the base generates the question next."""
         return self.invented and self.parts_added == 1
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """What the tasks of one batch have in common: whether they write questions, and whether they sample."""
+        """Key that all tasks of a batch share: whether they generate questions, and whether they sample."""
         return self.asking, self.temperature > 0
 
     def add_prompt(self, limits: BaseLimits) -> None:
-        """Append the ids before the next answer; without a next answer, or room for one, the task is done."""
+        """Append the ids before the next answer; mark the task as done if there is no next answer or no room for it."""
         part = self.parts[self.parts_added] if self.parts_added < len(self.parts) else None
         if part is not None and self.ids and self.ids[-1] in limits.eos:
-            # The base ended its turn itself, so the template must not end it again, in whatever way.
+            # The base generated its own end token, so drop the template's end of turn up to its end token.
             part = part[next((index + 1 for index, token in enumerate(part[:2]) if token in limits.eos), 0) :]
         if part is None or not limits.fits(len(self.ids) + len(part)):
             self.finish = self.finish if part is None else "length"
@@ -103,7 +103,7 @@ class Task:
         self.parts_added += 1
 
     def add_answer(self, answer: Sequence[int], limits: BaseLimits) -> None:
-        """Append an answer, and the ids before the next."""
+        """Append an answer, and the ids before the next one."""
         self.ids, self.mask = self.ids + list(answer), self.mask + [not self.asking] * len(answer)
         if answer[-1] not in limits.eos and not self.asking:
             self.finish = "length"
@@ -113,21 +113,23 @@ class Task:
 def make_task(
     number: int, row: Row, tokenizer: PreTrainedTokenizerBase, limits: BaseLimits, config: RegenerateConfig
 ) -> Task:
-    """Make the task of a row, with its first prompt.
+    """Create the task of a row, with its first prompt.
 
-    Its seed, its temperature (one of those of `config`), and how much of a text is its prompt depend on the seed of
-    `config` and `number` alone.
+    Its seed, its temperature (one of `config.temperatures`) and the prompt length of a plain text depend only on
+    `config.seed` and `number`.
 
     Raises:
-        CheckpointError: The row holds nothing to answer, or its prompt is too long.
-        MismatchError: The row's ids are not this base's.
+        CheckpointError: The row has nothing to answer, or its prompt is too long.
+        MismatchError: The row's ids are not of this base's tokenizer.
     """
+    # A hash rather than a generator: each row's draws are independent of other rows, shards and restarts.
     digest = hashlib.blake2b(f"{config.seed}/{number}".encode(), digest_size=24).digest()
     task_seed, which, share = (int.from_bytes(digest[start : start + 8], "big") for start in (0, 8, 16))
     beginning = MIN_BEGINNING_TOKENS + share % (MAX_BEGINNING_TOKENS - MIN_BEGINNING_TOKENS + 1)
     parts = _parts(row, tokenizer, beginning)
     if not parts or not parts[0]:
         raise CheckpointError("an empty prompt")
+    # Ids outside the vocabulary would fail in the embedding, on a GPU without a usable message.
     highest = max(max(part, default=0) for part in parts)
     if highest >= limits.vocab_size:
         raise MismatchError(f"token id {highest}, but the base knows {limits.vocab_size} ids")
@@ -142,8 +144,8 @@ def make_task(
 def select_rows(rows: Iterable[Row], config: RegenerateConfig) -> Iterator[tuple[int, Row, bool]]:
     """Yield the rows of this shard, up to the limit.
 
-    `config` has the shard, the split and the limit. Yields the row's number in the data set, the row, and whether it is
-    to be answered: not if it is of another split.
+    `config` defines the shard, the split and the limit. Yields the row's number in the data set, the row, and whether
+    it belongs to the split that is answered.
     """
     index, count = shard_numbers(config.shard)
     wanted = 0
@@ -157,13 +159,13 @@ def select_rows(rows: Iterable[Row], config: RegenerateConfig) -> Iterator[tuple
 
 
 def invented_rows(count: int) -> Iterator[Row]:
-    """Yield the rows of conversations whose question the base invents."""
+    """Yield rows of conversations whose question the base generates."""
     for number in range(1, count + 1):
         yield Row(f"invented:{number}", messages=INVENTED, source="invented")
 
 
 class AnswerWriter:
-    """Takes rows, answers them in batches and adds their records to the journal.
+    """Answers rows in batches and adds their records to the journal.
 
     `total` is the number of rows to answer, for progress; None if unknown.
     """
@@ -177,16 +179,17 @@ class AnswerWriter:
         total: int | None,
     ):
         self.pair, self.config, self.journal, self.log, self.total = pair, config, journal, log, total
-        self.tokenizer, self.limits = fingerprint(pair.tokenizer), BaseLimits.of(pair, config)
+        self.tokenizer, self.limits = fingerprint(pair.tokenizer), BaseLimits.from_pair(pair, config)
+        # Without folders, so that outputs do not reveal paths.
         self.base = short_name(str(pair.engine.model.config.name_or_path or pair.engine.target.name))
-        self.open: list[Task] = []  # that have begun and are not done
-        self.size = config.batch_size  # rows in a batch, halved when memory is short
-        self.input = self.skipped = 0  # rows that were taken, and those of them that are of another split
+        self.open: list[Task] = []  # started and not done
+        self.size = config.batch_size  # rows in a batch, halved when out of memory
+        self.input = self.skipped = 0  # rows read, and those of another split
         self.started = self.last_log = self.last_batch = time.perf_counter()
         self.done_before, self.tokens_before = len(journal.done), journal.tokens  # by an earlier run
 
     def answer(self, rows: Iterable[Row]) -> None:
-        """Answer all rows of this shard that the journal does not hold yet."""
+        """Answer all rows of this shard that are not in the journal."""
         coming = select_rows(rows, self.config)
         while True:
             self._open_tasks(coming)
@@ -204,29 +207,30 @@ class AnswerWriter:
                 continue
             try:
                 self.open.append(make_task(number, row, self.pair.tokenizer, self.limits, self.config))
+            # An invalid row must not end a run of hours; it is recorded as failed.
             except ReDrafterError as error:
                 self.journal.add([_error(number, row, first_line(error))])
 
     def _answer_batch(self) -> None:
-        """Decode one answer for each task of a batch that is chosen from `open`, and add finished tasks to the journal.
+        """Decode one answer for each task of a batch chosen from `open`, and add finished tasks to the journal.
 
-        If memory runs out, the batch's tasks stay open and later calls take half as many; a task that was alone in its
-        batch is recorded as failed.
+        When out of memory, the batch's tasks stay open and the batch size is halved; a batch of one task is recorded as
+        failed.
         """
         batch, run, reason = choose_batch(self.open, self.size), None, ""
         try:
             run = self.decode(batch)
         except OUT_OF_MEMORY_ERRORS as error:
             reason = first_line(error)
-        if run is None:  # outside of the handler nothing holds the batch's tensors any more
+        if run is None:  # outside of the handler, whose exception references the batch's tensors
             self._halve_batch(batch, reason)
             return
         for task, answer in zip(batch, run.tokens, strict=True):
             task.add_answer(answer, self.limits)
         now = time.perf_counter()
-        cost = {"seconds": now - self.last_batch, "steps": run.stats.steps, "emitted": run.stats.emitted}
-        self.last_batch = now
-        self.settle([self._record(task) for task in batch if task.done] + [{"batch": cost}])
+        seconds, self.last_batch = now - self.last_batch, now
+        cost = BatchCost(seconds=seconds, steps=run.stats.steps, emitted=run.stats.emitted)
+        self.settle([*(self._record(task) for task in batch if task.done), {"batch": cost}])
         if now - self.last_log > LOG_SECONDS:
             self._log_progress()
 
@@ -240,13 +244,14 @@ class AnswerWriter:
             options = GenerationOptions(max_new_tokens=tokens, temperature=QUESTION_TEMPERATURE)
             arguments["seed"] = [task.seed for task in batch]
         elif batch[0].temperature > 0:
+            # A temperature above 0 enables sampling; `arguments` then override it for each row.
             options = replace(options, temperature=1.0, top_k=config.top_k, top_p=config.top_p)
             arguments["temperature"] = [task.temperature for task in batch]
             arguments["seed"] = [task.seed for task in batch]
-        return self.pair.run([task.ids for task in batch], options, streamer=None, **arguments)
+        return self.pair.run_batch([task.ids for task in batch], options, streamer=None, **arguments)
 
     def _halve_batch(self, batch: Sequence[Task], reason: str) -> None:
-        """Halve the batch size; a row that does not fit into memory alone has failed."""
+        """Halve the batch size; record a single row that does not fit into memory as failed."""
         self.pair.engine.drop_graphs()
         if self.pair.engine.target.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -255,22 +260,20 @@ class AnswerWriter:
             self.settle([_error(batch[0].number, batch[0].row, f"out of memory: {reason}")])
             return
         self.size = len(batch) // 2
-        self.log(f"out of memory with {len(batch)} rows: going on with --batch-size {self.size}")
+        self.log(f"out of memory with {len(batch)} rows: continuing with --batch-size {self.size}")
 
-    def settle(self, records: list[dict[str, Any]]) -> None:
+    def settle(self, records: Sequence[Record]) -> None:
         """Add records to the journal, and close the tasks that are done."""
         self.journal.add(records)
         self.open = [task for task in self.open if not task.done]
 
-    def _record(self, task: Task) -> dict[str, Any]:
+    def _record(self, task: Task) -> Record:
         if not Document(task.ids, task.mask).learnable:
             return _error(task.number, task.row, "the base ended at once, which leaves nothing to learn from")
-        split = {} if task.row.split is None else {"split": task.row.split}
-        return {
-            "row": task.number,
-            "prompt": task.row.where,
-            "source": task.row.source,
-            **split,
+        record: Record = {"row": task.number, "prompt": task.row.where, "source": task.row.source}
+        if task.row.split is not None:
+            record["split"] = task.row.split
+        record |= {
             "base": self.base,
             "tokenizer": self.tokenizer,
             "seed": task.seed,
@@ -278,8 +281,9 @@ class AnswerWriter:
             "finish": task.finish,
             "input_ids": task.ids,
             "loss_mask": [int(learnt) for learnt in task.mask],
-            "shown": self.pair.tokenizer.decode(task.ids),
+            "shown": str(self.pair.tokenizer.decode(task.ids)),
         }
+        return record
 
     def _log_progress(self) -> None:
         self.last_log = time.perf_counter()
@@ -294,11 +298,9 @@ class AnswerWriter:
 
 
 def choose_batch(tasks: Sequence[Task], size: int) -> list[Task]:
-    """Choose the tasks to decode next: the first, so that none waits long, and those nearest to it in length.
+    """Choose up to `size` tasks to decode next: the first one, so that none starves, and those closest in length.
 
-    Greedy and sampled rows do not mix in one call of `generate`, nor do questions and answers.
-
-    At most `size` tasks are chosen.
+    One call of `generate` cannot mix greedy and sampled rows, nor questions and answers.
     """
     first = tasks[0]
     alike = sorted((task for task in tasks if task.kind == first.kind), key=lambda task: len(task.ids))
@@ -307,12 +309,12 @@ def choose_batch(tasks: Sequence[Task], size: int) -> list[Task]:
     return alike[start : start + size]
 
 
-def _error(number: int, row: Row, reason: str) -> dict[str, Any]:
+def _error(number: int, row: Row, reason: str) -> Record:
     return {"row": number, "prompt": row.where, "error": reason.removeprefix(f"{row.where}: ")}
 
 
 def _parts(row: Row, tokenizer: PreTrainedTokenizerBase, beginning: int) -> list[list[int]]:
-    """Return the ids before each answer; of a plain text, at most `beginning` tokens."""
+    """Return the ids before each answer; for a plain text, at most `beginning` tokens."""
     if row.messages is INVENTED:
         return _invented_turn(row, tokenizer)
     if row.messages is not None:
@@ -330,7 +332,7 @@ def _parts(row: Row, tokenizer: PreTrainedTokenizerBase, beginning: int) -> list
 
 
 def _beginning(ids: list[int], max_tokens: int) -> list[int]:
-    """Return the beginning of a text, at most half of it, so that the base has something left to write."""
+    """Return the beginning of a text, at most half of it, so that a continuation remains to be generated."""
     return ids[: min(max_tokens, (len(ids) + 1) // 2)]
 
 
@@ -340,6 +342,7 @@ def _turns(row: Row, messages: list[dict[str, str]], tokenizer: PreTrainedTokeni
     if not any(turn["role"] == "user" for turn in asked):
         raise CheckpointError("no user turn, so there is nothing to answer")
     marker = MARKER
+    # The marker must not occur in the conversation itself.
     while any(marker in turn["content"] for turn in asked):
         marker += "Z"
     answer, chat, parts = {"role": "assistant", "content": marker}, list[dict[str, str]](), list[list[int]]()
@@ -354,7 +357,7 @@ def _turns(row: Row, messages: list[dict[str, str]], tokenizer: PreTrainedTokeni
 
 
 def _invented_turn(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the ids up to the content of a first user turn, and those from its end to the assistant's answer."""
+    """Return the ids before the content of a first user turn, and those between it and the assistant's answer."""
     text = apply_template(row, [{"role": "user", "content": MARKER}], tokenizer, add_generation_prompt=True)
     before, found, _ = text.partition(MARKER)
     if not found or not before:
@@ -364,9 +367,9 @@ def _invented_turn(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[list[in
 
 
 def _render(row: Row, chat: list[dict[str, str]], marker: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that the template puts after the last answer of a chat, up to where the next one begins.
+    """Return the ids that the template puts between the last answer of a chat and the next one.
 
-    Without an answer yet, those are the ids of the whole chat.
+    For a chat without answers, returns the ids of the whole chat.
     """
     if not any(turn["role"] == "user" for turn in chat):
         raise CheckpointError("the assistant speaks before any user turn")
@@ -379,10 +382,11 @@ def _render(row: Row, chat: list[dict[str, str]], marker: str, tokenizer: PreTra
 
 
 def ids_after(text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Encode `text[start:]` as it stands after other text; by itself, many tokenizers would put a space before it."""
+    """Encode `text[start:]` in the context of the preceding text, since many tokenizers add a leading space."""
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         spans = encoded["offset_mapping"]
+        # A token that spans the boundary cannot be split, so encode the rest separately.
         if not any(first < start < end for first, end in spans):
             return [token for token, (_, end) in zip(encoded["input_ids"], spans, strict=True) if end > start]
     return list(tokenizer(text[start:], add_special_tokens=False)["input_ids"])

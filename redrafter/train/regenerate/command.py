@@ -1,11 +1,10 @@
-"""Let a base answer the prompts of a data set itself, to train its drafter on the base's own text.
+"""Regenerate the answers of a data set with the base, to train its drafter on the base's own text.
 
     redrafter regenerate --model BASE --drafter DRAFTER --data chat.jsonl --output own.jsonl
 
-Conversations are answered turn by turn; texts are continued from their beginning; with --invent, the base writes the
-questions too. The exact ids are kept. A drafter
-only makes it faster. Killed at any moment, the same command goes on; several processes share a data set with --shard,
-and `redrafter regenerate merge` puts their outputs together.
+Conversations are answered turn by turn; texts are continued from their beginning; with --invent, the base also
+generates questions. The output stores exact token ids. A drafter affects the speed only. After a kill, the same command
+resumes. With --shard, several processes share a data set, and `redrafter regenerate merge` combines their outputs.
 """
 
 import sys
@@ -28,8 +27,8 @@ from redrafter.train.regenerate.answer_writer import AnswerWriter, invented_rows
 from redrafter.train.regenerate.config import RegenerateConfig, main
 from redrafter.train.regenerate.journal import Journal, check_output, with_rates
 
-# Options that change how fast rows are answered or where they are written, and not the answers.
-OPTIONS_BESIDE_ANSWERS = ("model", "drafter", "device", "trust_remote_code", "output", "overwrite", "batch_size")
+# Options that affect the speed or the output file, but not the answers; a resumed run may change them.
+OTHER_OPTIONS = ("model", "drafter", "device", "trust_remote_code", "output", "overwrite", "batch_size")
 
 
 def regenerate(
@@ -40,18 +39,18 @@ def regenerate(
     total: int | None = None,
     log: Callable[[str], object] = print,
 ) -> dict[str, Any]:
-    """Answer rows and write `config.output`, or go on where an earlier run stopped.
+    """Answer rows and write `config.output`, or resume an interrupted run.
 
-    Of `config` only the options from `output` on are read. `total` is the number of rows that `select_rows` chooses,
-    for progress. Returns the summary, which is written to OUTPUT.json too.
+    Only the options from `output` on are read from `config`. `total` is the number of rows that `select_rows` chooses,
+    for progress. Returns the summary, which is also written to OUTPUT.json.
 
     Raises:
-        ArgumentError: The output exists, or was begun with other settings.
+        ArgumentError: The output exists, or was started with other settings.
         CheckpointError: No row could be answered.
     """
     target = pair.engine.target
-    # All that the answers depend on; another drafter, device or batch size may finish a run.
-    settings = {name: value for name, value in asdict(config).items() if name not in OPTIONS_BESIDE_ANSWERS} | {
+    # All settings that affect the answers; a run may resume with another drafter, device or batch size.
+    settings = {name: value for name, value in asdict(config).items() if name not in OTHER_OPTIONS} | {
         "data_bytes": [Path(file).stat().st_size if Path(file).is_file() else None for file in config.data],
         "base": target_fingerprint(target),
         "tokenizer": fingerprint(pair.tokenizer),
@@ -63,6 +62,7 @@ def regenerate(
         writer = AnswerWriter(pair, config, journal, log, total)
         writer.answer(rows)
         success = len(journal.done) - len(journal.errors)
+        # Every row is accounted for.
         assert writer.input == success + len(journal.errors) + writer.skipped
         if journal.errors and not success:
             first = journal.first_error()
@@ -81,14 +81,14 @@ def regenerate(
     return summary
 
 
-def run(config: RegenerateConfig, log: Callable[[str], object]) -> dict[str, Any]:
-    """Answer the rows of the files that a command line names. Returns the summary."""
+def regenerate_files(config: RegenerateConfig, log: Callable[[str], object]) -> dict[str, Any]:
+    """Answer the rows of the files of a command line. Returns the summary."""
     check_output(Path(str(config.output)), "--output", config.overwrite)
 
     def rows() -> Iterator[Row]:
         return chain(read_rows(config.data), invented_rows(config.invent))
 
-    # A bad row is found here, before any is answered.
+    # Read all rows once first, so that an invalid row is reported before any is answered.
     chosen = [chosen for *_, chosen in select_rows(rows(), config)]
     if not any(chosen):
         sources = ", ".join((*config.data, *(["--invent"] if config.invent else [])))
@@ -97,9 +97,9 @@ def run(config: RegenerateConfig, log: Callable[[str], object]) -> dict[str, Any
 
 
 def load(config: RegenerateConfig) -> Pair:
-    """Load the base, with its adapter and its drafter if it has such, and its tokenizer."""
+    """Load the base and its tokenizer, and its adapter and drafter, if any."""
     names = ("model", "drafter", "dtype", "device", "trust_remote_code")
-    options = LoadOptions(**{name: getattr(config, name) for name in names})
+    options = LoadOptions(**{name: vars(config)[name] for name in names})
     pair = Pair.load(options, speculate=can_draft(options, NO_DRAFT_OPTIONS))
     if config.adapter is not None:
         merge_adapter(pair.engine.model, config.adapter)
@@ -107,8 +107,8 @@ def load(config: RegenerateConfig) -> Pair:
 
 
 def run_checked(config: RegenerateConfig) -> int:
-    """Run the command with options that `main` has checked. Returns its exit code."""
-    summary = run(config, log=lambda line: print(line, file=sys.stderr, flush=True))
+    """Run the command with options validated by `main`. Returns its exit code."""
+    summary = regenerate_files(config, log=lambda line: print(line, file=sys.stderr, flush=True))
     print(
         f"{config.output}: {summary['success']} of {summary['input']} rows, {summary['errors']} errors, "
         f"{summary['skipped']} skipped; {summary['tokens']:,} tokens in {summary['seconds']:.0f} s, "

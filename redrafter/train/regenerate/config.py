@@ -17,10 +17,10 @@ from redrafter.options import option
 
 @dataclass(frozen=True)
 class RegenerateConfig:
-    """Options of a run, from which the command line is made. The fields' help texts describe them.
+    """Options of a run, which define the command line; the help text of each field documents it.
 
-    `redrafter.train.regenerate.command.regenerate` reads only the fields from `output` on; a caller has its engine and
-    rows already. Raises `ArgumentError` where a value is out of range.
+    `redrafter.train.regenerate.command.regenerate` reads only the fields from `output` on, since its caller provides
+    the engine and the rows. Raises `ArgumentError` if a value is out of range.
     """
 
     model: str | None = option(None, "base model: a hub id, a directory or a GGUF file", required=True, names="model")
@@ -49,24 +49,24 @@ class RegenerateConfig:
     limit: int | None = option(None, "answer the first N rows of the split only (default: all)")
     shard: str = option(
         "0/1",
-        "answer rows I, I+N, I+2N, ... only, I from 0 to N - 1; each shard needs an --output of its own, and redrafter "
-        "regenerate merge puts them together",
+        "answer rows I, I+N, I+2N, ... only, I from 0 to N - 1; each shard needs a separate --output, and redrafter "
+        "regenerate merge combines them",
         metavar="I/N",
     )
     batch_size: int = option(64, "rows decoded at once; halved when memory is short")
-    max_new_tokens: int = option(512, "tokens of an answer, at most")
-    max_input_len: int | None = option(None, "tokens of the longest prompt (default: the base's context)")
+    max_new_tokens: int = option(512, "maximum number of tokens of an answer")
+    max_input_len: int | None = option(None, "maximum number of prompt tokens (default: the base's context)")
     temperatures: tuple[float, ...] = option(
         (0.0, 0.7, 1.0),
-        "temperatures, of which each row is answered at one, drawn by the seed; 0 is greedy",
+        "temperatures; each row is answered at one of them, chosen by the seed; 0 is greedy",
         type=floats,
         metavar="X,...",
     )
-    top_k: int | None = option(None, "where not greedy, sample from the k likeliest tokens only")
+    top_k: int | None = option(None, "sample only from the k likeliest tokens, unless greedy")
     top_p: float | None = option(
-        None, "where not greedy, sample from the likeliest tokens that hold this probability only"
+        None, "sample only from the likeliest tokens with this total probability, unless greedy"
     )
-    seed: int = option(0, "seed, from which and its number each row's own seed is made")
+    seed: int = option(0, "seed, from which each row's seed is derived together with its number")
 
     def __post_init__(self) -> None:
         check_numbers(self, "limit", "batch_size", "max_new_tokens", "max_input_len", most=math.inf)
@@ -81,7 +81,7 @@ class RegenerateConfig:
 
 
 def shard_numbers(shard: str) -> tuple[int, int]:
-    """Return index and count of a shard, such as 0 and 4 of `0/4`; 0 and 0 where they cannot be read."""
+    """Parse a shard such as `0/4` as index and count; returns zeros for an invalid one."""
     index, _, count = shard.partition("/")
     return (int(index), int(count)) if index.isdecimal() and count.isdecimal() else (0, 0)
 
@@ -90,8 +90,8 @@ def build_parser() -> ConfigParser:
     """Return the parser of the command, with one flag for each field of `RegenerateConfig`."""
     parser = ConfigParser(
         prog="redrafter regenerate",
-        description="Let a model answer the prompts of a data set itself, to train its drafter on what it writes.\n"
-        "redrafter regenerate merge OUTPUT SHARD... puts the outputs of all shards together.",
+        description="Regenerate the answers of a data set with a model, to train its drafter on them.\n"
+        "redrafter regenerate merge OUTPUT SHARD... combines the outputs of all shards.",
         options=(RegenerateConfig,),
     )
     add_options(parser, RegenerateConfig, "answering")
@@ -99,7 +99,7 @@ def build_parser() -> ConfigParser:
 
 
 def parse(argv: Sequence[str] | None) -> RegenerateConfig:
-    """Parse the words after the name of the command; None takes those of the process."""
+    """Parse the arguments of the command; None parses `sys.argv[1:]`."""
     config = read_options(RegenerateConfig, build_parser().parse_args(argv))
     if not config.data and not config.invent:
         raise ArgumentError("nothing to answer: give --data FILE, --invent N, or both")
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `redrafter regenerate`. Returns its exit code."""
 
     def command() -> int:
-        from redrafter.train.regenerate.journal import check_output, merge_command  # which read this module
+        from redrafter.train.regenerate.journal import check_output, merge_command  # circular import
 
         words = list(sys.argv[1:] if argv is None else argv)
         if words[:1] == ["merge"]:

@@ -1,18 +1,18 @@
-"""The journal of a run, OUTPUT.partial, from which the same run goes on after a kill at any moment.
+"""Write the journal of a run, OUTPUT.partial, from which it resumes after a kill, and its output.
 
-Its first line holds the settings; each line after it is a finished row, a failed row, or the cost of a batch. Rows
-stand in the order in which they were finished, and are put in the order of the data set at the end.
+The first line holds the settings; each following line is a finished row, a failed row, or the cost of a batch. Rows are
+in order of completion, and are sorted by the order of the data set at the end.
 
-`merge` puts the outputs of all shards of a run together, as one run without shards would have written them.
+`merge` combines the outputs of all shards of a run into the output of a run without shards.
 """
 
 import heapq
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from redrafter.app.flags import format_value
 from redrafter.app.parser import Parser
@@ -20,27 +20,59 @@ from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.train.regenerate.config import shard_numbers
 
-# Of a summary, what is added up over the shards.
+# Entries of a summary that are summed over shards.
 COUNTS = ("input", "success", "errors", "skipped", "tokens", "seconds", "steps", "emitted")
 
 
-class Journal:
-    """Journal of a run that writes `output`. Use it in `with`, which reads what an earlier run left.
+class BatchCost(TypedDict):
+    """The cost of decoding a batch."""
 
-    `settings` holds all that the answers depend on.
+    seconds: float
+    steps: int
+    emitted: int
+
+
+class Record(TypedDict, total=False):
+    """A line of the journal: the settings, the cost of a batch, a failed row (`error`) or an answered row.
+
+    An answered row is also a line of the output.
+    """
+
+    settings: Mapping[str, object]
+    batch: BatchCost
+    row: int  # number of the row in the data set
+    prompt: str  # file and line of the row
+    error: str  # why the row failed
+    source: str | None
+    split: str
+    base: str
+    tokenizer: str
+    seed: int
+    temperature: float
+    finish: str  # `eos` or `length`
+    input_ids: list[int]
+    loss_mask: list[int]  # 1 for ids that the base generated
+    shown: str  # decoded `input_ids`
+
+
+class Journal:
+    """The journal of a run that writes `output`; a context manager that loads the records of an interrupted run.
+
+    `settings` holds all settings that affect the answers.
 
     Raises:
-        ArgumentError: The file cannot be written, or was begun with another setting, which the message names.
+        ArgumentError: The file cannot be written, or was started with another setting, which the message names.
         CheckpointError: The file is not a journal.
     """
 
-    def __init__(self, output: Path, settings: dict[str, Any]):
+    def __init__(self, output: Path, settings: Mapping[str, object]):
         self.output, self.path = output, output.with_name(output.name + ".partial")
-        self.done: dict[int, int] = {}  # by the number of each finished or failed row, the offset of its line
+        self.done: dict[int, int] = {}  # line offsets of finished and failed rows by row number
         self.errors: set[int] = set()  # numbers of the rows that failed
-        self.tokens, self.totals = 0, {"seconds": 0.0, "steps": 0, "emitted": 0}  # of all answers, and of all batches
+        self.tokens, self.totals = 0, BatchCost(seconds=0.0, steps=0, emitted=0)  # of all answers, and of all batches
         self._end = 0
-        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+        # A round trip through JSON turns tuples into lists, to compare with saved settings.
+        self._settings: dict[str, object] = json.loads(json.dumps(settings))
         try:
             self._file = open(self.path, "a+b")  # noqa: SIM115 - closed by __exit__
         except OSError as error:
@@ -57,8 +89,8 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def add(self, records: Iterable[dict[str, Any]]) -> None:
-        """Append records and flush them to the system, where they survive a kill of the process."""
+    def add(self, records: Iterable[Record]) -> None:
+        """Append records and flush them to the system, so that they survive a kill of the process."""
         for record in records:
             line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
             self._file.write(line)
@@ -66,7 +98,7 @@ class Journal:
             self._end += len(line)
         self._file.flush()
 
-    def finish(self, summary: dict[str, Any]) -> None:
+    def finish(self, summary: Mapping[str, object]) -> None:
         """Write the output, with the finished rows in the order of the data set, and remove the journal."""
         write_output(self.output, self._lines(self.done.keys() - self.errors), self._lines(self.errors), summary)
         self.remove()
@@ -76,9 +108,9 @@ class Journal:
         self._file.close()
         self.path.unlink(missing_ok=True)
 
-    def first_error(self) -> dict[str, Any]:
+    def first_error(self) -> Record:
         """Return the record of the first row that failed."""
-        record: dict[str, Any] = json.loads(next(self._lines({min(self.errors)})))
+        record: Record = json.loads(next(self._lines({min(self.errors)})))
         return record
 
     def _lines(self, rows: Set[int]) -> Iterator[bytes]:
@@ -94,7 +126,7 @@ class Journal:
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    record: dict[str, Any] = json.loads(line)
+                    record: Record = json.loads(line)
                 except ValueError as error:
                     raise CheckpointError(
                         f"{self.path}: not JSON, so no run left it there: {line[:60]!r}; delete it"
@@ -103,12 +135,13 @@ class Journal:
                     self._check(record.get("settings", {}))
                 self._note(record, self._end)
                 self._end += len(line)
+        # Drop a line that a kill cut short.
         self._file.truncate(self._end)
         if self._end == 0:
             self.add([{"settings": self._settings}])
 
-    def _note(self, record: dict[str, Any], offset: int) -> None:
-        """Bring the attributes up to date with a record at an offset of the file."""
+    def _note(self, record: Record, offset: int) -> None:
+        """Update the attributes with a record at an offset of the file."""
         if "row" in record:
             self.done[record["row"]] = offset
             if "error" in record:
@@ -116,31 +149,33 @@ class Journal:
             else:
                 self.tokens += sum(record["loss_mask"])
         elif "batch" in record:
-            for name in self.totals:
-                self.totals[name] += record["batch"][name]
+            cost = record["batch"]
+            self.totals["seconds"] += cost["seconds"]
+            self.totals["steps"] += cost["steps"]
+            self.totals["emitted"] += cost["emitted"]
 
-    def _check(self, saved: dict[str, Any]) -> None:
+    def _check(self, saved: Mapping[str, object]) -> None:
         for name, setting in self._settings.items():
             if saved.get(name) != setting:
                 values = (tuple(value) if isinstance(value, list) else value for value in (saved.get(name), setting))
                 old, new = map(format_value, values)
                 raise ArgumentError(
-                    f"{self.path} was begun with {name.replace('_', '-')} {old}, now it is {new}: go on with the same, "
-                    "or delete that file to begin anew"
+                    f"{self.path} was started with {name.replace('_', '-')} {old}, now it is {new}: continue with the "
+                    "same, or delete that file to start again"
                 )
 
 
 def check_output(output: Path, flag: str, overwrite: bool) -> None:
-    """Raise `ArgumentError` if the file that `flag` names cannot be written, or is there and is not to be replaced."""
+    """Raise `ArgumentError` if the file of `flag` cannot be written, or exists and must not be replaced."""
     check_writable(output, flag)
     if output.exists() and not overwrite:
         raise ArgumentError(f"{flag} {output} is there already; name another, or pass --overwrite")
 
 
-def write_output(output: Path, lines: Iterable[bytes], failed: Iterable[bytes], summary: dict[str, Any]) -> None:
-    """Write lines such that `output` appears last and whole, and beside it the failed rows and the summary.
+def write_output(output: Path, lines: Iterable[bytes], failed: Iterable[bytes], summary: Mapping[str, object]) -> None:
+    """Write the failed rows, the summary and then `output`, which appears atomically.
 
-    Raises `ArgumentError` where a file cannot be written.
+    Raises `ArgumentError` if a file cannot be written.
     """
     errors, failures = output.with_name(output.name + ".errors.jsonl"), b"".join(failed)
     if failures:
@@ -148,11 +183,13 @@ def write_output(output: Path, lines: Iterable[bytes], failed: Iterable[bytes], 
     else:
         errors.unlink(missing_ok=True)
     write_atomically(output.with_name(output.name + ".json"), json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    # The output appears last: its existence means that the run has finished.
     part = output.with_name(output.name + ".part")
     try:
         with open(part, "wb") as file:
             file.writelines(lines)
             file.flush()
+            # Before the rename, or a crash of the system could leave an empty output.
             os.fsync(file.fileno())
         part.replace(output)
     except OSError as error:
@@ -165,11 +202,11 @@ class _Shard:
     """The output of one shard."""
 
     path: Path  # file of its rows
-    summary: dict[str, Any]  # what it wrote to PATH.json
+    summary: dict[str, Any]  # content of PATH.json
 
     @classmethod
-    def read(cls, path: Path) -> "_Shard":
-        """Read the summary of a finished shard. Raises `CheckpointError` for one that is not finished or not whole."""
+    def load(cls, path: Path) -> "_Shard":
+        """Load the summary of a finished shard. Raises `CheckpointError` for an unfinished or incomplete one."""
         if not path.is_file():
             unfinished = path.with_name(path.name + ".partial").exists()
             reason = "it has not finished: run its command again" if unfinished else "no such file"
@@ -180,7 +217,7 @@ class _Shard:
             counts = {name: shard.summary[name] for name in COUNTS}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"shard {path}: {path.name}.json beside it is no summary of redrafter regenerate: {first_line(error)}"
+                f"shard {path}: {path.name}.json is not a summary of redrafter regenerate: {first_line(error)}"
             ) from error
         for suffix, count in (("", counts["success"]), (".errors.jsonl", counts["errors"])):
             if sum(1 for _ in shard.rows(suffix)) != count:
@@ -192,14 +229,14 @@ class _Shard:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that the answers depend on, and the shard."""
+        """All settings that affect the answers, and the shard."""
         settings: dict[str, Any] = self.summary["settings"]
         return settings
 
     def rows(self, suffix: str = "") -> Iterator[tuple[int, bytes]]:
         """Yield the number and the line of each row, in the order of the data set.
 
-        `suffix` is the end of the file's name: nothing for the answers, `.errors.jsonl` for the rows that failed.
+        `suffix` is appended to the file's name: empty for answers, `.errors.jsonl` for failed rows.
         """
         file = self.path.with_name(self.path.name + suffix)
         if suffix and not file.exists():  # no row failed
@@ -216,17 +253,16 @@ class _Shard:
 
 
 def merge(output: Path, paths: Sequence[Path], *, overwrite: bool = False) -> dict[str, Any]:
-    """Write the rows of all shards of a run, in any order, to `output`, in the order of the data set.
+    """Write the rows of all shards of a run, given in any order, to `output` in the order of the data set.
 
-    The rows that failed and the summary, which is returned, are written beside it. With `overwrite`, a file that is
-    there already is replaced.
+    Also writes the failed rows and the summary, which is returned. `overwrite` replaces an existing file.
 
     Raises:
-        ArgumentError: The output cannot be written, or a shard is of another run, missing or given twice.
-        CheckpointError: A shard has not finished or is not whole.
+        ArgumentError: The output cannot be written, or a shard belongs to another run, is missing or is given twice.
+        CheckpointError: A shard is unfinished or incomplete.
     """
     check_output(output, "OUTPUT", overwrite)
-    shards = [_Shard.read(path) for path in paths]
+    shards = [_Shard.load(path) for path in paths]
     _check_one_run(shards)
     total = {name: sum(shard.summary[name] for shard in shards) for name in COUNTS}
     summary = shards[0].summary | with_rates(total) | {"settings": shards[0].settings | {"shard": "0/1"}}
@@ -259,7 +295,7 @@ def _check_one_run(shards: Sequence[_Shard]) -> None:
 
 
 def with_rates(counts: dict[str, Any]) -> dict[str, Any]:
-    """Return the `COUNTS` of a summary, with tokens per second of all shards, one after another, and per step."""
+    """Add rates to the `COUNTS` of a summary: tokens per second of the summed time of all shards, and per step."""
     return counts | {
         "seconds": round(counts["seconds"], 3),
         "tokens_per_second": round(counts["tokens"] / max(counts["seconds"], 1e-9), 3),
@@ -271,8 +307,7 @@ def merge_command(argv: Sequence[str]) -> int:
     """Run `redrafter regenerate merge`. Returns its exit code."""
     parser = Parser(
         prog="redrafter regenerate merge",
-        description="Put the outputs of all shards of a run together, as one run without shards would have written "
-        "them.",
+        description="Combine the outputs of all shards of a run into the output of a run without shards.",
     )
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="file of JSON lines to write")
     parser.add_argument("shards", metavar="SHARD", type=Path, nargs="+", help="output of each shard, in any order")
