@@ -87,7 +87,7 @@ def first_line(error: BaseException) -> str:
 
 
 def ends_device(error: BaseException) -> bool:
-    """Tell whether an error, or one that it was raised from, leaves a GPU with which this process cannot continue.
+    """Return whether an error, or one that it was raised from, leaves a GPU with which this process cannot continue.
 
     CUDA returns such an error from every later call. Others pass, such as a lack of memory or a capture that failed.
     """

@@ -30,7 +30,7 @@ class Piece:
     Attributes:
         row: Row of the prompt in its batch.
         first: Position of the first token.
-        end: Position behind the last token.
+        end: Position after the last token.
     """
 
     row: int
@@ -44,7 +44,7 @@ class Piece:
 
 
 def cut_prompts(start: Sequence[int], length: Sequence[int], max_tokens: int) -> list[list[Piece]]:
-    """Cut what is left to read of each row, from `start` to `length`, into forwards of about equally many tokens."""
+    """Cut the unread tokens of each row, from `start` to `length`, into forwards of about equally many tokens."""
     total = sum(length) - sum(start)
     count = -(-total // max_tokens)
     size = -(-total // max(count, 1))
@@ -140,7 +140,7 @@ def prompt_attention(
 ) -> tuple[Tensor, None]:
     """Attend as an attention function of transformers, over pieces of prompts.
 
-    Queries are `[1, Hq, T, d]`, keys and values as in `PromptPlan.attended`, the output `[1, T, Hq, dv]`, beside None
+    Queries are `[1, Hq, T, d]`, keys and values as in `PromptPlan.attended`, the output `[1, T, Hq, dv]`, with None
     in place of the weights. `plan` comes with the model's own keyword arguments; a model that hands none on finds it in
     `RUNNING_PLAN`. Where there is none either, another thread runs the model meanwhile, and is given plain attention.
     """
@@ -191,7 +191,7 @@ register_attention(PROMPT_ATTENTION_NAME, prompt_attention, mask=_mask_for_other
 
 
 def _is_past_window(kind: AttentionKind, first: int) -> bool:
-    """Tell whether tokens from position `first` on see back to different slots, each by its own window."""
+    """Return whether tokens from position `first` on see back to different slots, each by its own window."""
     return kind.window is not None and first >= kind.window
 
 
@@ -231,12 +231,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, 
     if mask is not None or not before:
         out, log_sum = _flash(q, k, v, scale, mask=mask, causal=mask is None)
     else:
+        # torch aligns a causal mask at the first key, so the keys before the chunk are attended to apart, without a
+        # mask. The logarithms of the two sums of weights say how much each part counts.
         older, older_log_sum = _flash(q, k[:, :before], v[:, :before], scale)
         out, log_sum = _flash(q, k[:, before:], v[:, before:], scale, causal=True)
         share = torch.sigmoid(older_log_sum - log_sum)[..., None]
         out = torch.lerp(out.to(share.dtype), older.to(share.dtype), share)
         log_sum = torch.logaddexp(log_sum, older_log_sum)
     if sinks is not None:
+        # A sink adds its exponential to the sum of weights and no value, so all weights shrink by a sigmoid.
         out = out * torch.sigmoid(log_sum - sinks.to(log_sum.dtype).view(*q.shape[:2], 1))[..., None]
     return out
 

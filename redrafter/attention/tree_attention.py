@@ -188,7 +188,7 @@ def tree_attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend as an attention function of transformers, over the new nodes of token trees.
 
-    Queries are `[1, Hq, T, d]`, the output `[1, T, Hq, dv]`, beside None in place of the weights. `plan` comes with the
+    Queries are `[1, Hq, T, d]`, the output `[1, T, Hq, dv]`, with None in place of the weights. `plan` comes with the
     model's own keyword arguments; a model that hands none on finds it in `RUNNING_PLAN`.
     """
     plan = RUNNING_PLAN.get() if plan is None else plan

@@ -18,7 +18,7 @@ from redrafter.cache.states import RowStates, StatesOfRows
 # What models call the cache that they are given and return: the first since transformers 5.24, which warns of the
 # others; before that the second, or the third without attention.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-CACHE_NAME = "past_key_values"  # where a forward does not say what it takes
+CACHE_NAME = "past_key_values"  # where a forward's signature names no cache
 WINDOW_STEP_SLOTS = 64  # the window grows in steps of this size, so that shapes seldom change
 
 
@@ -46,7 +46,7 @@ class _Layer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Store the new keys and values, and return those that attention reads.
 
-        They are `[B, heads, N, dim]` of trees, or `[1, heads, T, dim]` of pieces of prompts; what is returned, `[B,
+        They are `[B, heads, N, dim]` of trees, or `[1, heads, T, dim]` of pieces of prompts; the results are `[B,
         heads, S, dim]`.
         """
         slots = self._cache.written[key_states.device]
@@ -71,7 +71,7 @@ class _Layer(CacheLayerMixin):
         return self._cache.window, 0
 
     def get_seq_length(self) -> int:
-        """Return the length that the model is told, see `DenseCache.committed`."""
+        """Return the length that this cache reports to the model (`DenseCache.committed`)."""
         return self._cache.committed
 
     def get_max_length(self) -> int:
@@ -94,7 +94,7 @@ class _EmptyLayer(_Layer):
         raise RuntimeError("a layer that stored nothing in a plain forward was given keys and values to store")
 
     def get_seq_length(self) -> int:
-        """Return the length that the model is told of a layer with states; 0 where nothing is stored."""
+        """Return the length reported to the model for a layer with states; 0 where nothing is stored."""
         return self._cache.committed if self.is_initialized else 0
 
 
@@ -144,7 +144,7 @@ class DenseCache(KVCache, Cache):
         ]
 
     def use_rows(self, rows: int) -> None:
-        """Let only the first `rows` rows take part in forwards, until the next call. The others keep what they hold."""
+        """Let only the first `rows` rows take part in forwards, until the next call. The others keep their contents."""
         assert rows <= self._all_rows, "more rows than there are"
         self.rows, window, self.window = rows, self.window, 0
         self._set_window(window)
@@ -232,7 +232,7 @@ class DenseCache(KVCache, Cache):
         self.written = {device: slots.to(device) for device in self._devices}
 
     def finite_nodes(self, *states: Tensor) -> Sequence[Tensor]:
-        """Return keys and values `[B, heads, N, dim]` of drafts, with zeros for what is not finite.
+        """Return keys and values `[B, heads, N, dim]` of drafts, with zeros in place of values that are not finite.
 
         A mask hides no NaN from nodes that do not see it, in this forward or in a later one over the same slots, as
         0 * NaN is NaN. The nodes that hold some are found by `sums`, since their logits are not finite either.

@@ -27,7 +27,7 @@ class LayerShape:
         device: Where the layer runs.
         source: For a layer that stores nothing, the layer whose keys and values it attends to; None where it attends to
             no tokens before it.
-        of_drafter: Whether it is what a drafter stores, which stands behind the model's own layers.
+        of_drafter: Whether it stores a drafter's values; such a layer follows the model's own layers.
         extra_dim: Width of a third vector of each slot; 0 without one. An indexer has keys there, by which it chooses
             the slots that the layer attends to; a drafter, hidden states that it reads when it stores the next token.
         states: Recurrent states; none for a layer that only attends.
@@ -49,7 +49,7 @@ class LayerShape:
         return replace(self, dtype=torch.float32, states=states)
 
     def storing_nothing(self, source: int | None = None) -> "LayerShape":
-        """Return the shape of a layer beside this one that stores nothing of its own."""
+        """Return the shape of a layer with the dtype and device of this one that stores nothing of its own."""
         return LayerShape(0, 0, 0, self.dtype, self.device, source)
 
 
@@ -59,7 +59,7 @@ def states_of(shapes: Sequence[LayerShape]) -> list[StateShape]:
 
 
 def stored_as(shapes: Sequence[LayerShape], dtype: torch.dtype | None) -> list[LayerShape]:
-    """Return shapes of layers stored in another format, None for their own; what a drafter stores keeps its."""
+    """Return shapes of layers stored in another format, None for their own; a drafter's layers keep theirs."""
     return [shape if dtype is None or shape.of_drafter else replace(shape, dtype=dtype) for shape in shapes]
 
 
@@ -116,7 +116,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def subset(self, rows: Tensor, slots: int) -> AbstractContextManager["KVCache"]:
-        """Yield a cache of rows `[B']` int64 alone, in which to write their first `slots` slots anew."""
+        """Yield a cache of rows `[B']` int64 alone, in which to rewrite their first `slots` slots."""
 
     @abstractmethod
     def plan_prefill(self, pieces: Sequence[Piece], kinds: Sequence[AttentionKind]) -> PromptPlan:

@@ -105,6 +105,7 @@ class KVCachePool:
         free = ranks.minimum(_free_memory(models[0][0].device, ranks))
         memory = int(free * fraction)
         row_bytes = sum(state.num_bytes for shapes in models for state in states_of(shapes))
+        # Half of the memory at most, as keys and values need the rest. Row 0 of the store belongs to no row.
         rows = min(memory // (2 * row_bytes) - 1, max_rows) if row_bytes else max_rows
         prefix_states = min(memory // (4 * row_bytes), prefix_states) if row_bytes else 0
         block_bytes = sum(scale * cls.block_bytes(shapes) for shapes, scale in zip(models, scales, strict=True))
@@ -164,9 +165,11 @@ class PagedCache(KVCache):
         )
 
     def plan_chains(self, tree: Tree, length: Tensor, windows: tuple[int, ...], tokens: int) -> Plan:
-        """Return what attention needs for a forward over chains alone: each is a chunk of its row, beside no tree."""
+        """Return the attention plan of a forward over chains alone: each chain is a chunk, and there are no trees."""
         no_tree = replace(chain(tree.tokens[:1, :1]), counts=torch.zeros_like(length[:1]), total=0)
         chunks = PromptChunks(tree.tokens, tree.row_starts(), length, self.table, *[torch.zeros_like(length)] * 2)
+        # A plan always has a tree. This one has no token, by its count, and its table names block 0, which no row
+        # holds.
         nowhere = PagedCache(self.pool, torch.zeros_like(self.table[:1]))
         return nowhere.plan(no_tree, torch.zeros_like(length[:1]), windows, chunks, tokens)
 
@@ -214,6 +217,7 @@ def stack_block_tables(block_tables: Sequence[BlockTable], device: torch.device,
 
 def _free_memory(device: torch.device, ranks: Ranks) -> int:
     if device.type == "cuda":
+        # To the driver, memory that torch's allocator caches is in use, and the pool would be smaller by it.
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available // ranks.size  # ranks on a CPU share its memory

@@ -48,7 +48,7 @@ def read_adapter(path: str | Path) -> LoraWeights:
 
     Raises:
         CheckpointError: A file is missing, cannot be read, or holds what does not belong there.
-        UnsupportedError: The adapter is more than LoRA on linear layers; the message names what it is.
+        UnsupportedError: The adapter is more than LoRA on linear layers; the message names the unsupported part.
     """
     folder = Path(path)
     if not folder.is_dir():

@@ -17,7 +17,7 @@ from redrafter.model.target import Target
 from redrafter.model.weights import hold_in_memory
 from redrafter.parallel.launched import launched_processes
 
-NORM_ROWS = 8  # rows of the embedding table whose norms tell one base from another
+NORM_ROWS = 8  # rows of the embedding table whose norms distinguish bases
 NORM_TOLERANCE = 0.02  # relative: enough for half precision, far less than two bases differ
 
 

@@ -179,7 +179,7 @@ def load_config(name: str | Path, *, trust_remote_code: bool = False, **hub_opti
 
 
 def locate_gguf(model: Any, load: dict[str, Any]) -> Any:
-    """Return what `gguf_file=` of a `from_pretrained` stands for: the path of that file, downloaded if need be.
+    """Resolve `gguf_file=` of a `from_pretrained` to the path of that file, downloaded if need be.
 
     The argument, and those that only say where on the hub the file is, are taken out of `load`. Without it, the model
     is returned as it is.
@@ -208,7 +208,9 @@ def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, Any
     try:
         config, _ = PretrainedConfig.get_config_dict(str(name), **hub_options)
     except OSError:
-        return AutoModelForCausalLM  # which finds the base of an adapter, or says what is missing
+        return (
+            AutoModelForCausalLM  # which finds the base of an adapter, or raises an error that names the missing file
+        )
     model_type = config.get("model_type")
     if trust_remote_code and "AutoModelForCausalLM" in config.get("auto_map", {}):
         return AutoModelForCausalLM
@@ -399,7 +401,7 @@ def quantize_model(model: Any, name: str, device: torch.device | str | None = No
 
 
 def quantize_drafter(drafter: Drafter) -> None:
-    """Replace the linear layers of a drafter by FP8 ones; what it drafts changes no token of a text.
+    """Replace the linear layers of a drafter by FP8 ones; drafts change no token of the output.
 
     Its `unquantized` part stays as it is.
     """

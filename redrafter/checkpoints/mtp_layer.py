@@ -35,7 +35,7 @@ class Family:
 
 
 # Qwen3-Next and Qwen3.5, dense and with experts; Nemotron-H; Ling 2.5 and later; DeepSeek-V3, Kimi K2 and GLM-4.5;
-# MiMo; ERNIE 4.5. The first that is told by a tensor is taken.
+# MiMo; ERNIE 4.5. The first one whose tensor exists is taken.
 FAMILIES = {
     "Qwen": Family(
         r"(?P<at>(?:.*\.)?mtp)\.fc\.weight",
@@ -95,7 +95,7 @@ class FoundLayer:
 
     Attributes:
         family: One of `FAMILIES`.
-        own: Names of the tensors beside those of decoder layers, by the names of the drafter's.
+        own: Names of the tensors other than those of decoder layers, by the names of the drafter's.
         blocks: Names of the tensors of each decoder layer, by the names that they have in the layer.
         count: How many MTP layers the checkpoint holds, of which this is the first.
     """

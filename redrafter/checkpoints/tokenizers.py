@@ -52,7 +52,7 @@ def _with_tokens_of_file(tokenizer: Any, size: int) -> PreTrainedTokenizerBase:
 
 
 def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the processor of a model, which cuts images up and knows the tokens that stand for them."""
+    """Load the processor of a model, which cuts images up and inserts their placeholder tokens."""
     if find_spec("PIL") is None:
         raise MissingDependencyError(f"images need Pillow: {how_to_install('vision')}")
     check_source(str(name))

@@ -78,7 +78,7 @@ def map_unlike_vocabularies(
 def map_vocabularies(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> VocabularyMap:
     """Map each token of a target to what a draft model with another tokenizer reads and writes for it.
 
-    Raises `UnsupportedError` if a tokenizer's tokens cannot be told as bytes, or the two share too few of them.
+    Raises `UnsupportedError` if a tokenizer's tokens cannot be written as bytes, or the two share too few of them.
     """
     target, draft = _TokenBytes.of(tokenizer), _TokenBytes.of(draft_tokenizer)
     draft_ids_of = draft.by_bytes()
@@ -128,7 +128,7 @@ def _pair_special(
 
 
 def _difference(vocabulary: dict[str, int], draft_vocabulary: dict[str, int]) -> str:
-    """Describe the first id that stands for different tokens in two vocabularies, or is in one of them only."""
+    """Describe the first id that maps to different tokens in two vocabularies, or is in one of them only."""
     tokens, draft_tokens = ({id: token for token, id in tokens.items()} for tokens in (vocabulary, draft_vocabulary))
     first = min(id for id in tokens.keys() | draft_tokens.keys() if tokens.get(id) != draft_tokens.get(id))
     sizes = f"{len(vocabulary)} tokens against {len(draft_vocabulary)}"
@@ -141,7 +141,7 @@ class _TokenBytes:
 
     Attributes:
         of_id: The bytes of each id that is text.
-        byte_ids: Ids that stand for one byte beside the ids of characters, as sentencepiece has them.
+        byte_ids: Ids of single bytes, in addition to the ids of characters, as sentencepiece has them.
         special: Ids that are no text, by their names.
         model: What splits a word into tokens.
         byte_level: Whether the vocabulary is written in the characters of byte-level BPE; else in sentencepiece's.

@@ -32,7 +32,7 @@ class Document:
 
     @property
     def learnable(self) -> bool:
-        """Tell whether a rollout fits into the document: two masked tokens in a row, after a first token."""
+        """Return whether a rollout fits into the document: two masked tokens in a row, after a first token."""
         return bytes(self.mask).find(b"\1\1", 1) >= 0
 
 

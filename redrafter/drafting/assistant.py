@@ -1,4 +1,4 @@
-"""The assistants that are released beside Gemma 4: small models that attend to the keys and values of their target.
+"""The assistants that are released with Gemma 4: small models that attend to the keys and values of their target.
 
 An assistant stores nothing of a text. Each of its layers attends to what the target's last layer of the same kind has
 stored of the committed tokens, and to no drafts. It reads the embedding of a token and a hidden state, the target's or
@@ -37,7 +37,7 @@ LEFT_OUT = 100.0  # how far ids of no chosen cluster are scored below the least 
 
 
 class AssistantConfig(AnyDrafterConfig):
-    """Facts about an assistant beside transformers' own config of it, in the same file, with `AnyDrafterConfig`'s.
+    """Facts about an assistant in addition to transformers' config of it, in the same file, with `AnyDrafterConfig`'s.
 
     Attributes:
         text_config: The config of its decoder.
@@ -183,7 +183,7 @@ class AssistantDrafter(DrafterModel):
 
     @property
     def told_by(self) -> nn.Module:
-        """The product whose norms tell the assistant from one that was trained anew."""
+        """The layer whose norms distinguish the assistant from one that was trained again."""
         return cast("nn.Module", self.assistant.pre_projection)
 
     def step(

@@ -44,7 +44,7 @@ class LayerContext(NamedTuple):
 
 
 class BlockContext(NamedTuple):
-    """Holds what a block of B rows is filled from, beside its pending tokens.
+    """Holds the inputs of a block of B rows, in addition to its pending tokens.
 
     Attributes:
         length: Committed tokens of each row, `[B]` int64.
@@ -92,7 +92,7 @@ class _Attention(AttentionProducts):
 class _Convolution(nn.Module):
     """The convolutions of DFlash2 before and after a sublayer, along a block: each position reads those before it.
 
-    A tap's weight is a constant of each channel and what is computed from the sublayer's input for each group of them.
+    A tap's weight is a constant of each channel plus a term computed from the sublayer's input for each group of them.
     """
 
     def __init__(self, config: DFlashConfig):
@@ -154,7 +154,7 @@ class _MarkovHead(nn.Module):
         self.joint_proj = nn.Linear(2 * rank + width, 3 * rank) if config.markov_type == "rnn" else None
 
     def forward(self, tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return what is added to logits, and the state that the next position reads.
+        """Return the term to add to logits, and the state that the next position reads.
 
         Args:
             tokens: The token before the position, of each beam, `[B, w]` int64.
@@ -233,7 +233,7 @@ class DFlashDrafter(ReplayableDrafter):
 
     @property
     def told_by(self) -> nn.Module:
-        """The product of the target's hidden states, whose norms tell the drafter: the head may be the target's."""
+        """The product of the target's hidden states, whose norms identify the drafter: the head may be the target's."""
         return self.fc
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:

@@ -203,7 +203,7 @@ class _Lattice:
 def commit_drafts(state: State, tree: Tree, path: Path, cache: KVCache) -> None:
     """Commit the accepted nodes in a draft model's cache, as a step does in the target's.
 
-    Its recurrent states stay a token behind, since each of its steps reads the last committed token again.
+    Its recurrent states lag by one token, since each of its steps reads the last committed token again.
     """
     if tree.slots is not None:
         path = replace(path, nodes=tree.slots.gather(1, path.nodes))

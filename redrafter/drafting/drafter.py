@@ -34,15 +34,15 @@ TABULATED_AT_ONCE = 8192  # ids
 
 
 class DraftStart(NamedTuple):
-    """The target's hidden state, and what it adds to the products of every step of a draft, computed once.
+    """The target's hidden state, and its contribution to the products of every step of a draft, computed once.
 
-    Two products of each step read the hidden state beside the step's own inputs. A product of joined inputs is the sum
+    Two products of each step read the hidden state and the step's own inputs. A product of joined inputs is the sum
     of a product of each, so what the hidden state adds to both is the same in every step.
 
     Attributes:
         hidden: The target's hidden state that produced the pending token, fused, `[..., D]`.
-        gate: What it adds to the gated cell's product, bias included, `[..., 2D]`; None in other cells.
-        exit: What it adds to the first product after the cell, bias included, `[..., E]`; None where that is the head.
+        gate: Its term of the gated cell's product, bias included, `[..., 2D]`; None in other cells.
+        exit: Its term of the first product after the cell, bias included, `[..., E]`; None where that is the head.
     """
 
     hidden: Tensor
@@ -226,7 +226,7 @@ class RecurrentDrafter(TrainableDrafter):
         return last + self.fuse(torch.cat([last, normed.flatten(-2)], dim=-1))
 
     def begin(self, hidden: Tensor) -> DraftStart:
-        """Compute, once for all steps of a draft, what they take from the target's hidden state alone.
+        """Compute, once for all steps of a draft, the terms that depend on the target's hidden state alone.
 
         Args:
             hidden: The target's hidden state that produced the pending token, as `fuse_hidden` returns it, `[..., D]`.

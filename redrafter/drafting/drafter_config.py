@@ -136,7 +136,7 @@ class DrafterConfig(AnyDrafterConfig):
         head_shortlist: Ids that rough scores propose for each beam at each step, which the head then scores alone; a
             search of more beams gets as many. None for a head that scores all ids.
         head_shortlist_rank: Rank of the rough scores.
-        source_config: What Apple's config says beside it, kept for the way back.
+        source_config: Other fields of Apple's config, kept for converting back.
     """
 
     model_type = "redrafter"
@@ -174,7 +174,7 @@ AutoConfig.register(DrafterConfig.model_type, DrafterConfig, exist_ok=True)
 
 
 class LayerConfig(AnyDrafterConfig):
-    """Says what the configs of drafters with decoder layers do, beside what `AnyDrafterConfig` says.
+    """The fields of drafters with decoder layers, in addition to those of `AnyDrafterConfig`.
 
     Attributes:
         intermediate_size: Width of the layers' MLPs.

@@ -32,7 +32,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
     Attributes:
         made_from_config: Whether its config alone makes it, without weights; else it is neither trained nor converted.
         proposer_class: What drafts with it.
-        identity_fields: Sizes and settings in its config that tell it from others.
+        identity_fields: Sizes and settings in its config that identify it.
         unquantized: What stays as it is where the drafter is quantised; None for nothing.
         int8_head: The head in 8 bits, for drafts on a CPU, after `prepare`; None where it is used as it is.
     """
@@ -107,12 +107,12 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         return logits
 
     def identity(self) -> list[Any]:
-        """Return sizes and settings that tell the drafter from others, beside norms of `told_by`."""
+        """Return sizes and settings that identify the drafter, in addition to norms of `told_by`."""
         return [getattr(self.config, name) for name in self.identity_fields]
 
     @property
     def told_by(self) -> nn.Module:
-        """The product, by rows, whose norms tell the drafter from one that was trained anew."""
+        """The layer whose row norms distinguish the drafter from one that was trained again."""
         return self.lm_head
 
     def index_ids(self) -> Tensor:

@@ -161,7 +161,7 @@ class EagleDrafter(TrainableDrafter):
 
         Args:
             keys: What S + 1 tokens of each row, one after the other, add to keys, `[B, S + 1, 2H, d]`.
-            values: What they add to values, `[B, S + 1, 2H, d]`.
+            values: Terms to add to values, `[B, S + 1, 2H, d]`.
             length: Committed tokens of each row, `[B]` int64.
             first: Position of the first of these tokens.
         """
@@ -268,7 +268,7 @@ class EagleDrafter(TrainableDrafter):
 
 
 def _hide(missing: Tensor) -> Tensor:
-    """Return what is added to scores, float32: -inf where entries are missing, else 0."""
+    """Return the mask to add to scores, float32: -inf where entries are missing, else 0."""
     return torch.zeros_like(missing, dtype=torch.float32).masked_fill(missing, -torch.inf)
 
 
@@ -281,7 +281,7 @@ def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
         past: Entries of each row, `[B, S, H, d]`.
 
     Returns:
-        What was read, `[B, w, h d]`.
+        The attended values, `[B, w, h d]`.
     """
     rows, beams, heads, size = query.shape
     groups, steps = past.entries.keys.shape[2], path.keys.shape[2]
@@ -297,7 +297,7 @@ def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
     return read.flatten(2)
 
 
-ENTRIES_AT_ONCE = 512  # of a row; bounds what reading the text takes beside its result
+ENTRIES_AT_ONCE = 512  # of a row; bounds the memory for reading the text, in addition to its result
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ class EagleProposer(SearchProposer):
         """Return what scores the next tokens of every beam; see `SearchProposer.scores`."""
         head = self.drafter
         carried = head.fuse_hidden(state.hidden)[:, None]  # [B, w, D], the hidden state that each beam reads
-        path: EagleEntries | None = None  # what was drafted on each beam
+        path: EagleEntries | None = None  # the drafts of each beam
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried, path

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 
 class LowRankLinear(nn.Linear):
-    """A linear layer whose weight and bias are frozen beside a trained update of low rank.
+    """A linear layer whose weight and bias are frozen, with a trained low-rank update.
 
     Attributes:
         lora_A: The factor that reads, `[r, D]`, random at first.
@@ -45,7 +45,7 @@ class LowRankDrafter:
     """A copy of a drafter that is frozen but for low-rank updates of its linear layers.
 
     Products over the vocabulary have no updates: factors with a row for each id would be larger than all others, and
-    what they read is updated.
+    their inputs are updated.
 
     Attributes:
         whole: The drafter, which stays as it is until `merge`.
@@ -77,7 +77,7 @@ class LowRankDrafter:
             self.whole.get_parameter(f"{name}.weight").copy_(layer.weight + layer.lora_B @ layer.lora_A)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return the frozen weights and the factors by layer: from a sum alone they could not be told apart again."""
+        """Return the frozen weights and the factors by layer: a sum alone could not be separated again."""
         return {name: layer.state_dict() for name, layer in self._layers.items()}
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:

@@ -21,9 +21,9 @@ from redrafter.tree.accept import accept
 from redrafter.tree.sizes import check_size
 from redrafter.tree.token_tree import Tree, chain
 
-MATCH_TOKENS = 8  # last tokens that are looked for beside another proposer, at most
+MATCH_TOKENS = 8  # last tokens to match, with another proposer, at most
 LEAST_MATCH = 2  # of these that must match: single tokens recur by chance
-DRAFTS_PER_MATCHED = 2  # on a CPU, where each node takes time: a long match is more likely to go on
+DRAFTS_PER_MATCHED = 2  # on a CPU, where each node takes time: a long match is more likely to continue
 
 
 def latest_match(tokens: Tensor, length: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -50,9 +50,9 @@ def latest_match(tokens: Tensor, length: Tensor, most: int) -> tuple[Tensor, Ten
 
 
 class Repeats:
-    """Tells on the host whether a text has a match, so that a step without one need not search for it.
+    """Checks on the host whether a text has a match, so that a step without one need not search for it.
 
-    It is only a hint: what is copied is found by `latest_match`, and nothing that is drafted changes a token.
+    It is only a hint: `latest_match` finds the copied tokens, and drafts change no token.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Repeats:
         """Return whether the last LEAST_MATCH tokens of a text occur earlier in it, or in a piece of another one.
 
         Args:
-            tokens: The text, which begins with what was given in earlier calls.
+            tokens: The text, which begins with that of earlier calls.
             piece: Tokens of the other text. Earlier pieces are not forgotten, as a step that searches in vain is right.
         """
         if piece is not None and piece is not self._piece:
@@ -88,7 +88,7 @@ def searched(state: State) -> tuple[Tensor, Tensor]:
 
 
 def copy_from(tokens: Tensor, length: Tensor, start: Tensor, count: int) -> Tensor:
-    """Return the `count` tokens from position `start` `[B, 1]` on, `[B, count]`; 0 stands for the pending token.
+    """Return the `count` tokens from position `start` `[B, 1]` on, `[B, count]`; 0 is the pending token.
 
     What reaches the end of the text starts over, which is right where the text is in a loop.
     """
@@ -149,7 +149,7 @@ class PromptLookupProposer:
 
 @dataclass(frozen=True)
 class TextBeside:
-    """Drafts what another proposer drafts, and beside it a chain that is copied from the text.
+    """Adds a chain that is copied from the text to another proposer's drafts.
 
     Attributes:
         without_text: The other proposer. An LM that drafts reads L more of the last tokens in each step, as it has read
@@ -179,7 +179,7 @@ class TextBeside:
 
     @property
     def sizes(self) -> dict[str, int] | None:
-        """The other proposer's sizes, and what is copied."""
+        """The other proposer's sizes, and those of the copied chain."""
         return (self.without_text.sizes or {}) | {"draft_from_text": self.draft_len}
 
     @cached_property

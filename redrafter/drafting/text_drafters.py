@@ -85,7 +85,7 @@ class TrainableDrafter(ReplayableDrafter):
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
         """Return about how many bytes `unroll` keeps for the gradients of all positions of rows of `length` tokens.
 
-        They are named by what they are for, as `redrafter train --dry-run` shows them.
+        They are named by their purpose, as `redrafter train --dry-run` shows them.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""What a caller gives to `generate`, checked: arguments, prompts, and inputs of a model beside them.
+"""Check the arguments of `generate`: options, prompts, and further inputs of a model.
 
 Arguments are known, or refused by name, and said in transformers' terms. Models with an encoder beside their text are
 told about its inputs in every call, from transformers' `generate` or from a processor, and some get a position for each
@@ -309,7 +309,7 @@ def separate_inputs(arguments: Mapping[str, Any], target: Target) -> tuple[dict[
     """Separate the inputs of the model, which its forward names, from the other arguments of a call.
 
     Returns:
-        The other arguments; and the images with the types of tokens beside them, on the model's device. Empty inputs,
+        The other arguments; and the images with their types of tokens, on the model's device. Empty inputs,
         such as a processor makes of a text without images, are in neither.
 
     Raises:
@@ -368,7 +368,7 @@ def _check_empty(name: str, value: Any, model: Any) -> None:
 
 
 def _count_tokens(positions: Tensor, seen: Tensor, rows_of_text: Tensor) -> bool:
-    """Tell whether tokens are counted from 0 in each row of text, padding aside.
+    """Return whether tokens are counted from 0 in each row of text, padding aside.
 
     Positions are `[B, P]`, or `[A, B, P]` with one position per axis, which are equal for text; B may be 1 for all.
     """
@@ -382,7 +382,7 @@ def _count_tokens(positions: Tensor, seen: Tensor, rows_of_text: Tensor) -> bool
 
 
 def _is_empty(value: Any) -> bool:
-    """Tell whether an input holds nothing, as what was encoded of no image does."""
+    """Return whether an input is empty, as the encoding of no image is."""
     if isinstance(value, Mapping):
         return all(map(_is_empty, value.values()))
     return value is None or (isinstance(value, list | tuple) and all(map(_is_empty, value)))

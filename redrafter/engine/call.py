@@ -1,4 +1,4 @@
-"""A call of `generate` while it is decoded: its rows, the scheduler that runs them, and who is told of their tokens."""
+"""A call of `generate` while it is decoded: its rows, their scheduler, and the receivers of their tokens."""
 
 import time
 import warnings
@@ -51,7 +51,7 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
 
 
 class Row:
-    """One output row of a call: its sequence, and what is recorded of each token."""
+    """One output row of a call: its sequence, and the records of each token."""
 
     def __init__(self, index: int, prompt: list[int], call: "Call"):
         """Make a row that has not begun; `prompt` has its padding."""
@@ -131,7 +131,7 @@ class Call:
 
     @contextmanager
     def queued(self, scheduler: Scheduler) -> Iterator[None]:
-        """Queue the rows in a scheduler without sequences, and take back what they still hold at the end.
+        """Queue the rows in a scheduler without sequences, and release what they still hold at the end.
 
         Within the context an exception in a round is raised by that round.
         """
@@ -177,7 +177,7 @@ class Call:
         if not request.as_dict:
             return sequences
         seeds = None if request.params[0].greedy else [params.seed for params in request.params]
-        # transformers annotates these fields more narrowly than what it puts there itself.
+        # transformers annotates these fields more narrowly than the values it assigns itself.
         return GenerateOutput(
             sequences=sequences,  # type: ignore[arg-type]
             scores=_columns([row.scores for row in rows]) if "scores" in request.keeps else None,  # type: ignore[arg-type]

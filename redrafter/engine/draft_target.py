@@ -29,7 +29,7 @@ Acceptance = Literal["match", "rejection"]
 ACCEPTANCE: tuple[Acceptance, ...] = ("match", "rejection")
 
 CAPTURED_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # that steps are captured for, of those up to the longest
-# What a forward costs beside its weights, by device: each layer, in parameters that could be read meanwhile; and each
+# Costs of a forward besides reading weights, by device: each layer, in parameters that could be read meanwhile; each
 # further node in one row, in forwards of one node. Measured on two cores of a Xeon in float32 and an H200 in bfloat16.
 LAYER_COST_PARAMETERS = {"cpu": 6e6, "cuda": 70e6}
 NODE_COST_FORWARDS = {"cpu": 0.05, "cuda": 0.0}
@@ -112,7 +112,7 @@ class DraftTarget(Engine):
         self._with_text: dict[int, TextBeside] = {}
 
     def proposer_for(self, rows: int) -> Proposer:
-        """Return the proposer for a batch of `rows` rows, beside which drafts may be copied from the text."""
+        """Return the proposer for a batch of `rows` rows, with drafts copied from the text where allowed."""
         proposer, target = self._by_length[self.draft_len], self.target
         states = proposer.model.keeps_states or (target.keeps_states and target.device.type != "cpu")
         if (
@@ -126,7 +126,7 @@ class DraftTarget(Engine):
         count = text_nodes(rows, proposer.nodes, target.device.type)
         if not count:
             return proposer
-        # What is copied and accepted may be followed by the last draft, which has not been read either.
+        # Copied and accepted drafts may be followed by the last draft, which has not been read either.
         return self._with_text.setdefault(count, TextBeside(replace(proposer, reread=1 + count), count))
 
     @classmethod
@@ -153,7 +153,7 @@ class DraftTarget(Engine):
         Args:
             model: The target.
             draft_model: The draft model. Where its tokenizer is another one than the target's, it drafts the tokens
-                that stand for the same bytes in both vocabularies, and reads the others as several of its own.
+                that spell the same bytes in both vocabularies, and reads the others as several of its own.
             draft_len: Tokens drafted per step, one after the other.
             num_beams: Above 1, the draft model's likeliest continuations make a tree.
             node_budget: Nodes of that tree verified per step, 1 + num_beams * draft_len at most; None for as many as
@@ -217,7 +217,7 @@ class DraftTarget(Engine):
         return AdaptiveDraftLength(self._by_length, texts, lambda rows: cost + node_cost * (rows - 1))
 
     def _doubt(self, rows: int) -> float:
-        """Return how likely a draft must be right to be worth another one behind it, in a step of `rows` rows."""
+        """Return the probability that a draft must have to be worth another one after it, in a step of `rows` rows."""
         return min(TOKENS_PER_FORWARD * (self._draft_cost + self._node_cost * rows), 0.9)
 
 

@@ -215,7 +215,7 @@ class Engine(Changeable):
         return reason and f"the draft model: {reason}"
 
     def drop_graphs(self) -> None:
-        """Forget the captured steps and so free what they hold; the next batch captures again. No batch may be open."""
+        """Forget the captured steps and free their memory; the next batch captures again. No batch may be open."""
         self.batches.drop()
 
     def forget_prefixes(self) -> None:
@@ -224,13 +224,13 @@ class Engine(Changeable):
             graphs.forget_prefixes()
 
     def lend_to(self, other: "Engine") -> None:
-        """Let another engine on the same target use this one's GPU memory and captured steps beside its own."""
+        """Let another engine on the same target use this one's GPU memory and captured steps in addition to its own."""
         assert other.target is self.target
         assert other.draft_model is None or other.draft_model is self.draft_model
         other.lender = None if other is self else self
 
     def load_adapter(self, name: str, path: str | Path | LoraWeights) -> None:
-        """Load a LoRA adapter beside the model, for the texts that ask for it by name.
+        """Load a LoRA adapter of the model, for sequences that request it by name.
 
         Engines on one target share its adapters. What drafts stays as it is: it changes no token, but where an adapter
         writes other texts, fewer drafts are accepted.
@@ -258,7 +258,7 @@ class Engine(Changeable):
             self.load_adapter(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter. Texts that are being written with it go on.
+        """Forget a LoRA adapter. Sequences that use it continue.
 
         Raises:
             ArgumentError: There is no such adapter.
@@ -308,7 +308,7 @@ class Engine(Changeable):
                 always kept). Besides, `temperature` may be a list with one value per output row; `frequency_penalty`,
                 `presence_penalty` and `logit_bias` (a dict from ids) are OpenAI's; `grammar` is a `Grammar` that the
                 texts follow, or what `Grammar.of` reads, with `tokenizer`, or a list of one or None per output row.
-                A model that sees images takes what its processor returns beside ids and mask (`pixel_values`, ...).
+                A model that sees images takes the other outputs of its processor (`pixel_values`, ...).
 
         Returns:
             Ids `[B, P + new]`, laid out as `model.generate` lays them out, or a `GenerateOutput` with `.stats`.
@@ -333,7 +333,7 @@ class Engine(Changeable):
         # 2. Check the shapes that transformers counts on. Ids and mask are checked as it prepares them, in phase 4.
         input_ids = check_shapes(input_ids, attention_mask)
 
-        # 3. Say in transformers' terms what it has no names for, or would not hand on.
+        # 3. Translate arguments that transformers has no names for, or would not pass on.
         kwargs, own = split_own(kwargs)
         if return_dict_in_generate is not None:
             kwargs["return_dict_in_generate"] = return_dict_in_generate
@@ -343,7 +343,7 @@ class Engine(Changeable):
         if not images:  # which are read with what transformers prepares
             kwargs, generation_config = without_cache(kwargs, generation_config, self.model.generation_config)
 
-        # 4. Let transformers prepare the call (configs, processors, criteria, rows), and decode what it prepared.
+        # 4. Let transformers prepare the call (configs, processors, criteria, rows), and decode the prepared call.
         target, device = self.target, self.target.device
         if PREPARES_ON_HOST and not target.image_arguments:
             device = torch.device("cpu")  # or each number that follows from ids and mask would be a launch, some a wait
@@ -408,7 +408,7 @@ class Engine(Changeable):
 
     @torch.inference_mode()
     def _decode(self, mine: OwnArguments, input_ids: Tensor, inputs: dict[str, Any]) -> Tensor | GenerateOutput:
-        """Decode a call that transformers has prepared; `inputs` is what it says beside the ids."""
+        """Decode a call that transformers has prepared; `inputs` are its arguments in addition to the ids."""
         # 1. Read which adapters the rows have.
         names = row_adapters(mine.adapter, mine.prompts or len(input_ids), len(input_ids))
         check_autocast(self.target.device)

@@ -21,11 +21,11 @@ _BY_ROWS = {
 def make_batch_invariant(target: Target, draft_model: Target | None, *, compile: bool) -> None:
     """Make the target of an engine batch-invariant, and let its draft model, if it has one, share its kind of cache.
 
-    What is drafted changes no text, so the draft model is computed as ever.
+    Drafts change no text, so the draft model is computed as usual.
 
     Raises:
         ArgumentError: The target is on a GPU, and `compile` says that it is not compiled.
-        UnsupportedError: The target cannot be computed so, or the draft model not beside it.
+        UnsupportedError: The target cannot be computed so, or the draft model not with it.
     """
     if target.device.type == "cuda" and not compile:
         raise ArgumentError(
@@ -69,7 +69,7 @@ _DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m
 
 
 def kv_dtype_of(name: str) -> torch.dtype | None:
-    """Return the format that a name of `KV_CACHE_DTYPES` stands for; None for that of the activations."""
+    """Return the format that a name of `KV_CACHE_DTYPES` selects; None for that of the activations."""
     return _DTYPES.get(name)
 
 

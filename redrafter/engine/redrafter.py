@@ -190,7 +190,7 @@ class ReDrafter(Engine):
         return self._proposer_of(shape, rows)
 
     def derive(self) -> None:
-        """Make the drafter's tables anew; see `Engine.derive`."""
+        """Rebuild the drafter's tables from its weights."""
         super().derive()
         self._experience = None
         self.drafter.prepare(self.target)
@@ -199,7 +199,7 @@ class ReDrafter(Engine):
         """Return what chooses the proposer of each step; None with `pauses` off.
 
         A shape that was asked for, or tuned, is drafted or not; else steps choose among several. See `step_costs` for
-        what they are taken to cost.
+        their assumed cost.
         """
         if not self.pauses:
             return None
@@ -221,7 +221,7 @@ class ReDrafter(Engine):
         if self.target.device.type == "cpu":  # whose steps know whether a text has something to copy
             beside = {size: [each for each in of if each.without_text] for size, of in searching.items()}
             searching = {size: [each.without_text or each for each in of] for size, of in searching.items()}
-        reading = 0.0  # on a CPU, which reads keys and values anew for each node
+        reading = 0.0  # on a CPU, which reads keys and values again for each node
         if graphs is not None and self.target.device.type == "cuda":  # steps are measured with short texts
             with self._lock:  # once, as ranks agree on it
                 if self._reading is None:
@@ -260,7 +260,7 @@ class ReDrafter(Engine):
         return self._best[key]
 
     def _proposer_of(self, shape: TreeShape | None, rows: int) -> Proposer:
-        """Return the proposer of a shape for some rows, with what is copied from the text where that costs little."""
+        """Return the proposer of a shape for some rows, with drafts copied from the text where they cost little."""
         return self.plain if shape is None else self._with_copies(self._propose(self.target, shape), rows)
 
     def _with_copies(self, proposer: Proposer, rows: int) -> Proposer:

@@ -8,9 +8,9 @@ from redrafter.drafting.step_choice import Promise
 from redrafter.drafting.step_costs import StepCosts
 from redrafter.tree.sizes import MAX_BEAMS
 
-WIDTHS = (1, 2, 3, 5)  # of searches that are looked at, beside the widest one
-DEPTHS = (1, 2, 3, 4, 5, 7)  # likewise, beside the deepest one
-NODES = (2, 3, 4, 6, 8, 12, 16, 24)  # of each row, beside all that are searched
+WIDTHS = (1, 2, 3, 5)  # of candidate searches, in addition to the widest one
+DEPTHS = (1, 2, 3, 4, 5, 7)  # likewise, in addition to the deepest one
+NODES = (2, 3, 4, 6, 8, 12, 16, 24)  # of each row, in addition to all that are searched
 SHARED = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0)  # of each row on average, where rows share
 # Qualities of drafters, as `Promise` has them, for each of which the best tree is at hand. On a GPU each kind of step
 # is captured when it is first taken, which takes as long as many steps.
@@ -58,6 +58,6 @@ def _shapes(whole: SearchProposer, rows: int, share: bool) -> Iterator[tuple[Tre
                     if mean < lattice and rows < (total := int(mean * rows)) <= MAX_BEAMS:
                         yield TreeShape(beams, depth, lattice, total), total / rows
             for nodes in sorted({*NODES, whole.nodes, lattice}):
-                # With fewer than a level's nodes beside a path to the deepest, a shorter search is the same tree.
+                # With less than a level of nodes besides a path to the deepest, a shorter search is the same tree.
                 if depth < nodes <= min(lattice, whole.nodes) and (beams > 1 or nodes == lattice):
                     yield TreeShape(beams, depth, nodes), float(nodes)

@@ -59,7 +59,7 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
 
     Raises:
         ArgumentError: If another process is writing the same folder.
-        CheckpointError: If the folder cannot be written. Nothing is left behind then.
+        CheckpointError: If the folder cannot be written. No partial folder remains then.
     """
     target = Path(os.path.realpath(folder))
     partial, old = _working_paths(target)
@@ -91,7 +91,7 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed or failed `write_folder` left beside a folder, and restore the old folder if need be.
+    """Remove what a killed or failed `write_folder` left next to a folder, and restore the old folder if need be.
 
     Nothing is changed while another process is writing the folder.
     """

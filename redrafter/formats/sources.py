@@ -249,7 +249,7 @@ def read_own(directory: Path) -> SourceDrafter:
 def load_foreign(name: str | Path) -> Drafter | None:
     """Load an EAGLE-3 head, or a DFlash or DSpark drafter, from a directory of another project, converted in memory.
 
-    Returns None for what is no such directory. Raises as `open_drafter` does.
+    Returns None for any other directory. Raises as `open_drafter` does.
     """
     directory = Path(name)
     if not (directory / "config.json").is_file() or kind_of(directory) not in FOREIGN:

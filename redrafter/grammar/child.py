@@ -115,7 +115,7 @@ def _ebnf_to_lark(text: str) -> str:
 
 
 def run_in_deep_thread(work: Callable[[], Any], nice: int = 0) -> Any:
-    """Call a function in a thread with a stack of `STACK_BYTES` bytes; return what it returns, raise what it raises.
+    """Call a function in a thread with a stack of `STACK_BYTES` bytes; return its result or raise its exception.
 
     `nice` is added to the niceness, on Linux to that thread's alone.
     """
@@ -310,7 +310,7 @@ def prepare(end: bytearray, tokenizer: bytearray) -> Callable[[socket.socket], N
 def _follow(connection: socket.socket, vocabulary: Any) -> None:
     """Compile the grammar that is sent, then answer questions about its texts until the connection is closed.
 
-    What is sent first is `+` and the bytes that the compiled grammar takes, or `-` and an error message. Then come
+    The first message is `+` and the bytes that the compiled grammar takes, or `-` and an error message. Then come
     frames of JSON: the numbers of texts to be forgotten, and questions. A question is a text's number, the ids that end
     it, how many of the tokens sent before are still part of it, the tokens after those up to the root of a tree, the
     tree's tokens, the index of each one's parent, and how many levels need masks. The answers are a frame of JSON, with

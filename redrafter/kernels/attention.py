@@ -24,7 +24,7 @@ SHORT_CONTEXT_TOKENS = 2048  # for rows that are no longer, merging many splits 
 LONG_CONTEXT_TOKENS = 8192  # for longer rows, splits are added
 MAX_SPLITS = 256
 MAX_MERGED_NUMBERS = 1 << 15  # splits times a head's width that one program merges without registers in memory
-MAX_SPLIT_TOKENS = 8192  # of a row beside others; one program would take as long as all others together
+MAX_SPLIT_TOKENS = 8192  # of a row in a batch with others; one program would take as long as all others together
 MIN_SPLIT_TOKENS = 512  # of a row where splits are made for longer ones
 MAX_PART_NUMBERS = 1 << 26  # float32 numbers that all splits find: 256 MiB
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -230,7 +230,7 @@ def _attend_kernel(
             other = behind + j
             k = tl.load(K + other * k_token + head * k_head + dk[:, None], held & (dk[:, None] < DK), 0.0)
             v = tl.load(V + other[:, None] * v_token + head * v_head + dv, held[:, None] & (dv < DV), 0.0)
-            # As every later forward will read them, or a token's text would depend on what was read beside it.
+            # Rounded as later forwards read them, or a token's logits would depend on the other tokens of its forward.
             k, v = round_trip(k, KEYS, q, LARGEST), round_trip(v, VALUES, q, LARGEST)
             lost = is_lost(v, LARGEST)
             v = tl.where(lost[:, None], 0.0, v).to(q.dtype)
@@ -249,7 +249,7 @@ def _attend_kernel(
         index = out * splits + split
         tl.store(TOPS + index * 2, top, live)
         tl.store(TOPS + index * 2 + 1, total, live)
-        attended = live & (total != 0)  # also what is NaN
+        attended = live & (total != 0)  # NaN too
         tl.store(PART + index[:, None] * DV + dv, acc, attended[:, None] & (dv < DV))
     else:
         if HAS_SINKS:
@@ -331,7 +331,7 @@ def _choose_tiling(groups: int, queries: int, blocks: int, width: int, half: boo
     elif not half or width > 128:
         tile, keys, stages = min(widest, 16 if width > (256 if half else 64) else 32), 32, 1
     elif widest == 128 and 2 * groups > TARGET_PROGRAMS:
-        tile, keys = 128, 32  # what is read, and widened, serves more queries
+        tile, keys = 128, 32  # each tile that is read, and widened, serves more queries
     elif widest >= 64 and short:
         programs //= 2
     elif widest == 16 and short:
@@ -347,7 +347,7 @@ def _for_long_rows(tiling: _Tiling, blocks: int, numbers: int) -> _Tiling:
     """Return a tiling whose splits suit the longest row that there may be.
 
     The splits of `_choose_tiling` keep a device busy where all rows are equally long. A row that is much longer than
-    those beside it would be left to a few programs. One split finds so many `numbers`, of all tokens and query heads.
+    the others would be left to a few programs. One split finds so many `numbers`, of all tokens and query heads.
     """
     wanted = min(1 + triton.cdiv(blocks * BLOCK_SIZE, MAX_SPLIT_TOKENS), MAX_PART_NUMBERS // numbers)
     if blocks * BLOCK_SIZE <= LONG_CONTEXT_TOKENS or wanted <= max(tiling.splits, 2):

@@ -9,7 +9,7 @@ from torch import Tensor
 TOKEN_MULTIPLE = 8  # of a forward's tokens: matrix products like it, and no forward is then of one token
 TOKENS_PER_CHUNK = 16  # tokens of a forward for each chunk of a prompt that it has room for; a chunk may have more
 
-# The places at which batch-invariant attention begins anew follow from positions alone.
+# The positions at which batch-invariant attention begins a new split follow from positions alone.
 TILE = 64  # positions that are weighed together
 NEAR = 4096  # positions whose splits are short
 NEAR_SPLIT, FAR_SPLIT = 128, 512  # positions of a split before and after that
@@ -104,7 +104,7 @@ class AttentionInputs:
         return cls(query, key, value, keys[key_layer], values[value_layer], rows, *settings_in_order, **settings)
 
     def sides(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the layer's part of the cache and what is new, for keys and then for values."""
+        """Yield the layer's part of the cache and the new tensor, for keys and then for values."""
         yield self.keys, self.key
         yield self.values, self.value
 

@@ -82,7 +82,7 @@ if kernels.TRITON:
 def in_full_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return `function(x)` for a function of single numbers, `[...]`, such that each depends on its argument alone.
 
-    On a CPU torch computes a tensor in vectors of 8 to 64 numbers, and what is left over at its end with other
+    On a CPU torch computes a tensor in vectors of 8 to 64 numbers, and the remainder at its end with other
     instructions, by which a sigmoid in float32 may end in another bit. Here nothing is ever left over.
 
     Args:

@@ -42,7 +42,7 @@ def widen(w, OUT, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def parts_of_tile(PARTS, tile, splits, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
-    """Return where the first split of a tile of a product stores its sums, `[FEATURES, TOKENS]`; others come behind."""
+    """Return pointers `[FEATURES, TOKENS]` to the sums of a tile's first split; the other splits follow."""
     within_tile = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
     return PARTS + tile.to(tl.int64) * splits * (FEATURES * TOKENS) + within_tile
 

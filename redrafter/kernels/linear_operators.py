@@ -84,7 +84,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _takes_many(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether `torch._scaled_mm` multiplies with scales of rows here, and is faster: there are many tokens."""
+    """Return whether `torch._scaled_mm` multiplies with scales of rows here, and is faster: there are many tokens."""
     return (
         x.numel() // x.shape[-1] > MAX_FEW_TOKENS
         and x.dtype == torch.bfloat16

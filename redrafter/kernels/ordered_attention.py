@@ -5,7 +5,7 @@ fixed positions, and what these splits found is folded in their order. So a toke
 within a prompt takes the same sums:
 
 - For trees, one kernel attends to the tiles of committed tokens, which all nodes share. A second one, with a program
-  for each node, gathers the node's own ancestors behind them, and folds the splits.
+  for each node, gathers the node's own ancestors after them, and folds the splits.
 - For chunks of prompts, whose tokens see all tokens before them, one kernel does all.
 
 Sixteen queries are multiplied by another instruction of the tensor cores than 64, but in the same order. Weights are
@@ -41,7 +41,7 @@ def _split_of(position):
 
 @triton.jit
 def _split_end(position):
-    """Return the position behind the split that holds a position."""
+    """Return the end position of the split that holds a position."""
     size = tl.where(position < NEAR, NEAR_SPLIT, FAR_SPLIT)
     return (position // size + 1) * size
 
@@ -233,7 +233,7 @@ def _attend_nodes_kernel(
 ):  # fmt: skip
     """Attend with one new node to the positions from its row's last tile of committed tokens on, and fold all splits.
 
-    A row past the last one stands for padding, up to token `tokens`, whose output is set to 0.
+    A row past the last one is padding, up to token `tokens`, whose output is set to 0.
     """
     row, node = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, tile = tl.program_id(2) % HEADS, tl.program_id(2) // HEADS
@@ -261,7 +261,7 @@ def _attend_nodes_kernel(
     ancestor_at = n + tl.load(DEPTH + row * all_nodes + other, other < all_nodes, 0).to(tl.int32)
     ancestor_at = tl.where(is_ancestor, ancestor_at, -1)  # position of each node in this one's text
 
-    # The last split of the committed tokens, which may go on behind them. What is done with is stored as a part.
+    # The last split of the committed tokens, which may extend past them. Finished splits are stored as partial results.
     top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
     whole, first = n // TILE * TILE, _first_tile(n, WINDOW)
     part = (token * (HEADS * GROUP) + q_of) * parts
@@ -340,7 +340,7 @@ def _attend_chain_kernel(
     token = behind + node
     q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
     position = n + node
-    end = n + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, count)  # behind the last position seen
+    end = n + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, count)  # end of the last position seen
     low = _first_tile(n + tile * BLOCK_M // GROUP, WINDOW)
     top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
     while low < end:

@@ -165,7 +165,7 @@ def torch_keeps_order(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether `torch_linear` gives the bits of `ordered_linear` for such arguments.
 
     The answer is found once for each shape and dtype. While a CUDA graph is being captured nothing can be found out,
-    and what is not known is answered by False.
+    and unknown shapes return False.
 
     Args:
         x: Inputs, `[T, D]`, contiguous.

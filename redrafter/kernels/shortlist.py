@@ -44,7 +44,7 @@ def _best_of_parts_kernel(
     x = tl.load(ROUGH + beam * vocab + id, inside, float("-inf")).to(tl.float32)
     if NOISY:
         x = _under_noise(x, beam, id, TEMPERATURE, NOISE, NAMES, inside, beams, noise_stride, NAMED)
-    # What is no number, or not finite, keeps its own id: no id is chosen twice, and none past the vocabulary.
+    # An entry that is NaN or infinite keeps its own id: no id is chosen twice, and none past the vocabulary.
     x = tl.where(inside, tl.where((x > -3e38) & (x < float("inf")), x, -3e38), float("-inf"))
     for rank in range(BEST):
         _, where = tl.max(x, 0, return_indices=True)

@@ -68,7 +68,7 @@ def find_differences(
     token index is chosen.
 
     Args:
-        engine: The engine of plain decoding, whose logits tell near-ties.
+        engine: The engine of plain decoding, whose logits identify near-ties.
         arguments: Arguments of `generate` for plain decoding; where `seed` is s, prompt i was decoded with s + i.
         prompts: Token ids of each prompt.
         plain: New token ids of plain decoding for each prompt.

@@ -18,7 +18,7 @@ class Bandwidth:
     """Memory bandwidth of a device, measured by copying a buffer that is larger than its caches."""
 
     bytes_per_second: float  # read plus written
-    buffer_bytes: int  # of what was copied
+    buffer_bytes: int  # of the copied tensor
 
     def ms(self, moved: int) -> float:
         """Return the milliseconds that moving `moved` bytes takes at this bandwidth, which no step can beat."""
@@ -26,7 +26,7 @@ class Bandwidth:
 
 
 def copy_bandwidth(device: torch.device) -> Bandwidth:
-    """Measure a device's bandwidth by copying 256 MiB on a CPU, or up to 2 GiB of what is free on a GPU."""
+    """Measure a device's bandwidth by copying 256 MiB on a CPU, or up to 2 GiB of a GPU's free memory."""
     size = CPU_BUFFER_BYTES
     if device.type == "cuda":
         size = min(MAX_GPU_BUFFER_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
@@ -44,7 +44,7 @@ def slot_bytes(shapes: Sequence[LayerShape]) -> int:
 
 
 def resident_bytes(*modules: nn.Module) -> int:
-    """Return the bytes of memory behind parameters and buffers; a storage that several share counts once."""
+    """Return the bytes of memory that hold parameters and buffers; a storage that several share counts once."""
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

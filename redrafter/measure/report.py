@@ -242,7 +242,7 @@ def plain_data(value: Any) -> Any:
 def drawing(path: Path, conditions: str = "", size: tuple[float, float] = (8, 5), **grid: Any) -> Iterator[Any]:
     """Yield matplotlib's axes to draw on, and write them as a PNG file when the context is left.
 
-    What was measured is written below the picture. `grid` are arguments of `Figure.subplots`, for several axes.
+    The conditions of the measurement are written below the picture. `grid` are arguments of `Figure.subplots`.
     """
     from matplotlib.figure import Figure  # without pyplot, which asks for a window system
 

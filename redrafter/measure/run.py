@@ -228,7 +228,7 @@ def transformers_run(
     ids, mask = (x[:1].to(model.device) for x in (ids, mask))
     forwards: list[None] = []
     torch.manual_seed(seed)
-    # A compiled model would be compiled anew in each call for the sake of the hook.
+    # A compiled model would be recompiled in each call for the sake of the hook.
     hook = model.register_forward_hook(lambda *_: forwards.append(None)) if count else nullcontext()
     with hook, Stopwatch(model.device) as watch:
         out = model.generate(ids, attention_mask=mask, **arguments)

@@ -1,4 +1,4 @@
-"""Tables of what was measured on a suite of questions: a row for each category, printed, as Markdown and as CSV.
+"""Tables of measurements on a suite of questions: a row for each category, printed, as Markdown and as CSV.
 
 Accepted length is counted in both ways that are in use: of all steps that had drafts, and as the mean of turns.
 """

@@ -43,7 +43,7 @@ PRODUCT = re.compile(
 
 
 def support_of(bound: BoundModel, shapes: Sequence[LayerShape]) -> Support:
-    """Return whether a model may be batch-invariant, as far as can be told without a forward in that mode.
+    """Return whether a model may be batch-invariant, as far as its config and modules show.
 
     `shapes` are what its layers store on a paged cache.
     """

@@ -39,7 +39,7 @@ class ForwardBatch:
         rope_lengths: Sequence length that selects RoPE frequencies, at least, of each row's tokens, `[B]` int64; None
             for that up to each token.
         adapters: Slot of each row's adapter, 0 for none, `[B]` int64; None where no row and no chunk has one.
-        chunks: What is read of prompts beside the trees, on a paged cache; None for nothing.
+        chunks: Chunks of prompts to read together with the trees, on a paged cache; None for none.
         pieces: For chains that are parts of prompts, what is read of each row that reads on; its recurrent states are
             those after it then. None for a tree, whose path is committed later.
     """
@@ -81,7 +81,7 @@ class ForwardBatch:
         return self.tree.verified_nodes()
 
     def flat(self, of_rows: Tensor, of_chunks: Tensor | None) -> Tensor:
-        """Return for each of T tokens what is known of new nodes, `[B, M]` or `[B, 1]`, and of the tokens of chunks."""
+        """Return a value for each of T tokens, of new nodes, `[B, M]` or `[B, 1]`, and of the tokens of chunks."""
         of_nodes = of_rows.expand(-1, self.tree.new).flatten()[self.nodes]
         return of_nodes if of_chunks is None else torch.cat([of_nodes, of_chunks])
 
@@ -110,7 +110,7 @@ class Prompts:
     Attributes:
         tokens: Each row's prompt, padded on the right with any ids, `[B, P]` int64.
         starts: Number of each row's tokens that the cache holds already.
-        ends: Position to stop before in each row, behind its start.
+        ends: Position to stop before in each row, after its start.
         cache: Keys and values of the rows; receives those of the tokens.
         rope_lengths: As in `ForwardBatch`; None for `ends`.
         adapters: As in `ForwardBatch`.
@@ -185,7 +185,7 @@ class DrafterLayer:
 
     Attributes:
         owner: The drafter.
-        shape: What it stores of a token.
+        shape: The keys and values that it stores for a token.
         remember: Computes keys and values `[T, H, d]` of tokens, from their ids `[T]`, their positions `[T]` and the
             hidden states that the drafter reads, `[T, F]`: their own, or, where the shape has room for these
             (`extra_dim`), those of the token before each.
@@ -210,7 +210,7 @@ class DrafterLayer:
         """
         if not cache.has_drafter_layer:
             return  # it was made before the drafter was loaded
-        # A NaN would stay in the cache, and no mask hides one from the drafter. What it reads changes no text.
+        # A NaN would stay in the cache, and no mask hides one from the drafter. Its drafts change no text.
         stores, hidden = cache.stores(-1), hidden.nan_to_num(0, 0, 0)
         if self.shape.extra_dim:
             # The token before may be of this forward or of an earlier one, or its block was found by its prefix.

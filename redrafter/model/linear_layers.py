@@ -93,7 +93,7 @@ def quantize_linears(
 
 
 def has_float8_layers(model: nn.Module) -> bool:
-    """Tell whether linear layers of a model were quantised to our FP8."""
+    """Return whether linear layers of a model were quantised to our FP8."""
     return any(isinstance(module, Float8Linear) for module in model.modules())
 
 
@@ -109,10 +109,10 @@ def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor, Tensor]]]
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Tell whether a call of a layer is a product with its weight and no more.
+    """Return whether a call of a layer is a product with its weight and no more.
 
     Other quantisers than ours keep the layer's class, and replace the forward of the object (compressed-tensors) or the
-    class of its weight (torchao). A hook may change what a layer is given, and what it returns.
+    class of its weight (torchao). A hook may change a layer's input and output.
     """
     return (
         type(module) in (nn.Linear, Float8Linear)
@@ -240,7 +240,7 @@ def forward_bytes(model: Any) -> int:
 
 
 def is_quantized(config: Any) -> bool:
-    """Tell whether a model's config names a quantisation."""
+    """Return whether a model's config names a quantisation."""
     return _quantization(config) is not None
 
 

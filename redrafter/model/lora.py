@@ -1,4 +1,4 @@
-"""LoRA beside a model: a low-rank product for each token of a forward, with the weights of its own adapter.
+"""LoRA adapters of a model: a low-rank product for each token of a forward, with the weights of its own adapter.
 
 The weights of all adapters of a layer stand in two matrices, one slot behind the other. A forward multiplies its tokens
 by the first matrix, keeps for each token the columns of its own slot, and multiplies by the second one. So all shapes
@@ -156,7 +156,7 @@ class LoraStacks:
         self._weights: dict[str, tuple[Tensor, Tensor]] = {}  # by layer: A `[S * R, in]` and B `[out, S * R]`
         self._columns = torch.arange(1, slots + 1, device=device).repeat_interleave(rank)  # slot of each column
         self._stand_ins: dict[str, _Adapted] = {}
-        self._running = Running()  # tells which columns each token keeps, as `keep` returns it
+        self._running = Running()  # marks the columns that each token keeps, as `keep` returns them
 
     def write(self, slot: int, weights: LoraWeights, layers: Sequence[str]) -> None:
         """Write those layers of an adapter that take part in a forward into a slot, which no token has now."""
@@ -290,7 +290,7 @@ class AdapterSlots:
         return self.stacks
 
     def unload(self, name: str) -> None:
-        """Forget an adapter. Texts that are being written with it go on; its slot is free when the last one ends.
+        """Forget an adapter. Sequences that use it continue; its slot is free when the last one ends.
 
         Raises:
             ArgumentError: There is no such adapter.

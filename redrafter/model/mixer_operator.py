@@ -19,7 +19,7 @@ from redrafter.model.recurrent_layers import Mixer, PromptStates, TreeStates
 _STAND_INS: "WeakValueDictionary[int, _StandIn]" = WeakValueDictionary()
 
 # The states are written though nothing is declared as mutated, as the pools of attention are: their only readers are
-# these operators, which stand in order because each layer needs the one before.
+# these operators, which run in order because each layer needs the one before.
 _MIX = torch.library.custom_op(
     "redrafter::mix",
     lambda x, number: _STAND_INS[number].mix(x),

@@ -42,12 +42,12 @@ def find_slot_readers(model: nn.Module) -> list[Any]:
 
 
 def masks_slots(modules: Sequence[Any]) -> bool:
-    """Tell whether any of these slot readers masks slots, or biases them, so that no attention can take its place."""
+    """Return whether any of these slot readers masks slots, or biases them, so that no attention can take its place."""
     return any(_PATCHES.get(type(module).__name__) is not _scale_by_position for module in modules)
 
 
 def has_alibi(module: nn.Module) -> bool:
-    """Tell whether a module is an attention with ALiBi whose biases can be replaced."""
+    """Return whether a module is an attention with ALiBi whose biases can be replaced."""
     name, config = type(module).__name__, getattr(module, "config", None)
     return name in _BIASES and (name != "FalconAttention" or bool(getattr(config, "alibi", False)))
 
@@ -196,7 +196,7 @@ class RopeByLength(ABC):
         return max(prompt, read) if self.rereads else prompt
 
     def keeps_keys(self, prompt: int, longest: int) -> bool:
-        """Tell whether the keys after a prompt stay as they are while a text grows to `longest` tokens."""
+        """Return whether the keys after a prompt stay as they are while a text grows to `longest` tokens."""
         return not self.rereads or prompt > self.switch_at or longest <= self.switch_at
 
     @abstractmethod
@@ -305,7 +305,7 @@ class _Layout:
     """
 
     def __init__(self, module: Any, layer_type: str | None):
-        """Learn what a module returns for layers of a type from what it returns for a short text.
+        """Infer the form of a module's output for layers of a type from its output for a short text.
 
         `AssertionError` is raised where it returns something else; other errors may come from the module.
         """
@@ -374,7 +374,7 @@ class DynamicRope(RopeByLength):
     rereads = False
 
     def __init__(self, model: nn.Module, layouts: dict[nn.Module, dict[str | None, _Layout]]):
-        """Stand in for the rope modules of a model; layouts: what each returns, by the type of layers."""
+        """Stand in for the rope modules of a model; layouts: the form of each one's output, by the type of layers."""
         of_all = [layout for by_type in layouts.values() for layout in by_type.values()]
         self.switch_at, self.context = (min(x) for x in zip(*((y.first, y.context) for y in of_all), strict=True))
         self._running = Running()  # holds `at_least` of `apply`

@@ -17,7 +17,7 @@ from redrafter.model.tree_forward import TreeForward
 from redrafter.model.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import chain
 
-MAX_FORWARD_TOKENS = 8192  # of all rows; bounds what a forward holds beside the cache
+MAX_FORWARD_TOKENS = 8192  # of all rows; bounds a forward's memory in addition to the cache
 MAX_CHUNK_TOKENS = 512  # of a row, in a forward whose masks have all tokens of the cache
 MAX_MASK_NUMBERS = 1 << 24  # of all rows, in a forward whose masks have its own tokens alone
 MAX_SHOWN_LOGITS = 1 << 25  # numbers of one forward whose logits are all shown: 128 MiB in float32
@@ -50,7 +50,7 @@ class PromptReader:
         return self._varlen if isinstance(cache, PagedCache) else self._padded
 
     def reads_without_masks(self, cache: KVCache) -> bool:
-        """Tell whether prompts are read into this cache in pieces, without masks."""
+        """Return whether prompts are read into this cache in pieces, without masks."""
         return not self.masks and (isinstance(cache, PagedCache) or not self.masks_on_dense)
 
     def read(

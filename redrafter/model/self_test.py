@@ -57,11 +57,11 @@ _Tolerance: TypeAlias = tuple[float, float]
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# Computed in float32, a half-precision model may still round what it moves between layers, and a GPU may be allowed
+# Computed in float32, a half-precision model may still round what it passes between layers, and a GPU may be allowed
 # TF32. Random keys and values, as far trials have them, make scores large, and rounding with them: 0.002 on Gemma 2;
 # a scale or a window that is off is at 0.02 or more. In its own dtype, a half-precision model may choose another
 # expert at a node or two. Where activations are quantised, the least difference carries one over to the next of few
-# values: up to 0.18 typically on the boxed base, 40 layers deep; a node that sees what it should not is at 0.8.
+# values: up to 0.18 typically on the boxed base, 40 layers deep; a node that sees a token that it should not is at 0.8.
 _EXACT, _WIDENED = (2e-3, 2e-3), (1e-2, 5e-3)
 # Recurrences carry rounding on from token to token: 0.014 at worst on a tiny Nemotron-H; a wrong state is near to 1.
 _RECURRENT, _RECURRENT_WIDENED = (1e-2, 5e-3), (5e-2, 2e-2)
@@ -100,7 +100,7 @@ class SelfTest:
         """Run the plain forwards of the near trial.
 
         Args:
-            target: What is being bound.
+            target: The target that is being bound.
             reader: Its reader of prompts, which is tried with its forwards.
 
         Raises:
@@ -161,7 +161,7 @@ class SelfTest:
     def _near_trial(self) -> tuple[Trial, Any]:
         """Make a near trial: the model reads each prompt with each of the tree's two paths after it.
 
-        The output of the plain forward of the second prompt, with the model's own cache, is returned beside it.
+        The output of the plain forward of the second prompt, with the model's own cache, is returned with it.
         """
         target, longest = self._target, self._longest
         ids = self._ids(2 * longest + 6)
@@ -301,7 +301,7 @@ def far_lengths(config: Any, context: int | None, shapes: Sequence[LayerShape]) 
 
     Args:
         config: Config of the model's decoder.
-        context: Positions that the model can tell apart; None for no limit.
+        context: Positions that the model distinguishes; None for no limit.
         shapes: What each layer stores.
     """
     # Of two plain rows, and of one of ours.
@@ -369,7 +369,7 @@ class CacheSupport:
         """Run the self-test on dense caches, in the fastest way that the model is right in.
 
         Args:
-            bound: What is being bound.
+            bound: The model that is being bound.
             reader: Its reader of prompts, which is set to that way.
 
         Raises:
@@ -414,7 +414,7 @@ class CacheSupport:
 
     @cached_property
     def paged(self) -> Support:
-        """Tell whether the model can be decoded on a paged cache. The first access may run the self-test on one."""
+        """Return whether the model can be decoded on a paged cache. The first access may run the self-test on one."""
         bound, probe = self._bound, self._bound.traits.attention
         if len({shape.device for shape in self.shapes}) > 1:
             return Support("it is spread over several devices; load it on one with device='cuda'")

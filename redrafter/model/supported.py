@@ -1,4 +1,4 @@
-"""Refuse models that cannot be a target, and modes that change text; read from others what they store."""
+"""Refuse models that cannot be a target, and modes that change text; derive the cache layout of the others."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class Support:
 
     @property
     def ok(self) -> bool:
-        """Tell whether the model can be decoded in that way."""
+        """Return whether the model can be decoded in that way."""
         return self.reason is None
 
 

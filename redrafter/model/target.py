@@ -53,7 +53,7 @@ _NOT_SPLIT = "which is not supported with tensor parallelism: run it in one proc
 
 
 class Target(BoundModel):
-    """A causal LM bound for token tree verification; `BoundModel` says what is known of it.
+    """A causal LM bound for token tree verification; `BoundModel` holds the facts about it.
 
     Attributes:
         version: Number of times that `follow_changes` found other weights or other code: keys and values that are kept
@@ -63,7 +63,7 @@ class Target(BoundModel):
         images: Whether prompts may have images, and what reads them.
         prompt_reader: What reads prompts.
         reread_from: Committed tokens at which rows are read again, as the model's rope switches; None for never.
-        image_inputs: `image_arguments`, and the names of the types of tokens that the model takes beside them.
+        image_inputs: `image_arguments`, and the names of the token-type arguments that go with them.
         parked: The memory that was given back while the engines on this target sleep; None while they are awake.
     """
 
@@ -145,7 +145,7 @@ class Target(BoundModel):
             self.ranks.check_equal(ways, f"what {self.name} can be decoded on")
 
     def _facts(self) -> dict[str, Any]:
-        """Return what may not change once the model is bound, each behind the words that tell of its change."""
+        """Return the properties that may not change once the model is bound, by the message of their change."""
         weight = self.embedding.weight
         return {
             "was changed from {} to {}": dtype_name(weight.dtype),
@@ -170,7 +170,7 @@ class Target(BoundModel):
             check_eval(self.model)
 
     def _follow(self) -> None:
-        """Take note of what has changed, if it is more than a watch tells."""
+        """Record changes of the model, if the watch may have missed some."""
         before, now = self._state, ModelState.of(self.model)
         if now != before:
             for told, fact in self._facts().items():
@@ -209,7 +209,7 @@ class Target(BoundModel):
 
     @property
     def paged(self) -> Support:
-        """Tell whether the model can be decoded on a paged cache. The first access may run a self-test."""
+        """Return whether the model can be decoded on a paged cache. The first access may run a self-test."""
         return self._caches.paged
 
     def make_batch_invariant(self) -> None:
@@ -308,7 +308,7 @@ class Target(BoundModel):
         """Store a drafter's keys and values of every token that is read later, in caches that are made from now on.
 
         Args:
-            layer: What is stored.
+            layer: The layer that stores it.
 
         Raises:
             MismatchError: Another drafter stores some already.
@@ -321,7 +321,7 @@ class Target(BoundModel):
         self.drafter_layer, self._drafter_shapes = layer, (layer.shape,)
 
     def verify(self, batch: ForwardBatch) -> ForwardOutput:
-        """Run the new nodes of trees, and chunks of prompts beside them, through the model in one forward.
+        """Run the new nodes of trees, and chunks of prompts with them, through the model in one forward.
 
         Nothing is committed.
         """

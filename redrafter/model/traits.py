@@ -37,7 +37,7 @@ PROBED_POSITION = 1 << 20  # at which a mask rule is evaluated; a window or chun
 
 MaskRule = Callable[..., Any]  # `rule(batch, head, query, key)` of transformers: whether the query sees the key
 
-_Call: TypeAlias = tuple[Mixer, Mapping[str, Any], Any]  # with its arguments by name, and what it returned
+_Call: TypeAlias = tuple[Mixer, Mapping[str, Any], Any]  # with its arguments by name, and its output
 
 _RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())  # an older release has none
 
@@ -97,7 +97,7 @@ class ModelTraits:
 
     Attributes:
         config: The config that they read.
-        attention: What they showed of their attention.
+        attention: The attention that they showed.
         mixers: The modules that keep recurrent states.
         slot_readers: The attention modules that take positions from the cache; see `answer_by_position`.
     """
@@ -109,7 +109,7 @@ class ModelTraits:
 
     @cached_property
     def kinds(self) -> LayerKinds:
-        """What each layer attends to; `UnsupportedError` where they differ and the config does not tell them apart."""
+        """The kind of attention of each layer; `UnsupportedError` where the config does not assign different kinds."""
         probe = self.attention
         if probe.failure is None and not probe.kinds and not probe.rules:
             return LayerKinds(None, {})  # no layer attends
@@ -155,7 +155,7 @@ def _probe_mask(
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> Tensor:
-    """Return a mask `[B, 1, Q, S]` that holds nothing but the number of its kind, so that copies of it tell it too."""
+    """Return a mask `[B, 1, Q, S]` that holds nothing but the number of its kind, so that its copies hold it too."""
     rules, device = _RUNNING.get().rules, kwargs.get("device")
     kind = _kind_of(mask_function, device)
     if kind not in rules:
@@ -315,7 +315,7 @@ def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, 
 
 
 def _takes_tokens_alone(mixer: Mixer, tokens: Tensor, returned: Any) -> bool:
-    """Tell whether a mixer returns for `tokens` `[1, T, D]` alone what it `returned` with all of its arguments."""
+    """Return whether a mixer returns for `tokens` `[1, T, D]` alone what it `returned` with all of its arguments."""
     if not isinstance(returned, Tensor) or (returned.shape, returned.dtype) != (tokens.shape, tokens.dtype):
         return False
     try:
@@ -344,7 +344,7 @@ _HALF_ROUNDING = 0.1
 
 
 def _close(found: Any, expected: Any, part: float) -> bool:
-    """Tell whether two outputs differ by no more than a part of the largest number, or by half-precision rounding."""
+    """Return whether two outputs differ by no more than a part of the largest number, or by half-precision rounding."""
     leaves = zip(*(pytree.tree_leaves(x) for x in (found, expected)), strict=True)
     return all(
         float((a.float() - b.float()).abs().max())

@@ -32,7 +32,7 @@ _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
 class BoundModel:
-    """What is known of a causal LM that is being bound, or is bound. Its forwards read it anew at each call.
+    """Facts about a causal LM that is being bound, or is bound. Its forwards read them at each call.
 
     Attributes:
         name: The model's class, for messages.
@@ -44,7 +44,7 @@ class BoundModel:
         dtype: Dtype of its hidden states.
         hidden_size: D, the width of what its head reads.
         vocab_size: V, the ids that the config counts.
-        context: Positions that the model can tell apart; None when it names no limit.
+        context: Positions that the model distinguishes; None when it names no limit.
         traits: What its layers are.
         ranks: The processes that compute the model together, each its own heads.
         lock: Held while anything is set on the model, by any forward of any target on it.
@@ -53,12 +53,12 @@ class BoundModel:
         rope: Its rope, where the frequencies follow from the length of a text; else None.
         fixed_rope_context: Tokens of a text up to which its rope frequencies never change, or its context; None for no
             limit.
-        aux_layers: Decoder layers whose outputs stand behind the last hidden states; None before a drafter reads some.
+        aux_layers: Decoder layers whose outputs follow the last hidden states; None before a drafter reads some.
         aux_modules: These layers.
-        drafter_layer: What a drafter stores of every token beside the model's keys and values; None for nothing.
-        adapters: LoRA adapters that are loaded beside it.
+        drafter_layer: The layer that a drafter stores of every token in addition to the model's; None for none.
+        adapters: LoRA adapters that are loaded for it.
         batch_invariant: Whether a token's logits depend on its text alone, bit for bit, and on nothing else that is
-            computed beside it.
+            computed with it.
         varlen: Whether the model is decoded by the varlen forward, on a paged cache and in captured steps. Whoever
             spreads it over processes, or wants it on a CPU, says otherwise.
         image_arguments: Names of arguments of `generate` that give the model images; none where it takes none.
@@ -159,7 +159,7 @@ class TreeForward(ABC):
                 f"{type(self.bound.model).__name__} calls its head {len(self._head_inputs)} times a forward; it must "
                 "be once"
             )
-        # A compiled forward is made anew when the ids change; that other layers have hooks it would not see.
+        # A compiled forward is rebuilt when the ids change; that other layers have hooks it would not see.
         assert len(self._aux_outputs) == len(self.bound.aux_layers or ())
         hidden = join_hidden(self._head_inputs[0], self._aux_outputs)
         self._index, self._head_inputs, self._aux_outputs = None, (), ()

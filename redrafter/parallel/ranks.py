@@ -1,4 +1,4 @@
-"""The processes that compute one model together, and what they tell each other."""
+"""The processes that compute one model together, and the messages between them."""
 
 import atexit
 import os
@@ -30,7 +30,7 @@ class Ranks:
 
     Attributes:
         rank: Number of this process, from 0.
-        size: Number of processes; 1 for a model in one process, where every method returns what it is given.
+        size: Number of processes; 1 for a model in one process, where every method returns its argument.
         group: The process group of tensors on the model's device; None in one process.
         host_group: The process group of Python objects; None in one process.
         peers: The processes of the other ranks on this machine, by rank.
@@ -98,7 +98,7 @@ class Ranks:
         """Check that all ranks have the same `value`, which must be picklable.
 
         Args:
-            value: What is compared.
+            value: Value to compare.
             what: What to call it in the message.
 
         Raises:

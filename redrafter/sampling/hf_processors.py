@@ -146,7 +146,7 @@ def _constants(value: Any, width: int) -> Hashable:
 
 
 def index_of_warpers(processors: Sequence[object]) -> int:
-    """Return where in a prepared list transformers puts what it adds for sampling alone, the temperature first."""
+    """Return the index in a prepared list at which transformers inserts the processors of sampling alone."""
     index, later = len(processors), len(_WARPERS)
     while index and (name := _known(processors[index - 1])) in _WARPERS[:later]:
         index, later = index - 1, _WARPERS.index(name)
@@ -165,7 +165,7 @@ class TemperaturePerRow(LogitsProcessor):
 
 
 def _prefix_constrained(processor: Any, call: Call) -> PerNode:
-    # The user's function is told the row's index, which the object can only tell in the full batch.
+    # The user's function gets the row's index, which the object can only derive in the full batch.
     allowed = vars(processor)["_prefix_allowed_tokens_fn"]
 
     def of_row(row: int) -> LogitsProcessor:
@@ -184,7 +184,7 @@ def _cut(build: Callable[[Any, Call], RowProcessor]) -> Reader:
 
     def read(processor: Any, call: Call) -> OwnProcessor | Processor:
         usual = processor.filter_value == -math.inf and getattr(processor, "min_tokens_to_keep", 1) == 1
-        if usual and getattr(processor, "top_p", None) != 1:  # which still removes what has no probability
+        if usual and getattr(processor, "top_p", None) != 1:  # which still removes tokens without probability
             return build(processor, call)
         return apply_to_scores(processor, call)
 

@@ -91,7 +91,7 @@ class Zygote:
 
     @property
     def alive(self) -> bool:
-        """Tell whether it can fork for this process; it cannot for a process that was forked from this one."""
+        """Return whether it can fork for this process; it cannot for a process that was forked from this one."""
         return self._finalizer.alive and self._owner == os.getpid() and self._process.poll() is None
 
     def fork(self) -> socket.socket | None:
@@ -139,7 +139,7 @@ class SandboxedProcess:
 
     @property
     def alive(self) -> bool:
-        """Tell whether this process can ask the other one; a process forked from this one cannot."""
+        """Return whether this process can ask the other one; a process forked from this one cannot."""
         if self.ended or not self.owned:
             return False
         watch = select.poll()
@@ -148,7 +148,7 @@ class SandboxedProcess:
 
     @property
     def owned(self) -> bool:
-        """Tell whether this process has started it; a process forked from this one has not."""
+        """Return whether this process has started it; a process forked from this one has not."""
         return self._owner == os.getpid()
 
     def end(self) -> None:

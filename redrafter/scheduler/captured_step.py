@@ -43,7 +43,7 @@ def capture(run: Callable[[], object], pool: Any = None, *, watched: bool = Fals
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     collecting = gc.isenabled()
-    gc.disable()  # what it would free may be a graph, and freeing one ends the process while another is captured
+    gc.disable()  # it might free a graph, and freeing one ends the process while another is captured
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local" if watched else "global"):
             run()
@@ -71,7 +71,7 @@ class PendingReport:
 
     @property
     def on_host(self) -> bool:
-        """Tell whether the numbers are on the host already, so that `read` does not wait."""
+        """Return whether the numbers are on the host already, so that `read` does not wait."""
         return self._done is None
 
     def read(self) -> list[Any]:
@@ -93,9 +93,9 @@ class CapturedStep:
         cache: The target's keys and values of the rows.
         sampler: Buffers of how the rows draw.
         draft_cache: The draft model's keys and values of the rows, or None.
-        chunks: Buffers of what is read of prompts beside the rows, or None.
+        chunks: Buffers of the prompt chunks read together with the rows, or None.
         output: What the last replay drew. The next replay overwrites it. Logits and scores are empty unless they were
-            asked for: a graph would hold them for good, beside those of every other graph.
+            asked for: a graph would hold them for good, in addition to those of every other graph.
         report: What `StepOutput.pack_for_host` says of it, overwritten likewise.
         graph: The captured step; None where it cannot be captured and runs as it is.
         ran: Whether it has run, so that a run pays for nothing that only first ones pay for.
@@ -239,7 +239,7 @@ class LaunchedStep:
         counts = {row: count for row, count in asked if count is not None}
         logprobs = None
         if counts:
-            # A GPU scores what stands behind the drawn tokens too, since the host does not know their number yet.
+            # A GPU scores the entries after the drawn tokens too, since the host does not know their number yet.
             width, told = output.tokens.shape[1], report.read() if report.on_host else None
             sizes = {row: width if told is None else told[row][width] + 1 for row in counts}
             index = [(row, place) for row, size in sizes.items() for place in range(size)]
@@ -257,7 +257,7 @@ class LaunchedStep:
         return [flat[at * count : (at + 1) * count] for at in range(2 + searched)]
 
     def read(self) -> Iterator[tuple[TokenSequence, SequenceDelta]]:
-        """Wait for the step, and yield what it drew for each of its sequences."""
+        """Wait for the step, and yield the tokens drawn for each of its sequences."""
         reports = zip(self.sequences, self.report.read(), strict=False)
         told = zip(*(each.read() for each in self.logprobs or ()), strict=True)
         for row, (sequence, (*tokens, accepted, drafted, finite, copied)) in enumerate(reports):
@@ -300,7 +300,7 @@ class Timer:
     """Measures work on a device without waiting for it."""
 
     def __init__(self, device: torch.device):
-        """Begin to measure what is launched from now on."""
+        """Begin to measure the work launched from now on."""
         self._mark: Callable[[], Any] = time.perf_counter
         if device.type == "cuda":
             self._mark = _recorded_event

@@ -62,7 +62,7 @@ def _keys(text: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class FinishedTexts:
-    """Keeps what was written last, by salt. Nothing that was written under one salt is found under another.
+    """Keeps the latest finished texts, by salt. No text of one salt is found under another.
 
     Attributes:
         tokens: Number of tokens that are kept.

@@ -45,7 +45,7 @@ class PagedMemory:
         draft_store: A draft model's keys and values, or None.
         blocks: Which blocks are free, taken, and hold a prefix.
         draft_blocks: The same for a draft model with another vocabulary, unused with any other; None without one.
-        host: Where texts of `blocks` go on, on the host, once they are evicted; None if they are forgotten.
+        host: Blocks on the host that hold texts of `blocks` once they are evicted; None if they are dropped.
         draft_host: The same for those of `draft_blocks`.
         capturer: Captures steps over this memory.
         lock: Guards `blocks`, and whatever is launched, against schedulers in several threads: graphs share memory, so
@@ -185,7 +185,7 @@ class PagedMemory:
             target: The model that verifies.
             draft_model: A model that drafts on the same device, or None.
             memory_fraction: Share of the free memory that keys and values may take.
-            max_seq_len: Most tokens of a text, where the model's context does not say less; None for what it says.
+            max_seq_len: Most tokens of a text, where the model's context is longer; None for the context.
             rows: Rows of the longest text that memory is taken for, at most.
             max_rows: Most rows at once, whose recurrent states memory is taken for.
             compile: Whether forwards are compiled.
@@ -321,7 +321,7 @@ class SequenceBlocks:
         return self._graphs.blocks.num_free_blocks
 
     def could_hold(self, sequence: TokenSequence, slots: int) -> bool:
-        """Tell whether so many positions of a sequence fit into an empty cache."""
+        """Return whether so many positions of a sequence fit into an empty cache."""
         fits = slots <= self._graphs.blocks.num_blocks * BLOCK_SIZE
         if sequence.draft_text is None or self._graphs.draft_blocks is None:
             return fits
@@ -329,7 +329,7 @@ class SequenceBlocks:
 
     @property
     def have_turn(self) -> bool:
-        """Tell whether nobody waits for blocks of the same cache who came before."""
+        """Return whether nobody waits for blocks of the same cache who came before."""
         turns = self._graphs.turns[:1]
         return not turns or turns[0] is self
 
@@ -338,7 +338,7 @@ class SequenceBlocks:
         with self._graphs.released:
             if self not in self._graphs.turns:
                 self._graphs.turns.append(self)
-            # What was released since the last attempt might be enough.
+            # Blocks released since the last attempt might be enough.
             if not self.have_turn or (self._refused and self._refused[0] == self._attempt(*self._refused[0][:2])):
                 self._graphs.released.wait(LONGEST_WAIT)
 
@@ -373,7 +373,7 @@ class SequenceBlocks:
 
     def _allocate(self, sequence: TokenSequence, slots: int) -> None:
         tokens = sequence.tokens[: sequence.prefill_length]
-        # What is found in the cache has no logits, and past a change of rope it would be other keys.
+        # A cached prefix has no logits, and past a change of rope it would be other keys.
         reuse = self._reuse and not sequence.needs_scores and self._is_steady(sequence)
         sequence.block_table = self._graphs.blocks.admit(
             tokens, slots, reuse, self._salt(sequence), publishes=self._publishes
@@ -447,7 +447,7 @@ class SequenceBlocks:
                     self._graphs.draft_blocks.publish(sequence.draft_block_table, read)
 
     def withdraw(self, sequence: TokenSequence) -> None:
-        """Let no later sequence find what this one has computed, as after an error nobody knows what is in it."""
+        """Let no later sequence find the blocks of this one, whose contents are unknown after an error."""
         tables = (self._graphs.blocks, sequence.block_table), (self._graphs.draft_blocks, sequence.draft_block_table)
         with self._graphs.lock:
             for blocks, block_table in tables:
@@ -474,7 +474,7 @@ class SequenceBlocks:
         sequence.block_table = sequence.draft_block_table = None
 
     def _is_steady(self, sequence: TokenSequence) -> bool:
-        """Tell whether a sequence's blocks hold what those of any sequence with the same text would hold.
+        """Return whether a sequence's blocks hold what those of any sequence with the same text would hold.
 
         The ids of two prompts with different images are the same.
         """

@@ -89,7 +89,7 @@ def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool
     chunks of a long one. The rest is for those that were admitted first, so that a long one advances in any case.
     Prompts of lower priority numbers come first in both halves.
 
-    With `padded`, each sequence costs as many tokens as the longest one beside it. Without `chunked`, prompts are read
+    With `padded`, each sequence costs the tokens of the longest one. Without `chunked`, prompts are read
     whole, the one that was admitted first however long it is: in a second forward where it is longer than `budget`.
     """
     plan = _ForwardPlan(padded)
@@ -192,7 +192,7 @@ class PrefilledRows:
             return self
         index = to_device(rows, self.tokens.device, torch.long)
         sequences = [self.sequences[row] for row in rows]
-        # Beside them, the forward may have read a chunk of a prompt that is longer than all buffers of the batch.
+        # With them, the forward may have read a chunk of a prompt that is longer than all buffers of the batch.
         width = 1 + max((sequence.prefill_length for sequence in sequences), default=0)
         return replace(
             self,
@@ -289,7 +289,7 @@ class Prefiller:
             read_drafts(prompts, model, cache)
 
     def _read_with_images(self, sequence: TokenSequence, row_caches: RowCaches) -> PrefilledRows:
-        """Launch a forward that reads a prompt with images, and what was written behind it before it was preempted."""
+        """Launch a forward that reads a prompt with images, and tokens generated before it was preempted."""
         assert sequence.images is not None
         device, count = self._target.device, sequence.prefill_length
         caches = row_caches.of_prompts([sequence])
@@ -307,7 +307,7 @@ class Prefiller:
 
     @property
     def can_mix(self) -> bool:
-        """Tell whether steps can read prompts too: not where a draft model must read them as well, or whole."""
+        """Return whether steps can read prompts too: not where a draft model must read them as well, or whole."""
         # Recurrent layers read prompts row by row, in a forward of their own.
         may_mix = not self._target.keeps_states and self._target.paged.ok
         return may_mix and self._draft_model is None and self._limits.chunked
@@ -319,7 +319,7 @@ class Prefiller:
         return len(sequences) <= room and _left(sequences) <= most
 
     def choose_mixed(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[Chunk]:
-        """Choose what one step reads of prompts beside the rows' trees."""
+        """Choose the prompt chunks that one step reads together with the rows' trees."""
         room = choose_room(len(sequences), _left(sequences), ROOMS if step_tokens else ROOMS_ALONE)
         # However many tokens the trees have, some of a prompt are read, or it would wait for rows to end.
         budget = min(room * TOKENS_PER_CHUNK, max(self._limits.max_num_tokens - step_tokens, BLOCK_SIZE))
@@ -345,7 +345,7 @@ class Prefiller:
 def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
     """Read prompts into the cache of a draft model with the target's ids. Of images it sees the ids in their places.
 
-    Recurrent states stay a token behind, since each step reads the last committed token again.
+    Recurrent states lag by one token, since each step reads the last committed token again.
     """
     tokens = clamp_to_vocab(prompts.tokens.to(model.device), model)
     if cache.states is None:

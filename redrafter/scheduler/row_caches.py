@@ -57,7 +57,7 @@ class PagedRows:
         Args:
             graphs: The blocks.
             has_draft_model: Whether a draft model reads the texts too.
-            vocabulary: What that model has for each of the target's tokens; None where its ids are the target's.
+            vocabulary: That model's tokens for each of the target's; None where its ids are the target's.
         """
         self._graphs, self._draft_store = graphs, graphs.draft_store if has_draft_model else None
         self.tables = torch.zeros(0, 0, dtype=torch.int32, device=graphs.target.device)
@@ -225,7 +225,7 @@ class DenseRows:
         return 0 if self._caches is None else sum(p.nbytes for cache in self._caches.all for p in cache.pools)
 
     def prepare(self, rows: int, longest: int, longest_draft: int, proposer: Proposer) -> None:
-        """Let only the first rows take part in the next step of a proposer, with slots for what it writes.
+        """Let only the first rows take part in the next step of a proposer, with slots for its nodes.
 
         `longest` and `longest_draft` count the committed tokens of the longest row, as either model reads it.
         """

@@ -57,7 +57,7 @@ class RunningSet:
 
     @property
     def idle(self) -> bool:
-        """Tell whether there is no sequence: none waits, holds a slot, or must still be told that it was cancelled."""
+        """Return whether no sequence waits, holds a slot, or has a cancellation that is not reported yet."""
         return not (self._queue or self._cancelled or self.prefilling or self._batch.rows)
 
     @property
@@ -249,7 +249,7 @@ class RunningSet:
 
     @property
     def has_cancelled(self) -> bool:
-        """Tell whether `end_cancelled` has sequences to end."""
+        """Return whether `end_cancelled` has sequences to end."""
         return bool(self._cancelled)
 
     def _preempt(self, sequence: TokenSequence) -> None:
@@ -257,7 +257,7 @@ class RunningSet:
         self._put_back(sequence)
 
     def _put_back(self, sequence: TokenSequence) -> None:
-        """Let a sequence wait again. Its prefix may be in the cache when its turn comes, or is read anew."""
+        """Let a sequence wait again. Its prefix may still be cached when its turn comes, or is recomputed."""
         self._take_back(sequence, keep=True)
         with self._lock:
             self._queue.put_back(sequence)

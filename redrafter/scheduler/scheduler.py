@@ -57,7 +57,7 @@ class Scheduler:
         prefiller: Reads the prompts of admitted sequences.
         longest: Most tokens of a sequence, prompt included.
         overlap: Whether a step is launched before the one before it is read. It gains nothing where a device computes
-            at once what is launched, as a CPU does.
+            at once the launched work, as a CPU does.
         mixed_prefill: Whether steps read chunks of prompts too. It gains nothing where each token of a forward takes
             its time, as on a CPU.
         finished: Texts that have ended, which others are drafted from; None where none are kept.
@@ -131,7 +131,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Tell whether a round would have nothing to do."""
+        """Return whether a round would have nothing to do."""
         if self.asleep:
             return not self._running.has_cancelled
         return self._running.idle and not self._launched
@@ -197,8 +197,8 @@ class Scheduler:
     def change(self, change: EngineChange) -> None:
         """Change the engine between two rounds. For the thread that runs the rounds.
 
-        Sequences that hold slots are put back into the queue. They go on with the tokens that they have, whose keys and
-        values are computed anew where the change makes others of them; while the engine sleeps, they wait.
+        Sequences that hold slots are put back into the queue. They continue with their tokens, whose keys and
+        values are recomputed where the change makes them invalid; while the engine sleeps, they wait.
 
         Raises:
             ReDrafterError: The change cannot be made now; nothing has changed but that.
@@ -212,7 +212,7 @@ class Scheduler:
             if change.forgets:
                 self.graphs.forget_texts()
         self.asleep = change.asleep
-        if not change.same_models:  # what was learnt of how drafts are accepted is of those before
+        if not change.same_models:  # acceptance statistics are of the models before
             self.batch.draft_with(self.engine, self.limits.max_batch_size, speculate=self._speculate)
 
     def round(self) -> None:
@@ -242,7 +242,7 @@ class Scheduler:
             if self._blocks is not None and (grown := self._running.grow(self.settle)):
                 self.batch.update_block_tables(grown)
             # The host's processors must know the texts; and each forward that was launched adds a token at least. So
-            # what is launched already may end all rows.
+            # the step in flight may end all rows.
             if any(s.params.asks_host for s in self.batch.rows) or all(
                 s.written + s.launched >= s.max_new_tokens for s in self.batch.rows
             ):
@@ -385,7 +385,7 @@ class Scheduler:
                 continue
             self._running.charge(sequence, len(delta.tokens))
             if delta.finish is None:
-                if self.finished is not None and not delta.copied:  # else what it copies from will do
+                if self.finished is not None and not delta.copied:  # else the text that it copies from is kept already
                     piece = self.finished.find(sequence.prefix_salt, sequence.tokens, sequence.piece)
                     if piece is not None:
                         self.batch.give(sequence, piece)

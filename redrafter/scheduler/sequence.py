@@ -87,13 +87,13 @@ Finish = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class SequenceDelta:
-    """What a forward drew for a sequence, and then what it added to it.
+    """The tokens that a forward drew for a sequence, and then those appended to it.
 
     Attributes:
         tokens: New tokens: accepted drafts and then the token that was drawn after them.
         accepted: How many of them, from the first on, were drafts.
         logprobs: Log-probability of each token, and those of the likeliest tokens by id; None unless asked for.
-        finish: Why the sequence ends here, or None if it goes on.
+        finish: Why the sequence ends here, or None if it continues.
         error: What failed, if `finish` is "error".
         drafted: Drafts that were verified, 0 where the other rows of the step left none; None for a first token and in
             a plain step.
@@ -133,7 +133,7 @@ class TokenSequence:
         cache_salt: Only sequences with the same salt share blocks of the cache.
         adapter: LoRA adapter that it is read and written with; None for the model alone.
         index: Its number among the sequences of one call, if it is of one.
-        keeps: What is reported beside its tokens: "logits", "scores" (the logits after processors), both or neither.
+        keeps: Tensors reported with its tokens: "logits", "scores" (the logits after processors), both or neither.
         images: The images of the prompt; None for a prompt of text.
         position_shift: What is added to the places of its tokens in the text to get their positions, once its images
             were read.
@@ -148,7 +148,7 @@ class TokenSequence:
         admitted_round: Round in which it was last given a place; None if it never was.
         row: Its row of the running batch; None while it has none.
         piece: Piece of an earlier text that its row may repeat; None for none.
-        repeats: Tells whether its last tokens occur earlier in its tokens or in the piece.
+        repeats: Reports whether its last tokens occur earlier in its tokens or in the piece.
         unread: Last tokens that its last step copied from the text, which a draft model has not read yet.
         launched: Forwards that were launched and draw tokens of it which the host has not read.
         cancelled: Whether it shall end before its next step.
@@ -217,7 +217,7 @@ class TokenSequence:
 
     @property
     def needs_scores(self) -> bool:
-        """Tell whether log-probabilities of the prompt were asked for and some are still missing."""
+        """Return whether log-probabilities of the prompt were asked for and some are still missing."""
         return self.params.prompt_logprobs is not None and len(self.prompt_scores) < len(self.prompt) - 1
 
     @property
@@ -242,7 +242,7 @@ class TokenSequence:
         return positions if self.draft_text is None else self.draft_text.bound(self.tokens, positions)
 
     def append(self, drawn: SequenceDelta) -> SequenceDelta:
-        """Append drawn tokens up to where the sequence ends, and return what was added."""
+        """Append drawn tokens up to where the sequence ends, and return those appended."""
         stop_token_ids, left = self.params.stop_token_ids, self.max_new_tokens - self.written
         new: list[int] = []
         finish: Finish | None = None

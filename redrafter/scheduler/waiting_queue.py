@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # limits are parsed before torch is imported
     from redrafter.scheduler.sequence import TokenSequence
 
 MAX_REMEMBERED_CLIENTS = 4096  # clients without any sequence whose accounts are kept
-SPARE_HEAP_ENTRIES = 64  # entries of a heap that may be out of date, beside one for each waiting client
+SPARE_HEAP_ENTRIES = 64  # entries of a heap that may be out of date, in addition to one for each waiting client
 
 
 class QueueFullError(ReDrafterError):
@@ -97,7 +97,7 @@ class _AccountHeap:
     """
 
     def __init__(self, belongs: Callable[[_Client], bool]):
-        """Make an empty heap. belongs: tells whether a client is to be found here."""
+        """Make an empty heap. belongs: returns whether a client belongs in it."""
         self._belongs = belongs
         self._heap: list[tuple[float, int, _Client]] = []
         self._listed: set[_Client] = set()
@@ -194,7 +194,7 @@ class FairQueue:
         return 0 if client is None else client.running
 
     def add(self, sequence: TokenSequence) -> None:
-        """Add a new sequence behind the others of its client."""
+        """Append a new sequence to the queue of its client."""
         client = self._clients.get(sequence.client)
         if client is None:
             used = self._remembered.pop(sequence.client, 0)
