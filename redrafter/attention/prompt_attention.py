@@ -2,8 +2,8 @@
 
 In a tree, a mask must say who sees whom. In a prompt every token sees the ones before it, so its attention is two plain
 products, over what the cache held already and over the new tokens, joined by the sum of their weights. A sliding
-window needs a mask only along its edge, for a block of tokens at a time. What a forward holds beside the cache grows
-with its own tokens, never with the square of a prompt.
+window needs a mask only along its edge, for a block of tokens at a time. A forward's memory in addition to the cache
+grows with its own tokens, never with the square of a prompt.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -156,11 +156,11 @@ def prompt_attention(
     queries = query.view(heads, all_heads // heads, count, width)  # [H, G, T, d]
     out = query.new_empty(count, all_heads, value.shape[-1])
     out_by_head = out.view(count, heads, -1, value.shape[-1]).permute(1, 2, 0, 3)  # [H, G, T, dv]
-    behind = 0  # tokens of the pieces before
+    read = 0  # tokens of the pieces before
     attended = plan.attended(module.layer_idx, key, value)
     for piece, (k, v) in zip(plan.pieces, attended, strict=True):
         for first, end, reach in _blocks(kind, piece):
-            offset, size, seen = behind + first - piece.first, end - first, end - reach
+            offset, size, seen = read + first - piece.first, end - first, end - reach
             attend: Callable[[Tensor, Tensor], Tensor]
             if softcap:
                 attend = partial(
@@ -178,7 +178,7 @@ def prompt_attention(
                 attend, k.narrow(1, reach, seen), v.narrow(1, reach, seen), partial(_seen_by_last, size, seen, kind)
             )
             out_by_head.narrow(2, offset, size).copy_(attention)
-        behind += piece.count
+        read += piece.count
     return out[None], None
 
 

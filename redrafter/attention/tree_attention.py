@@ -1,7 +1,7 @@
 """Attention of token trees over a paged cache, as one operator that any Hugging Face model can be given.
 
-The new nodes of all rows stand one behind the other in a single sequence of T tokens (varlen), so that a compiler sees
-one dynamic length and nothing of the batch. What attention must know beside the queries travels as a `Plan` through the
+The new nodes of all rows are concatenated to a single sequence of T tokens (varlen), so that a compiler sees
+one dynamic length and nothing of the batch. Attention gets its other inputs as a `Plan` through the
 model's own keyword arguments, and the operator both stores the new keys and values and attends, so the model needs no
 cache object.
 """

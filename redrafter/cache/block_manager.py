@@ -4,7 +4,7 @@ Everything here is a number on the host: ids of blocks, never their keys and val
 depend on the whole text before it, so stored blocks form a trie: a node is a full block and is found only through the
 blocks before it. Evicting a node removes its subtree, so that its descendants are never found under another text that
 the block comes to hold. Each salt has its own trie, so that a row never reuses what a row with another salt has stored,
-nor can tell by its speed that it exists.
+nor can infer from its own speed that it exists.
 
 A model with recurrent states continues a stored text only where these are kept too (`StoredStates`): at the end of a
 row's prompt and, where steps can keep them, in its text, which may be continued; and where a row's prompt leaves what

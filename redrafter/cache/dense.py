@@ -104,7 +104,7 @@ class DenseCache(KVCache, Cache):
     Attributes:
         rows: B, rows that take part in forwards: all, or the first ones (`use_rows`).
         capacity: Slots of each row.
-        committed: The length that the model is told, for masks of its own making. 0, because lengths differ and
+        committed: The length that is reported to the model, for masks of its own making. 0, because lengths differ and
             positions and masks are passed to the model; after `reserve_one_token`, the number of committed tokens.
         contiguous: Whether attention is given contiguous copies, as by transformers' own cache.
         layers: A view of each layer, as transformers calls what a model's layers write to.

@@ -92,7 +92,7 @@ class HostBlocks:
                     self._wait_for_copies()
                     for pool, staging in zip(self._pools, self._staging, strict=True):
                         torch.index_select(pool, 0, index, out=staging[: len(blocks)])
-                with self._beside_computing():
+                with self._on_copy_stream():
                     for memory, staging in zip(self._memory, self._staging, strict=True):
                         for first, host_block, count in _runs(host_blocks):
                             both = memory[host_block : host_block + count], staging[first : first + count]
@@ -105,7 +105,7 @@ class HostBlocks:
                         pool.index_copy_(0, index, staging[: len(blocks)])
 
     @contextmanager
-    def _beside_computing(self) -> Iterator[None]:
+    def _on_copy_stream(self) -> Iterator[None]:
         """Launch copies after the kernels launched so far; later kernels do not wait for them."""
         if self._stream is None:
             yield

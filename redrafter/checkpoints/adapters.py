@@ -34,7 +34,7 @@ _READ = frozenset({"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_patte
 _PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 _MEANINGS = {
     "use_dora": "DoRA",
-    "modules_to_save": "whole layers beside LoRA",
+    "modules_to_save": "whole layers in addition to LoRA",
     "trainable_token_indices": "rows of the embedding",
     "layer_replication": "layers that are in the model twice",
     "target_parameters": "LoRA on parameters of no layer, such as fused experts",
@@ -89,7 +89,7 @@ def _check_config(path: str | Path, config: Mapping[str, Any]) -> None:
 
 def _unsupported(path: str | Path, reason: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{path} cannot be applied beside others: {reason}; merge it into its model with PEFT's merge_and_unload(), "
+        f"{path} cannot be applied with others: {reason}; merge it into its model with PEFT's merge_and_unload(), "
         "and use what that saves"
     )
 
@@ -100,6 +100,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{folder} has no {' and no '.join(WEIGHTS_FILES)}")
     if file.suffix == ".safetensors":
         return read_safetensors([file])
+    # `torch.load` opens the file by its name, and would wait for ever for the writer of a FIFO.
     content = io.BytesIO(read_regular(file))
     try:
         tensors = torch.load(content, map_location="cpu", weights_only=True)

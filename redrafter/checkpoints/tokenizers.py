@@ -61,7 +61,7 @@ def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     except Exception as error:
         raise load_error("processor", name, error) from error
     if getattr(processor, "image_token", None) is None or not hasattr(processor, "image_processor"):
-        raise CheckpointError(f"{name} has no processor for images beside it: copy the files that its base has")
+        raise CheckpointError(f"{name} has no processor for images in its directory: copy the files that its base has")
     return processor
 
 

@@ -164,7 +164,7 @@ class _TokenBytes:
         kind = "it is not of the tokenizers library" if backend is None else f"it is {type(backend.model).__name__}"
         if backend is None or not (byte_level or SPACE in parts) or "WordPiece" in kind:
             raise UnsupportedError(
-                f"its tokens cannot be told as bytes, as {kind} without byte-level or {SPACE!r} tokens"
+                f"its tokens cannot be written as bytes, as {kind} without byte-level or {SPACE!r} tokens"
             )
         added = tokenizer.added_tokens_decoder
         special = {token.content: id for id, token in added.items() if token.special}

@@ -3,7 +3,7 @@
 Each pair of neighbouring tokens has a key, which is computed from its first token, and a value, which is computed from
 its second one. So where a drafted token occurred before, the draft can read which token came after it. As in a decoder
 layer, the key and the value of a token are computed from that token's hidden state and embedding alone, once, and are
-cached beside the target's own.
+cached with the target's own.
 """
 
 from collections.abc import Callable

@@ -84,6 +84,7 @@ class DraftModelProposer:
             ids = {name: getattr(state, name).to(away) for name in ("tokens", "length", "active")}
             state, sampler = replace(state, **ids), sampler.to(away)
         if self.sampled and noise is not None:
+            # Under a stream of its own: a draft and the verdict on it must be independent, or the result is biased.
             noise = sampler.stream(DRAFT).noise(state.length + 1, self.depth)  # [B, K, V]
         elif home != away:
             noise = sampler.noise(state.length + 1, self.depth)
@@ -173,6 +174,7 @@ class DraftModelProposer:
         logits = self.model.verify(ForwardBatch(tree, length, cache, logits_index)).logits
         if logits.shape[-1] < self.vocab_size:
             return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=torch.finfo(logits.dtype).min)
+        # Ids beyond the target's are padding of the draft model's head.
         return logits[..., : self.vocab_size]
 
 
@@ -210,7 +212,7 @@ def commit_drafts(state: State, tree: Tree, path: Path, cache: KVCache) -> None:
     if tree.branches:
         cache.commit(state.length if tree.draft_length is None else tree.draft_length, path.nodes)
     if cache.states is not None:
-        cache.states.commit(state.length - 1, path.behind_reread(), state.active)
+        cache.states.commit(state.length - 1, path.below_reread_token(), state.active)
 
 
 def clamp_to_vocab(tokens: Tensor, model: Target) -> Tensor:

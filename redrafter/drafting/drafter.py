@@ -180,6 +180,7 @@ class RecurrentDrafter(TrainableDrafter):
         if self.embedded is not None:
             looked_up = layer_bytes(self._cell[0], 1 / 3 if gated else 1, with_bias=False)
         once += 0 if first is None else layer_bytes(first, 1 / 2)
+        # Entries of committed tokens are made in the target's forward, not while drafting.
         never = 0 if self.context is None else layer_bytes(self.context.key) + layer_bytes(self.context.value)
         elman = config.rnn and not gated
         unread = layer_bytes(self.rnn_u, with_bias=config.recurrence == "trtllm") if elman else 0
@@ -290,6 +291,7 @@ class RecurrentDrafter(TrainableDrafter):
                 embedded = embedded + partial_linear(self.rnn_gate, state, columns, with_bias=False)
             gate, new = (embedded + start.gate).chunk(2, dim=-1)
             before = 0 if state is None else state
+            # Equals (1 - g) s + g SiLU(c), with one product less.
             state = before + gate.sigmoid() * (silu(new) - before)
         else:
             product = embedded

@@ -45,7 +45,7 @@ class AnyDrafterConfig(PretrainedConfig):
         draft_len_per_beam: Default draft length.
         trained_draft_len: Steps that the drafter was trained for, where that is known.
         base_model: Name of the target.
-        base_embedding_norms: Norms of a few rows of the target's embedding table, which tell whether a drafter was made
+        base_embedding_norms: Norms of a few rows of the target's embedding table, which show whether a drafter was made
             for another base.
     """
 
@@ -125,8 +125,8 @@ class DrafterConfig(AnyDrafterConfig):
             `s' = W e` at the first step and `W e + U s + b` after, as TensorRT-LLM's engine computed it; or "gated",
             `s' = (1 - g) s + g SiLU(c)` with `g = sigmoid(a)` and `[a, c] = G [e, s, h] + b`, whose drafts are
             accepted more often.
-        target_layers: Decoder layers of the target, ascending from 0, whose outputs the drafter reads beside the last
-            hidden state.
+        target_layers: Decoder layers of the target, ascending from 0, whose outputs the drafter reads in addition to
+            the last hidden state.
         context_window: Pairs of a committed token and the one after it that the recurrent state attends to at each
             step, the nearest ones; None for a drafter that reads nothing of the text but h.
         context_heads: Query heads of that attention.

@@ -167,6 +167,8 @@ class EagleDrafter(TrainableDrafter):
         """
         heads = self.config.num_key_value_heads
         position = torch.arange(first, first + keys.shape[1] - 1, device=keys.device)  # [S]
+        # An entry's product reads [embedding of token i + 1; hidden state of token i], and a product of joined inputs
+        # is the sum of a product of each: so each token's two terms are stored once, and added here.
         key, value = (x[:, :-1, :heads] + x[:, 1:, heads:] for x in (keys, values))
         bias = _hide(position >= length[:, None] - 1)[:, None, None]
         return PastEntries(EagleEntries(self.midlayer.self_attn.finish_key(key, position), value), bias, length)
@@ -290,6 +292,7 @@ def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
     far = by_row @ past.entries.keys.permute(0, 2, 3, 1)  # [B, H, w g, S]
     near = query @ path.keys.permute(0, 1, 3, 4, 2)  # [B, w, H, g, k]
     near_by_row = near.transpose(1, 2).flatten(2, 3)  # [B, H, w g, k]
+    # One softmax over both parts: the text's and the beam's entries share their sum of weights.
     weights = torch.cat([far.float() + past.bias, near_by_row.float()], dim=-1).softmax(dim=-1).to(query.dtype)
     far, near = weights[..., :-steps], weights[..., -steps:].unflatten(2, (beams, -1))  # near [B, H, w, g, k]
     read = (far @ past.entries.values.transpose(1, 2)).unflatten(2, (beams, -1)).transpose(1, 2)  # [B, w, H, g, d]

@@ -1,7 +1,7 @@
 """Drafts copied from the text itself: what followed an earlier occurrence of its last tokens.
 
 `PromptLookupProposer` drafts nothing else. `TextBeside` adds such a chain to the tree of any other proposer, as nodes
-beside those that are there. Since a draft counts only if it is what the target draws itself, any union of drafts is as
+in addition to its own. Since a draft counts only if it is what the target draws itself, any union of drafts is as
 exact as each of them.
 """
 
@@ -38,11 +38,13 @@ def latest_match(tokens: Tensor, length: Tensor, most: int) -> tuple[Tensor, Ten
         The position after the occurrence, 0 for none, and how many tokens match, `[B, 1]` int64 each.
     """
     last, back = length[:, None], torch.arange(1 - most, 1, device=tokens.device)
+    # Paddings of -1 and -2 match neither a token nor each other.
     key = tokens.gather(1, (last + back).clamp(min=0)).masked_fill(last + back < 0, -1)  # [B, most]
     ending = pad(tokens, (most - 1, 0), value=-2).unfold(1, most, 1)  # [B, T, most], the tokens up to each position
-    behind = torch.arange(1, most + 1, device=tokens.device)
-    matched = most - ((ending != key[:, None]) * behind).amax(-1)  # [B, T], those after the last that differs
+    back_by = torch.arange(1, most + 1, device=tokens.device)
+    matched = most - ((ending != key[:, None]) * back_by).amax(-1)  # [B, T], those after the last that differs
     position = torch.arange(tokens.shape[1], device=tokens.device)
+    # The longest match, and of equally long ones the latest, whose continuation is most like the text to come.
     rank = torch.where(position < last, matched * tokens.shape[1] + position, 0)
     best = rank.argmax(dim=1, keepdim=True)
     found = matched.gather(1, best).where(best < last, 0)

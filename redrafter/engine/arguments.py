@@ -1,9 +1,9 @@
 """Check the arguments of `generate`: options, prompts, and further inputs of a model.
 
-Arguments are known, or refused by name, and said in transformers' terms. Models with an encoder beside their text are
-told about its inputs in every call, from transformers' `generate` or from a processor, and some get a position for each
-axis of an image. For text alone, all of it says what ids and mask say already. Images are taken by models that can be
-given what was encoded of them; anything more is refused by name.
+Arguments are known, or refused by name, and translated to transformers' names. Models with an encoder in addition to
+their decoder are given its inputs in every call, from transformers' `generate` or from a processor, and some get a
+position for each axis of an image. For text alone, all of it says what ids and mask say already. Images are taken by
+models that can be given what was encoded of them; anything more is refused by name.
 """
 
 import copy
@@ -335,7 +335,8 @@ def read_prepared(
 ) -> list[ImagePrompt | None]:
     """Return the images of each row, or None for a row without any, among what transformers has prepared.
 
-    `prepared` is what it would give to the model beside ids and mask; `seen` is False where a row is padded, `[B, P]`.
+    `prepared` is what it would give to the model in addition to ids and mask; `seen` is False where a row is padded,
+    `[B, P]`.
 
     Raises:
         ArgumentError: The images do not fit the prompts.

@@ -158,6 +158,8 @@ class Call:
         with self.queued(scheduler), shown as bar:
             while not scheduler.idle:
                 scheduler.read()
+                # Rank 0's clock decides for all: ranks that stop after different rounds would wait for each other for
+                # ever.
                 if deadline < float("inf") and ranks.from_first(time.time() >= deadline):
                     scheduler.settle()
                     break

@@ -163,8 +163,8 @@ class DraftTarget(Engine):
                 same distribution (greedy decoding is the same in both).
             adaptive: Draft at most draft_len tokens, fewer where drafts were not kept of late or where the draft model
                 itself is in doubt.
-            tokenizer: The target's tokenizer, or where it is; None for the one beside the target, which a model that is
-                loaded already is looked up for by its name.
+            tokenizer: The target's tokenizer, or where it is; None for the one in the target's directory, which a model
+                that is loaded already is looked up for by its name.
             draft_tokenizer: The same for the draft model.
             draft_device: The draft model's device; None for the target's.
             draft_quantization: As `quantization`, for the draft model.

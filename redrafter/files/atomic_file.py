@@ -31,6 +31,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     remains where it raises `ArgumentError`.
     """
     target, encoded = path.resolve(), content.encode() if isinstance(content, str) else content
+    # In the same directory: a rename is atomic within one file system alone.
     temporary = _temporary_path(target)
     try:
         if target.exists() and not target.is_file() and not target.is_dir():

@@ -53,7 +53,7 @@ def check_output_folder(
 def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
     """Write a folder such that a reader finds the old folder or the new one, never a part of one.
 
-    `fill` writes into a partial folder beside `folder`. Its files are synced to disk, an existing folder is renamed to
+    `fill` writes into a partial folder next to `folder`. Its files are synced to disk, an existing folder is renamed to
     make way, and the partial folder is renamed to `folder`; a symbolic link is followed. After a kill at any moment,
     `remove_leftovers` leaves the whole old folder or the whole new one.
 
@@ -74,6 +74,8 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
                 raise ArgumentError(f"another process is writing {folder}; wait, or name another place") from error
             try:
                 fill(partial)
+                # The rename may reach the disk before the contents do, and a power cut would leave empty files under
+                # the new name.
                 for file in (*partial.rglob("*"), partial):
                     sync_to_disk(file)
                 if target.exists():
@@ -98,6 +100,7 @@ def remove_leftovers(folder: Path) -> None:
     target = Path(os.path.realpath(folder))
     partial, old = _working_paths(target)
     if partial.exists():
+        # A partial folder whose lock is free belongs to a process that has ended.
         with suppress(OSError), _locked(partial):
             shutil.rmtree(partial)
     if partial.exists():

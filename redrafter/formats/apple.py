@@ -1,7 +1,7 @@
 """Apple's drafters (apple/ml-recurrent-drafter), which Hugging Face's loaders read too: tensor names and config.
 
 The residual layers and the head after them are one list, `lm_head.0` to `lm_head.{L}`. Older checkpoints call that list
-`lm_heads`, with `input_projs` beside it, or `0`. The embedding table is the base's and is not stored.
+`lm_heads`, together with `input_projs`, or `0`. The embedding table is the base's and is not stored.
 """
 
 import re

@@ -5,7 +5,7 @@ output of the target a layer number stands for: speculators' are those of a laye
 
 | | z-lab | DeepSpec | speculators | transformers |
 |---|---|---|---|---|
-| told by | `dflash_config` | `DSpark` in `architectures` | `speculators_model_type` | `model_type` |
+| identified by | `dflash_config` | `DSpark` in `architectures` | `speculators_model_type` | `model_type` |
 | fields | in `dflash_config`, or at the top | at the top | at the top | at the top |
 | a layer's config | at the top | at the top | `transformer_layer_config` | at the top |
 """

@@ -279,6 +279,7 @@ class GrammarState:
         mask = bytearray(self.matcher.compute_bitmask()[:size].ljust(size, b"\0"))
         if self.matcher.is_error():
             return None
+        # An end token that the grammar itself names would end the text in the middle of it.
         for token in self._stops:
             mask[token >> 3] &= ~(1 << (token & 7))
         if self.matcher.is_accepting():
@@ -318,6 +319,7 @@ def _follow(connection: socket.socket, vocabulary: Any) -> None:
     one of all masks. No pickles: a grammar that broke into this process must not get into the program.
     """
     held = memory()[1]
+    # Before anything of a client is read: its grammar is parsed within the limit too.
     limit_memory(limits.MAX_PROCESS_BYTES)
     source = GrammarSource(*json.loads(receive_frame(connection)))
     try:

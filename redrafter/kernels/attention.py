@@ -5,7 +5,7 @@ key head) and one split of the committed tokens. The last split handles the tree
 values directly and stores them in the cache. A second kernel merges the splits by log-sum-exp (flash-decoding; Dao et
 al. 2023). Rows may have unequal numbers of nodes: programs of tiles that a row does not have end at once.
 
-Chunks of prompts that are read beside the trees are rows of a second launch, in which every token sees all before it.
+Chunks of prompts that are read with the trees are rows of a second launch, in which every token sees all before it.
 """
 
 from typing import NamedTuple
@@ -51,6 +51,7 @@ def _unit(scale, SOFTCAP: tl.constexpr):
 def _update_softmax(scores, unit, v, top, total, acc):
     """Add one tile of keys to an online softmax."""
     new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+    # A tile without any visible key must leave the state as it is, and -inf - -inf is NaN.
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * unit - anchor[:, None])
     shrink = tl.exp2(top - anchor)
@@ -138,8 +139,9 @@ def _attend_kernel(
     head = tl.program_id(1) // tiles
     tile = tl.program_id(1) % tiles
     split = tl.program_id(2)
-    n, behind = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
-    count = (tl.load(START + row + 1) - behind).to(tl.int32)
+    n, offset = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
+    count = (tl.load(START + row + 1) - offset).to(tl.int32)
+    # Lengths and starts are older than the previous kernel, which may still be writing the queries, keys and values.
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     if tile * BLOCK_M >= count * GROUP:
@@ -149,7 +151,7 @@ def _attend_kernel(
     node, q_of = m // GROUP, head * GROUP + m % GROUP
     live = node < count
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    token, index = behind + node, row * nodes + node
+    token, index = offset + node, row * nodes + node
     all_nodes = cached + nodes
     out = token * (HEADS * GROUP) + q_of
 
@@ -167,6 +169,7 @@ def _attend_kernel(
     if WINDOW > 0 or CHUNK > 0:
         whole = low
     if (split < splits - 1) & (low >= n):
+        # A total of 0 makes the merge skip this split, whose part is never written.
         tl.store(TOPS + (out * splits + split) * 2, float("-inf"), live)
         tl.store(TOPS + (out * splits + split) * 2 + 1, 0.0, live)
         return
@@ -205,7 +208,7 @@ def _attend_kernel(
         for start in range(tl.cdiv(tile * BLOCK_M, GROUP), end, STORED):
             j = start + tl.arange(0, STORED)
             store_new(
-                K, V, KEYS, VALUES, TABLE, behind + j, n + cached + j, j < end, k_token, k_head, v_token, v_head,
+                K, V, KEYS, VALUES, TABLE, offset + j, n + cached + j, j < end, k_token, k_head, v_token, v_head,
                 cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, LARGEST,
             )  # fmt: skip
         if CACHED:
@@ -227,7 +230,7 @@ def _attend_kernel(
         for start in tl.range(0, end, BLOCK_S, num_stages=NODE_STAGES):
             j = start + tl.arange(0, BLOCK_S)
             held = j < count
-            other = behind + j
+            other = offset + j
             k = tl.load(K + other * k_token + head * k_head + dk[:, None], held & (dk[:, None] < DK), 0.0)
             v = tl.load(V + other[:, None] * v_token + head * v_head + dv, held[:, None] & (dv < DV), 0.0)
             # Rounded as later forwards read them, or a token's logits would depend on the other tokens of its forward.

@@ -6,7 +6,8 @@ many do. Sums are carried to float32 after every `EXACT_AFTER` products, as torc
 finish adds up the parts.
 
 How a sum is cut into parts, and in which order it is taken, follows from the sizes of the weight alone. So a token has
-the same bits whatever is beside it: rounded to FP8 by the next layer, a last bit that differs may become a fourth one.
+the same bits whatever else is in the forward: rounded to FP8 by the next layer, a last bit that differs may become a
+fourth one.
 """
 
 import torch

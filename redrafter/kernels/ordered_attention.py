@@ -1,6 +1,6 @@
 """Tree attention whose sums have one order: what a token attends to has the same bits however it came to be computed.
 
-A token's keys are visited by their absolute positions, in tiles of `TILE` positions. The online softmax begins anew at
+A token's keys are visited by their absolute positions, in tiles of `TILE` positions. The online softmax restarts at
 fixed positions, and what these splits found is folded in their order. So a token that is decoded alone, in a tree, or
 within a prompt takes the same sums:
 
@@ -134,12 +134,12 @@ def _store_chain_kernel(
     """Store the keys and values of `TILE` tokens of a row whose new tokens are a chain."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     node = tl.program_id(2) * TILE + tl.arange(0, TILE)
-    n, behind = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
-    own = node < tl.load(START + row + 1) - behind
+    n, offset = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
+    own = node < tl.load(START + row + 1) - offset
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     store_new(
-        K, V, KEYS, VALUES, TABLE + row * blocks, behind + node, n + node, own, k_token, k_head, v_token, v_head,
+        K, V, KEYS, VALUES, TABLE + row * blocks, offset + node, n + node, own, k_token, k_head, v_token, v_head,
         cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, LARGEST,
     )  # fmt: skip
 
@@ -157,13 +157,13 @@ def _attend_committed_kernel(
 
     What the split found goes to `PART` and `TOPS`; with `FOLDED`, one program takes all splits of its queries, and two
     parts are left: all splits but the last folded, and the last. Only whole tiles are attended to; the one that holds
-    the row's first new position, and what is behind it, is left to `_attend_nodes_kernel`. `WIDE` says that a layer's
+    the row's first new position, and later ones, are left to `_attend_nodes_kernel`. `WIDE` says that a layer's
     cache has too many numbers to count them in 32 bits.
     """
     row = tl.program_id(0).to(tl.int64)
     head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
-    n, behind = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
-    count = (tl.load(START + row + 1) - behind).to(tl.int32)
+    n, offset = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
+    count = (tl.load(START + row + 1) - offset).to(tl.int32)
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     if tile * BLOCK_M >= count * GROUP:
@@ -181,7 +181,7 @@ def _attend_committed_kernel(
     node, q_of = m // GROUP, head * GROUP + m % GROUP
     live = node < count
     dk, dv, j = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV), tl.arange(0, TILE)
-    token = behind + node
+    token = offset + node
     q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
     position = n + tl.load(DEPTH + row * (cached + nodes) + cached + node, live, 0).to(tl.int32)
     if tl.program_id(2) == 0:
@@ -240,8 +240,8 @@ def _attend_nodes_kernel(
     dk, dv, j = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV), tl.arange(0, TILE)
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     live, q_of = m < GROUP, head * GROUP + m
-    behind = tl.load(START + row)
-    token = behind + node
+    offset = tl.load(START + row)
+    token = offset + node
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     if row == tl.num_programs(0) - 1:
@@ -327,8 +327,8 @@ def _attend_chain_kernel(
     """Attend with one tile of the queries of a row whose new tokens are a chain, and are in the cache."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tile = tl.num_programs(2) - 1 - tl.program_id(2)  # the last ones see most
-    n, behind = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
-    count = (tl.load(START + row + 1) - behind).to(tl.int32)
+    n, offset = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
+    count = (tl.load(START + row + 1) - offset).to(tl.int32)
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     if tile * BLOCK_M >= count * GROUP:
@@ -337,7 +337,7 @@ def _attend_chain_kernel(
     node, q_of = m // GROUP, head * GROUP + m % GROUP
     live = node < count
     dk, dv, j = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV), tl.arange(0, TILE)
-    token = behind + node
+    token = offset + node
     q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
     position = n + node
     end = n + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, count)  # end of the last position seen

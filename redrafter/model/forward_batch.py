@@ -1,11 +1,11 @@
 """What a forward reads and gives: rows of tokens with ancestors, chunks of prompts after them, and what goes with each.
 
-A pending token, a chain of drafts, a tree of them and a part of a prompt are one kind of thing. What a row has beside
-its tokens (positions that images have shifted, the sequence length that selects RoPE frequencies, an adapter) stands
-here once, for every forward and layer.
+A pending token, a chain of drafts, a tree of them and a part of a prompt are one kind of thing. Inputs that a row has
+in addition to its tokens (positions that images have shifted, the sequence length that selects RoPE frequencies, an
+adapter) are declared here once, for every forward and layer.
 
-A drafter reads hidden states of several depths. Reading the outputs of earlier layers beside the last hidden state is
-how EAGLE-3 feeds its head (Li et al. 2025, arXiv 2503.01840).
+A drafter reads hidden states of several depths. Reading the outputs of earlier layers in addition to the last hidden
+state is how EAGLE-3 feeds its head (Li et al. 2025, arXiv 2503.01840).
 """
 
 from collections.abc import Callable, Sequence

@@ -56,7 +56,7 @@ class ImagePrompt:
     position_shift: int = 0
 
     def prepare(self, model: Any, ids: Sequence[int]) -> "ImagePrompt":
-        """Return the prompt itself, which is prepared; see `ImageInputs.prepare`."""
+        """Return the prompt itself, whose images are encoded already."""
         return self
 
 
@@ -115,8 +115,8 @@ def image_arguments(model: Any) -> frozenset[str]:
 
 def marks_tokens(name: str, model: Any) -> bool:
     """Return whether 0 in an input of this name marks a token as text, and other numbers as a part of an image."""
-    beside = model.config.get_text_config(decoder=True) is not model.config  # GPT-2 embeds its token_type_ids as ids
-    return name.endswith("mm_token_type_ids") or (name == "token_type_ids" and beside)
+    separate = model.config.get_text_config(decoder=True) is not model.config  # GPT-2 embeds its token_type_ids as ids
+    return name.endswith("mm_token_type_ids") or (name == "token_type_ids" and separate)
 
 
 def token_type_arguments(model: Any) -> frozenset[str]:

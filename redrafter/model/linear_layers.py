@@ -2,7 +2,7 @@
 
 Our quantised layers have weights of FP8 (e4m3): half the bytes of bfloat16, where reading weights takes most of the
 time. What a layer reads is rounded to FP8 with a scale for each token, so a token is computed as it would be without
-the tokens beside it. What it writes keeps its dtype.
+the other tokens. Its output keeps its dtype.
 
 A small product does not fill a GPU's memory bus: the query, key, value, gate and up projections of an 8B model take a
 seventh longer one by one than two at a time. So layers that read the same tensor are one product. No name of a layer is
@@ -69,6 +69,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     precise = weight.float()
     mantissa, exponent = torch.frexp(precise.abs().amax(dim=1) / LARGEST)
+    # frexp returns mantissas from 0.5 up to 1, so a power of two would get a scale that is twice too large.
     scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
     return (precise / scale[:, None]).to(torch.float8_e4m3fn), scale
 
@@ -223,6 +224,7 @@ def _fuse(tensors: Sequence[Tensor]) -> Tensor:
             return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
         whole = torch.cat([tensor.detach() for tensor in tensors])
         for tensor, part in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
+            # The parameter object stays, as optimizers and the model's owner hold it.
             tensor.data = part
     return whole
 

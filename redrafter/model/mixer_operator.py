@@ -67,6 +67,6 @@ class MixerOperators:
 
     def apply(self, patch: ModelPatch, plan: TreeStates | PromptStates) -> None:
         """Let a plan compute what the mixers return. Call `finish` of the plan after the forward."""
-        patch.tell(self._running, plan)
+        patch.set_running(self._running, plan)
         for parent, name, stand_in in self._stand_ins:
             patch.put(parent._modules, name, stand_in)

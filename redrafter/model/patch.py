@@ -35,7 +35,7 @@ class Running:
     """What the stand-ins for some modules know of the running forward; they outlive it, or a compiler would see others.
 
     Attributes:
-        value: Inputs of the forward, as passed to `ModelPatch.tell`; None between forwards.
+        value: Inputs of the forward, as passed to `ModelPatch.set_running`; None between forwards.
         thread: The thread of the forward, whose model others may run meanwhile; None where nobody can.
     """
 
@@ -82,7 +82,7 @@ class ModelPatch:
         self._undo.append((setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    def tell(self, running: Running, value: Any) -> None:
+    def set_running(self, running: Running, value: Any) -> None:
         """Pass stand-ins the inputs of this forward."""
         # The thread stays so: another one may be in a stand-in still when the forward has ended.
         running.thread = self._thread

@@ -171,7 +171,7 @@ class RopeByLength(ABC):
     Attributes:
         switch_at: Tokens up to which a text has the frequencies of short texts.
         rereads: Whether the model's `generate` reads a text again, with the frequencies of long texts, once it has
-            `switch_at` tokens and goes on. Other models leave in the cache what is there.
+            `switch_at` tokens and continues. Other models leave the cache as it is.
     """
 
     switch_at: int
@@ -392,6 +392,6 @@ class DynamicRope(RopeByLength):
 
     def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
         """Give each token the frequencies of its own length; see `RopeByLength`."""
-        patch.tell(self._running, at_least)
+        patch.set_running(self._running, at_least)
         for parent, name, stand_in in self._places:
             patch.put(parent._modules, name, stand_in)

@@ -56,7 +56,7 @@ class PromptReader:
     def read(
         self, prompts: Prompts, *, max_tokens: int | None = None, show: ShowLogits | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Read prompts; see `Target.prefill`."""
+        """Read prompts into a cache, with the arguments and results of `Target.prefill`."""
         max_tokens = max_tokens or MAX_FORWARD_TOKENS
         if show is not None:
             max_tokens = min(max_tokens, max(MAX_SHOWN_LOGITS // self._vocab_size, 1))

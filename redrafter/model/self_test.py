@@ -233,9 +233,9 @@ class SelfTest:
         logits, expected = self._logits_of(trial, cache, whole=whole).float(), trial.expected.float()
         error = (logits - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
         if not bool((error.max() <= allowed[0]) & (error.median() <= allowed[1])):
-            behind = "" if trial.prompts is not None else f" behind {int(trial.length[0])} tokens"
+            after = "" if trial.prompts is not None else f" after {int(trial.length[0])} tokens"
             raise UnsupportedError(
-                f"{self._target.name} gives other logits for a token tree than for plain text{behind} (relative error "
+                f"{self._target.name} gives other logits for a token tree than for plain text{after} (relative error "
                 f"{error.max():.2g}); this architecture cannot be verified exactly"
             )
 

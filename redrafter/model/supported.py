@@ -172,7 +172,7 @@ def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateSha
     """
     past = cache_in(output)
     if past is None and getattr(config, "is_decoder", None) is False:
-        raise UnsupportedError(f"{name} is no decoder: its tokens see those behind them; load it with is_decoder=True")
+        raise UnsupportedError(f"{name} is no decoder: its tokens see later ones; load it with is_decoder=True")
     if not hasattr(past, "layers"):
         kept = "no keys and values of past tokens" if past is None else f"past tokens in its {type(past).__name__}"
         raise UnsupportedError(f"{name} keeps {kept}; only models with an ordinary cache can be verified as a tree")

@@ -114,6 +114,7 @@ class Target(BoundModel):
 
     def _bind(self) -> None:
         """Make the forwards of the model, then run its self-test on the caches that it may be decoded on."""
+        # Multiples of a prime are distinct and far apart, so no two tokens of the probe are alike.
         ids = torch.arange(8, device=self.device) * 7919 % self.vocab_size
         self.dtype = self.embedding(ids).dtype  # the model's own may be that of a quantised weight
         self.traits = traits = learn_traits(self.model, self.config, ids, self.name)
@@ -173,10 +174,10 @@ class Target(BoundModel):
         """Record changes of the model, if the watch may have missed some."""
         before, now = self._state, ModelState.of(self.model)
         if now != before:
-            for told, fact in self._facts().items():
-                if fact != self._bound_as[told]:
+            for what, fact in self._facts().items():
+                if fact != self._bound_as[what]:
                     raise ArgumentError(
-                        f"{self.name} {told.format(self._bound_as[told], fact)} after it was bound: make a new engine "
+                        f"{self.name} {what.format(self._bound_as[what], fact)} after it was bound: make a new engine "
                         "of the model"
                     )
             self.version += 1
@@ -227,7 +228,7 @@ class Target(BoundModel):
             raise UnsupportedError(_INVARIANT_ADAPTERS)
         if self.device.type == "cuda" and self.varlen_forward.linears_fused:
             raise ArgumentError(
-                f"{self.name} was compiled for an engine without batch_invariant=True; load the model anew"
+                f"{self.name} was compiled for an engine without batch_invariant=True; load the model again"
             )
         reason = support_of(self, self.paged_shapes).reason or self.paged.reason
         reason = reason or (self.varlen.reason if self.device.type == "cuda" else None)
@@ -268,7 +269,7 @@ class Target(BoundModel):
         if self.aux_layers not in (None, tuple(layers)):
             raise MismatchError(
                 f"this target's layers {list(self.aux_layers or ())} are read by another drafter, this one reads "
-                f"{list(layers)}; load the target anew"
+                f"{list(layers)}; load the target again"
             )
         if layers:
             _ = self.paged  # its self-test runs on the first layers alone, and others may be read from now on
@@ -298,7 +299,7 @@ class Target(BoundModel):
             raise UnsupportedError(f"{name} is an adapter, {_NOT_SPLIT}")
         if self.keeps_states:
             raise UnsupportedError(
-                f"{name} cannot be applied beside others: layers of {self.name} keep recurrent states, and are called "
+                f"{name} cannot be applied with others: layers of {self.name} keep recurrent states, and are called "
                 "with other tokens than the forward's; merge it into the model with PEFT's merge_and_unload()"
             )
         with self.lock:
@@ -316,7 +317,7 @@ class Target(BoundModel):
         if self.drafter_layer is not None and self.drafter_layer.owner is layer.owner:
             return
         if self.drafter_layer is not None:
-            raise MismatchError("another drafter stores keys and values beside this target's; load the target anew")
+            raise MismatchError("another drafter stores keys and values with this target's; load the target again")
         _ = self.paged  # its self-test is of caches without that layer
         self.drafter_layer, self._drafter_shapes = layer, (layer.shape,)
 

@@ -66,6 +66,7 @@ class AttentionProbe:
     def record(self, layer: int, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         """Record the keys and values `[B, heads, T, dim]` and the mask that a layer's attention function received."""
         source = next((first for first, k, v in self.given if k is key and v is value), None)
+        # The tensors themselves are kept: an id alone could be that of a later tensor at the same address.
         self.given.append((layer, key, value))
         if source is None:
             self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
@@ -186,6 +187,7 @@ def _kind_of(rule: MaskRule, device: Any) -> AttentionKind | None:
         return None
     if first == 0:
         return AttentionKind()
+    # From one position to the next a window moves by one, and a chunk begins where it did, or at the new position.
     if second == first + 1:
         return AttentionKind(window=PROBED_POSITION - first + 1)
     if second == PROBED_POSITION + 1:
@@ -230,7 +232,9 @@ def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict
     names = getattr(config, "layer_types", None) or ()
     by_name = dict(zip(names, by_layer, strict=False))
     if tuple(by_name.get(name) for name in names) != by_layer:
-        raise UnsupportedError("its layers differ in what they see, and config.layer_types does not tell them apart")
+        raise UnsupportedError(
+            "its layers have different masks, and config.layer_types does not say which layer has which"
+        )
     for name, mask_name in _MASK_NAMES.items():
         if name in by_name:
             by_name.setdefault(mask_name, by_name[name])
@@ -301,8 +305,8 @@ def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, 
     one_by_one = pytree.tree_map(lambda *x: torch.cat(x, dim=1) if isinstance(x[0], Tensor) else x[0], *parts)
     if not _close(one_by_one, expected, _ONE_BY_ONE):
         raise UnsupportedError(
-            f"layer {mixer.layer} of {name} ({type(mixer.module).__name__}) goes on from its state with other numbers "
-            "than it reads a whole text with; this architecture cannot be verified exactly"
+            f"layer {mixer.layer} of {name} ({type(mixer.module).__name__}) continues from its state with other "
+            "numbers than it reads a whole text with; this architecture cannot be verified exactly"
         )
     at_once, _ = mixer.run(forward, _part(given, half, count, count), later)
     return replace(

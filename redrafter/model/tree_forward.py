@@ -141,6 +141,7 @@ class TreeForward(ABC):
             return None  # it is a forward of another thread, which computes what the model alone gives
         hidden, index = args[0], self._index
         if self._written is not None and (sums := self._written.sums) is not None:
+            # The cache holds zeros for values that were not finite, which would make the nodes' logits look finite.
             hidden = hidden.masked_fill(~sums.isfinite().to(hidden.device)[..., None], torch.nan)
         self._head_inputs = (*self._head_inputs, hidden)
         if index is None:

@@ -126,6 +126,7 @@ class VarlenForward(TreeForward):
 
         # 3. Run the model. A drafter's keys and values of the tokens are stored with the model's.
         mixing = mixer_plan(batch, padded=False) if self._mixers else None
+        # A compiled forward cannot ask which thread calls it, so only the lock keeps those of other threads apart.
         with bound.lock, self._attending(ATTENTION_NAME, plan, mixing, keep, threads_apart=False):
             logits, hidden = self._run(ids, positions, head_index, plan, prompt, keep)
         hidden = hidden[: tokens[0]]

@@ -2,7 +2,7 @@
 
 It is not multiprocessing's forkserver, whose children inherit only imported modules and import the program's main
 module: a script without a main guard, or one read from stdin, would fail; and each process of a grammar would read the
-vocabulary anew, which takes 2.8 s for 128,000 tokens, where a fork of a zygote that has read it takes 13 ms.
+vocabulary again, which takes 2.8 s for 128,000 tokens, where a fork of a zygote that has read it takes 13 ms.
 """
 
 import os

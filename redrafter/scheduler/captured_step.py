@@ -36,6 +36,8 @@ def capture(run: Callable[[], object], pool: Any = None, *, watched: bool = Fals
     The graph shares memory with others through `pool`. It is `watched` where another thread asks the device for events
     meanwhile, as NCCL's does that watches collectives.
     """
+    # A first call compiles kernels and allocates workspaces, which cannot be captured; CUDA asks for another stream for
+    # it.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -125,6 +127,7 @@ class CapturedStep:
         state, self.output = step(
             self.state, self.proposer, self.target, self.cache, self.sampler, self.draft_cache, self.chunks
         )
+        # In place: a replay reads and writes the buffers that it was captured with.
         self.state.length.copy_(state.length)
         self.state.hidden.copy_(state.hidden)
         self.report = self.output.pack_for_host()
@@ -181,6 +184,7 @@ class GraphCapturer:
             pool = next((graph.pool() for graph in self._graphs), None)  # which ends with the last graph in it
             step.graph = capture(step.run, pool, watched=self._target.ranks.size > 1)
             self._graphs.add(step.graph)
+        # The model can be captured; only now there is too little memory.
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -232,6 +236,7 @@ class LaunchedStep:
         logits, scores = dict[int, Tensor](), dict[int, Tensor]()
         for row, sequence in enumerate(sequences):
             if "logits" in sequence.keeps:
+                # A copy, since the next replay overwrites the output.
                 logits[row] = output.logits[row].index_select(0, output.path.nodes[row])
             if "scores" in sequence.keeps:
                 scores[row] = output.scores[row].index_select(0, output.path.nodes[row])
@@ -240,8 +245,8 @@ class LaunchedStep:
         logprobs = None
         if counts:
             # A GPU scores the entries after the drawn tokens too, since the host does not know their number yet.
-            width, told = output.tokens.shape[1], report.read() if report.on_host else None
-            sizes = {row: width if told is None else told[row][width] + 1 for row in counts}
+            width, known = output.tokens.shape[1], report.read() if report.on_host else None
+            sizes = {row: width if known is None else known[row][width] + 1 for row in counts}
             index = [(row, place) for row, size in sizes.items() for place in range(size)]
             rows, places = to_device(index, output.tokens.device, torch.long).unbind(1)  # [T]
             nodes, tokens = output.path.nodes[rows, places], output.tokens[rows, places]
@@ -259,13 +264,13 @@ class LaunchedStep:
     def read(self) -> Iterator[tuple[TokenSequence, SequenceDelta]]:
         """Wait for the step, and yield the tokens drawn for each of its sequences."""
         reports = zip(self.sequences, self.report.read(), strict=False)
-        told = zip(*(each.read() for each in self.logprobs or ()), strict=True)
+        scored = zip(*(each.read() for each in self.logprobs or ()), strict=True)
         for row, (sequence, (*tokens, accepted, drafted, finite, copied)) in enumerate(reports):
             count = min(accepted + 1, finite)
             logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
             logprobs = None
             if (wanted := sequence.params.logprobs) is not None:
-                lines = list(islice(told, accepted + 1 if self.report.on_host else len(tokens)))[:count]
+                lines = list(islice(scored, accepted + 1 if self.report.on_host else len(tokens)))[:count]
                 logprobs = [(own, dict(zip(ids[:wanted], top, strict=False))) for (own, *top), ids in lines]
             drafts = self.levels > 0 and sequence.params.speculate
             drawn = SequenceDelta(

@@ -1,7 +1,7 @@
 """Changes that an operator makes to a running engine between two steps, one object for each kind.
 
-A change is checked when it is made, in any thread and beside running texts, so that one that is refused costs them
-nothing. It is applied when no step is in flight. Texts that are being written are put back before, and go on after it
+A change is checked when it is made, in any thread while sequences run, so that one that is refused costs them
+nothing. It is applied when no step is in flight. Running sequences are put back before, and continue after it
 with the tokens that they have: a text is never read by one set of weights and continued by another.
 """
 

@@ -304,50 +304,50 @@ class SequenceBlocks:
     vocabulary has a text of its own for each sequence, and blocks of its own.
     """
 
-    def __init__(self, graphs: PagedMemory, has_draft_model: bool, reuse: bool):
+    def __init__(self, memory: PagedMemory, has_draft_model: bool, reuse: bool):
         """Hand out the blocks of a memory; with `reuse`, equal prefixes share them."""
         # Where recurrent states of prefixes are not kept, their keys and values alone are of no use.
-        stores = [store for store in (graphs.store, graphs.draft_store) if store is not None]
+        stores = [store for store in (memory.store, memory.draft_store) if store is not None]
         reuse = reuse and all(store.states is None or store.prefix_states for store in stores)
-        self._graphs, self._reuse = graphs, reuse
+        self._memory, self._reuse = memory, reuse
         # Without a draft model, no prompt is read into the cache of drafts, so none of its prefixes can be reused.
-        self._publishes = reuse and (graphs.draft_store is None or has_draft_model)
-        self._rope = graphs.target.rope
+        self._publishes = reuse and (memory.draft_store is None or has_draft_model)
+        self._rope = memory.target.rope
         self._refused: tuple[tuple[object, ...], str] | None = None  # the last allocation that failed, and why
 
     @property
     def free(self) -> int:
         """Number of blocks that could be handed out now."""
-        return self._graphs.blocks.num_free_blocks
+        return self._memory.blocks.num_free_blocks
 
     def could_hold(self, sequence: TokenSequence, slots: int) -> bool:
         """Return whether so many positions of a sequence fit into an empty cache."""
-        fits = slots <= self._graphs.blocks.num_blocks * BLOCK_SIZE
-        if sequence.draft_text is None or self._graphs.draft_blocks is None:
+        fits = slots <= self._memory.blocks.num_blocks * BLOCK_SIZE
+        if sequence.draft_text is None or self._memory.draft_blocks is None:
             return fits
-        return fits and sequence.draft_bound(slots) <= self._graphs.draft_blocks.num_blocks * BLOCK_SIZE
+        return fits and sequence.draft_bound(slots) <= self._memory.draft_blocks.num_blocks * BLOCK_SIZE
 
     @property
     def have_turn(self) -> bool:
         """Return whether nobody waits for blocks of the same cache who came before."""
-        turns = self._graphs.turns[:1]
+        turns = self._memory.turns[:1]
         return not turns or turns[0] is self
 
     def wait(self) -> None:
         """Wait in turn for blocks that others hold, but not for long. The caller's own sequences hold none."""
-        with self._graphs.released:
-            if self not in self._graphs.turns:
-                self._graphs.turns.append(self)
+        with self._memory.released:
+            if self not in self._memory.turns:
+                self._memory.turns.append(self)
             # Blocks released since the last attempt might be enough.
             if not self.have_turn or (self._refused and self._refused[0] == self._attempt(*self._refused[0][:2])):
-                self._graphs.released.wait(LONGEST_WAIT)
+                self._memory.released.wait(LONGEST_WAIT)
 
     def end_wait(self) -> None:
         """Let others take blocks, if this one has waited for some."""
-        if self in self._graphs.turns:
-            with self._graphs.released:
-                self._graphs.turns.remove(self)
-                self._graphs.released.notify_all()
+        if self in self._memory.turns:
+            with self._memory.released:
+                self._memory.turns.remove(self)
+                self._memory.released.notify_all()
 
     def allocate(self, sequence: TokenSequence, slots: int) -> None:
         """Give an admitted sequence blocks for so many positions, with the longest cached prefix of its tokens.
@@ -368,27 +368,27 @@ class SequenceBlocks:
 
     def _attempt(self, sequence: Any, slots: Any) -> tuple[object, ...]:
         """Return what decides whether an allocation fails: it fails again as long as this stays equal."""
-        managers = [x for x in (self._graphs.blocks, self._graphs.draft_blocks) if x is not None]
+        managers = [x for x in (self._memory.blocks, self._memory.draft_blocks) if x is not None]
         return sequence, slots, *((manager, manager.freed) for manager in managers)
 
     def _allocate(self, sequence: TokenSequence, slots: int) -> None:
         tokens = sequence.tokens[: sequence.prefill_length]
         # A cached prefix has no logits, and past a change of rope it would be other keys.
         reuse = self._reuse and not sequence.needs_scores and self._is_steady(sequence)
-        sequence.block_table = self._graphs.blocks.admit(
+        sequence.block_table = self._memory.blocks.admit(
             tokens, slots, reuse, self._salt(sequence), publishes=self._publishes
         )
         if sequence.draft_text is not None:
             try:
                 sequence.draft_block_table = self._admit_draft_text(sequence, slots, reuse)
             except CacheFullError:
-                self._graphs.blocks.release(sequence.block_table)
+                self._memory.blocks.release(sequence.block_table)
                 sequence.block_table = None
                 raise
             sequence.draft_prefilled = sequence.draft_block_table.reused
-        self._graphs.restore_states(sequence.block_table)
+        self._memory.restore_states(sequence.block_table)
         if self._publishes and reuse:
-            self._graphs.reserve_snapshot_row(sequence.block_table)
+            self._memory.reserve_snapshot_row(sequence.block_table)
         if sequence.needs_scores:
             sequence.prompt_scores.clear()  # it may have been preempted halfway
         sequence.prefilled = sequence.block_table.reused
@@ -397,15 +397,15 @@ class SequenceBlocks:
     @contextmanager
     def _handing_out(self) -> Iterator[None]:
         """Hold the lock, and launch the copies that handing out blocks makes due, even where there were too few."""
-        with self._graphs.lock:
+        with self._memory.lock:
             try:
                 yield
             finally:
-                self._graphs.copy_blocks()
+                self._memory.copy_blocks()
 
     def _admit_draft_text(self, sequence: TokenSequence, slots: int, reuse: bool) -> BlockTable:
         """Give a sequence blocks for its draft text, with a cached prefix no longer than what the target has found."""
-        text, blocks = sequence.draft_text, self._graphs.draft_blocks
+        text, blocks = sequence.draft_text, self._memory.draft_blocks
         assert text is not None
         assert blocks is not None
         assert sequence.block_table is not None
@@ -420,10 +420,10 @@ class SequenceBlocks:
             CacheFullError: Too few blocks are free. The sequence is unchanged, but for blocks of the target that it was
                 given where only those of a draft model were too few.
         """
-        grown = self._grow(self._graphs.blocks, sequence.block_table, slots)
+        grown = self._grow(self._memory.blocks, sequence.block_table, slots)
         if sequence.draft_text is None:
             return grown
-        return self._grow(self._graphs.draft_blocks, sequence.draft_block_table, sequence.draft_bound(slots)) or grown
+        return self._grow(self._memory.draft_blocks, sequence.draft_block_table, sequence.draft_bound(slots)) or grown
 
     def _grow(self, blocks: BlockManager | None, block_table: BlockTable | None, slots: int) -> bool:
         assert blocks is not None
@@ -438,18 +438,18 @@ class SequenceBlocks:
         """Let later sequences find the full blocks of the first `count` tokens of a sequence."""
         assert sequence.block_table is not None
         if self._publishes and self._is_steady(sequence):
-            with self._graphs.lock:
-                self._graphs.blocks.publish(sequence.block_table, sequence.tokens[:count])
+            with self._memory.lock:
+                self._memory.blocks.publish(sequence.block_table, sequence.tokens[:count])
                 if sequence.draft_text is not None:
-                    assert self._graphs.draft_blocks is not None
+                    assert self._memory.draft_blocks is not None
                     assert sequence.draft_block_table is not None
                     read = sequence.draft_text.ids[: sequence.draft_length(count)]
-                    self._graphs.draft_blocks.publish(sequence.draft_block_table, read)
+                    self._memory.draft_blocks.publish(sequence.draft_block_table, read)
 
     def withdraw(self, sequence: TokenSequence) -> None:
         """Let no later sequence find the blocks of this one, whose contents are unknown after an error."""
-        tables = (self._graphs.blocks, sequence.block_table), (self._graphs.draft_blocks, sequence.draft_block_table)
-        with self._graphs.lock:
+        tables = (self._memory.blocks, sequence.block_table), (self._memory.draft_blocks, sequence.draft_block_table)
+        with self._memory.lock:
             for blocks, block_table in tables:
                 if blocks is not None and block_table is not None:
                     blocks.withdraw(block_table)
@@ -462,15 +462,15 @@ class SequenceBlocks:
         if sequence.block_table is None:
             return
         if keep:
-            with self._graphs.lock:
-                self._graphs.take_snapshot_row(sequence.block_table)
+            with self._memory.lock:
+                self._memory.take_snapshot_row(sequence.block_table)
             self.publish(sequence, sequence.prefilled if sequence.row is None else self._cached(sequence))
-        with self._graphs.released:
-            self._graphs.blocks.release(sequence.block_table)
+        with self._memory.released:
+            self._memory.blocks.release(sequence.block_table)
             if sequence.draft_block_table is not None:
-                assert self._graphs.draft_blocks is not None
-                self._graphs.draft_blocks.release(sequence.draft_block_table)
-            self._graphs.released.notify_all()
+                assert self._memory.draft_blocks is not None
+                self._memory.draft_blocks.release(sequence.draft_block_table)
+            self._memory.released.notify_all()
         sequence.block_table = sequence.draft_block_table = None
 
     def _is_steady(self, sequence: TokenSequence) -> bool:
@@ -489,7 +489,7 @@ class SequenceBlocks:
 
     def _cached(self, sequence: TokenSequence) -> int:
         """Count the leading tokens of a decoding sequence whose keys and values are in every cache."""
-        if self._graphs.draft_store is None:
+        if self._memory.draft_store is None:
             return len(sequence.tokens) - 1  # all but the pending token
         if not sequence.params.speculate:
             return min(len(sequence.tokens) - 2, len(sequence.prompt))  # the draft model may have read no more

@@ -1,6 +1,6 @@
 """Prefill: which prompts a round reads and how much of each, and the forwards that read them into the KV cache.
 
-Prompts have forwards of their own, or are read by a step's forward beside the trees (mixed prefill).
+Prompts have forwards of their own, or are read by a step's forward with the trees (mixed prefill).
 """
 
 from array import array

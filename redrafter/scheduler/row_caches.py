@@ -51,18 +51,18 @@ class PagedRows:
             without any.
     """
 
-    def __init__(self, graphs: PagedMemory, has_draft_model: bool, vocabulary: VocabularyMap | None = None):
+    def __init__(self, memory: PagedMemory, has_draft_model: bool, vocabulary: VocabularyMap | None = None):
         """Begin without rows.
 
         Args:
-            graphs: The blocks.
+            memory: The blocks.
             has_draft_model: Whether a draft model reads the texts too.
             vocabulary: That model's tokens for each of the target's; None where its ids are the target's.
         """
-        self._graphs, self._draft_store = graphs, graphs.draft_store if has_draft_model else None
-        self.tables = torch.zeros(0, 0, dtype=torch.int32, device=graphs.target.device)
+        self._memory, self._draft_store = memory, memory.draft_store if has_draft_model else None
+        self.tables = torch.zeros(0, 0, dtype=torch.int32, device=memory.target.device)
         self._vocabulary, self.draft_tables = vocabulary, None if vocabulary is None else self.tables.clone()
-        self.state_rows = torch.zeros(0, 2, dtype=torch.long, device=graphs.target.device)
+        self.state_rows = torch.zeros(0, 2, dtype=torch.long, device=memory.target.device)
 
     def reserve(self, rows: int, positions: int) -> None:
         """Make sure that so many rows can have so many positions each."""
@@ -164,7 +164,7 @@ class PagedRows:
         rows, snapshot_rows = state_rows.unbind(1)
         # A device would copy states at every step, whether or not a row has filled a block.
         kept = snapshot_rows if snapshot_rows.device.type == "cpu" else None
-        target = PagedCache(self._graphs.store, tables, rows, StateCopies(dict(enumerate(snapshots)), kept))
+        target = PagedCache(self._memory.store, tables, rows, StateCopies(dict(enumerate(snapshots)), kept))
         if self._draft_store is None:
             return CachePair(target)
         # A draft model reads the last committed token again at each step, so its states are those before it.

@@ -147,6 +147,7 @@ class RunningSet:
 
     def _admit(self, limits: Limits, settle: Settle, *, mixed_prefill: bool) -> None:
         free = limits.max_batch_size - self.running
+        # A forward for prompts alone delays all rows, so it is worth waiting until it can admit several sequences.
         if not mixed_prefill and self.running and 0 < free < min(limits.admit_together, self.waiting):
             return
         while True:
@@ -231,6 +232,7 @@ class RunningSet:
             return False
         chosen = self._next_to_preempt([other for other, _ in candidates])
         settle()
+        # `settle` read the tokens in flight, which may have ended it.
         if not chosen.ended:
             self._preempt(chosen)
         return True
@@ -244,6 +246,7 @@ class RunningSet:
 
     def put_all_back(self) -> None:
         """Let every sequence with a slot wait again, in the order of their arrival."""
+        # Each goes to the front of its client's queue, so the newest goes first.
         for sequence in sorted(self.sequences, key=lambda sequence: sequence.arrival, reverse=True):
             self._preempt(sequence)
 
@@ -271,6 +274,7 @@ class RunningSet:
         grown = []
         for sequence in tuple(self._batch.rows):
             while sequence.block_table is not None:  # until it ends or is preempted itself
+                # Each step in flight may have accepted a whole path that the host has not read yet.
                 longest = len(sequence.tokens) + sequence.launched * (self._batch.depth + 1)
                 slots = min(longest, sequence.max_length) + self._batch.overshoot
                 try:

@@ -5,14 +5,14 @@ then makes one step of all rows. So a long prompt delays running sequences by a 
 sequence that ends makes room in the next round. The tokens of a sequence depend on none of that: draws are keyed by
 seed and position.
 
-On a GPU, a step's forward reads chunks of prompts beside the trees of the rows, since a step of few tokens takes as
-long as one of some more. Prompts have a forward of their own where they outnumber the rows that must wait for it.
+On a GPU, a step's forward reads chunks of prompts together with the trees of the rows, since a step of few tokens takes
+as long as one of some more. Prompts have a forward of their own where they outnumber the rows that must wait for it.
 
 Which sequence is admitted next is decided by client (`waiting_queue`), which one gives way where there are too few
 slots or blocks in `running_set`, and how much of the prompts a round reads by the time that earlier chunks took
 (`prefill`). No round looks at every waiting sequence.
 
-On a GPU the host is one step behind: a step is launched before the tokens of the one before it are read, so that the
+On a GPU the host lags by one step: a step is launched before the tokens of the one before it are read, so that the
 GPU never waits for Python. A sequence that turns out to have ended takes part in one more step, whose tokens nobody
 reads. What is launched later runs later, so its row and its blocks can be given away at once.
 """
@@ -48,7 +48,7 @@ class Scheduler:
     """Decodes sequences of any kind side by side, round by round.
 
     `submit` and `cancel` may be called from any thread, all else from the one that runs the rounds. Nobody else may
-    decode on the same graphs.
+    decode on the same memory.
 
     Attributes:
         engine: Target and proposers.

@@ -57,7 +57,7 @@ class Limits:
         paced: Let a forward over prompts alone take about `prefill_budget.TARGET_SECONDS` at most, so that running
             sequences do not wait for longer. Without a pace, it reads all prompts that were admitted.
         reuse: Look for prefixes that are in the cache already.
-        admit_together: Places that must be free before sequences are admitted beside others that run, if as many wait
+        admit_together: Places that must be free before sequences are admitted while others run, if as many wait
             and prompts have forwards of their own: one over several prompts takes little longer than over one.
     """
 
@@ -318,7 +318,7 @@ class WaitingQueue:
         """Raise `QueueFullError` if so many more sequences of a client may not wait.
 
         Only sequences count that cannot begin at once for want of a place. A client alone may use all of
-        `max_queue_size`. When that is used up, other clients may wait beside it, up to as many sequences again: each up
+        `max_queue_size`. When that is used up, other clients may wait too, up to as many sequences again: each up
         to its share, which is `max_queue_size` divided by the number of clients that wait. What comes while nobody
         waits is always accepted, so that a request of more than `max_queue_size` sequences is served too. Priorities
         make no difference, since the bound is one of memory.

@@ -30,7 +30,7 @@ class Path:
         """Index of the deepest accepted node, `[B]` int64."""
         return self.nodes.gather(1, self.accepted[:, None]).squeeze(1)
 
-    def behind_reread(self) -> "Path":
+    def below_reread_token(self) -> "Path":
         """Return the path in trees whose root hangs on the last committed token, which is read again as their node 0.
 
         It ends one node earlier: the last accepted node is read again by the next step.

@@ -41,8 +41,8 @@ class Tree:
             where there are counts.
         total: The sum of `counts`, a number on the host; None for all nodes.
         levels_above: Levels, the root's included, whose nodes were computed by earlier forwards; a number on the host.
-        grafted: How many of the nodes, the last ones, were copied from the text beside another's drafts; a number on
-            the host. They are in no order of depth.
+        grafted: How many of the nodes, the last ones, were copied from the text in addition to another's drafts; a
+            number on the host. They are in no order of depth.
         score: Log-probability of each node's path by what drafted it, `[B, N]` float32; -inf in rows that take no
             drafts. None where drafts are not counted by their likelihood.
         candidates: How many nodes of all these rows were searched, verified or not, at each depth and at each of J
