@@ -122,7 +122,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def how_to_install(extra: str = "") -> str:
-    """Return what to type, and where, to install this package.
+    """Return the command that installs this package, and where to run it.
 
     It is on no package index, so its name alone must not be installed from one.
 

@@ -44,8 +44,8 @@ class StepOutput:
         logits: The target's logits at every node, `[B, N, V]`; undefined at nodes that were not verified.
         scores: The logits after the sampler's processors, `[B, N, V]`; the logits themselves where the sampler is
             fused into one kernel, which keeps no processed scores.
-        chunk_ends: What the target gave at the end of each chunk of a prompt that the step read; None for no chunks.
-        outcomes: What became of the drafts by their likelihood, `[2 + K, J]` int64, as `count_outcomes` has it; None
+        chunk_ends: The target's outputs at the end of each chunk of a prompt that the step read; None for no chunks.
+        outcomes: Counts of the drafts by their likelihood, `[2 + K, J]` int64, as `count_outcomes` has them; None
             where they have none.
     """
 

@@ -63,10 +63,10 @@ def cut_prompts(start: Sequence[int], length: Sequence[int], max_tokens: int) ->
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """What attention must know of one forward over pieces of prompts, T tokens one after the other.
+    """Describes one forward over pieces of prompts, T tokens concatenated, to attention.
 
     Attributes:
-        pieces: What the forward reads.
+        pieces: The pieces that the forward reads.
         kinds: Kind of attention of each layer.
         new: Slots in which the T tokens are stored, `[T]` int64.
         pools: Per layer, the pools of its keys and values, as in `Plan`; None where the model hands its keys and values

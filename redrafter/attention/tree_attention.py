@@ -212,7 +212,7 @@ def tree_attention_forward(
 
 
 def _operator(plan: Plan, device: torch.device) -> Callable[..., Tensor]:
-    """Return what computes a plan's attention on a device."""
+    """Return the function that computes a plan's attention on a device."""
     if plan.invariant:
         return invariant_attention
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What attention over a paged cache must know of a forward over token trees."""
+"""Plans of forwards over token trees, as attention over a paged cache reads them."""
 
 import itertools
 from collections.abc import Callable
@@ -178,7 +178,7 @@ class RowsPlan:
     masks: dict[tuple[int, int, torch.dtype, int], Tensor] = field(default_factory=dict)
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Return what belongs to the tokens, `[T, ...]`, by row, `[B, M, ...]`; 0 for nodes that a row has not."""
+        """Regroup values of the tokens, `[T, ...]`, by row, `[B, M, ...]`; 0 for nodes that a row does not have."""
         shape = self.ancestors.shape[:2]
         x = x[self.tokens]
         if self.index is not None:
@@ -186,7 +186,7 @@ class RowsPlan:
         return x.unflatten(0, shape)
 
     def flat(self, x: Tensor) -> Tensor:
-        """Return what belongs to the new nodes, `[B, M, ...]`, for the tokens in their order."""
+        """Return values of the new nodes, `[B, M, ...]`, in the order of the tokens."""
         return x.flatten(0, 1) if self.index is None else x.flatten(0, 1)[self.index]
 
     def mask(self, window: int, chunk_size: int, dtype: torch.dtype, group: int) -> Tensor:

@@ -27,7 +27,7 @@ class _Layer(CacheLayerMixin):
 
     Attributes:
         stores: Where the layer's keys, values and keys of an indexer are, by slot of the pools.
-        keys, values, index_keys: What attention reads of them, `[B, heads, S, dim]` each.
+        keys, values, index_keys: The part of them that attention reads, `[B, heads, S, dim]` each.
     """
 
     is_sliding = False  # sliding layers keep all tokens too, so that there is no ring buffer to roll back
@@ -119,7 +119,7 @@ class DenseCache(KVCache, Cache):
         """Begin without slots; `reserve` makes some.
 
         Args:
-            shapes: What each layer stores.
+            shapes: Shape of each layer.
             rows: B, rows of the batch.
             contiguous: Give attention contiguous copies of keys and values. Slower, but some models read keys through
                 `view`, which needs them.
@@ -136,7 +136,7 @@ class DenseCache(KVCache, Cache):
         self._devices = {shape.device for shape in shapes}
         self.pools, self._places = allocate(shapes, 0)
         self.movable = self.pools
-        # What attention reads: a layer's view, an attribute of it, and which part of the pools that is.
+        # The tensors that attention reads: a layer's view, an attribute of it, and which part of the pools that is.
         self._read = [
             (layer, name, number, index)
             for layer, home in zip(layers, self._places, strict=True)

@@ -1,4 +1,4 @@
-"""Keys and values of the rows of a batch: what layers store, and what both kinds of cache have in common."""
+"""Keys and values of the rows of a batch: the shapes of layers, and the interface of both kinds of cache."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -93,7 +93,7 @@ class KVCache(ABC):
         window: Slots per row that attention reads, at least every row's length plus the tree.
         has_drafter_layer: Whether the last layer is what a drafter stores.
         states: The recurrent states of the rows; None for a model without.
-        for_model: What the model is given to write to, a cache of its own kind; None where attention writes.
+        for_model: The cache object that the model writes to; None where attention writes.
     """
 
     window: int
@@ -140,7 +140,7 @@ class KVCache(ABC):
                 write_slots(store, slots, x[0].transpose(0, 1) if x.dim() == 4 else x[0][:, None])
 
     def read_drafter_layer(self, positions: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Return what a drafter remembers of the tokens at positions `[B, S]`, keys and values `[B, S, H, d]`."""
+        """Return a drafter's keys and values of the tokens at positions `[B, S]`, `[B, S, H, d]` each."""
         slots = self.slots(positions)
         keys, values = (
             store[:, heads].index_select(0, slots).unflatten(0, positions.shape) for store in self.stores(-1)[:2]

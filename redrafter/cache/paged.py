@@ -45,7 +45,7 @@ class KVCachePool:
         prefix_states: How many stored prefixes may have states.
         layer_pools: Per layer, the tensor and index in it of the keys that the layer attends to, then of the values;
             None for a layer that attends to no tokens before it.
-        stores: Per layer, what `KVCache.stores` returns.
+        stores: Per layer, the result of `KVCache.stores`.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, rows: int = 8, prefix_states: int = 0):
@@ -91,7 +91,7 @@ class KVCachePool:
         """Allocate one pool for each model in the memory that is free now.
 
         Args:
-            models: What the layers of each model store.
+            models: Shapes of the layers of each model.
             scales: How many blocks each model has for one of the first model.
             fraction: Part of the device's free memory to use, from 0 to 1.
             max_blocks: The most blocks that rows can need of the first model, block 0 not included.
@@ -144,7 +144,7 @@ class PagedCache(KVCache):
     def plan(
         self, tree: Tree, length: Tensor, windows: tuple[int, ...], chunks: PromptChunks | None, tokens: int
     ) -> Plan:
-        """Return what attention needs for a forward of `tokens` tokens: new nodes of a tree and chunks of prompts."""
+        """Return the attention plan of a forward of `tokens` tokens: new nodes of a tree and chunks of prompts."""
         chunks = PromptChunks.room(0, self.table.shape[1], length.device) if chunks is None else chunks
         row_starts = tree.row_starts()
         starts = row_starts[-1] + chunks.starts

@@ -31,7 +31,7 @@ class StateShape:
 
     Attributes:
         layer: Index of the layer.
-        name: What transformers' cache calls it.
+        name: Its name in transformers' cache.
         shape: Its shape, without rows.
         dtype: Its dtype.
         device: Where the layer runs.

@@ -134,7 +134,7 @@ def _pairs(path: str | Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[T
 
 
 def _scaling(path: str | Path, config: Mapping[str, Any], name: str, rank: int) -> float:
-    """Return what the product of a layer is multiplied by: alpha / r, or alpha / sqrt(r) of rsLoRA."""
+    """Return the multiplier of a layer's product: alpha / r, or alpha / sqrt(r) of rsLoRA."""
     asked = _of_pattern(config.get("rank_pattern") or {}, name, config.get("r"))
     alpha = _of_pattern(config.get("alpha_pattern") or {}, name, config.get("lora_alpha"))
     if asked != rank:

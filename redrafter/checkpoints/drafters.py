@@ -31,7 +31,7 @@ def load_drafter(
     """Load the drafter of a target onto the target's device, in the target's dtype.
 
     Args:
-        model: What the target was loaded from. Must name a merged checkpoint, or one with an MTP layer, where
+        model: Source of the target. Must name a merged checkpoint, or one with an MTP layer, where
             `drafter` is None.
         drafter: Directory, hub id or loaded drafter; None for the one inside the target's checkpoint.
         target: The target to draft for.

@@ -233,7 +233,7 @@ def device_error(typed: str, device: Any, error: Exception) -> ArgumentError:
     Args:
         typed: How the user named the device, such as `--device cuda`.
         device: The device, or its name.
-        error: What torch raised.
+        error: The error that torch raised.
     """
     kind, _, index = str(device).partition(":")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -270,7 +270,7 @@ def check_splits(
         name: Directory or hub id of the model.
         tp_size: Number of processes.
         trust_remote_code: Whether code in the checkpoint may run.
-        kwargs: What else transformers is given.
+        kwargs: Further arguments for transformers.
         quantized: Whether it is quantised while it is loaded.
 
     Raises:

@@ -17,8 +17,8 @@ class Family:
         embedding_norm: The norm of the embedding.
         hidden_norm: The norm of the hidden state.
         norm: The norm of the layer's output; None for none.
-        blocks: What the names of the tensors of each of its decoder layers begin with.
-        renamed: Parts of names in these, and what transformers has for each.
+        blocks: Prefix of the names of tensors of each of its decoder layers.
+        renamed: Parts of names in these, and transformers' names of each.
         unread: Tensors that are the target's own embedding table and head once more.
         config: Fields of `MTPConfig` that differ from their defaults.
     """

@@ -34,7 +34,7 @@ def map_unlike_vocabularies(
     draft_tokenizer: Tokenizer | None,
     trust_remote_code: bool,
 ) -> VocabularyMap | None:
-    """Return what a draft model reads and writes for each token of a model with another vocabulary.
+    """Map each token of a model with another vocabulary to the draft model's tokens.
 
     The models' embedding tables may differ in size: rows past the tokenizer's last id are padding. Loaded models are
     taken to have one vocabulary where no tokenizer is given, and none is found under their names.
@@ -143,7 +143,7 @@ class _TokenBytes:
         of_id: The bytes of each id that is text.
         byte_ids: Ids of single bytes, in addition to the ids of characters, as sentencepiece has them.
         special: Ids that are no text, by their names.
-        model: What splits a word into tokens.
+        model: Model that splits a word into tokens.
         byte_level: Whether the vocabulary is written in the characters of byte-level BPE; else in sentencepiece's.
     """
 

@@ -114,7 +114,7 @@ def _find_files(folder: Path) -> Iterator[Path]:
 
 
 def _split_name(file: Path) -> str:
-    """Return what a file's questions are called: its own name, or its folder's where its own says nothing."""
+    """Return the name of a file's questions: its own, or its folder's where its own is generic."""
     stem = file.name.partition(".")[0]
     return file.absolute().parent.name if stem == "question" or stem.startswith("test") else stem
 

@@ -160,6 +160,7 @@ class AssistantDrafter(DrafterModel):
                 "it in one process, or give another drafter"
             )
         kinds = list(getattr(target.config, "layer_types", None) or ())
+        # The last layers may share the keys and values of earlier ones, and store none.
         kinds = kinds[: len(kinds) - (getattr(target.config, "num_kv_shared_layers", None) or 0)]
         last, shared = {kind: index for index, kind in enumerate(kinds)}, dict[str, int]()
         for layer in self.assistant.model.layers:
@@ -195,7 +196,7 @@ class AssistantDrafter(DrafterModel):
             embedding: The target's embeddings of the tokens that were drafted last, `[B, w, D]`.
             hidden: The hidden states that these were drafted from, `[B, w, D]`.
             position: Position of each row's pending token, `[B]` int64.
-            shared: What each kind of layers attends to.
+            shared: Entries that each kind of layers attends to.
 
         Returns:
             Logits `[B, w, V]`, and the hidden states that the next step reads, `[B, w, D]`.
@@ -226,6 +227,7 @@ class AssistantDrafter(DrafterModel):
         chosen = clusters.centroids(hidden).topk(clusters.centroid_intermediate_top_k, dim=-1).indices
         ids = clusters.token_ordering.long().view(clusters.num_centroids, -1)[chosen].flatten(-2)  # [B, w, n]
         found = (head.weight[ids] @ hidden[..., None])[..., 0]
+        # Below all chosen ids but finite, so that sums of scores stay comparable.
         others = (found.amin(-1, keepdim=True) - LEFT_OUT).expand(-1, -1, self.config.vocab_size)
         return others.scatter(-1, ids, found)
 
@@ -257,7 +259,7 @@ class AssistantProposer(SearchProposer):
         return self.grow(state, sampler, expand)
 
     def read(self, cache: KVCache, length: Tensor) -> dict[str, Shared]:
-        """Return what the assistant attends to of the committed tokens of rows with `length` `[B]` int64 of them."""
+        """Return the target's entries that the assistant attends to, of `length` `[B]` int64 committed tokens."""
         shared, window = {}, self.drafter.assistant.model.config.sliding_window
         for kind, layer in self.layers_shared.items():
             size = min(window + 1, cache.window) if kind == "sliding_attention" else cache.window

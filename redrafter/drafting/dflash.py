@@ -30,7 +30,7 @@ from redrafter.tree.beam_search import Expand
 
 
 class LayerContext(NamedTuple):
-    """What one layer attends to before the block, in B rows.
+    """Entries of the text that one layer attends to, in B rows.
 
     Attributes:
         keys: Keys of S committed tokens, `[B, S, H, d]`.
@@ -142,7 +142,7 @@ class _Layer(nn.Module):
 
 
 class _MarkovHead(nn.Module):
-    """What DSpark adds to the logits of a position for the token before it, a product of rank r."""
+    """DSpark's term of a position's logits for the token before it, a product of rank r."""
 
     def __init__(self, config: DFlashConfig):
         super().__init__()
@@ -237,7 +237,7 @@ class DFlashDrafter(ReplayableDrafter):
         return self.fc
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
-        """Return what the drafter stores of every token: keys and values of all its layers, as heads of one."""
+        """Return the layer that the drafter stores: keys and values of all its layers, as heads of one."""
         heads = self.config.num_layers * self.config.num_key_value_heads
         return drafter_layer(self, target, heads, self.config.head_dim, partial(_remember, self))
 
@@ -285,7 +285,7 @@ class DFlashDrafter(ReplayableDrafter):
         return keys, values
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
-        """Return what gives the keys and values before positions of texts; see `ReplayableDrafter.read_texts`."""
+        """Return a function of the keys and values before positions of texts; see `ReplayableDrafter.read_texts`."""
         position, heads = torch.arange(tokens.shape[1], device=tokens.device), self.config.num_key_value_heads
         keys, values = self.remember(self.fuse_hidden(hidden), position.expand_as(tokens))  # [B, T, L H, d]
 
@@ -337,11 +337,11 @@ class DFlashProposer(SearchProposer):
     drafter: DFlashDrafter
 
     def read_context(self, state: State, cache: KVCache) -> BlockContext:
-        """Return what gives the keys and values of the rows' committed tokens, of one layer at a time."""
+        """Return a function of a layer that reads the keys and values of the rows' committed tokens."""
         return BlockContext(state.length, partial(self.read, cache, state.length))
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: BlockContext) -> Expand:
-        """Return what scores the next tokens of every beam; see `SearchProposer.scores`."""
+        """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         drafter, markov, selector = self.drafter, self.drafter.markov_head, self.drafter.candidate_selector
         hidden = drafter(state.pending, *context, self.target.embedding)
         carried: Tensor | None = None  # [B, w, r], the state of a recurrent Markov head on each beam
@@ -366,7 +366,7 @@ class DFlashProposer(SearchProposer):
         return expand
 
     def read(self, cache: KVCache, length: Tensor, layer: int) -> LayerContext:
-        """Return what a layer attends to of the committed tokens of rows with `length` `[B]` int64 of them."""
+        """Return the entries that a layer attends to, of rows with `length` `[B]` int64 committed tokens."""
         window, heads = self.drafter.stack[layer].self_attn.window, self.drafter.config.num_key_value_heads
         size = cache.window if window is None else min(window, cache.window)
         position = torch.arange(size, device=length.device).expand(len(length), -1)

@@ -31,8 +31,8 @@ class DFlashConfig(LayerConfig):
         sliding_layers: Layers of the drafter that see the last `sliding_window` positions alone.
         sliding_window: Positions that these see, their own included; None for all.
         causal: In which layers a position sees no later ones of its block: "none", the "sliding" ones, or "all".
-        embedding_scale: What embeddings are multiplied by.
-        logit_scale: What logits are multiplied by.
+        embedding_scale: Multiplier of embeddings.
+        logit_scale: Multiplier of logits.
         logit_softcap: Bound that a tanh keeps logits in; None for none.
         own_head: Whether it has a head of its own; else it computes the target's.
         markov_rank: Rank of the Markov head; None without one.

@@ -47,7 +47,7 @@ class DraftModelProposer:
         confidence: Ends a search early. It is called with the number of active rows and returns a probability; the
             search ends once the best beam is, on average over those rows, less likely than that. None to search K
             steps always, as a captured step must.
-        vocabulary: What the draft model has for each of the target's tokens; None where its ids are the target's.
+        vocabulary: The draft model's tokens for each of the target's; None where its ids are the target's.
         reread: Last committed tokens that each step reads again: those that the draft model may not have read.
     """
 

@@ -70,8 +70,8 @@ class RecurrentDrafter(TrainableDrafter):
     """The drafter's recurrence and head; the target's embedding table is shared and not stored.
 
     Attributes:
-        context: What attends to the text's committed tokens; None where nothing does.
-        shortlist: What proposes the ids that the head scores; None where the head scores all.
+        context: Attention to the text's committed tokens; None without one.
+        shortlist: First stage that proposes the ids that the head scores; None where the head scores all.
         embedded: The cell's product with the embedding of every id, `[V, D]`, in a gated cell `[V, 2D]`, after
             `tabulate`; None before.
     """
@@ -106,11 +106,11 @@ class RecurrentDrafter(TrainableDrafter):
 
     @property
     def unquantized(self) -> nn.Module | None:  # type: ignore[override]
-        """What attends to the text: it is small."""
+        """Its attention to the text, which is small."""
         return self.context
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer | None:
-        """Return what the drafter stores of every token for its attention to the text; None where it has none."""
+        """Return the layer that the drafter stores for its attention to the text; None where it has none."""
         if self.context is None:
             return None
         compute = partial(_remember_compiled if compiled else _remember, self, target.embedding)
@@ -252,7 +252,7 @@ class RecurrentDrafter(TrainableDrafter):
         Args:
             embedding: The target's embedding of the last token, `[..., D]`.
             state: The recurrent state, `[..., D]`; None at the first step.
-            start: What `begin` computed for this draft.
+            start: Result of `begin` for this draft.
             read: Returns what new states `[..., D]` read of the committed tokens, `[..., D]`; None where nothing is
                 read.
             embedded: The cell's product with the embedding, as the table has it; None to multiply.
@@ -350,7 +350,7 @@ class RecurrentDrafter(TrainableDrafter):
         return dict(parts)
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt | None:
-        """Return what gives the windows of positions of texts; see `ReplayableDrafter.read_texts`."""
+        """Return a function of the windows of positions of texts; see `ReplayableDrafter.read_texts`."""
         if self.context is None:
             return None
         position = torch.arange(tokens.shape[1], device=tokens.device)
@@ -390,7 +390,7 @@ class RecurrentProposer(SearchProposer):
         return ContextWindow.read(state.length, min(size, cache.window), cache.read_drafter_layer)  # a row has no more
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: ContextWindow | None) -> Expand:
-        """Return what scores the next tokens of every beam; see `SearchProposer.scores`."""
+        """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         drafter, carried = self.drafter, None  # [B, w, D], the recurrent state of each beam
         count = max(drafter.config.head_shortlist or 0, self.beams)
         start = drafter.begin(drafter.fuse_hidden(state.hidden)[:, None])
@@ -427,8 +427,8 @@ def _advance(
         tokens: Last token of each beam, `[B, w]` int64.
         sources: Beam of the previous step that each beam continues, `[B, w]` int64.
         carried: Recurrent states after the previous step, `[B, w', D]`; None at the first step.
-        start: What all steps take from the target's hidden state, of each row `[B, 1, ...]`.
-        window: What the drafter reads of the committed tokens, with a `length` that counts the drafts too; None where
+        start: Terms of the target's hidden state that all steps share, of each row `[B, 1, ...]`.
+        window: Entries of the committed tokens, with a `length` that counts the drafts too; None where
             it reads nothing.
 
     Returns:
@@ -481,7 +481,7 @@ def _advance_compiled(drafter: RecurrentDrafter, embedding: nn.Module, *inputs: 
 def _remember_compiled(
     drafter: RecurrentDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return what `_remember` does, compiled for any number of tokens."""
+    """Compute `_remember`, compiled for any number of tokens."""
     by_token = ids.contiguous(), positions.contiguous(), hidden
     for x in by_token:
         torch._dynamo.maybe_mark_dynamic(x, 0)

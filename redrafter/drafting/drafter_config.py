@@ -70,7 +70,7 @@ class AnyDrafterConfig(PretrainedConfig):
 
     @property
     def kind(self) -> str:
-        """What drafters with such a config are called in messages."""
+        """Name of drafters with such a config in messages."""
         return drafter_kinds()[self.model_type].name
 
     @classmethod
@@ -183,7 +183,7 @@ class LayerConfig(AnyDrafterConfig):
         head_dim: Width of a head.
         hidden_act: Activation of the MLPs, as transformers names it.
         rope: Rotary positions as transformers' `rope_parameters` has them: `rope_type`, one of `ROPE_TYPES`,
-            `rope_theta`, and what the type needs.
+            `rope_theta`, and further fields of the type.
         max_position_embeddings: Positions that the rope was made for.
         attention_bias: Whether the attention's products have biases.
         mlp_bias: Whether the MLPs' products have biases.

@@ -96,7 +96,7 @@ class EagleDrafter(TrainableDrafter):
         self.post_init()
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
-        """Return what the head stores of every token: what the token adds to two entries."""
+        """Return the layer that the head stores of every token: the token's terms of two entries."""
         heads, compute = 2 * self.config.num_key_value_heads, partial(_remember, self, target.embedding)
         return drafter_layer(self, target, heads, self.config.head_dim, compute)
 
@@ -160,7 +160,7 @@ class EagleDrafter(TrainableDrafter):
         """Return the entries of committed tokens that have a committed token after them.
 
         Args:
-            keys: What S + 1 tokens of each row, one after the other, add to keys, `[B, S + 1, 2H, d]`.
+            keys: Terms of S + 1 successive tokens of each row to add to keys, `[B, S + 1, 2H, d]`.
             values: Terms to add to values, `[B, S + 1, 2H, d]`.
             length: Committed tokens of each row, `[B]` int64.
             first: Position of the first of these tokens.
@@ -256,7 +256,7 @@ class EagleDrafter(TrainableDrafter):
         return {"the drafter's states": positions * (entries + layer), "its attention to the texts": positions * scores}
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
-        """Return what gives the entries before positions of texts; see `ReplayableDrafter.read_texts`."""
+        """Return a function of the entries before positions of texts; see `ReplayableDrafter.read_texts`."""
         if self.embed_tokens is not None:
             embedding = self.embed_tokens(tokens)
         stored = self.remember(embedding, self.fuse_hidden(hidden))
@@ -322,7 +322,7 @@ class EagleProposer(SearchProposer):
         return PastEntries.join(parts)
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: PastEntries) -> Expand:
-        """Return what scores the next tokens of every beam; see `SearchProposer.scores`."""
+        """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         head = self.drafter
         carried = head.fuse_hidden(state.hidden)[:, None]  # [B, w, D], the hidden state that each beam reads
         path: EagleEntries | None = None  # the drafts of each beam

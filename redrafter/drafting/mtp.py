@@ -91,8 +91,10 @@ def attend_to_past(
     """Attend to `RUNNING_PAST` and to entries of drafts, `[B, H, n, d]`, as an attention function of transformers."""
     past = RUNNING_PAST.get()
     if past is None:
+        # The keys and values are all that is wanted; an exception spares the attention and MLP of the layer.
         raise _Made(key, value)
     size, count = past.seen.shape[1], key.shape[2]
+    # In place, as the room for drafts was allocated with the text's entries: no copy of these at each step.
     past.keys[:, :, size : size + count], past.values[:, :, size : size + count] = key, value
     out = explicit_attention(
         query,
@@ -146,7 +148,7 @@ class MTPDrafter(DrafterModel):
             config: The architecture.
             blocks: The decoder layers, of which one attends: one alone, unless attention and MLP are layers apart.
             norm: A norm as the target's layers have it, which is copied.
-            rotary: What computes rotary positions, as the target's decoder has it; None for a target without.
+            rotary: Module of rotary positions, as the target's decoder has it; None for a target without.
         """
         super().__init__(config)
         self.blocks = nn.ModuleList(blocks)
@@ -295,6 +297,7 @@ class MTPProposer(SearchProposer):
 
     def read_past(self, cache: KVCache, length: Tensor) -> Past:
         """Return the nearest entries of the committed tokens of rows with `length` `[B]` int64 of them."""
+        # Entries are made of the pending token and of each level but the last, from which nothing is drafted.
         count, room = min(cache.window - 1, PAST), 1 + (self.depth - 1) * self.beams
         # The entry of a position is stored with the token after it, which it reads too.
         position = (length - count).clamp(min=1)[:, None] + torch.arange(count, device=length.device)  # [B, S]

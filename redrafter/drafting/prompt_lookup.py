@@ -80,7 +80,7 @@ class Repeats:
 
 
 def searched(state: State) -> tuple[Tensor, Tensor]:
-    """Return what each row copies from, a piece of an earlier text and then its own, and where its pending token is.
+    """Return the tokens that each row may copy, a piece of an earlier text and then its own, and where it is pending.
 
     They are `[B, R + T]` and `[B]` int64.
     """

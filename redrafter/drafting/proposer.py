@@ -27,7 +27,7 @@ class State:
         length: Committed tokens n of each row, `[B]` int64.
         hidden: The target's hidden state that produced the pending token, `[B, F]`.
         active: Rows that a step advances, `[B]` bool; the others stay as they are.
-        position_shift: What is added to the places of each row's tokens in its text to get their positions in the
+        position_shift: Offset from the index of each row's tokens in its text to their positions in the
             target, `[B]` int64: images count as other numbers of positions than tokens. None for nothing.
         adapters: Slot of each row's adapter, 0 for none, `[B]` int64; None where no row has one.
         pieces: A piece of an earlier text that each row may repeat, `[B, R]` int64, 0 where there is none; None where
@@ -123,7 +123,7 @@ def step_tokens(proposer: Proposer, rows: int) -> int:
 
 
 class PricedDrafter(nn.Module):
-    """What a search needs of every drafter: its ids, and the price of a draft. Here a step reads all of its weights.
+    """Interface of every searched drafter: its ids, and the price of a draft. Here a step reads all of its weights.
 
     Attributes:
         config: Its architecture.
@@ -192,17 +192,17 @@ class SearchProposer:
         return self.grow(state, sampler, self.scores(state, sampler, noise, self.read_context(state, cache)))
 
     def read_context(self, state: State, cache: KVCache) -> Any:
-        """Return what the drafter reads of the rows' committed tokens; None where it reads nothing."""
+        """Return the drafter's entries of the rows' committed tokens; None where it has none."""
         raise NotImplementedError
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: Any) -> Expand:
-        """Return what scores the next tokens of every beam, over the drafter's vocabulary.
+        """Return the function that scores the next tokens of every beam, over the drafter's vocabulary.
 
         Args:
             state: The rows' texts, pending tokens and hidden states.
             sampler: How the target will draw.
             noise: The noise that the target will draw with, by depth, `[B, K+1, V]`; None if greedy.
-            context: What the drafter reads of the committed tokens, as `read_context` returns it.
+            context: The drafter's entries of the committed tokens, as `read_context` returns it.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""What a drafter adds in order to be evaluated on given texts, and to be trained on them."""
+"""Interfaces of drafters that are evaluated on given texts, or trained on them."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar

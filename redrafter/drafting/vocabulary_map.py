@@ -19,7 +19,7 @@ UNSHARED_SCORE = -2e9  # below any score of a token that may be drafted, forbidd
 
 @dataclass(frozen=True)
 class VocabularyMap:
-    """For each of the target's V tokens, what the draft model has for it.
+    """Maps each of the target's V tokens to the draft model's.
 
     Attributes:
         pieces: The draft model's ids that it reads, `[V, m]` int64; 0 after the last one.
@@ -79,6 +79,7 @@ class VocabularyMap:
 
     def restrict(self, logits: Tensor) -> Tensor:
         """Return the draft model's logits `[..., V']` over the target's ids, `[..., V]` float32, lowest if unshared."""
+        # Finite, as sums of scores are compared: two infinite ones could not be ordered.
         lowest = torch.finfo(torch.float32).min
         return logits.float().index_select(-1, self.draft_ids).masked_fill_(~self.shared, lowest)
 

@@ -120,7 +120,7 @@ class Call:
     Attributes:
         rows: The rows, in their order.
         ended: Number of rows that have ended, counted so that no step has to look at all of the rows.
-        error: What ended the first row that did not end by itself; None where there is no such row.
+        error: The error that ended the first failed row; None where there is no such row.
     """
 
     def __init__(self, request: Request, stream: "StepStreamer | None" = None):
@@ -237,7 +237,7 @@ class StepStreamer(Protocol):
 
         Args:
             row: Index of the output row.
-            tokens: What the step added.
+            tokens: Tokens that the step added.
             accepted: How many of `tokens`, from the first on, were drafts.
             ended: Whether the row ended with them.
         """

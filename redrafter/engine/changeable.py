@@ -149,6 +149,7 @@ class Changeable:
     def _make(self, change: EngineChange) -> None:
         """Make a change between two calls."""
         with self._gate:
+            # A running call has read weights and captured steps that the change would replace.
             if self._calls:
                 raise ArgumentError("generate() is running on this engine: change it before or after the call")
             graphs = (self.lender or self).graphs

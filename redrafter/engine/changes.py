@@ -138,6 +138,7 @@ class ChangeDrafter(EngineChange):
         """Write the weights; see `EngineChange.apply`."""
         check_changeable(self._engine, asleep=False)
         drafter: Any = self._engine.drafter
+        # Copied before the write, which is in place.
         before = snapshot(drafter)
         with self._engine.target.lock:
             self._new.write()

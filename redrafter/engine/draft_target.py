@@ -208,7 +208,7 @@ class DraftTarget(Engine):
         return engine
 
     def draft_lengths_of(self, texts: int) -> AdaptiveDraftLength | None:
-        """Return what chooses the draft length of each step of a call of `texts` rows; None where it is fixed."""
+        """Return the policy of draft lengths for a call of `texts` rows; None where the length is fixed."""
         if not self.adaptive:
             return None
         # Where drafts end in doubt too, only those that promise something are made, about every other one.

@@ -65,7 +65,7 @@ class Engine(Changeable):
 
     Attributes:
         target: The bound model whose text is wanted.
-        proposer: What drafts for it, for one row.
+        proposer: Its proposer, for one row.
         options: Limits of memory and lengths; None, when the engine is made, for the defaults.
         plain: The proposer that drafts nothing.
         draft_model: The model that drafts, or None.
@@ -75,7 +75,7 @@ class Engine(Changeable):
             model's own says.
         drafter: The drafter that was trained for the target; None where another model, or none, drafts.
         previous_drafter: The weights of the drafter before the last `change_drafter`; None before the first.
-        draft_vocabulary: What the draft model has for each of the target's tokens; None where its ids are the target's.
+        draft_vocabulary: The draft model's tokens for each of the target's; None where its ids are the target's.
         rejection_sampling: Whether sampled drafts are kept by rejection sampling; sampled tokens are then not those of
             undrafted decoding.
         pauses: Whether steps draft other trees, or nothing for a while, where drafts gain less than they cost. It
@@ -126,18 +126,18 @@ class Engine(Changeable):
         return self.proposer
 
     def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
-        """Return what chooses the proposer of each step of such numbers of rows; None for `proposer_for` alone."""
+        """Return the policy that chooses the proposer of each step of such numbers of rows; None for `proposer_for`."""
         return None
 
     @cached_property
     def _times(self) -> StepTimes:
-        """What the engine's steps take on a CPU, and, until that is measured, are taken to cost there."""
+        """Measured times of the engine's steps on a CPU, and assumed ones until they are measured."""
         clock = self.clock if self.target.ranks.size == 1 else None  # ranks must agree
         return StepTimes(self._assumed, self.plain, clock)
 
     @cached_property
     def _assumed(self) -> StepCosts:
-        """What steps are taken to cost where nothing was measured."""
+        """Assumed costs of steps where nothing was measured."""
         # Ranks must agree, and their parts of the target may differ in size.
         alone, proposer = self.target.ranks.size == 1, self.proposer
         read = proposer.draft_bytes if alone and isinstance(proposer, SearchProposer) else 0
@@ -201,7 +201,7 @@ class Engine(Changeable):
             yield scheduler
 
     def draft_lengths_of(self, texts: int) -> AdaptiveDraftLength | None:
-        """Return what chooses the draft length of each step of a call of `texts` rows; None where it is fixed."""
+        """Return the policy of draft lengths for a call of `texts` rows; None where the length is fixed."""
         return None
 
     @property
@@ -236,7 +236,7 @@ class Engine(Changeable):
         writes other texts, fewer drafts are accepted.
 
         Args:
-            name: What to call it.
+            name: Name of the adapter.
             path: Directory that PEFT's `save_pretrained` wrote, or what `read_adapter` has read of one.
 
         Raises:

@@ -28,7 +28,7 @@ class PromptLookup(Engine):
     _experience: Experience | None = None
 
     def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
-        """Return what leaves drafts out of a CPU's steps while they do not pay; None on a GPU or with `pauses` off."""
+        """Return the policy that skips drafts on a CPU while they do not pay; None on a GPU or with `pauses` off."""
         if not self.pauses or self.target.device.type != "cpu":
             return None
         self._experience = self._experience or Experience(copied=PRIOR_COPIED)

@@ -132,7 +132,7 @@ class ReDrafter(Engine):
                 there is one ("auto"), from the file at a path, or not at all (None). Any of the three arguments before
                 it, where given, wins over all of it.
             draft_quantization: As `quantization`, for the drafter, its head included.
-            keywords: What follows, and fields of `EngineOptions`; all others are for `AutoModelForCausalLM`.
+            keywords: The arguments below, and fields of `EngineOptions`; all others are for `AutoModelForCausalLM`.
 
         Keyword Args:
             dtype (str | torch.dtype): The models' dtype; "auto" for the checkpoint's, which is bfloat16 for quantised
@@ -164,6 +164,7 @@ class ReDrafter(Engine):
         drafter, defaults = load_drafter(model, drafter, target, load.get("revision"), draft_quantization)
         shapes = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
         merged = defaults.shape
+        # The checkpoint's copy of the default is no request: on a CPU, fewer levels may be drafted.
         if merged.draft_len_per_beam == drafter.config.draft_len_per_beam:  # nobody chose another than the drafter's
             merged = replace(merged, draft_len_per_beam=None)
         engine = cls(target, drafter, asked.over(merged), options=options, tuning=shapes)
@@ -196,10 +197,10 @@ class ReDrafter(Engine):
         self.drafter.prepare(self.target)
 
     def step_choice(self, sizes: Sequence[int], graphs: PagedMemory | None) -> StepChoice | None:
-        """Return what chooses the proposer of each step; None with `pauses` off.
+        """Return the policy that chooses the proposer of each step; None with `pauses` off.
 
-        A shape that was asked for, or tuned, is drafted or not; else steps choose among several. See `step_costs` for
-        their assumed cost.
+        A shape that was asked for, or tuned, is drafted or not; else steps choose among several, by the costs
+        that `step_costs` returns.
         """
         if not self.pauses:
             return None
@@ -232,7 +233,7 @@ class ReDrafter(Engine):
         return StepChoice(costs, searching, self.plain, ratios, self._experience, copying, beside, reading)
 
     def step_costs(self, graphs: PagedMemory | None) -> StepCosts | StepTimes:
-        """Return what steps take.
+        """Return the costs of steps.
 
         It comes from the tuning; else it is measured, once on a GPU's paged cache and on a CPU by the first steps of
         each kind, and assumed elsewhere.

@@ -239,7 +239,7 @@ def _grammars(given: Any, rows: int) -> Sequence[Grammar | None]:
 
 
 def _pad_token(config: GenerationConfig, eos: frozenset[int]) -> int:
-    """Return what fills rows after their end: as in transformers, the first EOS id where the config has no pad id."""
+    """Return the id that pads ended rows: as in transformers, the first EOS id where the config has no pad id."""
     for given in (config.pad_token_id, config.eos_token_id):
         if given is not None and (ids := torch.as_tensor(given).flatten().tolist()):
             return ids[0]

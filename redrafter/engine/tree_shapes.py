@@ -28,7 +28,7 @@ def best_shapes(
     Qualities for which no tree beats steps without drafts have none.
 
     Args:
-        costs: What steps take.
+        costs: Time of steps.
         whole: The widest and deepest search that may be made, and the most nodes of a row.
         rows: Rows of the batch.
         share: Whether rows share nodes.

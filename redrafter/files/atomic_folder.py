@@ -30,7 +30,7 @@ def check_output_folder(
         folder: Folder to write. Missing parents are allowed.
         overwrite: Whether a folder that is not empty may be replaced.
         flag: The option that named the folder, for errors.
-        what: What a replaceable folder holds, for errors, such as `drafter`.
+        what: Contents of a replaceable folder, for errors, such as `drafter`.
         replaceable: Returns whether an existing folder may be replaced. Others never are, even with `overwrite`.
     """
     if not folder.absolute().name or "\0" in str(folder) or len(os.fsencode(folder.name)) > MAX_NAME_BYTES:

@@ -31,7 +31,7 @@ DTYPE_NAMES = {
 
 
 class Header(NamedTuple):
-    """What the header of a file says of a tensor."""
+    """A tensor's entry in the header of a file."""
 
     file: Path
     shape: tuple[int, ...]

@@ -28,7 +28,7 @@ READ_BYTES = 1 << 30  # at once: Linux reads less than 2 GiB in a call
 
 
 class _Stamp(NamedTuple):
-    """What of a file changes when its content does."""
+    """Attributes of a file that change when its content does."""
 
     device: int
     inode: int

@@ -92,6 +92,7 @@ def _of_speculators(config: Mapping[str, Any], directory: Path) -> dict[str, Any
     if ids is not None and 0 in ids:
         raise UnsupportedError(f"{directory} reads the target's embeddings ({LAYER_IDS}={ids}), which cannot be read")
     fields: dict[str, Any] = {
+        # speculators counts the layer that reads the hidden state, and we the layer that writes it.
         "target_layers": None if ids is None else [i - 1 for i in ascending(ids, directory)],
         "norm_before_residual": bool(config.get("norm_before_residual")),
         "norm_output": bool(config.get("norm_output")),
@@ -137,7 +138,7 @@ def layer_config(config: Mapping[str, Any], directory: Path, known: Sequence[str
 
 
 def layer_fields(layer: Any) -> dict[str, Any]:
-    """Return what `layer_config` returned as our configs of drafters with decoder layers have it."""
+    """Return the fields of a `layer_config` by their names in our configs of drafters with decoder layers."""
     return {key: getattr(layer, key) for key in _LAYER_KEYS if hasattr(layer, key)} | {"rope": layer.rope_parameters}
 
 

@@ -1,4 +1,4 @@
-"""What a conversion reads: a base model and a drafter in any of the formats, as configs and tensors not yet loaded."""
+"""Sources of a conversion: a base model and a drafter in any of the formats, as configs and tensors not yet loaded."""
 
 import io
 import pickle
@@ -154,7 +154,7 @@ class SourceDrafter:
 
     Attributes:
         directory: Where it is.
-        kind: What the directory holds, as `kind_of` names it.
+        kind: Kind of the checkpoint in the directory, as `kind_of` names it.
         config: Its config in this project's form.
         tensors: Tensors by this project's names; each `name` is that of the source.
         defaults: Search and sampling defaults that a merged or a TensorRT-LLM checkpoint holds.

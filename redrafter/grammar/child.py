@@ -296,7 +296,7 @@ COMPILE_NICENESS = 10  # of a compilation, so that texts that are being generate
 
 
 def prepare(end: bytearray, tokenizer: bytearray) -> Callable[[socket.socket], None]:
-    """Read a tokenizer, and return what a process for one grammar over its vocabulary does.
+    """Read a tokenizer, and return the main function of a process for one grammar over its vocabulary.
 
     Args:
         end: Id of the tokenizer's EOS token as JSON; null if it has none.

@@ -43,7 +43,7 @@ def _scores(q, k, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _unit(scale, SOFTCAP: tl.constexpr):
-    """Return what `_scores` are multiplied by to be logarithms of weights to the base 2."""
+    """Return the factor that turns `_scores` into logarithms of weights to the base 2."""
     return LOG2E if SOFTCAP > 0 else scale * LOG2E
 
 

@@ -1,4 +1,4 @@
-"""What attention over a paged cache reads, said once for the operators, their slow references and the kernels."""
+"""Inputs of attention over a paged cache, declared once for the operators, their slow references and the kernels."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class AttentionInputs:
         keys: The layer's part of the cache, `[slots, H, d]`.
         values: The same of values, `[slots, H, dv]`.
         rows: Which tokens these are, and where each row's blocks are.
-        scale: What products of queries and keys are multiplied by.
+        scale: Multiplier of the products of queries and keys.
         window: Positions that a token sees, back from its own; 0 for all.
         softcap: Bound of the scores; 0 for none.
         sinks: A score that each head may spend on nothing, `[Hq]`; None for none.

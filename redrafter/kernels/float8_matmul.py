@@ -116,9 +116,9 @@ def float8_product(
 
     Args:
         x: Inputs, `[T, D]` float8_e4m3fn.
-        x_scale: What each token of them is multiplied by, T numbers of float32.
+        x_scale: Multiplier of each token of them, T numbers of float32.
         weight: Weight as `nn.Linear` has it, `[F, D]` float8_e4m3fn; rows may be apart.
-        scale: What each row of it is multiplied by, `[F]` float32.
+        scale: Multiplier of each row of it, `[F]` float32.
         bias: `[F]`; None for none.
         dtype: Dtype of the result.
         tiling: How the product is cut; None for what suits its size.

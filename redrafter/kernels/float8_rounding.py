@@ -53,6 +53,7 @@ def _round_kernel(
     size = _cut(given, LARGEST)
     unit = tl.maximum(size.to(tl.int32, bitcast=True) & EXPONENT, scale - LEAST_NORMAL) - MANTISSA
     inverse = 2 * ONE - unit
+    # Adding and taking away 1.5 * 2**23 rounds to the nearest even integer, as float32 has no fractions there.
     units = (size * inverse.to(tl.float32, bitcast=True) + NO_FRACTIONS) - NO_FRACTIONS
     if NARROW:
         unit += ONE - scale

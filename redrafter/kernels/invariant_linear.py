@@ -63,6 +63,7 @@ def _(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
 
 def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x @ weight.T + bias`, `[R, F]`, in products of `BLOCK` rows; the last ones of `x [R, D]` may be zeros."""
+    # Always 16 rows: the library chooses the order of its sums by their number.
     blocks = pad(x, (0, 0, 0, -len(x) % BLOCK)).contiguous().split(BLOCK)
     return torch.cat([linear(block, weight, bias) for block in blocks])[: len(x)]
 

@@ -178,7 +178,7 @@ def widened_product(
     Args:
         x: Inputs, `[T, D]`, bfloat16 or float16.
         weight: Weight as `nn.Linear` has it, `[F, D]` float8_e4m3fn; rows may be apart.
-        scale: What each row of it is multiplied by, `[F]` float32.
+        scale: Multiplier of each row of it, `[F]` float32.
         bias: `[F]`; None for none.
         tiling: How the product is cut; None for what suits its size.
     """
@@ -248,7 +248,7 @@ def widen_float8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         weight: `[F, D]` float8_e4m3fn; rows may be apart.
-        scale: What each row is multiplied by, `[F]` float32.
+        scale: Multiplier of each row, `[F]` float32.
         dtype: bfloat16 or float16.
     """
     features, inner = weight.shape

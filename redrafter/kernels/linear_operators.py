@@ -61,7 +61,7 @@ def float8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None)
     Args:
         x: Inputs, `[..., D]`.
         weight: Weight as `nn.Linear` has it, `[F, D]` float8_e4m3fn; rows may be apart.
-        scale: What each row of it is multiplied by, `[F]` float32.
+        scale: Multiplier of each row of it, `[F]` float32.
         bias: Bias, `[F]`; None for none.
     """
     return _widened_by_torch(x, weight, scale, bias)

@@ -1,8 +1,8 @@
-"""Tree attention whose sums have one order: what a token attends to has the same bits however it came to be computed.
+"""Tree attention whose sums have one order: a token's attention has the same bits however it is computed.
 
 A token's keys are visited by their absolute positions, in tiles of `TILE` positions. The online softmax restarts at
-fixed positions, and what these splits found is folded in their order. So a token that is decoded alone, in a tree, or
-within a prompt takes the same sums:
+fixed positions, and the states of these splits are folded in their order. So a token that is decoded alone, in a tree,
+or within a prompt takes the same sums:
 
 - For trees, one kernel attends to the tiles of committed tokens, which all nodes share. A second one, with a program
   for each node, gathers the node's own ancestors after them, and folds the splits.
@@ -63,7 +63,7 @@ def _store_part(PART, TOPS, at, top, total, acc, live, dv, DV: tl.constexpr):
 
 @triton.jit
 def _load_part(PART, TOPS, at, live, dv, DV: tl.constexpr):
-    """Return what `_store_part` stored: maximum, sum of weights, and weighted sum of values."""
+    """Return the state that `_store_part` stored: maximum, sum of weights, and weighted sum of values."""
     top = tl.load(TOPS + at * 2, live, float("-inf"))
     total = tl.load(TOPS + at * 2 + 1, live, 0.0)[:, None] + tl.zeros([at.shape[0], SUMS], tl.float32)
     return top, total, tl.load(PART + at[:, None] * DV + dv, live[:, None] & (dv < DV), 0.0)
@@ -88,6 +88,7 @@ def _update_softmax(q, k, v, visible, top, total, acc, scale, SOFTCAP: tl.conste
         x = SOFTCAP * (2 * tl.sigmoid(2 / SOFTCAP * x) - 1)  # tanh
     x = tl.where(visible, x * LOG2E, float("-inf"))
     new_top = tl.maximum(top, tl.max(x, 1))
+    # A tile without any visible key must leave the state as it is, and -inf - -inf is NaN.
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(x - anchor[:, None]).to(v.dtype)
     shrink = tl.exp2(top - anchor)
@@ -184,6 +185,7 @@ def _attend_committed_kernel(
     token = offset + node
     q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
     position = n + tl.load(DEPTH + row * (cached + nodes) + cached + node, live, 0).to(tl.int32)
+    # The programs of the other splits have the same tokens, whose keys need to be stored once.
     if tl.program_id(2) == 0:
         store_new(
             K, V, KEYS, VALUES, TABLE, token, n + cached + node, live & (m % GROUP == 0),

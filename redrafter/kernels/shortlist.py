@@ -37,6 +37,7 @@ def _best_of_parts_kernel(
     """Find the ids of the best rough scores of one part of one beam."""
     beam, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, BLOCK)
+    # Runs are dealt to the parts in turn: frequent ids are neighbours, and would all compete in one part.
     id = (place // RUN * parts + part) * RUN + place % RUN
     inside = id < vocab
     if FOLLOW:
@@ -153,7 +154,7 @@ def candidate_scores(
     Args:
         x: Inputs of the head, `[B, w, R]`.
         weight: The head, `[V', R]`, of the inputs' dtype or float8_e4m3fn.
-        scale: What each of its rows is multiplied by, `[V']` float32, where it is FP8; else None.
+        scale: Multiplier of each of its rows, `[V']` float32, where it is FP8; else None.
         ids: The candidates, `[B, w, C]` int64.
         temperature: As of `best_of_parts`.
         noise: As of `best_of_parts`.

@@ -1,1 +1,1 @@
-"""What `bench`, `tune`, `compare` and `evaluate` share: prompts, workloads, timed runs, conditions, reports."""
+"""Code that `bench`, `tune`, `compare` and `evaluate` share: prompts, workloads, timed runs, conditions, reports."""

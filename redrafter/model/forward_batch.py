@@ -1,4 +1,4 @@
-"""What a forward reads and gives: rows of tokens with ancestors, chunks of prompts after them, and what goes with each.
+"""Inputs and outputs of a forward: rows of tokens with ancestors, chunks of prompts after them, and inputs of each row.
 
 A pending token, a chain of drafts, a tree of them and a part of a prompt are one kind of thing. Inputs that a row has
 in addition to its tokens (positions that images have shifted, the sequence length that selects RoPE frequencies, an
@@ -34,13 +34,13 @@ class ForwardBatch:
         length: Committed tokens of each row, `[B]` int64.
         cache: Keys and values of the rows; receives those of the new nodes, and its pool those of the chunks.
         logits_index: The one of each row's M new nodes at which to compute the head, `[B]` int64; None for all.
-        position_shift: What is added to the places of each row's tokens in its text to get their positions, `[B]`
+        position_shift: Offset from the index of each row's tokens in its text to their positions, `[B]`
             int64: images count as other numbers of positions than tokens. None for nothing.
         rope_lengths: Sequence length that selects RoPE frequencies, at least, of each row's tokens, `[B]` int64; None
             for that up to each token.
         adapters: Slot of each row's adapter, 0 for none, `[B]` int64; None where no row and no chunk has one.
         chunks: Chunks of prompts to read together with the trees, on a paged cache; None for none.
-        pieces: For chains that are parts of prompts, what is read of each row that reads on; its recurrent states are
+        pieces: For chains that are parts of prompts, the piece of each row that is read; its recurrent states are
             those after it then. None for a tree, whose path is committed later.
     """
 
@@ -88,7 +88,7 @@ class ForwardBatch:
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """What a forward gives.
+    """The outputs of a forward.
 
     Attributes:
         tree: The trees of the batch, without tokens that cannot be accepted since the model's rope switches there.

@@ -1,4 +1,4 @@
-"""Linear layers in our forwards: weights of FP8, layers that are one product, and what other quantisers' layers share.
+"""Linear layers in our forwards: FP8 weights, layers fused to one product, and other quantisers' shared scales.
 
 Our quantised layers have weights of FP8 (e4m3): half the bytes of bfloat16, where reading weights takes most of the
 time. What a layer reads is rounded to FP8 with a scale for each token, so a token is computed as it would be without
@@ -33,7 +33,7 @@ class Float8Linear(nn.Linear):
 
     Attributes:
         weight: The weight divided by its scales, `[F, D]` float8_e4m3fn.
-        weight_scale: What each row of it is multiplied by, `[F]` float32.
+        weight_scale: Multiplier of each row of it, `[F]` float32.
     """
 
     weight_scale: Tensor
@@ -136,7 +136,7 @@ def same_inputs(calls: Sequence[tuple[str, Tensor, Tensor]]) -> list[list[str]]:
 
 
 class _FusedGroup:
-    """What the stand-ins of one group share: the weights in one tensor, and the product while it is being read."""
+    """State shared by the stand-ins of one group: the weights in one tensor, and the product while it is being read."""
 
     def __init__(self, layers: Sequence[Any], thin: bool):
         self.weight = _fuse([module.weight for module in layers]) if len(layers) > 1 else layers[0].weight

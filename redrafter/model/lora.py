@@ -247,7 +247,7 @@ class AdapterSlots:
         """Load an adapter into a free slot. Rows that have the slot in `ForwardBatch.adapters` are computed with it.
 
         Args:
-            name: What to call it.
+            name: Name of the adapter.
             weights: Its weights.
             max_loras: Adapters that there is room for, if this is the first one.
             max_lora_rank: Their largest rank, likewise.

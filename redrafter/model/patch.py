@@ -1,4 +1,4 @@
-"""What stands on a model during one forward, and what its owner may change on it between two.
+"""Temporary changes of a model during one forward, and detection of its owner's changes between two.
 
 A model is used as it is, and its modules are shared by all threads. So all that a forward changes on them (hooks,
 stand-ins for modules, other forwards, entries of configs) goes through a `ModelPatch`, which takes it off again in the
@@ -32,7 +32,7 @@ _KNOWN_HOOKS = ("redrafter.", "transformers.")
 
 
 class Running:
-    """What the stand-ins for some modules know of the running forward; they outlive it, or a compiler would see others.
+    """Inputs of the running forward that stand-ins share; the object outlives it, or a compiler would see another.
 
     Attributes:
         value: Inputs of the forward, as passed to `ModelPatch.set_running`; None between forwards.
@@ -146,7 +146,7 @@ class ModelState:
     Attributes:
         memory: Each parameter and saved buffer, and where its numbers are.
         writes: How often each of them was written in place. Writes through `.data` are not counted by torch.
-        code: Each module, what runs when it is called, and the state of its adapters.
+        code: Each module, the code that runs when it is called, and the state of its adapters.
         hooked: Whether any forward hook is called in a forward, this library's and transformers' own apart.
         compiled: The parts that are compiled by their owner.
     """

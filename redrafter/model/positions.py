@@ -6,7 +6,7 @@ distance of the key's slot. In a tree, slots and positions differ, and rows of a
 those attention modules are patched to answer by position.
 
 transformers makes the biases of ALiBi by a mask `[B, S]` of padding, and no tree fits into one. So the model is given
-such a mask, without padding, and what its attention modules are then handed is replaced: the bias of a slot by that of
+such a mask, without padding, and the inputs of its attention modules are replaced: the bias of a slot by that of
 its position, and the mask by the tree's.
 
 The frequencies of rope of the kinds `longrope` and `dynamic` follow from the length of a text. transformers decides by
@@ -201,7 +201,7 @@ class RopeByLength(ABC):
 
     @abstractmethod
     def prefix_key(self, prompt: int) -> Hashable:
-        """Return what prompts must have in common to have the same keys of the same tokens. prompt: its tokens."""
+        """Return a key that is equal for prompts whose equal tokens have equal keys. prompt: its number of tokens."""
 
     @abstractmethod
     def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
@@ -215,7 +215,7 @@ class RopeByLength(ABC):
 
 
 def find_switching_rope(model: Any, config: Any, cache: DenseCache) -> "RopeByLength | None":
-    """Return the rope of a model where it switches, and what the model's own `generate` does then; else None.
+    """Return the rope of a model where it switches, and the behaviour of the model's own `generate` there; else None.
 
     The cache is an empty one for one row.
     """

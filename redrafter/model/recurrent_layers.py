@@ -300,7 +300,7 @@ def _without_masks(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mixer_plan(batch: ForwardBatch, *, padded: bool) -> TreeStates | PromptStates:
-    """Return what the mixers must know of a forward over the new nodes of trees, or over pieces of prompts.
+    """Return the plan of the mixers for a forward over the new nodes of trees, or over pieces of prompts.
 
     A padded forward computes M nodes of every row, also of a ragged tree.
     """

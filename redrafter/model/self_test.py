@@ -70,7 +70,7 @@ _NARROW, _QUANTIZED = (float("inf"), 0.15), (float("inf"), 0.4)
 
 @dataclass(frozen=True)
 class Trial:
-    """A small tree after the committed tokens of B rows, and what plain forwards give along its paths.
+    """A small tree after the committed tokens of B rows, and the logits of plain forwards along its paths.
 
     Attributes:
         nodes: Ids of the root; of a and b below it, c below a, d below b; of e, which follows the path root, b, d;
@@ -133,7 +133,7 @@ class SelfTest:
         """Run every trial on caches of one kind.
 
         Args:
-            shapes: What each layer stores.
+            shapes: Shape of each layer.
             new_cache: Makes a cache.
             far: Run far trials too; they need `shapes` to be what transformers' own cache stores.
 
@@ -302,7 +302,7 @@ def far_lengths(config: Any, context: int | None, shapes: Sequence[LayerShape]) 
     Args:
         config: Config of the model's decoder.
         context: Positions that the model distinguishes; None for no limit.
-        shapes: What each layer stores.
+        shapes: Shape of each layer.
     """
     # Of two plain rows, and of one of ours.
     slot_bytes = 3 * sum(shape.heads * (shape.key_dim + shape.value_dim) * 4 for shape in shapes)
@@ -362,7 +362,7 @@ class CacheSupport:
     """The caches that a model's token trees are right on.
 
     Attributes:
-        shapes: What each layer stores on a dense cache.
+        shapes: Shape of each layer on a dense cache.
     """
 
     def __init__(self, bound: BoundModel, reader: PromptReader):
@@ -404,7 +404,7 @@ class CacheSupport:
 
     @cached_property
     def paged_shapes(self) -> list[LayerShape]:
-        """What each layer stores on a paged cache: the keys and values that its attention function receives.
+        """Shape of each layer on a paged cache: the keys and values that its attention function receives.
 
         Models with latent attention store something else in transformers' own caches.
         """

@@ -165,7 +165,7 @@ def _layer_types(config: object) -> list[str] | None:
 
 
 def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateShape] = ()) -> list[LayerShape]:
-    """Return what each layer stores, by the cache in the output of a plain forward and the states of all layers.
+    """Return the shape of each layer, by the cache in the output of a plain forward and the states of all layers.
 
     Raises:
         UnsupportedError: The model keeps something else than keys and values and these states.

@@ -60,8 +60,8 @@ class Target(BoundModel):
             are those of their time.
         keeps_states: Whether any layer keeps recurrent states.
         varlen_forward: The forward over a paged cache.
-        images: Whether prompts may have images, and what reads them.
-        prompt_reader: What reads prompts.
+        images: Whether prompts may have images, and their reader.
+        prompt_reader: Reads prompts into the cache.
         reread_from: Committed tokens at which rows are read again, as the model's rope switches; None for never.
         image_inputs: `image_arguments`, and the names of the token-type arguments that go with them.
         parked: The memory that was given back while the engines on this target sleep; None while they are awake.
@@ -76,7 +76,7 @@ class Target(BoundModel):
         Args:
             model: A loaded causal LM with a language-modelling head. A `PeftModel` is served as the model in it, with
                 its adapters.
-            name: What to call it in messages; None for the name of its class.
+            name: Its name in messages; None for the name of its class.
 
         Raises:
             UnsupportedError: It is an encoder-decoder, keeps states where they cannot be found, has an attention
@@ -200,12 +200,12 @@ class Target(BoundModel):
 
     @property
     def shapes(self) -> list[LayerShape]:
-        """What each layer stores on a dense cache."""
+        """Shape of each layer on a dense cache."""
         return [*self._caches.shapes, *self._drafter_shapes]
 
     @property
     def paged_shapes(self) -> list[LayerShape]:
-        """What each layer stores on a paged cache."""
+        """Shape of each layer on a paged cache."""
         return [*self._caches.paged_shapes, *self._drafter_shapes]
 
     @property

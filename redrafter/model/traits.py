@@ -1,4 +1,4 @@
-"""What a model's layers are, learnt from plain forwards and not from a list of models.
+"""Properties of a model's layers, probed by plain forwards and not taken from a list of models.
 
 A config says little: some models ignore its `sliding_window`, some window without telling their attention function. So
 the model runs once with an attention function and a mask function of ours. The mask function receives the rule by which
@@ -44,12 +44,12 @@ _RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())  # 
 
 @dataclass
 class AttentionProbe:
-    """What one forward shows of a model's attention.
+    """A model's attention as one forward shows it.
 
     Attributes:
         rules: The distinct kinds of attention that the model built masks for, in order.
         kinds: Per layer index, the kind of its mask; None for a mask that the layer changed or made by itself.
-        shapes: Per layer index, what it must store for its attention function to receive what it did. A layer that is
+        shapes: Per layer index, the shape of the keys and values that its attention function received. A layer that is
             given the very tensors of an earlier one stores nothing and names that one as its source.
         changed: Indices of the layers that changed the mask that they were given.
         failure: Why the forward could not run with our attention function; None when it ran.
@@ -94,7 +94,7 @@ class AttentionProbe:
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """What a model's layers are.
+    """Properties of a model's layers.
 
     Attributes:
         config: The config that they read.
@@ -119,13 +119,13 @@ class ModelTraits:
 
 
 def learn_traits(model: Any, config: Any, ids: Tensor, name: str) -> ModelTraits:
-    """Run a model on any text of four tokens at least, and return what its layers are.
+    """Run a model on any text of four tokens at least, and return the properties of its layers.
 
     Args:
         model: A causal LM of transformers; left as it was.
         config: The config that its decoder layers read.
         ids: The text, `[T]` int64.
-        name: What to call the model.
+        name: Name of the model in messages.
 
     Raises:
         UnsupportedError: A module keeps states in a way that is not known, or continues from them wrongly.

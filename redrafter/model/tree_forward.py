@@ -1,4 +1,4 @@
-"""What forwards over token trees have in common, their hooks, and the padded one, which serves every model.
+"""The base class of forwards over token trees, their hooks, and the padded forward, which serves every model.
 
 The padded forward has all rows side by side in one batch, on a dense cache, with a 4-D mask over the model's attention.
 """
@@ -45,7 +45,7 @@ class BoundModel:
         hidden_size: D, the width of what its head reads.
         vocab_size: V, the ids that the config counts.
         context: Positions that the model distinguishes; None when it names no limit.
-        traits: What its layers are.
+        traits: Properties of its layers.
         ranks: The processes that compute the model together, each its own heads.
         lock: Held while anything is set on the model, by any forward of any target on it.
         compiled_parts: Parts that the model's owner has compiled, which run as they are written in our calls: they
@@ -108,7 +108,7 @@ class TreeForward(ABC):
 
     @abstractmethod
     def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, ChunkEnds | None]:
-        """Run a batch through the model, and return what `ForwardOutput` has of it."""
+        """Run a batch through the model, and return logits, hidden states and ends of chunks as in `ForwardOutput`."""
 
     def _call_model(self, ids: Tensor, positions: Tensor, cache: Any, **arguments: Any) -> Any:
         """Call the model; one without attention takes no positions."""

@@ -24,7 +24,7 @@ class NewWeights:
     """New numbers for all weights of a module, which were found to fit, and are not written yet.
 
     Attributes:
-        pairs: Tensors of the module and what each becomes.
+        pairs: Tensors of the module with their new values.
         not_finite: Names of those that become NaN or infinite somewhere, perhaps as the module's dtype rounds them.
         quantised: Our FP8 layers and the weights, not quantised, that each is made of.
     """
@@ -208,6 +208,7 @@ class ParkedMemory:
             for each in self._parked:
                 each.storage.resize_(each.num_bytes)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
+            # All or nothing, so that the engine stays asleep and can be woken later.
             for each in self._parked:
                 each.storage.resize_(0)
             raise CacheFullError(

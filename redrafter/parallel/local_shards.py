@@ -136,6 +136,7 @@ def _replace(model: Any, name: str, module: Any, style: str, ranks: Ranks) -> No
     elif style in _GATHERED:
         rows = module.out_features
         count = -(-rows // ranks.size)
+        # The last ranks may have fewer rows, or none.
         first = min(count * ranks.rank, rows)
         # Parameters are whole where they are an embedding table's too.
         both: tuple[Any, Any] = (module.weight, module.bias)

@@ -79,7 +79,7 @@ class Ranks:
         return [received[index] for index in range(len(tensors))]
 
     def from_first(self, value: T) -> T:
-        """Return what rank 0 has as `value`, which must be picklable."""
+        """Return rank 0's `value`, which must be picklable."""
         if self.size == 1:
             return value
         values = [value]
@@ -99,7 +99,7 @@ class Ranks:
 
         Args:
             value: Value to compare.
-            what: What to call it in the message.
+            what: Its name in the message.
 
         Raises:
             MismatchError: They have not, so that they would take different steps.

@@ -2,7 +2,7 @@
 
 `generate` prepares a list of objects. Each that a tensor per row can express becomes a row processor (`processors`),
 each other known one a function with constants of its own (`tree_processors`), in the order of the list and with the
-same results. What is not known is called once per node, and what cannot be exact on a tree is refused by name.
+same results. Unknown processors are called once per node, and those that cannot be exact on a tree are refused by name.
 """
 
 import math
@@ -90,7 +90,7 @@ def fold_rows(
 
     A processor becomes numbers of the rows where it is one that every step knows and is listed where steps apply it;
     any other one stays the caller's own. So rows draw as the list says, whatever it holds. `ends` are ids that end a
-    text. Where tokens are not `sampled`, what sampling alone has by name is the caller's own too.
+    text. Where tokens are not `sampled`, processors of sampling alone are the caller's own too.
     """
     own = len(FIRST_EDITS)
     order = (*FIRST_EDITS, None, RowTemperature, *CUTS)  # None: the caller's own

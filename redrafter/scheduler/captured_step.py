@@ -90,15 +90,15 @@ class CapturedStep:
 
     Attributes:
         state: Buffers of the rows; a row that is not active stands still on the block that belongs to nobody.
-        proposer: What drafts.
+        proposer: The proposer.
         target: The model that verifies.
         cache: The target's keys and values of the rows.
         sampler: Buffers of how the rows draw.
         draft_cache: The draft model's keys and values of the rows, or None.
         chunks: Buffers of the prompt chunks read together with the rows, or None.
-        output: What the last replay drew. The next replay overwrites it. Logits and scores are empty unless they were
-            asked for: a graph would hold them for good, in addition to those of every other graph.
-        report: What `StepOutput.pack_for_host` says of it, overwritten likewise.
+        output: The output of the last replay. The next replay overwrites it. Logits and scores are empty unless they
+            were asked for: a graph would hold them for good, in addition to those of every other graph.
+        report: The same packed by `StepOutput.pack_for_host`, overwritten likewise.
         graph: The captured step; None where it cannot be captured and runs as it is.
         ran: Whether it has run, so that a run pays for nothing that only first ones pay for.
     """
@@ -206,12 +206,12 @@ class LaunchedStep:
         report: For each row what `StepOutput.pack_for_host` says of it.
         logits: Logits along the accepted path, `[K+1, V]`, of the rows whose sequences want them.
         scores: Processed logits, likewise.
-        logprobs: What `score_drawn` gives for the rows whose sequences want it: of K+1 tokens each, or of those drawn
-            where the report is on the host. None if there are no such rows.
+        logprobs: The results of `score_drawn` for the rows whose sequences want them: of K+1 tokens each, or of those
+            drawn where the report is on the host. None if there are no such rows.
         levels: Levels of drafts.
         grafted: Nodes of each row's tree that were copied from the text.
         size: Rows that it was made for.
-        proposer: What drafted; None for the draws after prompts.
+        proposer: The proposer of the drafts; None for the draws after prompts.
     """
 
     sequences: Sequence[TokenSequence]
@@ -256,7 +256,7 @@ class LaunchedStep:
         return cls(sequences, report, logits, scores, logprobs, *of_tree, proposer)
 
     def outcomes(self) -> list[list[int]]:
-        """Wait for the step, and return what became of its drafts by their likelihood, as `count_outcomes` has it."""
+        """Wait for the step, and return the counts of its drafts by likelihood, as `count_outcomes` has them."""
         flat, count = list(chain.from_iterable(self.report.read()[self.size :])), len(LIKELIHOODS)
         searched = self.levels - self.grafted
         return [flat[at * count : (at + 1) * count] for at in range(2 + searched)]

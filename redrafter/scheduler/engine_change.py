@@ -17,7 +17,7 @@ class EngineChange(ABC):
     Attributes:
         forgets: Whether keys and values that are stored would be others after it.
         asleep: Whether nothing can be computed after it.
-        same_models: Whether the target and what drafts for it are the same after it, so that what was learnt of how
+        same_models: Whether the target and its proposer are the same after it, so that statistics of how
             drafts are accepted holds.
         not_finite: Names of tensors that it writes in which numbers are NaN or infinite.
     """

@@ -79,6 +79,7 @@ class FinishedTexts:
 
     def add(self, salt: Hashable, prompt: Sequence[int], text: Sequence[int]) -> None:
         """Keep a text and the end of the prompt before it, and forget others where they are too many."""
+        # The end of the prompt too, by which the text's first tokens are found.
         kept = [*prompt[-KEYS[0] :], *text][:MOST_TOKENS_OF_SALT]
         self._number += 1
         texts = self._by_salt.setdefault(salt, _Texts())

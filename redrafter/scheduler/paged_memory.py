@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 MAX_TEXT_TOKENS = 32768  # of a text in each row for which the cache has room; a longer one takes that of others
 MOST_ROWS = 64  # rows of such texts that the paged cache has room for, where memory allows
 MAX_RECOMPILES = 64  # of one function, before torch.compile gives up on it
-EXTRA_SLOTS = 256  # of a row beyond its text: the tree, and what a last step overshoots
+EXTRA_SLOTS = 256  # of a row beyond its text: the tree, and the overshoot of a last step
 
 
 class PagedMemory:
@@ -118,7 +118,7 @@ class PagedMemory:
     def restore_states(self, block_table: BlockTable) -> None:
         """Launch the copy of a stored prefix's recurrent states to a row that begins with it. Hold the lock.
 
-        What the row's earlier owner has launched runs before it, and what reads the row's prompt, after it.
+        Work that the row's earlier owner has launched runs before it, and the row's prefill after it.
         """
         for states in self._states if block_table.restored else ():
             states.copy_row(block_table.state_row, block_table.restored)
@@ -367,7 +367,7 @@ class SequenceBlocks:
                 raise
 
     def _attempt(self, sequence: Any, slots: Any) -> tuple[object, ...]:
-        """Return what decides whether an allocation fails: it fails again as long as this stays equal."""
+        """Return the state that an allocation depends on: it fails again as long as this stays equal."""
         managers = [x for x in (self._memory.blocks, self._memory.draft_blocks) if x is not None]
         return sequence, slots, *((manager, manager.freed) for manager in managers)
 
@@ -483,7 +483,7 @@ class SequenceBlocks:
         return self._rope is None or self._rope.keeps_keys(len(sequence.prompt), sequence.max_length)
 
     def _salt(self, sequence: TokenSequence) -> Hashable:
-        """Return what sequences must have in common to share blocks."""
+        """Return the salt under which a sequence shares blocks."""
         key = None if self._rope is None else self._rope.prefix_key(len(sequence.prompt))
         return (sequence.prefix_salt, key) if key else sequence.prefix_salt
 

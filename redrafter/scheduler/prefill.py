@@ -54,6 +54,7 @@ class PrefillPace:
         fitting = tokens * TARGET_SECONDS / max(seconds, 1e-6)
         if seconds <= TARGET_SECONDS and 2 * tokens < self.tokens:
             return  # that few tokens are fast says nothing of many
+        # One measurement may be off, as where another program ran, so it changes the size by a bounded factor.
         fitting = min(max(fitting, MIN_GROWTH * self.tokens), MAX_GROWTH * self.tokens)
         self.tokens = min(max(round(fitting), MIN_FORWARD_TOKENS), self._max_num_tokens)
 
@@ -151,6 +152,7 @@ class ChunkBuffers:
             adapters.append(sequence.adapter_slot)
             prompts.append(rope_length(self._target, sequence))
         empty = room - len(chunks)
+        # Sizes are those of the buffers, so that one captured step reads any chunks that fit.
         padding, ends = [0] * (len(buffers.tokens) - len(tokens)), starts[-1:] * empty
         numbers = tokens + padding + starts + ends + lengths + adapters + prompts
         device = buffers.tokens.device
@@ -166,7 +168,7 @@ class ChunkBuffers:
 
 @dataclass(frozen=True)
 class PrefilledRows:
-    """Sequences whose prompts are in the cache as a whole, and what the target gave at their last tokens.
+    """Sequences whose prompts are in the cache as a whole, and the target's outputs at their last tokens.
 
     Attributes:
         sequences: B sequences.
@@ -272,7 +274,7 @@ class Prefiller:
     def _read_drafts(
         self, sequences: Sequence[TokenSequence], ends: Sequence[int], prompts: Prompts, cache: KVCache | None
     ) -> None:
-        """Read into a draft model's cache, if there is one, what the target reads of sequences up to `ends`."""
+        """Read the tokens of sequences up to `ends` into a draft model's cache too, if there is one."""
         model = self._draft_model
         if model is None:
             return

@@ -90,6 +90,7 @@ class PagedRows:
     def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
         """Give the rows from `first` on to sequences whose prompts were read into rows `rows` of `read`."""
         written = slice(first, first + len(sequences))
+        # Rows are written in place, since captured steps read the tables where they are.
         self.tables[written] = self._stack(tables_of(sequences), self.tables)
         if self.draft_tables is not None:
             self.draft_tables[written] = self._stack(draft_tables_of(sequences), self.draft_tables)

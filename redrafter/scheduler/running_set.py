@@ -104,6 +104,7 @@ class RunningSet:
                 if sequence.ended or sequence.cancelled or not sequence.arrival:
                     continue
                 sequence.cancelled = True
+                # Those with a slot come first, as they hold blocks that others wait for.
                 if sequence in self._queue:
                     self._queue.remove(sequence)
                     self._cancelled.append(sequence)
@@ -132,7 +133,7 @@ class RunningSet:
         To be called once a round. If there is room for none while none runs, wait a moment for others to make some.
 
         Args:
-            limits: What may run at once.
+            limits: Limits of the sequences that run at once.
             settle: See `Settle`.
             mixed_prefill: Whether steps read prompts, so that one alone costs no forward.
         """

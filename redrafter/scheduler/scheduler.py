@@ -52,7 +52,7 @@ class Scheduler:
 
     Attributes:
         engine: Target and proposers.
-        limits: What may run and wait at once.
+        limits: Limits of the sequences that run and wait.
         batch: The rows that step.
         prefiller: Reads the prompts of admitted sequences.
         longest: Most tokens of a sequence, prompt included.
@@ -80,7 +80,7 @@ class Scheduler:
             engine: Target and proposers.
             graphs: Captured steps and KV cache, of the engine's target and of its draft model, if it has one; None for
                 the dense cache that `batch` has.
-            limits: What may run and wait at once.
+            limits: Limits of the sequences that run and wait.
             speculate: Whether any row verifies drafts.
             batch: An empty running batch; None for one of sequences of any kind.
             finished: Keeps texts that have ended, to draft from; None for none. Not for a batch that is given.

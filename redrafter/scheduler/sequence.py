@@ -1,4 +1,4 @@
-"""One sequence of tokens that is asked for, how it is drawn, and what each round adds to it."""
+"""One sequence of tokens that is asked for, how it is drawn, and the tokens that each round adds to it."""
 
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -70,7 +70,7 @@ class Stats:
         return [after / before if before else None for before, after in pairwise(reached)]
 
     def count(self, drafted: int | None, accepted: int, emitted: int, copied: int = 0, copies: int = 0) -> None:
-        """Add a step: drafts verified, None where nothing was drafted, and what became output after a stop cut it."""
+        """Add a step: drafts verified, None where nothing was drafted, and output tokens, after a stop has cut them."""
         self.steps += 1
         self.plain_steps += drafted is None
         self.drafted += drafted or 0
@@ -94,7 +94,7 @@ class SequenceDelta:
         accepted: How many of them, from the first on, were drafts.
         logprobs: Log-probability of each token, and those of the likeliest tokens by id; None unless asked for.
         finish: Why the sequence ends here, or None if it continues.
-        error: What failed, if `finish` is "error".
+        error: The exception, if `finish` is "error".
         drafted: Drafts that were verified, 0 where the other rows of the step left none; None for a first token and in
             a plain step.
         copied: How many of the drafts that were accepted, the last ones, only the text itself had drafted.
@@ -135,7 +135,7 @@ class TokenSequence:
         index: Its number among the sequences of one call, if it is of one.
         keeps: Tensors reported with its tokens: "logits", "scores" (the logits after processors), both or neither.
         images: The images of the prompt; None for a prompt of text.
-        position_shift: What is added to the places of its tokens in the text to get their positions, once its images
+        position_shift: Offset from the index of its tokens in the text to their positions, once its images
             were read.
         tokens: The prompt and the tokens that follow it so far.
         block_table: Blocks of the cache, while the sequence holds a place.
@@ -157,7 +157,7 @@ class TokenSequence:
         arrived_at, first_token_at: When it was made and when its first token was reported, by `time.perf_counter`.
         queued: Seconds for which it waited for its first place; None while it does.
         prompt_scores: Scores of the prompt's tokens but the first, as far as it is read, if they were asked for.
-        guide: What its grammar allows next; None without a grammar.
+        guide: State of its grammar; None without a grammar.
     """
 
     prompt: Sequence[int]
@@ -212,7 +212,7 @@ class TokenSequence:
 
     @property
     def prefix_salt(self) -> Hashable:
-        """What sequences must have in common to share blocks: with another adapter, keys and values are others."""
+        """Salt under which it shares blocks with other sequences: adapters change keys and values."""
         return self.cache_salt if self.adapter is None else (self.cache_salt, self.adapter.number)
 
     @property
@@ -256,6 +256,7 @@ class TokenSequence:
                 break
         if new and self.find_stop is not None and (stop := self.find_stop(new)) is not None:
             new, finish = new[: stop + 1], "stop"
+        # The last token is the target's own draw, unless the row overflowed, which leaves accepted drafts alone.
         accepted = min(len(drawn.tokens) - (not drawn.overflowed), len(new))
         cut_off = len(drawn.tokens) - (not drawn.overflowed) - accepted
         copied = max(drawn.copied - cut_off, 0)

@@ -200,6 +200,7 @@ class FairQueue:
             used = self._remembered.pop(sequence.client, 0)
             client = self._clients[sequence.client] = _Client(sequence.client, used)
         if not client.waiting:
+            # A client that was away would else return with a small account, and be served alone until it has caught up.
             client.used = max(client.used, self._fair_account)
         self._insert(client, sequence)
 
@@ -208,6 +209,8 @@ class FairQueue:
         client = self._clients[sequence.client]
         client.running -= 1
         self._insert(client, sequence)
+        # Its text is partly written, and its blocks may still be cached, so it comes before the client's other
+        # sequences.
         client.waiting.move_to_end(sequence, last=False)
 
     def remove(self, sequence: TokenSequence) -> None:

@@ -59,7 +59,7 @@ def accept(tree: Tree, drawn: Tensor, max_depth: int) -> Path:
         return Path(root, root[:, 0])
     confirmed = tree.tokens == drawn.gather(1, tree.parents)  # [B, N]
     if tree.counts is not None:
-        # Nodes past a row's count were not verified: their parents' draws say nothing about them.
+        # Nodes past a row's count have no keys and values, even where their parent drew their token.
         confirmed &= torch.arange(nodes, device=drawn.device) < tree.counts[:, None]
     # The root is the pending token, which an earlier step drew.
     confirmed[:, 0] = True

@@ -32,7 +32,7 @@ def _bounds(device: torch.device) -> Tensor:
 
 
 def count_outcomes(tree: Tree, path: Path) -> Tensor:
-    """Return what became of the drafts of all rows by their likelihood, `[2 + K, J]` int64.
+    """Count verified, accepted and searched drafts of all rows by their likelihood, `[2 + K, J]` int64.
 
     The first row counts drafts that were verified, the second those that were accepted, and the others all that were
     searched, by depth.
