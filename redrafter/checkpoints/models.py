@@ -127,6 +127,7 @@ def load_model(
         check_splits(str(name), tp_size, trust_remote_code, kwargs, quantized=quantized)
         from transformers.distributed.configuration_utils import DistributedConfig
 
+        # Each rank's part is loaded onto its own GPU already.
         device = None
         kwargs = kwargs | {"distributed_config": DistributedConfig(tp_size=tp_size, tp_plan="auto")}
     file = find_gguf(name)
@@ -387,6 +388,7 @@ def quantize_model(model: Any, name: str, device: torch.device | str | None = No
             f"{name} is moved to its device layer by layer, and is not in memory to be quantised: leave out "
             f"device_map, or {argument}"
         )
+    # By identity, since a tied head is the embedding's own parameter.
     held = {id(x) for module in (embedding, head) if module is not None for x in module.parameters()}
     count = sum(x.numel() for x in model.parameters() if id(x) not in held)
     quantized = quantize_linears(model, keep=(head,), device=device)

@@ -187,6 +187,7 @@ def read_request(
             criteria.append(criterion)
     max_length = min(lengths, default=config.max_length)
     counts = length.tolist()
+    # `max_length` counts the padded prompt, and a row's own limit must not depend on the other rows.
     asked = [min(max_length, MAX_TEXT_TOKENS) - (width - count) for count in counts]
     most = min((x for x in (target.context, options.max_seq_len) if x is not None), default=MAX_TEXT_TOKENS)
     limits = [min(tokens, most) for tokens in asked]

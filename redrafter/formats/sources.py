@@ -181,6 +181,7 @@ class SourceDrafter:
         """Load the drafter on the CPU, in the dtype of its weights."""
         with torch.device("meta"):
             drafter = make_drafter(self.config)
+        # `assign`, since parameters on the meta device have no memory to copy into.
         drafter.load_state_dict({name: x.read(0, x.length) for name, x in self.tensors.items()}, assign=True)
         return drafter
 

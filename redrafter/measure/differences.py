@@ -102,6 +102,7 @@ def _judge(engine: Engine, arguments: dict[str, Any], text: list[int], tokens: l
         one = {name: value for name, value in arguments.items() if name not in ("stop_strings", "tokenizer")}
         one |= {"max_new_tokens": 1, "speculate": False, "output_logits": True, "output_scores": True}
         ids = torch.tensor([text])  # [1, P]
+        # Keys and values of the run that is judged may differ in their last bits from those of plain decoding.
         engine.forget_prefixes()
         out = engine.generate(ids, torch.ones_like(ids), return_dict_in_generate=True, **one, logit_bias=bias)
         assert isinstance(out, GenerateOutput)

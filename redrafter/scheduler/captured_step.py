@@ -157,7 +157,7 @@ class CapturedStep:
 
 
 def new_state(target: Target, rows: int, width: int, piece: int = 0) -> State:
-    """Return rows that stand still, with room for texts of `width` tokens and for `piece` tokens of earlier ones."""
+    """Return inactive rows, with room for sequences of `width` tokens and for `piece` tokens of earlier ones."""
     with target.device:
         tokens, length = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
         hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype)

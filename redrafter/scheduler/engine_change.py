@@ -2,7 +2,7 @@
 
 A change is checked when it is made, in any thread while sequences run, so that one that is refused costs them
 nothing. It is applied when no step is in flight. Running sequences are put back before, and continue after it
-with the tokens that they have: a text is never read by one set of weights and continued by another.
+with the tokens that they have: a sequence is never read by one set of weights and continued by another.
 """
 
 from abc import ABC, abstractmethod

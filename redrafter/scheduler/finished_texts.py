@@ -26,7 +26,7 @@ MOST_TOKENS_OF_SALT = 1 << 15
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a text: the text's number, where the part begins in it, and its tokens."""
+    """A part of a finished text: the text's number, the offset of the part in it, and its tokens."""
 
     text: int
     begin: int
@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass
 class _Texts:
-    """The texts of one salt, the oldest first, and by their last tokens where each place of them is."""
+    """The texts of one salt, the oldest first, and an index of their positions by the tokens before."""
 
     texts: "OrderedDict[int, array[int]]" = field(default_factory=OrderedDict)
     places: dict[int, tuple[int, int]] = field(default_factory=dict)  # number of a text, and where the next token is
@@ -54,7 +54,7 @@ class _Texts:
 
 
 def _keys(text: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield what each place of a text that has a next token is found by, and the place. Equal hashes do no harm."""
+    """Yield the key and the position of each token of a text with tokens before it. Equal hashes do no harm."""
     whole = tuple(text)
     for count in KEYS:
         for end in range(count, len(whole)):

@@ -1,4 +1,4 @@
-"""Log-probabilities of a text's tokens, and of the likeliest tokens at their positions."""
+"""Log-probabilities of a sequence's tokens, and of the likeliest tokens at their positions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

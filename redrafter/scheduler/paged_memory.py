@@ -26,18 +26,18 @@ from redrafter.scheduler.sequence import TokenSequence
 from redrafter.tree.token_tree import chain
 
 _LOG = logging.getLogger(__name__)
-MAX_TEXT_TOKENS = 32768  # of a text in each row for which the cache has room; a longer one takes that of others
-MOST_ROWS = 64  # rows of such texts that the paged cache has room for, where memory allows
+MAX_TEXT_TOKENS = 32768  # of the sequence in each row that the cache is sized for; a longer one takes blocks of others
+MOST_ROWS = 64  # rows of such sequences that the paged cache is sized for, where memory allows
 MAX_RECOMPILES = 64  # of one function, before torch.compile gives up on it
-EXTRA_SLOTS = 256  # of a row beyond its text: the tree, and the overshoot of a last step
+EXTRA_SLOTS = 256  # of a row beyond its sequence: the tree, and the overshoot of a last step
 
 
 class PagedMemory:
     """The paged memory of one target and its draft model: pools of keys and values, and who holds which blocks.
 
-    A target and its draft model hold a row's text in blocks of the same ids, so one manager of blocks serves both,
-    and a prefix that is found is found in both. A draft model with another vocabulary, whose texts have other lengths,
-    has blocks of its own.
+    A target and its draft model hold a row's tokens in blocks of the same ids, so one manager of blocks serves both,
+    and a prefix that is found is found in both. A draft model with another vocabulary, whose sequences have other
+    lengths, has blocks of its own.
 
     Attributes:
         target: The model that verifies.
@@ -97,14 +97,14 @@ class PagedMemory:
         return [*pools, *(x for each in self._states for x in (each.position, *each.tensors.values()))]
 
     def reserve_snapshot_row(self, block_table: BlockTable) -> None:
-        """Let steps of a row keep its states after each block that its text fills, on a CPU. Hold the lock."""
+        """Let steps of a row keep its states after each block that its tokens fill, on a CPU. Hold the lock."""
         if self.target.device.type == "cpu":
             self.blocks.reserve_snapshot_row(block_table)
             for states in self._states if block_table.snapshot_row else ():
                 states.position[block_table.snapshot_row] = 0
 
     def take_snapshot_row(self, block_table: BlockTable) -> None:
-        """Let the states that steps have kept of a row be published with its text. Hold the lock."""
+        """Let the states that steps have kept of a row be published with its tokens. Hold the lock."""
         ends = {
             int(store.states.position[block_table.snapshot_row]) + (store is self.draft_store)
             for store in (self._stores if block_table.snapshot_row else ())
@@ -140,7 +140,7 @@ class PagedMemory:
             raise
 
     def forget_texts(self) -> None:
-        """Let no stored text be found any more; sequences keep the blocks that they hold. Hold the lock."""
+        """Drop all stored prefixes; sequences keep the blocks that they hold. Hold the lock."""
         for blocks in (self.blocks, self.draft_blocks):
             if blocks is not None:
                 blocks.forget()
@@ -185,8 +185,8 @@ class PagedMemory:
             target: The model that verifies.
             draft_model: A model that drafts on the same device, or None.
             memory_fraction: Share of the free memory that keys and values may take.
-            max_seq_len: Most tokens of a text, where the model's context is longer; None for the context.
-            rows: Rows of the longest text that memory is taken for, at most.
+            max_seq_len: Most tokens of a sequence, where the model's context is longer; None for the context.
+            rows: Rows of the longest sequence that memory is taken for, at most.
             max_rows: Most rows at once, whose recurrent states memory is taken for.
             compile: Whether forwards are compiled.
             draft_pieces: The most tokens of the draft model for one of the target; None where its ids are the target's.
@@ -291,7 +291,7 @@ def tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
 
 
 def draft_tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
-    """Return the block tables of the draft model's texts of sequences that all have one."""
+    """Return the block tables of sequences in the draft model's vocabulary, all of which have one."""
     tables = [sequence.draft_block_table for sequence in sequences if sequence.draft_block_table is not None]
     assert len(tables) == len(sequences), "a sequence has no blocks"
     return tables
@@ -301,7 +301,7 @@ class SequenceBlocks:
     """Gives sequences their blocks of a paged KV cache and takes them back.
 
     A draft model with the target's vocabulary has its keys and values in blocks of the same ids. One with another
-    vocabulary has a text of its own for each sequence, and blocks of its own.
+    vocabulary has other tokens for each sequence, and blocks of its own.
     """
 
     def __init__(self, memory: PagedMemory, has_draft_model: bool, reuse: bool):
@@ -355,14 +355,14 @@ class SequenceBlocks:
         Raises:
             CacheFullError: Too few blocks are free; the sequence is unchanged.
         """
-        # It is tried in every round, and looking for the prefix of a long text takes milliseconds.
+        # It is tried in every round, and looking up the prefix of a long sequence takes milliseconds.
         if self._refused is not None and self._refused[0] == self._attempt(sequence, slots):
             raise CacheFullError(self._refused[1])
         with self._handing_out():
             try:
                 self._allocate(sequence, slots)
             except CacheFullError as error:
-                # As things are now: blocks that this attempt has taken and given back are no reason for another one.
+                # Snapshot after this attempt, whose own blocks, taken and given back, are no reason for another one.
                 self._refused = self._attempt(sequence, slots), str(error)
                 raise
 
@@ -474,7 +474,7 @@ class SequenceBlocks:
         sequence.block_table = sequence.draft_block_table = None
 
     def _is_steady(self, sequence: TokenSequence) -> bool:
-        """Return whether a sequence's blocks hold what those of any sequence with the same text would hold.
+        """Return whether a sequence's blocks hold what those of any sequence with the same tokens would hold.
 
         The ids of two prompts with different images are the same.
         """
@@ -493,5 +493,5 @@ class SequenceBlocks:
             return len(sequence.tokens) - 1  # all but the pending token
         if not sequence.params.speculate:
             return min(len(sequence.tokens) - 2, len(sequence.prompt))  # the draft model may have read no more
-        # The draft model may have proposed the last one and not read it, nor what a step has copied from the text.
+        # The draft model may have proposed the last one and not read it, nor the drafts that a step has copied.
         return len(sequence.tokens) - 2 - sequence.unread

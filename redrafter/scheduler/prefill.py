@@ -280,7 +280,7 @@ class Prefiller:
             return
         assert cache is not None, "a draft model has a cache"
         texts = [sequence.draft_text for sequence in sequences if sequence.draft_text is not None]
-        if texts:  # in a vocabulary of its own, where the same text has another length
+        if texts:  # in a vocabulary of its own, where the same sequence has another length
             starts = [sequence.draft_prefilled for sequence in sequences]
             lengths = [sequence.draft_length(end) for sequence, end in zip(sequences, ends, strict=True)]
             for sequence, length in zip(sequences, lengths, strict=True):
@@ -345,7 +345,7 @@ class Prefiller:
 
 
 def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
-    """Read prompts into the cache of a draft model with the target's ids. Of images it sees the ids in their places.
+    """Read prompts into the cache of a draft model with the target's ids. Of images it sees the placeholder ids.
 
     Recurrent states lag by one token, since each step reads the last committed token again.
     """
@@ -371,7 +371,7 @@ def _take_note(chunks: Sequence[Chunk]) -> list[int]:
 
 
 def _stack(texts: Sequence[Sequence[int]], counts: Sequence[int], first: Sequence[int] | None = None) -> Tensor:
-    """Return the first tokens of texts, padded with one 0 at least, `[B, T]` int64 on the host.
+    """Return the first tokens of sequences, padded with one 0 at least, `[B, T]` int64 on the host.
 
     The first `first` tokens of each are left at 0, since nobody reads them.
     """

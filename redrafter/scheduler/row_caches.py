@@ -56,7 +56,7 @@ class PagedRows:
 
         Args:
             memory: The blocks.
-            has_draft_model: Whether a draft model reads the texts too.
+            has_draft_model: Whether a draft model reads the sequences too.
             vocabulary: That model's tokens for each of the target's; None where its ids are the target's.
         """
         self._memory, self._draft_store = memory, memory.draft_store if has_draft_model else None
@@ -72,7 +72,7 @@ class PagedRows:
         self.state_rows = pad(self.state_rows, (0, 0, 0, rows - len(self.state_rows)))
 
     def _draft_blocks(self, positions: int) -> int:
-        """Return how many blocks of the draft model a text of so many positions has at most."""
+        """Return how many blocks of the draft model a sequence of so many positions has at most."""
         if self._vocabulary is None:
             return positions // BLOCK_SIZE
         slots = len(self._vocabulary.start) + self._vocabulary.max_pieces * positions
@@ -106,7 +106,7 @@ class PagedRows:
 
     @staticmethod
     def _append(tables: Tensor, rows: Sequence[int | None], block_tables: Sequence[BlockTable]) -> None:
-        """Copy the ids of the blocks that some rows were given since the last copy: a long text has thousands."""
+        """Copy the ids of the blocks that some rows were given since the last copy: a long sequence has thousands."""
         new = [
             (row, column, block_table.blocks[column])
             for row, block_table in zip(rows, block_tables, strict=True)
@@ -182,7 +182,7 @@ class DenseRows:
         self._caches: Any = None  # a `CachePair` of `DenseCache`s
 
     def reserve(self, rows: int, positions: int) -> None:
-        """Do nothing: buffers grow as texts do."""
+        """Do nothing: buffers grow as sequences do."""
 
     def of_prompts(self, sequences: Sequence[TokenSequence]) -> CachePair:
         """Return empty caches with space for the prompts."""

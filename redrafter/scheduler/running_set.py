@@ -46,7 +46,7 @@ class RunningSet:
         Args:
             batch: The rows of the sequences that step.
             blocks: The blocks of the cache; None for a dense one, which has room for every slot.
-            finished: Where texts that have ended are kept; None for nowhere.
+            finished: Store of finished texts to draft from; None for none.
         """
         self._batch, self._blocks, self._finished = batch, blocks, finished
         self.prefilling: dict[TokenSequence, None] = {}
@@ -271,7 +271,7 @@ class RunningSet:
 
         Returns the sequences that were given blocks; some of them may have been preempted since.
         """
-        assert self._blocks is not None, "a dense cache grows as its texts do"
+        assert self._blocks is not None, "a dense cache grows as its sequences do"
         grown = []
         for sequence in tuple(self._batch.rows):
             while sequence.block_table is not None:  # until it ends or is preempted itself

@@ -256,7 +256,7 @@ class SamplingTensors:
         )
 
     def load_texts(self, sequences: Sequence[TokenSequence]) -> None:
-        """Let what runs on the host continue the texts of these sequences, and note which of the first rows are cut."""
+        """Give host processors the state of these sequences, and note which of the first rows are cut."""
         if not sequences:
             return
         self._grammars.of_rows[:] = [sequence.guide for sequence in sequences]
@@ -265,7 +265,7 @@ class SamplingTensors:
             if isinstance(mine, HostProcessor):
                 mine.of_rows[:] = [(*each.extra, *each.extra_last)[at].of_rows[0] for each in params]  # type: ignore[union-attr]
         cut = [row for row, each in enumerate(params) if each.cuts]
-        if cut and cut != self._cut_rows:  # where few rows are sorted, the first one fills the places that are left
+        if cut and cut != self._cut_rows:  # where few rows are sorted, the first one fills the remaining entries
             self._cut_rows = cut
             self._cut_index.copy_(to_device(cut + cut[:1] * (self._rows - len(cut)), self.ids.device, torch.long))
 

@@ -83,7 +83,7 @@ class Scheduler:
             limits: Limits of the sequences that run and wait.
             speculate: Whether any row verifies drafts.
             batch: An empty running batch; None for one of sequences of any kind.
-            finished: Keeps texts that have ended, to draft from; None for none. Not for a batch that is given.
+            finished: Store of finished texts to draft from; None for none. Not for a batch that is given.
 
         Raises:
             UnsupportedError: Sequences of any kind need a paged cache, and a model cannot run on one, or the two are on
@@ -241,7 +241,7 @@ class Scheduler:
                 return
             if self._blocks is not None and (grown := self._running.grow(self.settle)):
                 self.batch.update_block_tables(grown)
-            # The host's processors must know the texts; and each forward that was launched adds a token at least. So
+            # Processors on the host need all tokens; and each forward that was launched adds a token at least. So
             # the step in flight may end all rows.
             if any(s.params.asks_host for s in self.batch.rows) or all(
                 s.written + s.launched >= s.max_new_tokens for s in self.batch.rows
@@ -380,7 +380,7 @@ class Scheduler:
                     self.batch.draft_lengths.observe(sequence.index, right, step.levels)
             try:
                 delta = sequence.append(drawn)
-            except Exception as error:  # of a criterion of this text
+            except Exception as error:  # of a criterion of this sequence
                 self._fail([sequence], error)
                 continue
             self._running.charge(sequence, len(delta.tokens))
