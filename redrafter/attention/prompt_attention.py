@@ -47,6 +47,7 @@ def cut_prompts(start: Sequence[int], length: Sequence[int], max_tokens: int) ->
     """Cut the unread tokens of each row, from `start` to `length`, into forwards of about equally many tokens."""
     total = sum(length) - sum(start)
     count = -(-total // max_tokens)
+    # Equal shares rather than full forwards and a small last one, which would cost nearly as much as a full one.
     size = -(-total // max(count, 1))
     forwards: list[list[Piece]] = []
     room = 0

@@ -168,6 +168,7 @@ def explicit_attention(
     if sinks is not None:
         spent = repeat(sinks.float(), "h -> b h m 1", b=rows, m=count)
         scores = torch.cat([scores, spent], dim=-1)
+    # The weights of sinks are left out after the softmax: they are spent on no value.
     weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
     weights = rearrange(weights, "b (h g) m s -> b h (g m) s", h=key.shape[1])
     return (weights @ value).view(rows, heads, count, -1)

@@ -133,8 +133,8 @@ class Plan:
         if int(starts[-1]) < rows * new:
             index = (torch.arange(new) < (starts[1:] - starts[:-1])[:, None]).flatten().nonzero()[:, 0]
             scratch = scratch[index]
-        # What nobody sees is masked, but not a NaN that another text has left there: in its place, the row's first slot
-        # is read.
+        # Slots that no token sees are masked, but the mask does not hide a NaN that another sequence has left there:
+        # the row's first slot is read instead.
         held = length + nodes if index is None else length + nodes - new + starts.diff()
         slots = slots.where(offsets < held[:, None], slots[:, :1])
         return RowsPlan(tokens, index, scratch, slots, length, depth, ancestors)

@@ -11,7 +11,7 @@ class Family:
     """Names that a family of models has for the tensors of an MTP layer, and the formula that goes with them.
 
     Attributes:
-        told_by: A regular expression of the name of a tensor that no other family has. What its group `at` matches is
+        marker: A regular expression of the name of a tensor that no other family has. What its group `at` matches is
             what all names begin with; those below follow it.
         projection: The product that joins embedding and hidden state.
         embedding_norm: The norm of the embedding.
@@ -23,7 +23,7 @@ class Family:
         config: Fields of `MTPConfig` that differ from their defaults.
     """
 
-    told_by: str
+    marker: str
     projection: str
     embedding_norm: str
     hidden_norm: str
@@ -120,7 +120,7 @@ def find_layer(names: Iterable[str]) -> FoundLayer | None:
     """Return the first MTP layer among the tensors of a checkpoint, by their names; None where there is none."""
     names = list(names)
     for family, form in FAMILIES.items():
-        matches = [match["at"] for name in names if (match := re.fullmatch(form.told_by, name))]
+        matches = [match["at"] for name in names if (match := re.fullmatch(form.marker, name))]
         if not matches:
             continue
         at = min(matches, key=lambda at: [int(number) for number in re.findall(r"\d+", at)])

@@ -186,6 +186,7 @@ class _TokenBytes:
     def by_bytes(self) -> dict[bytes, list[int]]:
         """Return the ids of each string of bytes: those of characters before those of single bytes, lowest first."""
         ids: dict[bytes, list[int]] = {}
+        # The tokenizer itself writes a byte as a character's token where it can, so that id is the one that texts hold.
         for id in sorted(self.of_id, key=lambda id: (id in self.byte_ids, id)):
             if self.of_id[id]:
                 ids.setdefault(self.of_id[id], []).append(id)

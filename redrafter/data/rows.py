@@ -132,6 +132,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path}:row {row}", entry
         else:
             yield f"{path}:{number}", _parse_json(line, f"{path}:{number}")
+        # Only a first line can open a list; later brackets are rows.
         may_be_list = False
 
 

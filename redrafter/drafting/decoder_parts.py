@@ -86,6 +86,7 @@ def _rope(
         device: Where the frequencies go.
     """
     parameters = dict(rope)
+    # A tensor made in inference mode could not take part in a training later, and the cache keeps it for both.
     with torch.inference_mode(False), torch.device("cpu"):
         if parameters["rope_type"] == "default":
             powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim

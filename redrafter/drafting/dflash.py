@@ -112,6 +112,7 @@ class _Convolution(nn.Module):
         return self._convolve(sublayer(self._convolve(x, before)), after)
 
     def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        # Causal along the block, as each position reads those before it; shapes stay fixed.
         shifted = [pad(x, (0, 0, tap, 0))[:, : x.shape[1]] for tap in range(self.taps)]
         return (torch.stack(shifted, dim=2) * kernel).sum(dim=2)
 
@@ -254,6 +255,7 @@ class DFlashDrafter(ReplayableDrafter):
         unread = layer_bytes(self.fc)
         for table in (self.embed_tokens, None if self.markov_head is None else self.markov_head.markov_w1):
             unread += 0 if table is None else table.weight.nbytes
+        # The Markov head alone is read at each level: all other weights once for the whole block.
         again = 0 if self.markov_head is None else layer_bytes(self.markov_head.markov_w2)
         return sum(weight.nbytes for weight in self.parameters()) - unread + (depth - 1) * again
 

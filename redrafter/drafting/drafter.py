@@ -435,6 +435,7 @@ def _advance(
         Logits `[B, w, V']`, or with a shortlist the head's inputs `[B, w, R]`; and the new states `[B, w, D]`.
     """
     if carried is not None:
+        # Beams are chosen again at each step, so each takes over the state of the beam that it continues.
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
     read = None if window is None else partial(drafter.context, window=window)
     step_made = drafter.step if drafter.shortlist is None else drafter.advance

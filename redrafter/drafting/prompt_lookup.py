@@ -204,6 +204,7 @@ class TextBeside:
             longest = int(matched.where(state.active[:, None], 0).max())
             if longest < LEAST_MATCH:
                 return tree
+            # On a CPU each node takes time, and the longer a match is, the longer it tends to continue.
             count = min(count, DRAFTS_PER_MATCHED * longest)
         return graft(tree, copy_from(tokens, length, start, tree.levels + count))
 

@@ -276,6 +276,7 @@ def check_ids(input_ids: Tensor, mask: Tensor | None, target: Target, options: E
             one leaves no room to write.
     """
     low, high = (int(x) for x in input_ids.aminmax())
+    # On a GPU an id out of range would end the process with a device assertion.
     if low < 0 or high >= target.vocab_size:
         bad = low if low < 0 else high
         raise ArgumentError(f"token id {bad} is out of range: the target's vocabulary has {target.vocab_size} ids")

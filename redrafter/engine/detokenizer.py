@@ -58,6 +58,7 @@ class Detokenizer:
             return ""
         self._window.extend(tokens)
         text = self._decode(self._window)
+        # A replacement character at the end may be the beginning of a character that the next token completes.
         held = len(text) - len(text.rstrip(REPLACEMENT))
         if len(self._window) > MAX_WINDOW_TOKENS:
             held = min(held, MAX_PARTIAL_BYTES)

@@ -340,6 +340,7 @@ class Engine(Changeable):
         kwargs, generation_config = with_stop_strings(kwargs, generation_config, self.model.generation_config)
         if self.do_sample is not None and generation_config is None:
             kwargs.setdefault("do_sample", self.do_sample)
+        # The cache that transformers would make costs as much time as all else that it prepares.
         if not images:  # which are read with what transformers prepares
             kwargs, generation_config = without_cache(kwargs, generation_config, self.model.generation_config)
 

@@ -67,6 +67,7 @@ class IdleBatches:
             vocabulary = models.draft_vocabulary if speculate else None
             batch = make(capacity, PagedRows(memory, draft_model is not None, vocabulary))
         yield batch
+        # Host processors hold the state of their sequences, so their batches serve no second call.
         if kept:
             with self._lock:
                 self._idle.append((key, batch))

@@ -41,6 +41,7 @@ def best_shapes(
             beams, depth = shape.num_beams or 1, shape.draft_len_per_beam or 1
             gained = promise.accepted(beams, depth, nodes - 1)
             value = rows * (1 + gained) / costs.of_tree(rows, beams, depth, int(rows * nodes))
+            # A tree that only breaks even is no better than steps without drafts.
             if value > most:
                 best, most = shape, value
         if best is not None:

@@ -83,6 +83,7 @@ def reading(name: str | Path) -> Iterator[tuple[str, dict[str, str]]]:
     bar = reader.tqdm
     reader.tqdm = partial(bar, disable=not is_progress_bar_enabled())
     try:
+        # An empty directory, so that transformers finds no other file than the GGUF file itself.
         with TemporaryDirectory(prefix="redrafter-") as empty:
             yield empty, {"gguf_file": str(file.absolute())}
     finally:

@@ -279,6 +279,7 @@ def _merge_splits_kernel(
     begin, count = tl.load(START) * QUERY_HEADS, tl.load(END) * QUERY_HEADS
     s, dv = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DV)
     index = out * splits + s
+    # Waiting only, without an early trigger: merges that are launched earlier take room from the splits (docs/gpu.md).
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     if out < begin:

@@ -100,6 +100,7 @@ def check_rows(forward: VarlenForward, pool: KVCachePool) -> None:
     # Name the first layer whose output differs.
     bound, where, outputs = forward.bound, "its head", list[Tensor]()
     stack = decoder_stack(bound.model, bound.config.num_hidden_layers) or ()
+    # Compiled forwards would not call the hooks that watch the layers.
     forward.compile(False)
     for way in WAYS:
         seen: list[Tensor] = []

@@ -59,6 +59,7 @@ class PromptReader:
         """Read prompts into a cache, with the arguments and results of `Target.prefill`."""
         max_tokens = max_tokens or MAX_FORWARD_TOKENS
         if show is not None:
+            # The logits of all tokens take far more memory than the tokens, so they are returned piece by piece.
             max_tokens = min(max_tokens, max(MAX_SHOWN_LOGITS // self._vocab_size, 1))
         read = self._read_pieces if self.reads_without_masks(prompts.cache) else self._read_chunks
         return read(prompts, max_tokens, show)
@@ -87,6 +88,7 @@ class PromptReader:
         counts = [end - first for first, end in zip(prompts.starts, prompts.ends, strict=True)]
         paged, chunk = isinstance(cache, PagedCache), MAX_CHUNK_TOKENS
         if paged:
+            # Masks of a paged cache have a chunk's own tokens alone, so they grow with the square of the chunk.
             chunk = max(chunk, math.isqrt(MAX_MASK_NUMBERS // rows))
         if not (paged and sum(counts) <= max_tokens):
             chunk = max(min(chunk, max_tokens // rows), 1)

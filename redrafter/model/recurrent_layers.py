@@ -221,6 +221,7 @@ class PromptStates:
             while first < piece.end:
                 # A snapshot cuts the calls of the mixers alone: all other layers read the piece at once.
                 end = min((count for count in snapshots if count > first), default=piece.end)
+                # Some mixers read several tokens as if none came before: from a state, these read one at a time.
                 step = end - first if states is None or mixer.continues else 1
                 index = start - piece.first + torch.arange(first, first + step, device=tokens.device)
                 output, states = mixer.run(forward, tokens.take_run(arguments, index), states)

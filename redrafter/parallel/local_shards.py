@@ -64,6 +64,7 @@ class SummedLinear(SplitLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the whole layer, `[..., O]`."""
         if self.splits:
+            # Each rank takes the features that its columns of the weight multiply.
             x = x.narrow(-1, self.first, self.part.in_features)
         out = self.ranks.sum(self.part(x))
         return out if self.bias is None else out + self.bias

@@ -46,6 +46,7 @@ class Ranks:
     def of_world(cls) -> "Ranks":
         """Return all processes of torch.distributed. Collective: call it on every rank."""
         rank, size = dist.get_rank(), dist.get_world_size()
+        # Python objects travel between hosts: NCCL would need them on the GPU, and wait for its work.
         host_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         return cls(rank, size, dist.group.WORLD, host_group, _find_peers(rank, size, host_group))
 

@@ -112,6 +112,7 @@ class Tree:
         """Return the tree that rank 0 drafted. Every rank drafts, and where two drafts are alike may choose another."""
         if ranks.size == 1 or not self.levels:
             return self
+        # Distributions are as large as the vocabulary, and only rank 0's tokens must be equal on all ranks.
         own = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name != "sampled_from"}
         drafted: dict[str, Any] = dict(zip(own, ranks.of_first(*own.values()), strict=True))
         return replace(self, **drafted)
@@ -141,6 +142,7 @@ def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int, widt
         return Tree(tokens, parents, depth, kernels.find_ancestors(parents, max_depth), max_depth, width)
     eye = torch.eye(nodes, device=tokens.device)
     reach = (eye[parents] + eye).clamp_(max=1)  # [B, N, N]
+    # Each squaring doubles the depth that is reached, so few products of small matrices find all ancestors.
     for _ in range(math.ceil(math.log2(max(max_depth, 1)))):
         reach = (reach @ reach).clamp_(max=1)
     return Tree(tokens, parents, depth, reach > 0, max_depth, width)
@@ -216,6 +218,7 @@ def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:
     """
     rows, nodes = score.shape
     first = torch.arange(nodes, device=score.device) == 0
+    # A root is kept whatever its row's score, as its logits give the row's next token.
     ranked = score.masked_fill(first, torch.inf).flatten()
     best = ranked.sort(descending=True, stable=True).indices[:total]  # on a tie, a parent before its child
     held = torch.zeros(rows * nodes, dtype=torch.long, device=score.device).index_fill_(0, best, 1).view(rows, nodes)
