@@ -1,4 +1,4 @@
-"""Pages of the site that are made from the code and from files outside `docs/`, so that they cannot fall behind it."""
+"""Pages of the site that are made from the code and from files outside `docs/`, so that they stay up to date."""
 
 import io
 import re

@@ -87,7 +87,7 @@ def first_line(error: BaseException) -> str:
 
 
 def ends_device(error: BaseException) -> bool:
-    """Tell whether an error, or one that it was raised from, leaves a GPU with which this process cannot continue.
+    """Return whether an error, or one that it was raised from, leaves a GPU with which this process cannot continue.
 
     CUDA returns such an error from every later call. Others pass, such as a lack of memory or a capture that failed.
     """
@@ -122,7 +122,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def how_to_install(extra: str = "") -> str:
-    """Return what to type, and where, to install this package.
+    """Return the command that installs this package, and where to run it.
 
     It is on no package index, so its name alone must not be installed from one.
 

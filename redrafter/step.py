@@ -30,22 +30,22 @@ from redrafter.tree.token_tree import Tree, chain
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The tokens that a step produced, and what they were drawn from.
+    """The tokens that a step produced, and the scores they were drawn from.
 
     Attributes:
         tokens: Accepted drafts and then the token that the target drew after them, `[B, K+1]` int64. Entries past
             `path.accepted` are undefined.
         path: The accepted nodes of the tree.
         levels: Levels of drafts in the tree, at most K.
-        grafted: Nodes of each tree that were copied from the text, beside the proposer's.
+        grafted: Nodes of each tree that were copied from the text, in addition to the proposer's.
         drafted: Number of drafts verified in each row, `[B]` int64.
         finite: How many of the tokens, from the first on, were drawn from logits that are finite numbers, `[B]` int64.
         copied: How many accepted drafts only the text itself had drafted, `[B]` int64.
         logits: The target's logits at every node, `[B, N, V]`; undefined at nodes that were not verified.
         scores: The logits after the sampler's processors, `[B, N, V]`; the logits themselves where the sampler is
             fused into one kernel, which keeps no processed scores.
-        chunk_ends: What the target gave at the end of each chunk of a prompt that the step read; None for no chunks.
-        outcomes: What became of the drafts by their likelihood, `[2 + K, J]` int64, as `count_outcomes` has it; None
+        chunk_ends: The target's outputs at the end of each chunk of a prompt that the step read; None for no chunks.
+        outcomes: Counts of the drafts by their likelihood, `[2 + K, J]` int64, as `count_outcomes` has them; None
             where they have none.
     """
 
@@ -127,6 +127,7 @@ def step(
 
     # 5. Commit. The accepted nodes' keys and values move next to those of the committed tokens; of recurrent states,
     #    those after the last accepted nodes stay.
+    # The accepted nodes of a chain are in their final slots already, one after the other.
     if tree.branches:
         cache.commit(state.length, path.nodes)
     if cache.states is not None:
@@ -193,7 +194,7 @@ def _process(logits: Tensor, state: State, tree: Tree, sampler: Sampler, window:
 def _advance(state: State, tokens: Tensor, path: Path, hidden: Tensor) -> State:
     """Append the new tokens `[B, K+1]` to each row and move the active rows on by the tokens they gained.
 
-    What is written past a row's new pending token is overwritten by its next step.
+    Entries past a row's new pending token are overwritten by its next step.
     """
     positions = state.length[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)  # [B, K+1]
     state.tokens.scatter_(1, positions, tokens)

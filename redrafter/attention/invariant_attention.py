@@ -55,7 +55,7 @@ class _Places(NamedTuple):
     Attributes:
         table: Blocks of each token's text in order of position, `[T, blocks]` int64.
         own: Offset of each token's own key along its row, `[T]` int64.
-        end: Position behind each token, `[T]` int64.
+        end: Position after each token, `[T]` int64.
         committed: Positions of each token's text that lie at the offset of their own number, `[T]` int64.
         path: Offset along its row of each token's ancestor at each depth, `[T, N]` int64; read from `committed` on.
     """
@@ -100,7 +100,7 @@ class _Places(NamedTuple):
         return self._slots(self.own[:, None])[:, 0]
 
     def slots(self, positions: Tensor) -> Tensor:
-        """Return the slots of positions `[S]` of each token's text, `[T, S]` int64; any slots behind the token."""
+        """Return the slots of positions `[S]` of each token's text, `[T, S]` int64; any slots after the token."""
         positions = positions.expand(len(self.end), -1)
         level = (positions - self.committed[:, None]).clamp(0, self.path.shape[1] - 1)
         return self._slots(torch.where(positions < self.committed[:, None], positions, self.path.gather(1, level)))
@@ -192,6 +192,7 @@ def _attend(query: Tensor, inputs: AttentionInputs, places: _Places) -> Tensor:
             scores = (q @ k.mT) * inputs.scale
             if softcap:
                 scores = softcap * in_full_vectors(torch.tanh, scores / softcap)
+            # Values are zeroed too: a weight of 0 does not hide a NaN of a token that must not be seen.
             hidden = ~visible[:, None]
             inside = inside.and_tile(
                 scores.masked_fill(hidden[:, :, None], -torch.inf), v.masked_fill(hidden[..., None], 0)

@@ -1,4 +1,4 @@
-"""Attention masks of token trees behind rows of unequal length.
+"""Attention masks of token trees that follow rows of unequal length.
 
 The first n slots of a row hold its committed tokens, whose slot is their position. Node i of its tree is in scratch
 slot n + i, at position n + depth[i]. A node sees every committed slot and its own ancestors; with a sliding window or
@@ -84,7 +84,7 @@ def attend_to_seen(
 ) -> Tensor:
     """Attend on a CPU so that nothing reaches a token that does not see it, whatever it holds.
 
-    An additive mask and a weight of 0 hide no NaN: 0 * NaN is NaN. The result tells whether there is one, as it reaches
+    An additive mask and a weight of 0 hide no NaN: 0 * NaN is NaN. The result shows whether there is one, as it reaches
     all tokens; so keys and values, many more numbers, are looked at only where the result is not finite.
 
     Args:

@@ -2,8 +2,8 @@
 
 In a tree, a mask must say who sees whom. In a prompt every token sees the ones before it, so its attention is two plain
 products, over what the cache held already and over the new tokens, joined by the sum of their weights. A sliding
-window needs a mask only along its edge, for a block of tokens at a time. What a forward holds beside the cache grows
-with its own tokens, never with the square of a prompt.
+window needs a mask only along its edge, for a block of tokens at a time. A forward's memory in addition to the cache
+grows with its own tokens, never with the square of a prompt.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ class Piece:
     Attributes:
         row: Row of the prompt in its batch.
         first: Position of the first token.
-        end: Position behind the last token.
+        end: Position after the last token.
     """
 
     row: int
@@ -44,9 +44,10 @@ class Piece:
 
 
 def cut_prompts(start: Sequence[int], length: Sequence[int], max_tokens: int) -> list[list[Piece]]:
-    """Cut what is left to read of each row, from `start` to `length`, into forwards of about equally many tokens."""
+    """Cut the unread tokens of each row, from `start` to `length`, into forwards of about equally many tokens."""
     total = sum(length) - sum(start)
     count = -(-total // max_tokens)
+    # Equal shares rather than full forwards and a small last one, which would cost nearly as much as a full one.
     size = -(-total // max(count, 1))
     forwards: list[list[Piece]] = []
     room = 0
@@ -63,10 +64,10 @@ def cut_prompts(start: Sequence[int], length: Sequence[int], max_tokens: int) ->
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """What attention must know of one forward over pieces of prompts, T tokens one after the other.
+    """Describes one forward over pieces of prompts, T tokens concatenated, to attention.
 
     Attributes:
-        pieces: What the forward reads.
+        pieces: The pieces that the forward reads.
         kinds: Kind of attention of each layer.
         new: Slots in which the T tokens are stored, `[T]` int64.
         pools: Per layer, the pools of its keys and values, as in `Plan`; None where the model hands its keys and values
@@ -140,7 +141,7 @@ def prompt_attention(
 ) -> tuple[Tensor, None]:
     """Attend as an attention function of transformers, over pieces of prompts.
 
-    Queries are `[1, Hq, T, d]`, keys and values as in `PromptPlan.attended`, the output `[1, T, Hq, dv]`, beside None
+    Queries are `[1, Hq, T, d]`, keys and values as in `PromptPlan.attended`, the output `[1, T, Hq, dv]`, with None
     in place of the weights. `plan` comes with the model's own keyword arguments; a model that hands none on finds it in
     `RUNNING_PLAN`. Where there is none either, another thread runs the model meanwhile, and is given plain attention.
     """
@@ -156,11 +157,11 @@ def prompt_attention(
     queries = query.view(heads, all_heads // heads, count, width)  # [H, G, T, d]
     out = query.new_empty(count, all_heads, value.shape[-1])
     out_by_head = out.view(count, heads, -1, value.shape[-1]).permute(1, 2, 0, 3)  # [H, G, T, dv]
-    behind = 0  # tokens of the pieces before
+    read = 0  # tokens of the pieces before
     attended = plan.attended(module.layer_idx, key, value)
     for piece, (k, v) in zip(plan.pieces, attended, strict=True):
         for first, end, reach in _blocks(kind, piece):
-            offset, size, seen = behind + first - piece.first, end - first, end - reach
+            offset, size, seen = read + first - piece.first, end - first, end - reach
             attend: Callable[[Tensor, Tensor], Tensor]
             if softcap:
                 attend = partial(
@@ -178,7 +179,7 @@ def prompt_attention(
                 attend, k.narrow(1, reach, seen), v.narrow(1, reach, seen), partial(_seen_by_last, size, seen, kind)
             )
             out_by_head.narrow(2, offset, size).copy_(attention)
-        behind += piece.count
+        read += piece.count
     return out[None], None
 
 
@@ -191,7 +192,7 @@ register_attention(PROMPT_ATTENTION_NAME, prompt_attention, mask=_mask_for_other
 
 
 def _is_past_window(kind: AttentionKind, first: int) -> bool:
-    """Tell whether tokens from position `first` on see back to different slots, each by its own window."""
+    """Return whether tokens from position `first` on see back to different slots, each by its own window."""
     return kind.window is not None and first >= kind.window
 
 
@@ -231,12 +232,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, 
     if mask is not None or not before:
         out, log_sum = _flash(q, k, v, scale, mask=mask, causal=mask is None)
     else:
+        # torch aligns a causal mask at the first key, so the keys before the chunk are attended to apart, without a
+        # mask. The logarithms of the two sums of weights say how much each part counts.
         older, older_log_sum = _flash(q, k[:, :before], v[:, :before], scale)
         out, log_sum = _flash(q, k[:, before:], v[:, before:], scale, causal=True)
         share = torch.sigmoid(older_log_sum - log_sum)[..., None]
         out = torch.lerp(out.to(share.dtype), older.to(share.dtype), share)
         log_sum = torch.logaddexp(log_sum, older_log_sum)
     if sinks is not None:
+        # A sink adds its exponential to the sum of weights and no value, so all weights shrink by a sigmoid.
         out = out * torch.sigmoid(log_sum - sinks.to(log_sum.dtype).view(*q.shape[:2], 1))[..., None]
     return out
 

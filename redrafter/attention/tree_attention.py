@@ -1,7 +1,7 @@
 """Attention of token trees over a paged cache, as one operator that any Hugging Face model can be given.
 
-The new nodes of all rows stand one behind the other in a single sequence of T tokens (varlen), so that a compiler sees
-one dynamic length and nothing of the batch. What attention must know beside the queries travels as a `Plan` through the
+The new nodes of all rows are concatenated to a single sequence of T tokens (varlen), so that a compiler sees
+one dynamic length and nothing of the batch. Attention gets its other inputs as a `Plan` through the
 model's own keyword arguments, and the operator both stores the new keys and values and attends, so the model needs no
 cache object.
 """
@@ -168,6 +168,7 @@ def explicit_attention(
     if sinks is not None:
         spent = repeat(sinks.float(), "h -> b h m 1", b=rows, m=count)
         scores = torch.cat([scores, spent], dim=-1)
+    # The weights of sinks are left out after the softmax: they are spent on no value.
     weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
     weights = rearrange(weights, "b (h g) m s -> b h (g m) s", h=key.shape[1])
     return (weights @ value).view(rows, heads, count, -1)
@@ -188,7 +189,7 @@ def tree_attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend as an attention function of transformers, over the new nodes of token trees.
 
-    Queries are `[1, Hq, T, d]`, the output `[1, T, Hq, dv]`, beside None in place of the weights. `plan` comes with the
+    Queries are `[1, Hq, T, d]`, the output `[1, T, Hq, dv]`, with None in place of the weights. `plan` comes with the
     model's own keyword arguments; a model that hands none on finds it in `RUNNING_PLAN`.
     """
     plan = RUNNING_PLAN.get() if plan is None else plan
@@ -212,7 +213,7 @@ def tree_attention_forward(
 
 
 def _operator(plan: Plan, device: torch.device) -> Callable[..., Tensor]:
-    """Return what computes a plan's attention on a device."""
+    """Return the function that computes a plan's attention on a device."""
     if plan.invariant:
         return invariant_attention
     if device.type == "cuda":

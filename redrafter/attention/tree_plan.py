@@ -1,4 +1,4 @@
-"""What attention over a paged cache must know of a forward over token trees."""
+"""Plans of forwards over token trees, as attention over a paged cache reads them."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -21,10 +21,10 @@ Attend: TypeAlias = Callable[[AttentionInputs], Tensor]
 
 @dataclass(frozen=True)
 class PromptChunks:
-    """Room for P chunks of P prompts, one behind the other, of at most `P * TOKENS_PER_CHUNK` tokens together.
+    """Buffers for P chunks of P prompts, concatenated, of at most `P * TOKENS_PER_CHUNK` tokens together.
 
-    All shapes follow from P and the width of the block tables, so that a forward can be captured before it is known
-    what it will read.
+    All shapes follow from P and the width of the block tables, so that a forward can be captured before its prompts
+    are known.
 
     Attributes:
         tokens: Token ids of all chunks, `[P * TOKENS_PER_CHUNK]` int64; those past the last chunk are padding.
@@ -75,7 +75,7 @@ class PromptChunks:
         return table[chunk, block].long() * BLOCK_SIZE + position % BLOCK_SIZE
 
     def by_token(self, x: Tensor) -> Tensor:
-        """Return what is known of each prompt, `[P]`, for each token, `[P * TOKENS_PER_CHUNK]`; 0 for padding."""
+        """Expand values of the prompts, `[P]`, to their tokens, `[P * TOKENS_PER_CHUNK]`; 0 for padding."""
         return torch.cat([x, torch.zeros_like(x[:1])])[self._placed()[0]]
 
     def _placed(self) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ class Plan:
         pools: Per layer, the pool and index of the keys that it attends to, then of the values; a pool is `[G, slots,
             heads, dim]`. None for a layer that attends to nothing of the text.
         windows: Per layer, positions that a node looks back, 0 for all. They are learnt from the masks that the model
-            makes, since not every model tells its attention function.
+            makes, since not every model passes them to its attention function.
         tensors: The tokens of the forward.
         chunk_sizes: Per layer, positions of a chunk, of which a node sees its own alone, 0 for one chunk; empty
             where no layer attends within chunks.
@@ -133,8 +133,8 @@ class Plan:
         if int(starts[-1]) < rows * new:
             index = (torch.arange(new) < (starts[1:] - starts[:-1])[:, None]).flatten().nonzero()[:, 0]
             scratch = scratch[index]
-        # What nobody sees is masked, but not a NaN that another text has left there: in its place, the row's first slot
-        # is read.
+        # Slots that no token sees are masked, but the mask does not hide a NaN that another sequence has left there:
+        # the row's first slot is read instead.
         held = length + nodes if index is None else length + nodes - new + starts.diff()
         slots = slots.where(offsets < held[:, None], slots[:, :1])
         return RowsPlan(tokens, index, scratch, slots, length, depth, ancestors)
@@ -178,7 +178,7 @@ class RowsPlan:
     masks: dict[tuple[int, int, torch.dtype, int], Tensor] = field(default_factory=dict)
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Return what belongs to the tokens, `[T, ...]`, by row, `[B, M, ...]`; 0 for nodes that a row has not."""
+        """Regroup values of the tokens, `[T, ...]`, by row, `[B, M, ...]`; 0 for nodes that a row does not have."""
         shape = self.ancestors.shape[:2]
         x = x[self.tokens]
         if self.index is not None:
@@ -186,7 +186,7 @@ class RowsPlan:
         return x.unflatten(0, shape)
 
     def flat(self, x: Tensor) -> Tensor:
-        """Return what belongs to the new nodes, `[B, M, ...]`, for the tokens in their order."""
+        """Return values of the new nodes, `[B, M, ...]`, in the order of the tokens."""
         return x.flatten(0, 1) if self.index is None else x.flatten(0, 1)[self.index]
 
     def mask(self, window: int, chunk_size: int, dtype: torch.dtype, group: int) -> Tensor:
@@ -206,7 +206,7 @@ def _slots(table: Tensor, offsets: Tensor) -> Tensor:
     return blocks.where(index < width, 0) * BLOCK_SIZE + offsets % BLOCK_SIZE
 
 
-# The schema of all operators of attention; `AttentionInputs.of` gathers what they are given.
+# The schema of all operators of attention; `AttentionInputs.of` gathers their arguments.
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor keys, SymInt key_layer, Tensor values, SymInt value_layer, "
     "Tensor length, Tensor starts, Tensor depth, Tensor ancestors, Tensor table, Tensor chunk_starts, "
@@ -222,7 +222,7 @@ def attention_operator(name: str, reference: Attend, kernel: Attend | None) -> C
         return lambda *args, **settings: attend(AttentionInputs.of(*args, **settings))
 
     # Nothing is declared as mutated, though the pools are written: the only readers of a pool are these operators,
-    # which stand in order because each layer needs the one before. Declared, the compiler might copy a whole pool.
+    # which run in order because each layer needs the one before. Declared, the compiler might copy a whole pool.
     operator = torch.library.custom_op(f"redrafter::{name}", gathering(reference), mutates_args=(), schema=_SCHEMA)
     operator.register_fake(gathering(AttentionInputs.new_output))
     if kernel is not None:

@@ -2,15 +2,15 @@
 
 Everything here is a number on the host: ids of blocks, never their keys and values. The keys and values of a token
 depend on the whole text before it, so stored blocks form a trie: a node is a full block and is found only through the
-blocks before it. Evicting a node removes its subtree, so that what hung below is never found under another text that
+blocks before it. Evicting a node removes its subtree, so that its descendants are never found under another text that
 the block comes to hold. Each salt has its own trie, so that a row never reuses what a row with another salt has stored,
-nor can tell by its speed that it exists.
+nor can infer from its own speed that it exists.
 
 A model with recurrent states continues a stored text only where these are kept too (`StoredStates`): at the end of a
 row's prompt and, where steps can keep them, in its text, which may be continued; and where a row's prompt leaves what
 an earlier one has stored, since the beginning that both have will come again.
 
-Where there are blocks on the host too, the text of an evicted block goes on there: its node stays in the trie, and is
+Where there are blocks on the host too, the text of an evicted block moves there: its node stays in the trie, and is
 forgotten only when its place on the host is needed for a later one. A row that finds it gets a block of the device for
 it. Whoever has the keys and values makes the copies that follow, in their order.
 """
@@ -175,8 +175,8 @@ class BlockManager:
         """Allocate the blocks of a new row.
 
         The longest stored chain of full blocks of `prompt[:-1]` is shared, of a model with recurrent states the longest
-        whose states are kept; blocks on the host alone get some of the device. At least the last token is computed
-        anew, for its logits.
+        whose states are kept; blocks on the host alone get some of the device. At least the last token is recomputed,
+        for its logits.
 
         Args:
             prompt: Tokens of the row.
@@ -217,6 +217,8 @@ class BlockManager:
         table = BlockTable(blocks, len(chain) * BLOCK_SIZE, salt, state_row)
         if self._states is not None and reuse:
             table.restored = self._states.use(chain[-1]) if chain else 0
+            # Two places are worth states: where the prompt leaves stored text, as other prompts with the same beginning
+            # will, and its last full block, which the next turn of a chat continues.
             for count in dict.fromkeys((known, (len(prompt) - 1) // BLOCK_SIZE)) if publishes else ():
                 saves = (count - len(chain)) * BLOCK_SIZE >= MIN_SAVED
                 if saves and (row := self._states.reserve()):
@@ -234,7 +236,7 @@ class BlockManager:
         `fresh` blocks are taken for those of the chain on the host alone and for those that follow.
         """
         on_host = [node for node in chain if not node.block]
-        for node in on_host:  # what is evicted now must not take their places, from which they are still to be copied
+        for node in on_host:  # evictions below must not reuse these host blocks before they are copied back
             del self._host_nodes[node.host_block]
         taken = deque(self._take_free_block() for _ in range(fresh))
         for node in on_host:
@@ -284,6 +286,7 @@ class BlockManager:
                 assert block not in self._nodes, "the row's text has changed since it was published"
                 if child is None:
                     child = node.children[block_tokens] = _Node(block, node, block_tokens)
+                # A node that was on the host alone is on the device again, since this row computed the same block.
                 child.block, self._nodes[block] = block, child
             node = child
             if row := block_table.snapshots.pop((index + 1) * BLOCK_SIZE, 0):
@@ -293,6 +296,7 @@ class BlockManager:
 
     def withdraw(self, block_table: BlockTable) -> None:
         """Let no later row find the blocks that a row has published, nor those published after them; it keeps them."""
+        # Reused blocks were published by other rows, and stay valid.
         for block in block_table.blocks[block_table.reused // BLOCK_SIZE :]:
             if node := self._nodes.get(block):
                 self._forget(node)
@@ -362,6 +366,8 @@ class BlockManager:
         node.block = 0
         if not node.host_block:
             self._offload(node, block)
+        # Without a copy on the host the text is lost, and so are its continuations, which are found through it alone.
+        # The node may be forgotten already: `_offload` evicts texts of the host, and their continuations with them.
         if not node.host_block and node.parent is not None:
             self._forget(node)
         return block
@@ -374,7 +380,7 @@ class BlockManager:
             oldest.host_block = 0
             if not oldest.block:
                 self._forget(oldest)
-        if self._host_empty and node.parent is not None:  # it may have hung below what was just forgotten
+        if self._host_empty and node.parent is not None:  # its ancestor may have just been forgotten
             node.host_block = self._host_empty.popleft()
             self._host_nodes[node.host_block] = node
             self._copies.append(BlockCopy(True, block, node.host_block))

@@ -18,7 +18,7 @@ from redrafter.cache.states import RowStates, StatesOfRows
 # What models call the cache that they are given and return: the first since transformers 5.24, which warns of the
 # others; before that the second, or the third without attention.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-CACHE_NAME = "past_key_values"  # where a forward does not say what it takes
+CACHE_NAME = "past_key_values"  # where a forward's signature names no cache
 WINDOW_STEP_SLOTS = 64  # the window grows in steps of this size, so that shapes seldom change
 
 
@@ -27,7 +27,7 @@ class _Layer(CacheLayerMixin):
 
     Attributes:
         stores: Where the layer's keys, values and keys of an indexer are, by slot of the pools.
-        keys, values, index_keys: What attention reads of them, `[B, heads, S, dim]` each.
+        keys, values, index_keys: The part of them that attention reads, `[B, heads, S, dim]` each.
     """
 
     is_sliding = False  # sliding layers keep all tokens too, so that there is no ring buffer to roll back
@@ -46,7 +46,7 @@ class _Layer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Store the new keys and values, and return those that attention reads.
 
-        They are `[B, heads, N, dim]` of trees, or `[1, heads, T, dim]` of pieces of prompts; what is returned, `[B,
+        They are `[B, heads, N, dim]` of trees, or `[1, heads, T, dim]` of pieces of prompts; the results are `[B,
         heads, S, dim]`.
         """
         slots = self._cache.written[key_states.device]
@@ -71,7 +71,7 @@ class _Layer(CacheLayerMixin):
         return self._cache.window, 0
 
     def get_seq_length(self) -> int:
-        """Return the length that the model is told, see `DenseCache.committed`."""
+        """Return the length that this cache reports to the model (`DenseCache.committed`)."""
         return self._cache.committed
 
     def get_max_length(self) -> int:
@@ -94,7 +94,7 @@ class _EmptyLayer(_Layer):
         raise RuntimeError("a layer that stored nothing in a plain forward was given keys and values to store")
 
     def get_seq_length(self) -> int:
-        """Return the length that the model is told of a layer with states; 0 where nothing is stored."""
+        """Return the length reported to the model for a layer with states; 0 where nothing is stored."""
         return self._cache.committed if self.is_initialized else 0
 
 
@@ -104,7 +104,7 @@ class DenseCache(KVCache, Cache):
     Attributes:
         rows: B, rows that take part in forwards: all, or the first ones (`use_rows`).
         capacity: Slots of each row.
-        committed: The length that the model is told, for masks of its own making. 0, because lengths differ and
+        committed: The length that is reported to the model, for masks of its own making. 0, because lengths differ and
             positions and masks are passed to the model; after `reserve_one_token`, the number of committed tokens.
         contiguous: Whether attention is given contiguous copies, as by transformers' own cache.
         layers: A view of each layer, as transformers calls what a model's layers write to.
@@ -119,7 +119,7 @@ class DenseCache(KVCache, Cache):
         """Begin without slots; `reserve` makes some.
 
         Args:
-            shapes: What each layer stores.
+            shapes: Shape of each layer.
             rows: B, rows of the batch.
             contiguous: Give attention contiguous copies of keys and values. Slower, but some models read keys through
                 `view`, which needs them.
@@ -136,7 +136,7 @@ class DenseCache(KVCache, Cache):
         self._devices = {shape.device for shape in shapes}
         self.pools, self._places = allocate(shapes, 0)
         self.movable = self.pools
-        # What attention reads: a layer's view, an attribute of it, and which part of the pools that is.
+        # The tensors that attention reads: a layer's view, an attribute of it, and which part of the pools that is.
         self._read = [
             (layer, name, number, index)
             for layer, home in zip(layers, self._places, strict=True)
@@ -144,7 +144,7 @@ class DenseCache(KVCache, Cache):
         ]
 
     def use_rows(self, rows: int) -> None:
-        """Let only the first `rows` rows take part in forwards, until the next call. The others keep what they hold."""
+        """Let only the first `rows` rows take part in forwards, until the next call. The others keep their contents."""
         assert rows <= self._all_rows, "more rows than there are"
         self.rows, window, self.window = rows, self.window, 0
         self._set_window(window)
@@ -232,7 +232,7 @@ class DenseCache(KVCache, Cache):
         self.written = {device: slots.to(device) for device in self._devices}
 
     def finite_nodes(self, *states: Tensor) -> Sequence[Tensor]:
-        """Return keys and values `[B, heads, N, dim]` of drafts, with zeros for what is not finite.
+        """Return keys and values `[B, heads, N, dim]` of drafts, with zeros in place of values that are not finite.
 
         A mask hides no NaN from nodes that do not see it, in this forward or in a later one over the same slots, as
         0 * NaN is NaN. The nodes that hold some are found by `sums`, since their logits are not finite either.

@@ -88,23 +88,25 @@ class HostBlocks:
                 blocks, host_blocks = (read, targets) if to_host else (targets, read)
                 index = to_device(blocks, self._device, torch.long)
                 if to_host:
+                    # The stream of copies may still read the staging buffer for the blocks before these.
                     self._wait_for_copies()
                     for pool, staging in zip(self._pools, self._staging, strict=True):
                         torch.index_select(pool, 0, index, out=staging[: len(blocks)])
-                with self._beside_computing():
+                with self._on_copy_stream():
                     for memory, staging in zip(self._memory, self._staging, strict=True):
                         for first, host_block, count in _runs(host_blocks):
                             both = memory[host_block : host_block + count], staging[first : first + count]
                             target, source = both if to_host else reversed(both)
                             target.copy_(source, non_blocking=True)
                 if not to_host:
+                    # The blocks are in the staging buffer only once that stream has copied them there.
                     self._wait_for_copies()
                     for pool, staging in zip(self._pools, self._staging, strict=True):
                         pool.index_copy_(0, index, staging[: len(blocks)])
 
     @contextmanager
-    def _beside_computing(self) -> Iterator[None]:
-        """Launch copies behind what computes now; what is launched later does not wait for them."""
+    def _on_copy_stream(self) -> Iterator[None]:
+        """Launch copies after the kernels launched so far; later kernels do not wait for them."""
         if self._stream is None:
             yield
             return
@@ -113,7 +115,7 @@ class HostBlocks:
             yield
 
     def _wait_for_copies(self) -> None:
-        """Let what is launched from now on wait for the copies from and to the staging buffers."""
+        """Make kernels launched from now on wait for the copies from and to the staging buffers."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 

@@ -1,4 +1,4 @@
-"""Keys and values of the rows of a batch: what layers store, and what both kinds of cache have in common."""
+"""Keys and values of the rows of a batch: the shapes of layers, and the interface of both kinds of cache."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ class LayerShape:
         device: Where the layer runs.
         source: For a layer that stores nothing, the layer whose keys and values it attends to; None where it attends to
             no tokens before it.
-        of_drafter: Whether it is what a drafter stores, which stands behind the model's own layers.
+        of_drafter: Whether it stores a drafter's values; such a layer follows the model's own layers.
         extra_dim: Width of a third vector of each slot; 0 without one. An indexer has keys there, by which it chooses
             the slots that the layer attends to; a drafter, hidden states that it reads when it stores the next token.
         states: Recurrent states; none for a layer that only attends.
@@ -49,7 +49,7 @@ class LayerShape:
         return replace(self, dtype=torch.float32, states=states)
 
     def storing_nothing(self, source: int | None = None) -> "LayerShape":
-        """Return the shape of a layer beside this one that stores nothing of its own."""
+        """Return the shape of a layer with the dtype and device of this one that stores nothing of its own."""
         return LayerShape(0, 0, 0, self.dtype, self.device, source)
 
 
@@ -59,7 +59,7 @@ def states_of(shapes: Sequence[LayerShape]) -> list[StateShape]:
 
 
 def stored_as(shapes: Sequence[LayerShape], dtype: torch.dtype | None) -> list[LayerShape]:
-    """Return shapes of layers stored in another format, None for their own; what a drafter stores keeps its."""
+    """Return shapes of layers stored in another format, None for their own; a drafter's layers keep theirs."""
     return [shape if dtype is None or shape.of_drafter else replace(shape, dtype=dtype) for shape in shapes]
 
 
@@ -93,7 +93,7 @@ class KVCache(ABC):
         window: Slots per row that attention reads, at least every row's length plus the tree.
         has_drafter_layer: Whether the last layer is what a drafter stores.
         states: The recurrent states of the rows; None for a model without.
-        for_model: What the model is given to write to, a cache of its own kind; None where attention writes.
+        for_model: The cache object that the model writes to; None where attention writes.
     """
 
     window: int
@@ -116,7 +116,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def subset(self, rows: Tensor, slots: int) -> AbstractContextManager["KVCache"]:
-        """Yield a cache of rows `[B']` int64 alone, in which to write their first `slots` slots anew."""
+        """Yield a cache of rows `[B']` int64 alone, in which to rewrite their first `slots` slots."""
 
     @abstractmethod
     def plan_prefill(self, pieces: Sequence[Piece], kinds: Sequence[AttentionKind]) -> PromptPlan:
@@ -140,7 +140,7 @@ class KVCache(ABC):
                 write_slots(store, slots, x[0].transpose(0, 1) if x.dim() == 4 else x[0][:, None])
 
     def read_drafter_layer(self, positions: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Return what a drafter remembers of the tokens at positions `[B, S]`, keys and values `[B, S, H, d]`."""
+        """Return a drafter's keys and values of the tokens at positions `[B, S]`, `[B, S, H, d]` each."""
         slots = self.slots(positions)
         keys, values = (
             store[:, heads].index_select(0, slots).unflatten(0, positions.shape) for store in self.stores(-1)[:2]

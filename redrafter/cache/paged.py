@@ -45,7 +45,7 @@ class KVCachePool:
         prefix_states: How many stored prefixes may have states.
         layer_pools: Per layer, the tensor and index in it of the keys that the layer attends to, then of the values;
             None for a layer that attends to no tokens before it.
-        stores: Per layer, what `KVCache.stores` returns.
+        stores: Per layer, the result of `KVCache.stores`.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, rows: int = 8, prefix_states: int = 0):
@@ -91,7 +91,7 @@ class KVCachePool:
         """Allocate one pool for each model in the memory that is free now.
 
         Args:
-            models: What the layers of each model store.
+            models: Shapes of the layers of each model.
             scales: How many blocks each model has for one of the first model.
             fraction: Part of the device's free memory to use, from 0 to 1.
             max_blocks: The most blocks that rows can need of the first model, block 0 not included.
@@ -105,6 +105,7 @@ class KVCachePool:
         free = ranks.minimum(_free_memory(models[0][0].device, ranks))
         memory = int(free * fraction)
         row_bytes = sum(state.num_bytes for shapes in models for state in states_of(shapes))
+        # Half of the memory at most, as keys and values need the rest. Row 0 of the store belongs to no row.
         rows = min(memory // (2 * row_bytes) - 1, max_rows) if row_bytes else max_rows
         prefix_states = min(memory // (4 * row_bytes), prefix_states) if row_bytes else 0
         block_bytes = sum(scale * cls.block_bytes(shapes) for shapes, scale in zip(models, scales, strict=True))
@@ -143,7 +144,7 @@ class PagedCache(KVCache):
     def plan(
         self, tree: Tree, length: Tensor, windows: tuple[int, ...], chunks: PromptChunks | None, tokens: int
     ) -> Plan:
-        """Return what attention needs for a forward of `tokens` tokens: new nodes of a tree and chunks of prompts."""
+        """Return the attention plan of a forward of `tokens` tokens: new nodes of a tree and chunks of prompts."""
         chunks = PromptChunks.room(0, self.table.shape[1], length.device) if chunks is None else chunks
         row_starts = tree.row_starts()
         starts = row_starts[-1] + chunks.starts
@@ -164,9 +165,11 @@ class PagedCache(KVCache):
         )
 
     def plan_chains(self, tree: Tree, length: Tensor, windows: tuple[int, ...], tokens: int) -> Plan:
-        """Return what attention needs for a forward over chains alone: each is a chunk of its row, beside no tree."""
+        """Return the attention plan of a forward over chains alone: each chain is a chunk, and there are no trees."""
         no_tree = replace(chain(tree.tokens[:1, :1]), counts=torch.zeros_like(length[:1]), total=0)
         chunks = PromptChunks(tree.tokens, tree.row_starts(), length, self.table, {})
+        # A plan always has a tree. This one has no token, by its count, and its table names block 0, which no row
+        # holds.
         nowhere = PagedCache(self.pool, torch.zeros_like(self.table[:1]))
         return nowhere.plan(no_tree, torch.zeros_like(length[:1]), windows, chunks, tokens)
 
@@ -214,6 +217,7 @@ def stack_block_tables(block_tables: Sequence[BlockTable], device: torch.device,
 
 def _free_memory(device: torch.device, ranks: Ranks) -> int:
     if device.type == "cuda":
+        # To the driver, memory that torch's allocator caches is in use, and the pool would be smaller by it.
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available // ranks.size  # ranks on a CPU share its memory

@@ -31,7 +31,7 @@ class StateShape:
 
     Attributes:
         layer: Index of the layer.
-        name: What transformers' cache calls it.
+        name: Its name in transformers' cache.
         shape: Its shape, without rows.
         dtype: Its dtype.
         device: Where the layer runs.
@@ -58,7 +58,7 @@ class RowStates:
     """The states of rows after their committed tokens.
 
     Attributes:
-        shapes: What is kept of each row.
+        shapes: States that are kept of each row.
         tensors: The states, `[R, ...]` each.
         position: How many tokens of each row they have read, `[R]` int64.
     """
@@ -103,7 +103,7 @@ class TreeLevels:
 
 @dataclass(frozen=True)
 class StateCopies:
-    """Tells which rows of a store get copies of other rows' states while these read their texts.
+    """Maps the rows of a store that get copies of other rows' states while these read their texts.
 
     Attributes:
         snapshots: By row of the cache, the rows of the store that get a copy of its states while its prompt is read,
@@ -150,6 +150,8 @@ class StatesOfRows:
     def begin(self, tree: Tree, length: Tensor) -> TreeLevels:
         """Make room for the states after a tree's new nodes, `length` tokens before its root; return its levels."""
         if tree.new == tree.tokens.shape[1]:
+            # A whole tree begins a new step. A draft model that grows a tree level by level still needs the states
+            # above.
             self._entries.clear()
         # A draft model reads the last committed token again, before the root.
         self._count = tree.tokens.shape[1] + 3
@@ -188,6 +190,7 @@ class StatesOfRows:
         """Return where one state is kept while a step runs, `[B, E, ...]`."""
         room, store = self._entries.get(key), self.store.tensors[key]
         rows = self.rows.to(store.device)
+        # A tree that grows needs more entries at each level; states of the levels above stay where they are.
         if room is None or room.shape[1] < self._count:
             grown = store.new_zeros(len(rows), self._count, *store.shape[1:])
             if room is None:
@@ -242,6 +245,7 @@ class StatesOfRows:
         length, end, accepted, active = (x.to(position.device) for x in (length, path.end, path.accepted, active))
         if self.copies.snapshot_rows is not None:
             self._copy_filled(self.copies.snapshot_rows, length - before, length, path, active)
+        # Inactive rows are written too, with the state that they have, so that shapes do not depend on data.
         entry = torch.where(active, (1 + length - before + end).clamp(0, self._count - 2), 0)  # [B]
         for key, store in self.store.tensors.items():
             kept = self.read_entries([key], self._of_all_rows(entry[:, None]).flatten())[0]
@@ -253,6 +257,7 @@ class StatesOfRows:
         """Copy the states after the last block that each row's path has filled; `before` is of `begin`, `[B]`."""
         unread = self.copies.unread
         full = (length + path.accepted + 1 + unread) // BLOCK_SIZE * BLOCK_SIZE - unread  # [B]
+        # `tolist` waits for the device, which no captured step may do: copies are made on a CPU alone.
         for row in (active & (full > length) & (rows > 0)).nonzero().flatten().tolist():
             at, upto = int(rows[row]), int(full[row])
             entry = 1 + int(before[row]) + int(path.nodes[row, upto - 1 - int(length[row])])

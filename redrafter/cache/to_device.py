@@ -18,7 +18,7 @@ def made_on_host() -> AbstractContextManager[Any]:
 
 
 def to_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a copy of `values` on a device, behind the work that was launched there before.
+    """Return a copy of `values` on a device, in order with the work that was launched there before.
 
     A copy from ordinary memory waits for all that work, so the copy is made from pinned memory, which torch keeps until
     the copy has been made.

@@ -34,7 +34,7 @@ _READ = frozenset({"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_patte
 _PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 _MEANINGS = {
     "use_dora": "DoRA",
-    "modules_to_save": "whole layers beside LoRA",
+    "modules_to_save": "whole layers in addition to LoRA",
     "trainable_token_indices": "rows of the embedding",
     "layer_replication": "layers that are in the model twice",
     "target_parameters": "LoRA on parameters of no layer, such as fused experts",
@@ -48,7 +48,7 @@ def read_adapter(path: str | Path) -> LoraWeights:
 
     Raises:
         CheckpointError: A file is missing, cannot be read, or holds what does not belong there.
-        UnsupportedError: The adapter is more than LoRA on linear layers; the message names what it is.
+        UnsupportedError: The adapter is more than LoRA on linear layers; the message names the unsupported part.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -89,7 +89,7 @@ def _check_config(path: str | Path, config: Mapping[str, Any]) -> None:
 
 def _unsupported(path: str | Path, reason: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{path} cannot be applied beside others: {reason}; merge it into its model with PEFT's merge_and_unload(), "
+        f"{path} cannot be applied with others: {reason}; merge it into its model with PEFT's merge_and_unload(), "
         "and use what that saves"
     )
 
@@ -100,6 +100,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{folder} has no {' and no '.join(WEIGHTS_FILES)}")
     if file.suffix == ".safetensors":
         return read_safetensors([file])
+    # `torch.load` opens the file by its name, and would wait for ever for the writer of a FIFO.
     content = io.BytesIO(read_regular(file))
     try:
         tensors = torch.load(content, map_location="cpu", weights_only=True)
@@ -133,7 +134,7 @@ def _pairs(path: str | Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[T
 
 
 def _scaling(path: str | Path, config: Mapping[str, Any], name: str, rank: int) -> float:
-    """Return what the product of a layer is multiplied by: alpha / r, or alpha / sqrt(r) of rsLoRA."""
+    """Return the multiplier of a layer's product: alpha / r, or alpha / sqrt(r) of rsLoRA."""
     asked = _of_pattern(config.get("rank_pattern") or {}, name, config.get("r"))
     alpha = _of_pattern(config.get("alpha_pattern") or {}, name, config.get("lora_alpha"))
     if asked != rank:

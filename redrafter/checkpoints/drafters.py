@@ -17,7 +17,7 @@ from redrafter.model.target import Target
 from redrafter.model.weights import hold_in_memory
 from redrafter.parallel.launched import launched_processes
 
-NORM_ROWS = 8  # rows of the embedding table whose norms tell one base from another
+NORM_ROWS = 8  # rows of the embedding table whose norms distinguish bases
 NORM_TOLERANCE = 0.02  # relative: enough for half precision, far less than two bases differ
 
 
@@ -31,7 +31,7 @@ def load_drafter(
     """Load the drafter of a target onto the target's device, in the target's dtype.
 
     Args:
-        model: What the target was loaded from. Must name a merged checkpoint, or one with an MTP layer, where
+        model: Source of the target. Must name a merged checkpoint, or one with an MTP layer, where
             `drafter` is None.
         drafter: Directory, hub id or loaded drafter; None for the one inside the target's checkpoint.
         target: The target to draft for.

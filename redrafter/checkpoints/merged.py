@@ -33,7 +33,7 @@ class Defaults:
 
     @property
     def do_sample(self) -> bool | None:
-        """Tell whether `generate` samples where a call does not say; None: as the model's generation config says."""
+        """Return whether `generate` samples where a call does not say; None: as the model's generation config says."""
         return None if self.greedy_search is None else not self.greedy_search
 
     def __post_init__(self) -> None:

@@ -128,6 +128,7 @@ def load_model(
         check_splits(str(name), tp_size, trust_remote_code, kwargs, quantized=quantized)
         from transformers.distributed.configuration_utils import DistributedConfig
 
+        # Each rank's part is loaded onto its own GPU already.
         device = None
         kwargs = kwargs | {"distributed_config": DistributedConfig(tp_size=tp_size, tp_plan="auto")}
     file = find_gguf(name)
@@ -180,7 +181,7 @@ def load_config(name: str | Path, *, trust_remote_code: bool = False, **hub_opti
 
 
 def locate_gguf(model: Any, load: dict[str, Any]) -> Any:
-    """Return what `gguf_file=` of a `from_pretrained` stands for: the path of that file, downloaded if need be.
+    """Resolve `gguf_file=` of a `from_pretrained` to the path of that file, downloaded if need be.
 
     The argument, and those that only say where on the hub the file is, are taken out of `load`. Without it, the model
     is returned as it is.
@@ -209,7 +210,9 @@ def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, Any
     try:
         config, _ = PretrainedConfig.get_config_dict(str(name), **hub_options)
     except OSError:
-        return AutoModelForCausalLM  # which finds the base of an adapter, or says what is missing
+        return (
+            AutoModelForCausalLM  # which finds the base of an adapter, or raises an error that names the missing file
+        )
     model_type = config.get("model_type")
     if trust_remote_code and "AutoModelForCausalLM" in config.get("auto_map", {}):
         return AutoModelForCausalLM
@@ -232,7 +235,7 @@ def device_error(typed: str, device: Any, error: Exception) -> ArgumentError:
     Args:
         typed: How the user named the device, such as `--device cuda`.
         device: The device, or its name.
-        error: What torch raised.
+        error: The error that torch raised.
     """
     kind, _, index = str(device).partition(":")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -269,7 +272,7 @@ def check_splits(
         name: Directory or hub id of the model.
         tp_size: Number of processes.
         trust_remote_code: Whether code in the checkpoint may run.
-        kwargs: What else transformers is given.
+        kwargs: Further arguments for transformers.
         quantized: Whether it is quantised while it is loaded.
 
     Raises:
@@ -385,6 +388,7 @@ def quantize_model(model: Any, name: str, device: torch.device | str | None = No
             f"{name} is moved to its device layer by layer, and is not in memory to be quantised: leave out "
             f"device_map, or {FP8_WEIGHTS.remedy}"
         )
+    # By identity, since a tied head is the embedding's own parameter.
     held = {id(x) for module in (embedding, head) if module is not None for x in module.parameters()}
     count = sum(x.numel() for x in model.parameters() if id(x) not in held)
     quantized = quantize_linears(model, keep=(head,), device=device)
@@ -399,7 +403,7 @@ def quantize_model(model: Any, name: str, device: torch.device | str | None = No
 
 
 def quantize_drafter(drafter: Drafter) -> None:
-    """Replace the linear layers of a drafter by FP8 ones; what it drafts changes no token of a text.
+    """Replace the linear layers of a drafter by FP8 ones; drafts change no token of the output.
 
     Its `unquantized` part stays as it is.
     """

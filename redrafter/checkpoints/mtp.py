@@ -1,4 +1,4 @@
-"""Find the MTP layer that a checkpoint holds beside its model, and load it.
+"""Find the MTP layer that a checkpoint holds in addition to its model, and load it.
 
 transformers drops these tensors when it loads the model.
 """

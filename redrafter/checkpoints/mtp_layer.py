@@ -11,19 +11,19 @@ class Family:
     """Names that a family of models has for the tensors of an MTP layer, and the formula that goes with them.
 
     Attributes:
-        told_by: A regular expression of the name of a tensor that no other family has. What its group `at` matches is
+        marker: A regular expression of the name of a tensor that no other family has. What its group `at` matches is
             what all names begin with; those below follow it.
         projection: The product that joins embedding and hidden state.
         embedding_norm: The norm of the embedding.
         hidden_norm: The norm of the hidden state.
         norm: The norm of the layer's output; None for none.
-        blocks: What the names of the tensors of each of its decoder layers begin with.
-        renamed: Parts of names in these, and what transformers has for each.
+        blocks: Prefix of the names of tensors of each of its decoder layers.
+        renamed: Parts of names in these, and transformers' names of each.
         unread: Tensors that are the target's own embedding table and head once more.
         config: Fields of `MTPConfig` that differ from their defaults.
     """
 
-    told_by: str
+    marker: str
     projection: str
     embedding_norm: str
     hidden_norm: str
@@ -35,7 +35,7 @@ class Family:
 
 
 # Qwen3-Next and Qwen3.5, dense and with experts; Nemotron-H; Ling 2.5 and later; DeepSeek-V3, Kimi K2 and GLM-4.5;
-# MiMo; ERNIE 4.5. The first that is told by a tensor is taken.
+# MiMo; ERNIE 4.5. The first one whose tensor exists is taken.
 FAMILIES = {
     "Qwen": Family(
         r"(?P<at>(?:.*\.)?mtp)\.fc\.weight",
@@ -95,7 +95,7 @@ class FoundLayer:
 
     Attributes:
         family: One of `FAMILIES`.
-        own: Names of the tensors beside those of decoder layers, by the names of the drafter's.
+        own: Names of the tensors other than those of decoder layers, by the names of the drafter's.
         blocks: Names of the tensors of each decoder layer, by the names that they have in the layer.
         count: How many MTP layers the checkpoint holds, of which this is the first.
     """
@@ -120,7 +120,7 @@ def find_layer(names: Iterable[str]) -> FoundLayer | None:
     """Return the first MTP layer among the tensors of a checkpoint, by their names; None where there is none."""
     names = list(names)
     for family, form in FAMILIES.items():
-        matches = [match["at"] for name in names if (match := re.fullmatch(form.told_by, name))]
+        matches = [match["at"] for name in names if (match := re.fullmatch(form.marker, name))]
         if not matches:
             continue
         at = min(matches, key=lambda at: [int(number) for number in re.findall(r"\d+", at)])

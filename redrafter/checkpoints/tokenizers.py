@@ -52,7 +52,7 @@ def _with_tokens_of_file(tokenizer: Any, size: int) -> PreTrainedTokenizerBase:
 
 
 def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the processor of a model, which cuts images up and knows the tokens that stand for them."""
+    """Load the processor of a model, which cuts images up and inserts their placeholder tokens."""
     if find_spec("PIL") is None:
         raise MissingDependencyError(f"images need Pillow: {how_to_install('vision')}")
     check_source(str(name))
@@ -61,7 +61,7 @@ def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     except Exception as error:
         raise load_error("processor", name, error) from error
     if getattr(processor, "image_token", None) is None or not hasattr(processor, "image_processor"):
-        raise CheckpointError(f"{name} has no processor for images beside it: copy the files that its base has")
+        raise CheckpointError(f"{name} has no processor for images in its directory: copy the files that its base has")
     return processor
 
 

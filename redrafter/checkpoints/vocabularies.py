@@ -34,7 +34,7 @@ def map_unlike_vocabularies(
     draft_tokenizer: Tokenizer | None,
     trust_remote_code: bool,
 ) -> VocabularyMap | None:
-    """Return what a draft model reads and writes for each token of a model with another vocabulary.
+    """Map each token of a model with another vocabulary to the draft model's tokens.
 
     The models' embedding tables may differ in size: rows past the tokenizer's last id are padding. Loaded models are
     taken to have one vocabulary where no tokenizer is given, and none is found under their names.
@@ -78,7 +78,7 @@ def map_unlike_vocabularies(
 def map_vocabularies(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> VocabularyMap:
     """Map each token of a target to what a draft model with another tokenizer reads and writes for it.
 
-    Raises `UnsupportedError` if a tokenizer's tokens cannot be told as bytes, or the two share too few of them.
+    Raises `UnsupportedError` if a tokenizer's tokens cannot be written as bytes, or the two share too few of them.
     """
     target, draft = _TokenBytes.of(tokenizer), _TokenBytes.of(draft_tokenizer)
     draft_ids_of = draft.by_bytes()
@@ -128,7 +128,7 @@ def _pair_special(
 
 
 def _difference(vocabulary: dict[str, int], draft_vocabulary: dict[str, int]) -> str:
-    """Describe the first id that stands for different tokens in two vocabularies, or is in one of them only."""
+    """Describe the first id that maps to different tokens in two vocabularies, or is in one of them only."""
     tokens, draft_tokens = ({id: token for token, id in tokens.items()} for tokens in (vocabulary, draft_vocabulary))
     first = min(id for id in tokens.keys() | draft_tokens.keys() if tokens.get(id) != draft_tokens.get(id))
     sizes = f"{len(vocabulary)} tokens against {len(draft_vocabulary)}"
@@ -141,9 +141,9 @@ class _TokenBytes:
 
     Attributes:
         of_id: The bytes of each id that is text.
-        byte_ids: Ids that stand for one byte beside the ids of characters, as sentencepiece has them.
+        byte_ids: Ids of single bytes, in addition to the ids of characters, as sentencepiece has them.
         special: Ids that are no text, by their names.
-        model: What splits a word into tokens.
+        model: Model that splits a word into tokens.
         byte_level: Whether the vocabulary is written in the characters of byte-level BPE; else in sentencepiece's.
     """
 
@@ -164,7 +164,7 @@ class _TokenBytes:
         kind = "it is not of the tokenizers library" if backend is None else f"it is {type(backend.model).__name__}"
         if backend is None or not (byte_level or SPACE in parts) or "WordPiece" in kind:
             raise UnsupportedError(
-                f"its tokens cannot be told as bytes, as {kind} without byte-level or {SPACE!r} tokens"
+                f"its tokens cannot be written as bytes, as {kind} without byte-level or {SPACE!r} tokens"
             )
         added = tokenizer.added_tokens_decoder
         special = {token.content: id for id, token in added.items() if token.special}
@@ -186,6 +186,7 @@ class _TokenBytes:
     def by_bytes(self) -> dict[bytes, list[int]]:
         """Return the ids of each string of bytes: those of characters before those of single bytes, lowest first."""
         ids: dict[bytes, list[int]] = {}
+        # The tokenizer itself writes a byte as a character's token where it can, so that id is the one that texts hold.
         for id in sorted(self.of_id, key=lambda id: (id in self.byte_ids, id)):
             if self.of_id[id]:
                 ids.setdefault(self.of_id[id], []).append(id)

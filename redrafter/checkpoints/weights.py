@@ -28,7 +28,7 @@ def read_weights(source: "str | Path | Mapping[str, Tensor]", target: Target) ->
     Raises:
         ArgumentError: The source is none of these.
         CheckpointError: A file cannot be read.
-        MismatchError: A directory holds what is no weight of the model, lacks one, or has one of another shape.
+        MismatchError: A directory holds an unexpected tensor, lacks one, or has one of another shape.
     """
     if isinstance(source, Mapping):
         return source

@@ -28,7 +28,7 @@ def encode_documents(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase) ->
     Raises:
         CheckpointError: If a row cannot be encoded or teaches nothing. The message names file and line.
         MismatchError: If a row has ids of another tokenizer.
-        UnsupportedError: If the tokenizer does not say which characters a token stands for, and a row needs that.
+        UnsupportedError: If the tokenizer does not say which characters a token spells, and a row needs that.
     """
     for group in _groups(rows):
         documents: list[list[Document]] = [[] for _ in group]

@@ -18,7 +18,7 @@ def check_tokenizer(row: Row, tokenizer: "PreTrainedTokenizerBase") -> None:
     if row.tokenizer is not None and row.tokenizer != fingerprint(tokenizer):
         raise MismatchError(
             f"{row.where}: made with tokenizer {row.tokenizer}, this base's is {fingerprint(tokenizer)}; make the row "
-            "anew with this base"
+            "again with this base"
         )
 
 
@@ -51,7 +51,7 @@ def encode_texts(
     """
     if offsets and texts and not tokenizer.is_fast:
         raise UnsupportedError(
-            f"{type(tokenizer).__name__} does not say which characters a token stands for, so answers cannot be told "
+            f"{type(tokenizer).__name__} does not say which characters a token spells, so answers cannot be separated "
             "from what they answer; use a base with a fast tokenizer, or rows of plain text"
         )
     bos = tokenizer.bos_token

@@ -132,6 +132,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path}:row {row}", entry
         else:
             yield f"{path}:{number}", _parse_json(line, f"{path}:{number}")
+        # Only a first line can open a list; later brackets are rows.
         may_be_list = False
 
 
@@ -170,7 +171,7 @@ def _read_dataset(source: str) -> Iterator[tuple[str, Any]]:
             assert named is not None, "a dataset on the hub"
             split = named["split"] or "train"
             splits = {split: datasets.load_dataset(named["name"], named["config"], split=split)}
-    except Exception as error:  # a script, a network and many formats stand behind it
+    except Exception as error:  # it may run a script, a network and many formats
         raise CheckpointError(
             f"{source} is {found}, and cannot be read as a Hugging Face dataset: {first_line(error)}"
         ) from error

@@ -106,7 +106,7 @@ def _find_files(folder: Path) -> Iterator[Path]:
     """Yield the files of a suite in a folder, or where it has none, those in the folders in it."""
     entries = sorted(folder.iterdir())
     if (question := folder / "question.jsonl") in entries:
-        # Makers' scripts write answers and judgements into folders beside it.
+        # Makers' scripts write answers and judgements into folders next to it.
         yield question
         return
     here = [entry for entry in entries if entry.name.endswith(SUITE_SUFFIXES) and entry.is_file()]
@@ -114,7 +114,7 @@ def _find_files(folder: Path) -> Iterator[Path]:
 
 
 def _split_name(file: Path) -> str:
-    """Return what a file's questions are called: its own name, or its folder's where its own says nothing."""
+    """Return the name of a file's questions: its own, or its folder's where its own is generic."""
     stem = file.name.partition(".")[0]
     return file.absolute().parent.name if stem == "question" or stem.startswith("test") else stem
 
@@ -155,7 +155,7 @@ class Dialogues:
 
     def __init__(self, questions: Sequence[Question], tokenizer: "PreTrainedTokenizerBase", most: int):
         self._tokenizer, self._most = tokenizer, most
-        # Of each question that goes on: itself, its turns that are left, and the messages so far.
+        # For each question with turns left: itself, these turns, and the messages so far.
         self._open = [(question, question.turns, list[dict[str, str]]()) for question in questions]
         self.skipped = 0
 

@@ -1,7 +1,7 @@
 """Windows of documents, and batches of windows.
 
 Documents are cut into windows of at most `length` tokens. Where most are shorter, a batch of one window a row would be
-mostly padding, so several windows share a row of exactly `length` tokens. `Batch.segment` tells them apart, for the
+mostly padding, so several windows share a row of exactly `length` tokens. `Batch.segment` numbers them, for the
 base must not attend from one window to another; the loss mask is 0 at the first token of each window, so that no
 rollout crosses from one into the next.
 """
@@ -32,7 +32,7 @@ class Document:
 
     @property
     def learnable(self) -> bool:
-        """Tell whether a rollout fits into the document: two masked tokens in a row, after a first token."""
+        """Return whether a rollout fits into the document: two masked tokens in a row, after a first token."""
         return bytes(self.mask).find(b"\1\1", 1) >= 0
 
 
@@ -159,6 +159,8 @@ class Windows:
         order = torch.randperm(len(self.row_widths), generator=random)
         total = self.steps_per_epoch(size, multiple) * size * multiple
         order = order.repeat(-(-total // len(order)))[:total]  # wraps around, to fill the last batches
+        # Rows of similar width share a batch, which saves padding; sorted within a pool alone, so that epochs stay
+        # shuffled.
         pools = (pool[self.row_widths[pool].argsort(stable=True)] for pool in order.split(POOL_BATCHES * size))
         batches = [batch for pool in pools for batch in pool.split(size)]
         return windows, [batches[index] for index in torch.randperm(len(batches), generator=random).tolist()]

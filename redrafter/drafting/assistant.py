@@ -1,4 +1,4 @@
-"""The assistants that are released beside Gemma 4: small models that attend to the keys and values of their target.
+"""The assistants that are released with Gemma 4: small models that attend to the keys and values of their target.
 
 An assistant stores nothing of a text. Each of its layers attends to what the target's last layer of the same kind has
 stored of the committed tokens, and to no drafts. It reads the embedding of a token and a hidden state, the target's or
@@ -38,7 +38,7 @@ LEFT_OUT = 100.0  # how far ids of no chosen cluster are scored below the least 
 
 
 class AssistantConfig(AnyDrafterConfig):
-    """Facts about an assistant beside transformers' own config of it, in the same file, with `AnyDrafterConfig`'s.
+    """Facts about an assistant in addition to transformers' config of it, in the same file, with `AnyDrafterConfig`'s.
 
     Attributes:
         text_config: The config of its decoder.
@@ -157,6 +157,7 @@ class AssistantDrafter(DrafterModel):
         """
         target.features.check(ASSISTANT)
         kinds = list(getattr(target.config, "layer_types", None) or ())
+        # The last layers may share the keys and values of earlier ones, and store none.
         kinds = kinds[: len(kinds) - (getattr(target.config, "num_kv_shared_layers", None) or 0)]
         last, shared = {kind: index for index, kind in enumerate(kinds)}, dict[str, int]()
         for layer in self.assistant.model.layers:
@@ -180,7 +181,7 @@ class AssistantDrafter(DrafterModel):
 
     @property
     def told_by(self) -> nn.Module:
-        """The product whose norms tell the assistant from one that was trained anew."""
+        """The layer whose norms distinguish the assistant from one that was trained again."""
         return cast("nn.Module", self.assistant.pre_projection)
 
     def step(
@@ -192,7 +193,7 @@ class AssistantDrafter(DrafterModel):
             embedding: The target's embeddings of the tokens that were drafted last, `[B, w, D]`.
             hidden: The hidden states that these were drafted from, `[B, w, D]`.
             position: Position of each row's pending token, `[B]` int64.
-            shared: What each kind of layers attends to.
+            shared: Entries that each kind of layers attends to.
 
         Returns:
             Logits `[B, w, V]`, and the hidden states that the next step reads, `[B, w, D]`.
@@ -223,6 +224,7 @@ class AssistantDrafter(DrafterModel):
         chosen = clusters.centroids(hidden).topk(clusters.centroid_intermediate_top_k, dim=-1).indices
         ids = clusters.token_ordering.long().view(clusters.num_centroids, -1)[chosen].flatten(-2)  # [B, w, n]
         found = (head.weight[ids] @ hidden[..., None])[..., 0]
+        # Below all chosen ids but finite, so that sums of scores stay comparable.
         others = (found.amin(-1, keepdim=True) - LEFT_OUT).expand(-1, -1, self.config.vocab_size)
         return others.scatter(-1, ids, found)
 
@@ -254,7 +256,7 @@ class AssistantProposer(SearchProposer):
         return self.grow(state, sampler, expand)
 
     def read(self, cache: KVCache, length: Tensor) -> dict[str, Shared]:
-        """Return what the assistant attends to of the committed tokens of rows with `length` `[B]` int64 of them."""
+        """Return the target's entries that the assistant attends to, of `length` `[B]` int64 committed tokens."""
         shared, window = {}, self.drafter.assistant.model.config.sliding_window
         for kind, layer in self.layers_shared.items():
             size = min(window + 1, cache.window) if kind == "sliding_attention" else cache.window

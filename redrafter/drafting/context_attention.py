@@ -3,7 +3,7 @@
 Each pair of neighbouring tokens has a key, which is computed from its first token, and a value, which is computed from
 its second one. So where a drafted token occurred before, the draft can read which token came after it. As in a decoder
 layer, the key and the value of a token are computed from that token's hidden state and embedding alone, once, and are
-cached beside the target's own.
+cached with the target's own.
 """
 
 from collections.abc import Callable
@@ -89,7 +89,7 @@ class ContextAttention(nn.Module):
         return _rotate(_norm(key, self.eps), position), value
 
     def forward(self, state: Tensor, window: ContextWindow) -> Tensor:
-        """Attend from recurrent states to the committed tokens, and return what they read, `[B, w, D]`.
+        """Attend from recurrent states to the committed tokens, and return the attended values, `[B, w, D]`.
 
         Args:
             state: The states of w beams in each row, `[B, w, D]`.
@@ -102,7 +102,7 @@ class ContextAttention(nn.Module):
         return self.out(rearrange(weights @ window.values, "b h (w g) d -> b w (h g d)", w=state.shape[1]))
 
     def read_packed(self, state: Tensor, step: int, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Attend from all positions of packed texts at once, each as `forward` would, and return what they read.
+        """Attend from all positions of packed texts at once, each as `forward` would, and return the attended values.
 
         Args:
             state: The state of each anchor at the anchor's position, `[B, T, D]`; any values elsewhere.
@@ -164,7 +164,7 @@ class PackedContext:
         self._mask = packed_mask(segment, rows, length, config.context_window or 0, hidden.device)
 
     def read(self, step: int, state: Tensor) -> Tensor:
-        """Attend from the anchors' states after a draft step to the texts, and return what they read, `[A, D]`.
+        """Attend from the anchors' states after a draft step to the texts, and return the attended values, `[A, D]`.
 
         `step` counts draft steps from 0; `state` is the state of each anchor, `[A, D]`.
         """

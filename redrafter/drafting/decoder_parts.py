@@ -75,7 +75,7 @@ def rotate(x: Tensor, position: Tensor, config: LayerConfig) -> Tensor:
 def _rope(
     rope: tuple[tuple[str, Any], ...], head_dim: int, max_position_embeddings: int, device: torch.device
 ) -> tuple[Tensor, float]:
-    """Return the frequencies of a rope, `[d / 2]` float32, and what its sines and cosines are scaled by.
+    """Return the frequencies of a rope, `[d / 2]` float32, and the multiplier of its sines and cosines.
 
     It is computed once for each rope and device: a captured step may copy nothing from the host.
 
@@ -86,6 +86,7 @@ def _rope(
         device: Where the frequencies go.
     """
     parameters = dict(rope)
+    # A tensor made in inference mode could not take part in a training later, and the cache keeps it for both.
     with torch.inference_mode(False), torch.device("cpu"):
         if parameters["rope_type"] == "default":
             powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
@@ -98,6 +99,6 @@ def _rope(
 
 
 def of_beams(x: Tensor, sources: Tensor) -> Tensor:
-    """Return what belongs to some beams `sources` `[B, W]` of the step before, of `x` `[B, w, ...]`."""
+    """Select the values of beams `sources` `[B, W]` of the step before from `x` `[B, w, ...]`."""
     index = sources.view(*sources.shape, *(1 for _ in x.shape[2:])).expand(-1, -1, *x.shape[2:])
     return x.gather(1, index)

@@ -30,7 +30,7 @@ from redrafter.tree.beam_search import Expand
 
 
 class LayerContext(NamedTuple):
-    """What one layer attends to before the block, in B rows.
+    """Entries of the text that one layer attends to, in B rows.
 
     Attributes:
         keys: Keys of S committed tokens, `[B, S, H, d]`.
@@ -44,7 +44,7 @@ class LayerContext(NamedTuple):
 
 
 class BlockContext(NamedTuple):
-    """Holds what a block of B rows is filled from, beside its pending tokens.
+    """Holds the inputs of a block of B rows, in addition to its pending tokens.
 
     Attributes:
         length: Committed tokens of each row, `[B]` int64.
@@ -92,7 +92,7 @@ class _Attention(AttentionProducts):
 class _Convolution(nn.Module):
     """The convolutions of DFlash2 before and after a sublayer, along a block: each position reads those before it.
 
-    A tap's weight is a constant of each channel and what is computed from the sublayer's input for each group of them.
+    A tap's weight is a constant of each channel plus a term computed from the sublayer's input for each group of them.
     """
 
     def __init__(self, config: DFlashConfig):
@@ -112,6 +112,7 @@ class _Convolution(nn.Module):
         return self._convolve(sublayer(self._convolve(x, before)), after)
 
     def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        # Causal along the block, as each position reads those before it; shapes stay fixed.
         shifted = [pad(x, (0, 0, tap, 0))[:, : x.shape[1]] for tap in range(self.taps)]
         return (torch.stack(shifted, dim=2) * kernel).sum(dim=2)
 
@@ -142,7 +143,7 @@ class _Layer(nn.Module):
 
 
 class _MarkovHead(nn.Module):
-    """What DSpark adds to the logits of a position for the token before it, a product of rank r."""
+    """DSpark's term of a position's logits for the token before it, a product of rank r."""
 
     def __init__(self, config: DFlashConfig):
         super().__init__()
@@ -154,7 +155,7 @@ class _MarkovHead(nn.Module):
         self.joint_proj = nn.Linear(2 * rank + width, 3 * rank) if config.markov_type == "rnn" else None
 
     def forward(self, tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return what is added to logits, and the state that the next position reads.
+        """Return the term to add to logits, and the state that the next position reads.
 
         Args:
             tokens: The token before the position, of each beam, `[B, w]` int64.
@@ -233,11 +234,11 @@ class DFlashDrafter(ReplayableDrafter):
 
     @property
     def told_by(self) -> nn.Module:
-        """The product of the target's hidden states, whose norms tell the drafter: the head may be the target's."""
+        """The product of the target's hidden states, whose norms identify the drafter: the head may be the target's."""
         return self.fc
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
-        """Return what the drafter stores of every token: keys and values of all its layers, as heads of one."""
+        """Return the layer that the drafter stores: keys and values of all its layers, as heads of one."""
         heads = self.config.num_layers * self.config.num_key_value_heads
         return drafter_layer(self, target, heads, self.config.head_dim, partial(_remember, self))
 
@@ -254,6 +255,7 @@ class DFlashDrafter(ReplayableDrafter):
         unread = layer_bytes(self.fc)
         for table in (self.embed_tokens, None if self.markov_head is None else self.markov_head.markov_w1):
             unread += 0 if table is None else table.weight.nbytes
+        # The Markov head alone is read at each level: all other weights once for the whole block.
         again = 0 if self.markov_head is None else layer_bytes(self.markov_head.markov_w2)
         return sum(weight.nbytes for weight in self.parameters()) - unread + (depth - 1) * again
 
@@ -285,7 +287,7 @@ class DFlashDrafter(ReplayableDrafter):
         return keys, values
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
-        """Return what gives the keys and values before positions of texts; see `ReplayableDrafter.read_texts`."""
+        """Return a function of the keys and values before positions of texts; see `ReplayableDrafter.read_texts`."""
         position, heads = torch.arange(tokens.shape[1], device=tokens.device), self.config.num_key_value_heads
         keys, values = self.remember(self.fuse_hidden(hidden), position.expand_as(tokens))  # [B, T, L H, d]
 
@@ -337,11 +339,11 @@ class DFlashProposer(SearchProposer):
     drafter: DFlashDrafter
 
     def read_context(self, state: State, cache: KVCache) -> BlockContext:
-        """Return what gives the keys and values of the rows' committed tokens, of one layer at a time."""
+        """Return a function of a layer that reads the keys and values of the rows' committed tokens."""
         return BlockContext(state.length, partial(self.read, cache, state.length))
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: BlockContext) -> Expand:
-        """Return what scores the next tokens of every beam; see `SearchProposer.scores`."""
+        """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         drafter, markov, selector = self.drafter, self.drafter.markov_head, self.drafter.candidate_selector
         hidden = drafter(state.pending, *context, self.target.embedding)
         carried: Tensor | None = None  # [B, w, r], the state of a recurrent Markov head on each beam
@@ -366,7 +368,7 @@ class DFlashProposer(SearchProposer):
         return expand
 
     def read(self, cache: KVCache, length: Tensor, layer: int) -> LayerContext:
-        """Return what a layer attends to of the committed tokens of rows with `length` `[B]` int64 of them."""
+        """Return the entries that a layer attends to, of rows with `length` `[B]` int64 committed tokens."""
         window, heads = self.drafter.stack[layer].self_attn.window, self.drafter.config.num_key_value_heads
         size = cache.window if window is None else min(window, cache.window)
         position = torch.arange(size, device=length.device).expand(len(length), -1)

@@ -47,7 +47,7 @@ class DraftModelProposer:
         confidence: Ends a search early. It is called with the number of active rows and returns a probability; the
             search ends once the best beam is, on average over those rows, less likely than that. None to search K
             steps always, as a captured step must.
-        vocabulary: What the draft model has for each of the target's tokens; None where its ids are the target's.
+        vocabulary: The draft model's tokens for each of the target's; None where its ids are the target's.
         reread: Last committed tokens that each step reads again: those that the draft model may not have read.
     """
 
@@ -84,6 +84,7 @@ class DraftModelProposer:
             ids = {name: getattr(state, name).to(away) for name in ("tokens", "length", "active")}
             state, sampler = replace(state, **ids), sampler.to(away)
         if self.sampled and noise is not None:
+            # Under a stream of its own: a draft and the verdict on it must be independent, or the result is biased.
             noise = sampler.stream(DRAFT).noise(state.length + 1, self.depth)  # [B, K, V]
         elif home != away:
             noise = sampler.noise(state.length + 1, self.depth)
@@ -173,6 +174,7 @@ class DraftModelProposer:
         logits = self.model.verify(ForwardBatch(tree, length, cache, logits_index)).logits
         if logits.shape[-1] < self.vocab_size:
             return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=torch.finfo(logits.dtype).min)
+        # Ids beyond the target's are padding of the draft model's head.
         return logits[..., : self.vocab_size]
 
 
@@ -203,14 +205,14 @@ class _Lattice:
 def commit_drafts(state: State, tree: Tree, path: Path, cache: KVCache) -> None:
     """Commit the accepted nodes in a draft model's cache, as a step does in the target's.
 
-    Its recurrent states stay a token behind, since each of its steps reads the last committed token again.
+    Its recurrent states lag by one token, since each of its steps reads the last committed token again.
     """
     if tree.slots is not None:
         path = replace(path, nodes=tree.slots.gather(1, path.nodes))
     if tree.branches:
         cache.commit(state.length if tree.draft_length is None else tree.draft_length, path.nodes)
     if cache.states is not None:
-        cache.states.commit(state.length - 1, path.behind_reread(), state.active)
+        cache.states.commit(state.length - 1, path.below_reread_token(), state.active)
 
 
 def clamp_to_vocab(tokens: Tensor, model: Target) -> Tensor:

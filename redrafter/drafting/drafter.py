@@ -34,15 +34,15 @@ TABULATED_AT_ONCE = 8192  # ids
 
 
 class DraftStart(NamedTuple):
-    """The target's hidden state, and what it adds to the products of every step of a draft, computed once.
+    """The target's hidden state, and its contribution to the products of every step of a draft, computed once.
 
-    Two products of each step read the hidden state beside the step's own inputs. A product of joined inputs is the sum
+    Two products of each step read the hidden state and the step's own inputs. A product of joined inputs is the sum
     of a product of each, so what the hidden state adds to both is the same in every step.
 
     Attributes:
         hidden: The target's hidden state that produced the pending token, fused, `[..., D]`.
-        gate: What it adds to the gated cell's product, bias included, `[..., 2D]`; None in other cells.
-        exit: What it adds to the first product after the cell, bias included, `[..., E]`; None where that is the head.
+        gate: Its term of the gated cell's product, bias included, `[..., 2D]`; None in other cells.
+        exit: Its term of the first product after the cell, bias included, `[..., E]`; None where that is the head.
     """
 
     hidden: Tensor
@@ -70,8 +70,8 @@ class RecurrentDrafter(TrainableDrafter):
     """The drafter's recurrence and head; the target's embedding table is shared and not stored.
 
     Attributes:
-        context: What attends to the text's committed tokens; None where nothing does.
-        shortlist: What proposes the ids that the head scores; None where the head scores all.
+        context: Attention to the text's committed tokens; None without one.
+        shortlist: First stage that proposes the ids that the head scores; None where the head scores all.
         embedded: The cell's product with the embedding of every id, `[V, D]`, in a gated cell `[V, 2D]`, after
             `tabulate`; None before.
     """
@@ -106,11 +106,11 @@ class RecurrentDrafter(TrainableDrafter):
 
     @property
     def unquantized(self) -> nn.Module | None:  # type: ignore[override]
-        """What attends to the text: it is small."""
+        """Its attention to the text, which is small."""
         return self.context
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer | None:
-        """Return what the drafter stores of every token for its attention to the text; None where it has none."""
+        """Return the layer that the drafter stores for its attention to the text; None where it has none."""
         if self.context is None:
             return None
         compute = partial(_remember_compiled if compiled else _remember, self, target.embedding)
@@ -180,6 +180,7 @@ class RecurrentDrafter(TrainableDrafter):
         if self.embedded is not None:
             looked_up = layer_bytes(self._cell[0], 1 / 3 if gated else 1, with_bias=False)
         once += 0 if first is None else layer_bytes(first, 1 / 2)
+        # Entries of committed tokens are made in the target's forward, not while drafting.
         never = 0 if self.context is None else layer_bytes(self.context.key) + layer_bytes(self.context.value)
         elman = config.rnn and not gated
         unread = layer_bytes(self.rnn_u, with_bias=config.recurrence == "trtllm") if elman else 0
@@ -226,7 +227,7 @@ class RecurrentDrafter(TrainableDrafter):
         return last + self.fuse(torch.cat([last, normed.flatten(-2)], dim=-1))
 
     def begin(self, hidden: Tensor) -> DraftStart:
-        """Compute, once for all steps of a draft, what they take from the target's hidden state alone.
+        """Compute, once for all steps of a draft, the terms that depend on the target's hidden state alone.
 
         Args:
             hidden: The target's hidden state that produced the pending token, as `fuse_hidden` returns it, `[..., D]`.
@@ -251,7 +252,7 @@ class RecurrentDrafter(TrainableDrafter):
         Args:
             embedding: The target's embedding of the last token, `[..., D]`.
             state: The recurrent state, `[..., D]`; None at the first step.
-            start: What `begin` computed for this draft.
+            start: Result of `begin` for this draft.
             read: Returns what new states `[..., D]` read of the committed tokens, `[..., D]`; None where nothing is
                 read.
             embedded: The cell's product with the embedding, as the table has it; None to multiply.
@@ -290,6 +291,7 @@ class RecurrentDrafter(TrainableDrafter):
                 embedded = embedded + partial_linear(self.rnn_gate, state, columns, with_bias=False)
             gate, new = (embedded + start.gate).chunk(2, dim=-1)
             before = 0 if state is None else state
+            # Equals (1 - g) s + g SiLU(c), with one product less.
             state = before + gate.sigmoid() * (silu(new) - before)
         else:
             product = embedded
@@ -348,7 +350,7 @@ class RecurrentDrafter(TrainableDrafter):
         return dict(parts)
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt | None:
-        """Return what gives the windows of positions of texts; see `ReplayableDrafter.read_texts`."""
+        """Return a function of the windows of positions of texts; see `ReplayableDrafter.read_texts`."""
         if self.context is None:
             return None
         position = torch.arange(tokens.shape[1], device=tokens.device)
@@ -388,7 +390,7 @@ class RecurrentProposer(SearchProposer):
         return ContextWindow.read(state.length, min(size, cache.window), cache.read_drafter_layer)  # a row has no more
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: ContextWindow | None) -> Expand:
-        """Return what scores the next tokens of every beam; see `SearchProposer.scores`."""
+        """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         drafter, carried = self.drafter, None  # [B, w, D], the recurrent state of each beam
         count = max(drafter.config.head_shortlist or 0, self.beams)
         start = drafter.begin(drafter.fuse_hidden(state.hidden)[:, None])
@@ -425,14 +427,15 @@ def _advance(
         tokens: Last token of each beam, `[B, w]` int64.
         sources: Beam of the previous step that each beam continues, `[B, w]` int64.
         carried: Recurrent states after the previous step, `[B, w', D]`; None at the first step.
-        start: What all steps take from the target's hidden state, of each row `[B, 1, ...]`.
-        window: What the drafter reads of the committed tokens, with a `length` that counts the drafts too; None where
+        start: Terms of the target's hidden state that all steps share, of each row `[B, 1, ...]`.
+        window: Entries of the committed tokens, with a `length` that counts the drafts too; None where
             it reads nothing.
 
     Returns:
         Logits `[B, w, V']`, or with a shortlist the head's inputs `[B, w, R]`; and the new states `[B, w, D]`.
     """
     if carried is not None:
+        # Beams are chosen again at each step, so each takes over the state of the beam that it continues.
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
     read = None if window is None else partial(drafter.context, window=window)
     step_made = drafter.step if drafter.shortlist is None else drafter.advance
@@ -479,7 +482,7 @@ def _advance_compiled(drafter: RecurrentDrafter, embedding: nn.Module, *inputs: 
 def _remember_compiled(
     drafter: RecurrentDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return what `_remember` does, compiled for any number of tokens."""
+    """Compute `_remember`, compiled for any number of tokens."""
     by_token = ids.contiguous(), positions.contiguous(), hidden
     for x in by_token:
         torch._dynamo.maybe_mark_dynamic(x, 0)

@@ -45,7 +45,7 @@ class AnyDrafterConfig(PretrainedConfig):
         draft_len_per_beam: Default draft length.
         trained_draft_len: Steps that the drafter was trained for, where that is known.
         base_model: Name of the target.
-        base_embedding_norms: Norms of a few rows of the target's embedding table, which tell whether a drafter was made
+        base_embedding_norms: Norms of a few rows of the target's embedding table, which show whether a drafter was made
             for another base.
     """
 
@@ -70,7 +70,7 @@ class AnyDrafterConfig(PretrainedConfig):
 
     @property
     def kind(self) -> str:
-        """What drafters with such a config are called in messages."""
+        """Name of drafters with such a config in messages."""
         return drafter_kinds()[self.model_type].name
 
     @classmethod
@@ -125,8 +125,8 @@ class DrafterConfig(AnyDrafterConfig):
             `s' = W e` at the first step and `W e + U s + b` after, as TensorRT-LLM's engine computed it; or "gated",
             `s' = (1 - g) s + g SiLU(c)` with `g = sigmoid(a)` and `[a, c] = G [e, s, h] + b`, whose drafts are
             accepted more often.
-        target_layers: Decoder layers of the target, ascending from 0, whose outputs the drafter reads beside the last
-            hidden state.
+        target_layers: Decoder layers of the target, ascending from 0, whose outputs the drafter reads in addition to
+            the last hidden state.
         context_window: Pairs of a committed token and the one after it that the recurrent state attends to at each
             step, the nearest ones; None for a drafter that reads nothing of the text but h.
         context_heads: Query heads of that attention.
@@ -136,7 +136,7 @@ class DrafterConfig(AnyDrafterConfig):
         head_shortlist: Ids that rough scores propose for each beam at each step, which the head then scores alone; a
             search of more beams gets as many. None for a head that scores all ids.
         head_shortlist_rank: Rank of the rough scores.
-        source_config: What Apple's config says beside it, kept for the way back.
+        source_config: Other fields of Apple's config, kept for converting back.
     """
 
     model_type = "redrafter"
@@ -174,7 +174,7 @@ AutoConfig.register(DrafterConfig.model_type, DrafterConfig, exist_ok=True)
 
 
 class LayerConfig(AnyDrafterConfig):
-    """Says what the configs of drafters with decoder layers do, beside what `AnyDrafterConfig` says.
+    """The fields of drafters with decoder layers, in addition to those of `AnyDrafterConfig`.
 
     Attributes:
         intermediate_size: Width of the layers' MLPs.
@@ -183,7 +183,7 @@ class LayerConfig(AnyDrafterConfig):
         head_dim: Width of a head.
         hidden_act: Activation of the MLPs, as transformers names it.
         rope: Rotary positions as transformers' `rope_parameters` has them: `rope_type`, one of `ROPE_TYPES`,
-            `rope_theta`, and what the type needs.
+            `rope_theta`, and further fields of the type.
         max_position_embeddings: Positions that the rope was made for.
         attention_bias: Whether the attention's products have biases.
         mlp_bias: Whether the MLPs' products have biases.

@@ -31,9 +31,9 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
 
     Attributes:
         made_from_config: Whether its config alone makes it, without weights; else it is neither trained nor converted.
-        proposer_class: What drafts with it.
-        identity_fields: Sizes and settings in its config that tell it from others.
-        unquantized: What stays as it is where the drafter is quantised; None for nothing.
+        proposer_class: Class of its proposer.
+        identity_fields: Sizes and settings in its config that identify it.
+        unquantized: Submodule that is not quantised with the drafter; None for none.
         int8_head: The head in 8 bits, for drafts on a CPU, after `prepare`; None where it is used as it is.
     """
 
@@ -70,7 +70,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         return self.config.target_layers_of(getattr(target.config, "num_hidden_layers", 0))
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer | None:
-        """Return what the drafter stores of every token, computed by torch.compile if asked and possible; or None."""
+        """Return the layer that the drafter stores, or None; compiled by torch.compile if asked and possible."""
         return None
 
     def proposer(
@@ -92,7 +92,7 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         return module.to(target.device, target.dtype).eval()
 
     def prepare(self, target: Target) -> None:
-        """Compute beforehand what makes drafting for a target faster on its device, of the weights as they are now."""
+        """Precompute tables of the current weights that make drafting for a target faster on its device."""
         self.int8_head = Int8Head.of(getattr(self, "lm_head", None))
 
     def train(self, mode: bool = True) -> "DrafterModel":
@@ -107,12 +107,12 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         return logits
 
     def identity(self) -> list[Any]:
-        """Return sizes and settings that tell the drafter from others, beside norms of `told_by`."""
+        """Return sizes and settings that identify the drafter, in addition to norms of `told_by`."""
         return [getattr(self.config, name) for name in self.identity_fields]
 
     @property
     def told_by(self) -> nn.Module:
-        """The product, by rows, whose norms tell the drafter from one that was trained anew."""
+        """The layer whose row norms distinguish the drafter from one that was trained again."""
         return self.lm_head
 
     def index_ids(self) -> Tensor:
@@ -184,8 +184,8 @@ def check_draft_ids(
         ids: The base's id of each of the drafter's ids, `[V']` int64; None where it has all ids of its base.
         size: V', or None likewise.
         vocab_size: V, ids of the base.
-        name: What the drafter is called in messages.
-        what: What the ids are called there.
+        name: Name of the drafter in messages.
+        what: Name of the ids there.
     """
     count, wanted = (0 if ids is None else ids.numel()), size or 0
     if count != wanted:

@@ -24,7 +24,7 @@ def register_drafter(kind: str, *model_types: str) -> Callable[[DrafterClass], D
     The arguments must be literals: `redrafter.files.drafter_kinds` reads them from the source.
 
     Args:
-        kind: What drafters of the class are called in messages.
+        kind: Name of drafters of the class in messages.
         model_types: `model_type` in the `config.json` of their checkpoints.
     """
 

@@ -96,7 +96,7 @@ class EagleDrafter(TrainableDrafter):
         self.post_init()
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
-        """Return what the head stores of every token: what the token adds to two entries."""
+        """Return the layer that the head stores of every token: the token's terms of two entries."""
         heads, compute = 2 * self.config.num_key_value_heads, partial(_remember, self, target.embedding)
         return drafter_layer(self, target, heads, self.config.head_dim, compute)
 
@@ -160,13 +160,15 @@ class EagleDrafter(TrainableDrafter):
         """Return the entries of committed tokens that have a committed token after them.
 
         Args:
-            keys: What S + 1 tokens of each row, one after the other, add to keys, `[B, S + 1, 2H, d]`.
-            values: What they add to values, `[B, S + 1, 2H, d]`.
+            keys: Terms of S + 1 successive tokens of each row to add to keys, `[B, S + 1, 2H, d]`.
+            values: Terms to add to values, `[B, S + 1, 2H, d]`.
             length: Committed tokens of each row, `[B]` int64.
             first: Position of the first of these tokens.
         """
         heads = self.config.num_key_value_heads
         position = torch.arange(first, first + keys.shape[1] - 1, device=keys.device)  # [S]
+        # An entry's product reads [embedding of token i + 1; hidden state of token i], and a product of joined inputs
+        # is the sum of a product of each: so each token's two terms are stored once, and added here.
         key, value = (x[:, :-1, :heads] + x[:, 1:, heads:] for x in (keys, values))
         bias = _hide(position >= length[:, None] - 1)[:, None, None]
         return PastEntries(EagleEntries(self.midlayer.self_attn.finish_key(key, position), value), bias, length)
@@ -254,7 +256,7 @@ class EagleDrafter(TrainableDrafter):
         return {"the drafter's states": positions * (entries + layer), "its attention to the texts": positions * scores}
 
     def read_texts(self, tokens: Tensor, hidden: Tensor, embedding: Tensor) -> ReadAt:
-        """Return what gives the entries before positions of texts; see `ReplayableDrafter.read_texts`."""
+        """Return a function of the entries before positions of texts; see `ReplayableDrafter.read_texts`."""
         if self.embed_tokens is not None:
             embedding = self.embed_tokens(tokens)
         stored = self.remember(embedding, self.fuse_hidden(hidden))
@@ -268,7 +270,7 @@ class EagleDrafter(TrainableDrafter):
 
 
 def _hide(missing: Tensor) -> Tensor:
-    """Return what is added to scores, float32: -inf where entries are missing, else 0."""
+    """Return the mask to add to scores, float32: -inf where entries are missing, else 0."""
     return torch.zeros_like(missing, dtype=torch.float32).masked_fill(missing, -torch.inf)
 
 
@@ -281,7 +283,7 @@ def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
         past: Entries of each row, `[B, S, H, d]`.
 
     Returns:
-        What was read, `[B, w, h d]`.
+        The attended values, `[B, w, h d]`.
     """
     rows, beams, heads, size = query.shape
     groups, steps = past.entries.keys.shape[2], path.keys.shape[2]
@@ -290,6 +292,7 @@ def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
     far = by_row @ past.entries.keys.permute(0, 2, 3, 1)  # [B, H, w g, S]
     near = query @ path.keys.permute(0, 1, 3, 4, 2)  # [B, w, H, g, k]
     near_by_row = near.transpose(1, 2).flatten(2, 3)  # [B, H, w g, k]
+    # One softmax over both parts: the text's and the beam's entries share their sum of weights.
     weights = torch.cat([far.float() + past.bias, near_by_row.float()], dim=-1).softmax(dim=-1).to(query.dtype)
     far, near = weights[..., :-steps], weights[..., -steps:].unflatten(2, (beams, -1))  # near [B, H, w, g, k]
     read = (far @ past.entries.values.transpose(1, 2)).unflatten(2, (beams, -1)).transpose(1, 2)  # [B, w, H, g, d]
@@ -297,7 +300,7 @@ def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
     return read.flatten(2)
 
 
-ENTRIES_AT_ONCE = 512  # of a row; bounds what reading the text takes beside its result
+ENTRIES_AT_ONCE = 512  # of a row; bounds the memory for reading the text, in addition to its result
 
 
 @dataclass(frozen=True)
@@ -319,10 +322,10 @@ class EagleProposer(SearchProposer):
         return PastEntries.join(parts)
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: PastEntries) -> Expand:
-        """Return what scores the next tokens of every beam; see `SearchProposer.scores`."""
+        """Return the function that scores the next tokens of every beam; see `SearchProposer.scores`."""
         head = self.drafter
         carried = head.fuse_hidden(state.hidden)[:, None]  # [B, w, D], the hidden state that each beam reads
-        path: EagleEntries | None = None  # what was drafted on each beam
+        path: EagleEntries | None = None  # the drafts of each beam
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried, path

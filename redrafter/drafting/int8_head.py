@@ -18,7 +18,7 @@ class Int8Head(NamedTuple):
 
     Attributes:
         weight: The weight divided by its scales, transposed, `[R, V']` int8.
-        scale: What each id's weights are multiplied by, `[V']` float32.
+        scale: Multiplier of each id's weights, `[V']` float32.
     """
 
     weight: Tensor
@@ -29,6 +29,7 @@ class Int8Head(NamedTuple):
         """Return the rounded weight of a head; None where the head is small, or no faster in 8 bits."""
         if type(head) is not nn.Linear or head.bias is not None or head.weight.numel() < LEAST_WEIGHTS:
             return None
+        # Without AVX-512's 8-bit products the rounded head is not faster than the one in full precision.
         if head.weight.device.type != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX512":
             return None
         rounded, scale = _round(head.weight.detach())

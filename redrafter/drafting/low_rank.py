@@ -1,6 +1,6 @@
 """Low-rank updates of a drafter's linear layers (LoRA, Hu et al. 2021, arXiv 2106.09685), by which it learns more.
 
-The weight W `[F, D]` of a layer is frozen, and what is learnt is W + B A, with A `[r, D]` and B `[F, r]`. So gradients
+The weight W `[F, D]` of a layer is frozen, and the layer computes W + B A, with A `[r, D]` and B `[F, r]`. So gradients
 and the states of an optimizer are those of thin factors. The sum is a weight like W: what is saved is a drafter of the
 form that it had, which a running server takes in place of the one before.
 """
@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 
 class LowRankLinear(nn.Linear):
-    """A linear layer whose weight and bias are frozen beside a trained update of low rank.
+    """A linear layer whose weight and bias are frozen, with a trained low-rank update.
 
     Attributes:
         lora_A: The factor that reads, `[r, D]`, random at first.
@@ -37,7 +37,7 @@ class LowRankLinear(nn.Linear):
         return linear(x, self.weight, self.bias) + self.update(x, slice(None))
 
     def update(self, x: Tensor, columns: slice) -> Tensor:
-        """Return what the factors add for some of the input features, `[..., d]`."""
+        """Return the factors' term for some of the input features, `[..., d]`."""
         return linear(linear(x, self.lora_A[:, columns]), self.lora_B)
 
 
@@ -45,7 +45,7 @@ class LowRankDrafter:
     """A copy of a drafter that is frozen but for low-rank updates of its linear layers.
 
     Products over the vocabulary have no updates: factors with a row for each id would be larger than all others, and
-    what they read is updated.
+    their inputs are updated.
 
     Attributes:
         whole: The drafter, which stays as it is until `merge`.
@@ -58,6 +58,8 @@ class LowRankDrafter:
         nothing = whole.lm_head.weight.new_empty(0, 1, whole.lm_head.in_features)
         heads = {id(weight) for _, weight in self.drafter.trained_heads(nothing)}
         self._layers: dict[str, LowRankLinear] = {}
+        # The program's own random state stays as it was, or a training would see other data with these layers than
+        # without.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             for name, module in list(self.drafter.named_modules()):
@@ -77,7 +79,7 @@ class LowRankDrafter:
             self.whole.get_parameter(f"{name}.weight").copy_(layer.weight + layer.lora_B @ layer.lora_A)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return the frozen weights and the factors by layer: from a sum alone they could not be told apart again."""
+        """Return the frozen weights and the factors by layer: a sum alone could not be separated again."""
         return {name: layer.state_dict() for name, layer in self._layers.items()}
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:

@@ -53,7 +53,7 @@ class Past:
     seen: Tensor
 
 
-# What a layer that is being called attends to beside its own input; None for a layer whose keys are wanted.
+# Entries that a running layer attends to in addition to its own input; None for a layer whose keys are wanted.
 RUNNING_PAST: ContextVar[Past | None] = ContextVar("mtp_past", default=None)
 
 
@@ -64,7 +64,7 @@ class DraftedEntries:
         self._stored: tuple[Tensor, ...] = ()
 
     def update(self, *states: Any, **_: Any) -> tuple[Tensor, ...]:
-        """Append two tensors `[B, H, w, d]`, and return all; what is after them in a call is not needed."""
+        """Append two tensors `[B, H, w, d]`, and return all; later entries of the call are not needed."""
         new: tuple[Tensor, ...] = states[:2]
         if self._stored:
             new = tuple(torch.cat(pair, dim=2) for pair in zip(self._stored, new, strict=True))
@@ -91,8 +91,10 @@ def attend_to_past(
     """Attend to `RUNNING_PAST` and to entries of drafts, `[B, H, n, d]`, as an attention function of transformers."""
     past = RUNNING_PAST.get()
     if past is None:
+        # The keys and values are all that is wanted; an exception spares the attention and MLP of the layer.
         raise _Made(key, value)
     size, count = past.seen.shape[1], key.shape[2]
+    # In place, as the room for drafts was allocated with the text's entries: no copy of these at each step.
     past.keys[:, :, size : size + count], past.values[:, :, size : size + count] = key, value
     out = explicit_attention(
         query,
@@ -111,7 +113,7 @@ register_attention(ATTENTION_NAME, attend_to_past)
 
 
 class MTPConfig(AnyDrafterConfig):
-    """Facts about an MTP layer beside its weights, both in the checkpoint of its base, and `AnyDrafterConfig`'s fields.
+    """Facts about an MTP layer, which is in the checkpoint of its base, and `AnyDrafterConfig`'s fields.
 
     Attributes:
         family: The names that its tensors have, one of those in `redrafter.checkpoints.mtp`.
@@ -146,7 +148,7 @@ class MTPDrafter(DrafterModel):
             config: The architecture.
             blocks: The decoder layers, of which one attends: one alone, unless attention and MLP are layers apart.
             norm: A norm as the target's layers have it, which is copied.
-            rotary: What computes rotary positions, as the target's decoder has it; None for a target without.
+            rotary: Module of rotary positions, as the target's decoder has it; None for a target without.
         """
         super().__init__(config)
         self.blocks = nn.ModuleList(blocks)
@@ -156,7 +158,7 @@ class MTPDrafter(DrafterModel):
         self.projection = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
 
     def stored_layer(self, target: Target, compiled: bool) -> DrafterLayer:
-        """Return what is stored of every token: the layer's keys and values of the entry that reads it.
+        """Return the entries stored for every token: the layer's keys and values of the entry that reads it.
 
         That entry is of the position before, so it also reads the hidden state there.
         """
@@ -184,7 +186,7 @@ class MTPDrafter(DrafterModel):
 
     @property
     def told_by(self) -> nn.Module:
-        """The product whose norms tell the layer from one that was trained anew: the head is the target's."""
+        """The layer whose norms distinguish it from one that was trained again: the head is the target's."""
         return self.projection
 
     def draft_bytes(self, depth: int) -> int:
@@ -231,7 +233,7 @@ class MTPDrafter(DrafterModel):
             inputs: Inputs of the decoder layer, `[B, w, D]`.
             position: Their positions, `[B, w]` int64.
             seen: Which entries of drafts each attends to, its own included, `[B, w, n + w]` bool.
-            past: What is attended to of the text, with room for all entries of drafts.
+            past: Entries of the text to attend to, with room for all entries of drafts.
             drafted: The entries of drafts, to which w are added.
 
         Returns:
@@ -295,6 +297,7 @@ class MTPProposer(SearchProposer):
 
     def read_past(self, cache: KVCache, length: Tensor) -> Past:
         """Return the nearest entries of the committed tokens of rows with `length` `[B]` int64 of them."""
+        # Entries are made of the pending token and of each level but the last, from which nothing is drafted.
         count, room = min(cache.window - 1, PAST), 1 + (self.depth - 1) * self.beams
         # The entry of a position is stored with the token after it, which it reads too.
         position = (length - count).clamp(min=1)[:, None] + torch.arange(count, device=length.device)  # [B, S]

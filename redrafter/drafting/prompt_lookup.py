@@ -1,7 +1,7 @@
 """Drafts copied from the text itself: what followed an earlier occurrence of its last tokens.
 
 `PromptLookupProposer` drafts nothing else. `TextBeside` adds such a chain to the tree of any other proposer, as nodes
-beside those that are there. Since a draft counts only if it is what the target draws itself, any union of drafts is as
+in addition to its own. Since a draft counts only if it is what the target draws itself, any union of drafts is as
 exact as each of them.
 """
 
@@ -21,9 +21,9 @@ from redrafter.tree.accept import accept
 from redrafter.tree.sizes import check_size
 from redrafter.tree.token_tree import Tree, chain
 
-MATCH_TOKENS = 8  # last tokens that are looked for beside another proposer, at most
+MATCH_TOKENS = 8  # last tokens to match, with another proposer, at most
 LEAST_MATCH = 2  # of these that must match: single tokens recur by chance
-DRAFTS_PER_MATCHED = 2  # on a CPU, where each node takes time: a long match is more likely to go on
+DRAFTS_PER_MATCHED = 2  # on a CPU, where each node takes time: a long match is more likely to continue
 
 
 def latest_match(tokens: Tensor, length: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -38,11 +38,13 @@ def latest_match(tokens: Tensor, length: Tensor, most: int) -> tuple[Tensor, Ten
         The position after the occurrence, 0 for none, and how many tokens match, `[B, 1]` int64 each.
     """
     last, back = length[:, None], torch.arange(1 - most, 1, device=tokens.device)
+    # Paddings of -1 and -2 match neither a token nor each other.
     key = tokens.gather(1, (last + back).clamp(min=0)).masked_fill(last + back < 0, -1)  # [B, most]
     ending = pad(tokens, (most - 1, 0), value=-2).unfold(1, most, 1)  # [B, T, most], the tokens up to each position
-    behind = torch.arange(1, most + 1, device=tokens.device)
-    matched = most - ((ending != key[:, None]) * behind).amax(-1)  # [B, T], those after the last that differs
+    back_by = torch.arange(1, most + 1, device=tokens.device)
+    matched = most - ((ending != key[:, None]) * back_by).amax(-1)  # [B, T], those after the last that differs
     position = torch.arange(tokens.shape[1], device=tokens.device)
+    # The longest match, and of equally long ones the latest, whose continuation is most like the text to come.
     rank = torch.where(position < last, matched * tokens.shape[1] + position, 0)
     best = rank.argmax(dim=1, keepdim=True)
     found = matched.gather(1, best).where(best < last, 0)
@@ -50,9 +52,9 @@ def latest_match(tokens: Tensor, length: Tensor, most: int) -> tuple[Tensor, Ten
 
 
 class Repeats:
-    """Tells on the host whether a text has a match, so that a step without one need not search for it.
+    """Checks on the host whether a text has a match, so that a step without one need not search for it.
 
-    It is only a hint: what is copied is found by `latest_match`, and nothing that is drafted changes a token.
+    It is only a hint: `latest_match` finds the copied tokens, and drafts change no token.
     """
 
     def __init__(self) -> None:
@@ -65,7 +67,7 @@ class Repeats:
         """Return whether the last LEAST_MATCH tokens of a text occur earlier in it, or in a piece of another one.
 
         Args:
-            tokens: The text, which begins with what was given in earlier calls.
+            tokens: The text, which begins with that of earlier calls.
             piece: Tokens of the other text. Earlier pieces are not forgotten, as a step that searches in vain is right.
         """
         if piece is not None and piece is not self._piece:
@@ -78,7 +80,7 @@ class Repeats:
 
 
 def searched(state: State) -> tuple[Tensor, Tensor]:
-    """Return what each row copies from, a piece of an earlier text and then its own, and where its pending token is.
+    """Return the tokens that each row may copy, a piece of an earlier text and then its own, and where it is pending.
 
     They are `[B, R + T]` and `[B]` int64.
     """
@@ -88,7 +90,7 @@ def searched(state: State) -> tuple[Tensor, Tensor]:
 
 
 def copy_from(tokens: Tensor, length: Tensor, start: Tensor, count: int) -> Tensor:
-    """Return the `count` tokens from position `start` `[B, 1]` on, `[B, count]`; 0 stands for the pending token.
+    """Return the `count` tokens from position `start` `[B, 1]` on, `[B, count]`; 0 is the pending token.
 
     What reaches the end of the text starts over, which is right where the text is in a loop.
     """
@@ -149,7 +151,7 @@ class PromptLookupProposer:
 
 @dataclass(frozen=True)
 class TextBeside:
-    """Drafts what another proposer drafts, and beside it a chain that is copied from the text.
+    """Adds a chain that is copied from the text to another proposer's drafts.
 
     Attributes:
         without_text: The other proposer. An LM that drafts reads L more of the last tokens in each step, as it has read
@@ -179,7 +181,7 @@ class TextBeside:
 
     @property
     def sizes(self) -> dict[str, int] | None:
-        """The other proposer's sizes, and what is copied."""
+        """The other proposer's sizes, and those of the copied chain."""
         return (self.without_text.sizes or {}) | {"draft_from_text": self.draft_len}
 
     @cached_property
@@ -202,6 +204,7 @@ class TextBeside:
             longest = int(matched.where(state.active[:, None], 0).max())
             if longest < LEAST_MATCH:
                 return tree
+            # On a CPU each node takes time, and the longer a match is, the longer it tends to continue.
             count = min(count, DRAFTS_PER_MATCHED * longest)
         return graft(tree, copy_from(tokens, length, start, tree.levels + count))
 

@@ -90,11 +90,11 @@ class Proposer(Protocol):
 
     @property
     def without_text(self) -> "Proposer | None":
-        """What drafts the same but for what is copied from the text; None where nothing is copied beside it."""
+        """The same proposer without drafts copied from the text; None where it copies none."""
 
     @property
     def sizes(self) -> dict[str, int] | None:
-        """Sizes of what is drafted per step, by the names of their options; None where nothing is."""
+        """Sizes of a step's drafts, by the names of their options; None without drafts."""
 
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
@@ -105,7 +105,7 @@ class Proposer(Protocol):
             state: The rows' texts, pending tokens and hidden states.
             sampler: How the target will draw.
             noise: The noise that the target will draw with, by depth, `[B, K+1, V]`; None if greedy.
-            cache: The target's keys and values, and what its drafter stores beside them.
+            cache: The target's keys and values, and its drafter's entries.
             draft_cache: The keys and values of `model`; None without a model.
         """
 
@@ -129,7 +129,7 @@ def step_tokens(proposer: Proposer, rows: int) -> int:
 
 
 class PricedDrafter(nn.Module):
-    """What a search needs of every drafter: its ids, and the price of a draft. Here a step reads all of its weights.
+    """Interface of every searched drafter: its ids, and the price of a draft. Here a step reads all of its weights.
 
     Attributes:
         config: Its architecture.
@@ -142,7 +142,7 @@ class PricedDrafter(nn.Module):
     def draft_bytes(self, depth: int) -> int:
         """Return the bytes of the drafter's own weights that a draft of `depth` search steps reads.
 
-        What reads the target's hidden state alone is read once; what is stored of committed tokens is not made then.
+        Weights that read the target's hidden state alone count once; those that make committed tokens' entries do not.
         """
         return depth * sum(weight.nbytes for weight in self.parameters())
 
@@ -198,17 +198,17 @@ class SearchProposer:
         return self.grow(state, sampler, self.scores(state, sampler, noise, self.read_context(state, cache)))
 
     def read_context(self, state: State, cache: KVCache) -> Any:
-        """Return what the drafter reads of the rows' committed tokens; None where it reads nothing."""
+        """Return the drafter's entries of the rows' committed tokens; None where it has none."""
         raise NotImplementedError
 
     def scores(self, state: State, sampler: Sampler, noise: Tensor | None, context: Any) -> Expand:
-        """Return what scores the next tokens of every beam, over the drafter's vocabulary.
+        """Return the function that scores the next tokens of every beam, over the drafter's vocabulary.
 
         Args:
             state: The rows' texts, pending tokens and hidden states.
             sampler: How the target will draw.
             noise: The noise that the target will draw with, by depth, `[B, K+1, V]`; None if greedy.
-            context: What the drafter reads of the committed tokens, as `read_context` returns it.
+            context: The drafter's entries of the committed tokens, as `read_context` returns it.
         """
         raise NotImplementedError
 

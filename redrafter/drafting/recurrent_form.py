@@ -1,4 +1,4 @@
-"""What the form of a recurrent drafter may be, as options of commands say it. This module imports no torch."""
+"""Forms of a recurrent drafter, as options of commands. This module imports no torch."""
 
 from collections.abc import Callable
 

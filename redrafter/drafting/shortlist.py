@@ -41,7 +41,7 @@ class Shortlist(nn.Module):
     ) -> Candidates:
         """Score the likeliest ids of every beam with the head; all shapes are fixed, and nothing is read by the host.
 
-        The rough scores have the target's noise too: what it draws may be unlikely by the logits alone.
+        The rough scores have the target's noise too: the drawn token may be unlikely by the logits alone.
 
         Args:
             x: Inputs of the head, `[B, w, R]`.

@@ -1,4 +1,4 @@
-"""What a drafter adds in order to be evaluated on given texts, and to be trained on them."""
+"""Interfaces of drafters that are evaluated on given texts, or trained on them."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
@@ -85,7 +85,7 @@ class TrainableDrafter(ReplayableDrafter):
     def unroll_bytes(self, rows: int, length: int, steps: int) -> dict[str, float]:
         """Return about how many bytes `unroll` keeps for the gradients of all positions of rows of `length` tokens.
 
-        They are named by what they are for, as `redrafter train --dry-run` shows them.
+        They are named by their purpose, as `redrafter train --dry-run` shows them.
         """
         raise NotImplementedError
 

@@ -19,10 +19,10 @@ UNSHARED_SCORE = -2e9  # below any score of a token that may be drafted, forbidd
 
 @dataclass(frozen=True)
 class VocabularyMap:
-    """For each of the target's V tokens, what the draft model has for it.
+    """Maps each of the target's V tokens to the draft model's.
 
     Attributes:
-        pieces: The draft model's ids that it reads, `[V, m]` int64; 0 behind the last one.
+        pieces: The draft model's ids that it reads, `[V, m]` int64; 0 after the last one.
         counts: How many these are, from 1 to m, `[V]` int64.
         draft_ids: The draft model's id of the same bytes, `[V]` int64; 0 where it has none.
         shared: Whether it has one, `[V]` bool. A shared token has one piece, that id.
@@ -79,13 +79,14 @@ class VocabularyMap:
 
     def restrict(self, logits: Tensor) -> Tensor:
         """Return the draft model's logits `[..., V']` over the target's ids, `[..., V]` float32, lowest if unshared."""
+        # Finite, as sums of scores are compared: two infinite ones could not be ordered.
         lowest = torch.finfo(torch.float32).min
         return logits.float().index_select(-1, self.draft_ids).masked_fill_(~self.shared, lowest)
 
     def never_draft_others(self, scores: Tensor, lowest: float) -> Tensor:
         """Return scores `[..., V]` by which a token that is not shared is chosen after any that is.
 
-        A text's draft tokens are counted by its tokens, so the draft model must have read what is accepted as it is.
+        A text's draft tokens are counted by its tokens, so the draft model must have read accepted drafts as they are.
 
         Args:
             scores: Scores after the processors, which may forbid every shared token.
@@ -113,7 +114,7 @@ class DraftText:
         self._ends = [len(self.ids)]  # of each number of tokens of the target
 
     def length(self, tokens: Sequence[int], count: int | None = None) -> int:
-        """Return how many of `ids` stand for the first `count` tokens of a text in the target's tokens; None for all.
+        """Return how many of `ids` spell the first `count` tokens of a text in the target's tokens; None for all.
 
         The text begins with those that were given before.
         """

@@ -1,9 +1,9 @@
-"""What a caller gives to `generate`, checked: arguments, prompts, and inputs of a model beside them.
+"""Check the arguments of `generate`: options, prompts, and further inputs of a model.
 
-Arguments are known, or refused by name, and said in transformers' terms. Models with an encoder beside their text are
-told about its inputs in every call, from transformers' `generate` or from a processor, and some get a position for each
-axis of an image. For text alone, all of it says what ids and mask say already. Images are taken by models that can be
-given what was encoded of them; anything more is refused by name.
+Arguments are known, or refused by name, and translated to transformers' names. Models with an encoder in addition to
+their decoder are given its inputs in every call, from transformers' `generate` or from a processor, and some get a
+position for each axis of an image. For text alone, all of it says what ids and mask say already. Images are taken by
+models that can be given what was encoded of them; anything more is refused by name.
 """
 
 import copy
@@ -276,6 +276,7 @@ def check_ids(input_ids: Tensor, mask: Tensor | None, target: Target, options: E
             one leaves no room to write.
     """
     low, high = (int(x) for x in input_ids.aminmax())
+    # On a GPU an id out of range would end the process with a device assertion.
     if low < 0 or high >= target.vocab_size:
         bad = low if low < 0 else high
         raise ArgumentError(f"token id {bad} is out of range: the target's vocabulary has {target.vocab_size} ids")
@@ -309,7 +310,7 @@ def separate_inputs(arguments: Mapping[str, Any], target: Target) -> tuple[dict[
     """Separate the inputs of the model, which its forward names, from the other arguments of a call.
 
     Returns:
-        The other arguments; and the images with the types of tokens beside them, on the model's device. Empty inputs,
+        The other arguments; and the images with their types of tokens, on the model's device. Empty inputs,
         such as a processor makes of a text without images, are in neither.
 
     Raises:
@@ -336,7 +337,8 @@ def read_prepared(
 ) -> list[ImagePrompt | None]:
     """Return the images of each row, or None for a row without any, among what transformers has prepared.
 
-    `prepared` is what it would give to the model beside ids and mask; `seen` is False where a row is padded, `[B, P]`.
+    `prepared` is what it would give to the model in addition to ids and mask; `seen` is False where a row is padded,
+    `[B, P]`.
 
     Raises:
         ArgumentError: The images do not fit the prompts.
@@ -365,7 +367,7 @@ def _check_empty(name: str, value: Any, model: Any) -> None:
 
 
 def _count_tokens(positions: Tensor, seen: Tensor, rows_of_text: Tensor) -> bool:
-    """Tell whether tokens are counted from 0 in each row of text, padding aside.
+    """Return whether tokens are counted from 0 in each row of text, padding aside.
 
     Positions are `[B, P]`, or `[A, B, P]` with one position per axis, which are equal for text; B may be 1 for all.
     """
@@ -379,7 +381,7 @@ def _count_tokens(positions: Tensor, seen: Tensor, rows_of_text: Tensor) -> bool
 
 
 def _is_empty(value: Any) -> bool:
-    """Tell whether an input holds nothing, as what was encoded of no image does."""
+    """Return whether an input is empty, as the encoding of no image is."""
     if isinstance(value, Mapping):
         return all(map(_is_empty, value.values()))
     return value is None or (isinstance(value, list | tuple) and all(map(_is_empty, value)))

@@ -1,4 +1,4 @@
-"""A call of `generate` while it is decoded: its rows, the scheduler that runs them, and who is told of their tokens."""
+"""A call of `generate` while it is decoded: its rows, their scheduler, and the receivers of their tokens."""
 
 import time
 import warnings
@@ -51,7 +51,7 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
 
 
 class Row:
-    """One output row of a call: its sequence, and what is recorded of each token."""
+    """One output row of a call: its sequence, and the records of each token."""
 
     def __init__(self, index: int, prompt: list[int], call: "Call"):
         """Make a row that has not begun; `prompt` has its padding."""
@@ -120,7 +120,7 @@ class Call:
     Attributes:
         rows: The rows, in their order.
         ended: Number of rows that have ended, counted so that no step has to look at all of the rows.
-        error: What ended the first row that did not end by itself; None where there is no such row.
+        error: The error that ended the first failed row; None where there is no such row.
     """
 
     def __init__(self, request: Request, stream: "StepStreamer | None" = None):
@@ -131,7 +131,7 @@ class Call:
 
     @contextmanager
     def queued(self, scheduler: Scheduler) -> Iterator[None]:
-        """Queue the rows in a scheduler without sequences, and take back what they still hold at the end.
+        """Queue the rows in a scheduler without sequences, and release what they still hold at the end.
 
         Within the context an exception in a round is raised by that round.
         """
@@ -158,6 +158,8 @@ class Call:
         with self.queued(scheduler), shown as bar:
             while not scheduler.idle:
                 scheduler.read()
+                # Rank 0's clock decides for all: ranks that stop after different rounds would wait for each other for
+                # ever.
                 if deadline < float("inf") and ranks.from_first(time.time() >= deadline):
                     scheduler.settle()
                     break
@@ -177,7 +179,7 @@ class Call:
         if not request.as_dict:
             return sequences
         seeds = None if request.params[0].greedy else [params.seed for params in request.params]
-        # transformers annotates these fields more narrowly than what it puts there itself.
+        # transformers annotates these fields more narrowly than the values it assigns itself.
         return GenerateOutput(
             sequences=sequences,  # type: ignore[arg-type]
             scores=_columns([row.scores for row in rows]) if "scores" in request.keeps else None,  # type: ignore[arg-type]
@@ -235,7 +237,7 @@ class StepStreamer(Protocol):
 
         Args:
             row: Index of the output row.
-            tokens: What the step added.
+            tokens: Tokens that the step added.
             accepted: How many of `tokens`, from the first on, were drafts.
             ended: Whether the row ended with them.
         """

@@ -37,7 +37,7 @@ class Changeable:
     def update_weights(self, weights: str | Path | Mapping[str, Tensor]) -> list[str]:
         """Write new weights of the target in the place of the old ones, so that captured steps are kept.
 
-        What was made of the old weights is made anew: FP8 copies, and tables of drafters; stored prefixes are
+        Copies of the old weights are rebuilt (FP8 copies, and tables of drafters); stored prefixes are
         forgotten. Whatever drafts, drafts on as it is: texts are the new model's, and its drafts are kept less often.
 
         Args:
@@ -89,7 +89,7 @@ class Changeable:
     def wake(self) -> None:
         """Take the memory again that `sleep` has given back, with the same weights.
 
-        Steps are captured anew where the memory is elsewhere now. Awake already, it does nothing.
+        Steps are captured again where the memory has moved. Awake already, it does nothing.
 
         Raises:
             CacheFullError: The device has too little memory now; the engine sleeps on.
@@ -116,11 +116,11 @@ class Changeable:
         raise NotImplementedError
 
     def derive(self) -> None:
-        """Make anew, in place, what was made of the weights of the target and the drafter."""
+        """Rebuild, in place, the copies and tables derived from the weights of the target and the drafter."""
         self._derived_of = self.target.version
 
     def follow_changes(self, *, speculate: bool = True) -> None:
-        """Take note of what was changed on the models since, and make anew what was made of other weights.
+        """Detect changes of the models since the last call, and rebuild what is derived from other weights.
 
         Without `speculate`, only the target counts.
 
@@ -149,6 +149,7 @@ class Changeable:
     def _make(self, change: EngineChange) -> None:
         """Make a change between two calls."""
         with self._gate:
+            # A running call has read weights and captured steps that the change would replace.
             if self._calls:
                 raise ArgumentError("generate() is running on this engine: change it before or after the call")
             graphs = (self.lender or self).graphs

@@ -22,7 +22,7 @@ from redrafter.scheduler.paged_memory import PagedMemory
 if TYPE_CHECKING:
     from redrafter.engine.changeable import Changeable
 
-# Fields of a drafter's config that say how it was trained and is used by default, and nothing of what it computes.
+# Fields of a drafter's config that say how it was trained and is used by default, and do not affect its computation.
 NOT_OF_FORM = frozenset(
     {"draft_beams", "draft_len_per_beam", "trained_draft_len", "base_model", "base_embedding_norms"}
 )
@@ -80,7 +80,7 @@ class Wake(EngineChange):
 
 
 class UpdateWeights(EngineChange):
-    """Writes new weights of the target in the place of the old ones, and makes anew what was made of these."""
+    """Writes new weights of the target over the old ones, and rebuilds tensors derived from these."""
 
     def __init__(self, engine: "Changeable", weights: "str | Path | Mapping[str, Tensor]"):
         """Read the weights and find them to fit; see `Changeable.update_weights`."""
@@ -134,6 +134,7 @@ class ChangeDrafter(EngineChange):
         """Write the weights; see `EngineChange.apply`."""
         check_changeable(self._engine, asleep=False)
         drafter: Any = self._engine.drafter
+        # Copied before the write, which is in place.
         before = snapshot(drafter)
         with self._engine.target.lock:
             self._new.write()
@@ -152,7 +153,7 @@ def check_changeable(engine: "Changeable", *, asleep: bool | None) -> None:
 def check_same_form(running: Drafter, other: Drafter, name: str) -> None:
     """Raise `MismatchError` unless two drafters compute the same of their weights; `name` is what the second is called.
 
-    So captured steps, and what is stored of texts, are of both.
+    So captured steps and cached entries are valid for both.
     """
     kinds = running.config.kind, other.config.kind
     if type(running) is not type(other):

@@ -37,7 +37,7 @@ def decode_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], ski
 class Detokenizer:
     """Decodes tokens as they come, into pieces of text that join to `decode` of all the tokens, special ones skipped.
 
-    A window of the last tokens is decoded anew and what it has gained is the new text, so the work per token does not
+    A window of the last tokens is decoded again and its growth is the new text, so the work per token does not
     grow with the text. Bytes that end in the middle of a character are held back, so that no piece holds a part of one.
 
     Args:
@@ -58,6 +58,7 @@ class Detokenizer:
             return ""
         self._window.extend(tokens)
         text = self._decode(self._window)
+        # A replacement character at the end may be the beginning of a character that the next token completes.
         held = len(text) - len(text.rstrip(REPLACEMENT))
         if len(self._window) > MAX_WINDOW_TOKENS:
             held = min(held, MAX_PARTIAL_BYTES)

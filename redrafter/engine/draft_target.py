@@ -31,7 +31,7 @@ Acceptance = Literal["match", "rejection"]
 ACCEPTANCE: tuple[Acceptance, ...] = ("match", "rejection")
 
 CAPTURED_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # that steps are captured for, of those up to the longest
-# What a forward costs beside its weights, by device: each layer, in parameters that could be read meanwhile; and each
+# Costs of a forward besides reading weights, by device: each layer, in parameters that could be read meanwhile; each
 # further node in one row, in forwards of one node. Measured on two cores of a Xeon in float32 and an H200 in bfloat16.
 LAYER_COST_PARAMETERS = {"cpu": 6e6, "cuda": 70e6}
 NODE_COST_FORWARDS = {"cpu": 0.05, "cuda": 0.0}
@@ -107,7 +107,7 @@ class DraftTarget(Engine):
         self._with_text: dict[int, TextBeside] = {}
 
     def proposer_for(self, rows: int) -> Proposer:
-        """Return the proposer for a batch of `rows` rows, beside which drafts may be copied from the text."""
+        """Return the proposer for a batch of `rows` rows, with drafts copied from the text where allowed."""
         proposer, target = self._by_length[self.draft_len], self.target
         states = RECURRENT_STATES in proposer.model.features
         states = states or (RECURRENT_STATES in target.features and target.device.type != "cpu")
@@ -122,7 +122,7 @@ class DraftTarget(Engine):
         count = text_nodes(bucket(rows), proposer.nodes, target.device.type)
         if not count:
             return proposer
-        # What is copied and accepted may be followed by the last draft, which has not been read either.
+        # Copied and accepted drafts may be followed by the last draft, which has not been read either.
         return self._with_text.setdefault(count, TextBeside(replace(proposer, reread=1 + count), count))
 
     @classmethod
@@ -149,7 +149,7 @@ class DraftTarget(Engine):
         Args:
             model: The target.
             draft_model: The draft model. Where its tokenizer is another one than the target's, it drafts the tokens
-                that stand for the same bytes in both vocabularies, and reads the others as several of its own.
+                that spell the same bytes in both vocabularies, and reads the others as several of its own.
             draft_len: Tokens drafted per step, one after the other.
             num_beams: Above 1, the draft model's likeliest continuations make a tree.
             node_budget: Nodes of that tree verified per step, 1 + num_beams * draft_len at most; None for as many as
@@ -159,8 +159,8 @@ class DraftTarget(Engine):
                 same distribution (greedy decoding is the same in both).
             adaptive: Draft at most draft_len tokens, fewer where drafts were not kept of late or where the draft model
                 itself is in doubt.
-            tokenizer: The target's tokenizer, or where it is; None for the one beside the target, which a model that is
-                loaded already is looked up for by its name.
+            tokenizer: The target's tokenizer, or where it is; None for the one in the target's directory, which a model
+                that is loaded already is looked up for by its name.
             draft_tokenizer: The same for the draft model.
             draft_device: The draft model's device; None for the target's.
             draft_quantization: As `quantization`, for the draft model.
@@ -213,7 +213,7 @@ class DraftTarget(Engine):
         return DraftLengthPolicy(self._by_length, sizes, lambda rows: cost + node_cost * (rows - 1))
 
     def _doubt(self, rows: int) -> float:
-        """Return how likely a draft must be right to be worth another one behind it, in a step of `rows` rows."""
+        """Return the probability that a draft must have to be worth another one after it, in a step of `rows` rows."""
         return min(TOKENS_PER_FORWARD * (self._draft_cost + self._node_cost * rows), 0.9)
 
 

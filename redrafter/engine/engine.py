@@ -63,7 +63,7 @@ class Engine(Changeable):
 
     Attributes:
         target: The bound model whose text is wanted.
-        proposer: What drafts for it, for one row.
+        proposer: Its proposer, for one row.
         options: Limits of memory and lengths; None, when the engine is made, for the defaults.
         plain: The proposer that drafts nothing.
         draft_model: The model that drafts, or None.
@@ -73,7 +73,7 @@ class Engine(Changeable):
             model's own says.
         drafter: The drafter that was trained for the target; None where another model, or none, drafts.
         previous_drafter: The weights of the drafter before the last `change_drafter`; None before the first.
-        draft_vocabulary: What the draft model has for each of the target's tokens; None where its ids are the target's.
+        draft_vocabulary: The draft model's tokens for each of the target's; None where its ids are the target's.
         rejection_sampling: Whether sampled drafts are kept by rejection sampling; sampled tokens are then not those of
             undrafted decoding.
         pauses: Whether steps draft other trees, or nothing for a while, where drafts gain less than they cost. It
@@ -122,13 +122,13 @@ class Engine(Changeable):
 
     @cached_property
     def _times(self) -> StepTimes:
-        """What the engine's steps take on a CPU, and, until that is measured, are taken to cost there."""
+        """Measured times of the engine's steps on a CPU, and assumed ones until they are measured."""
         clock = self.clock if self.target.ranks.size == 1 else None  # ranks must agree
         return StepTimes(self._assumed, self.plain, clock)
 
     @cached_property
     def _assumed(self) -> StepCosts:
-        """What steps are taken to cost where nothing was measured."""
+        """Assumed costs of steps where nothing was measured."""
         # Ranks must agree, and their parts of the target may differ in size.
         alone, proposer = self.target.ranks.size == 1, self.proposer
         read = proposer.draft_bytes if alone and isinstance(proposer, SearchProposer) else 0
@@ -199,7 +199,7 @@ class Engine(Changeable):
         return reason and f"the draft model: {reason}"
 
     def drop_graphs(self) -> None:
-        """Forget the captured steps and so free what they hold; the next batch captures again. No batch may be open."""
+        """Forget the captured steps and free their memory; the next batch captures again. No batch may be open."""
         self.batches.drop()
 
     def forget_prefixes(self) -> None:
@@ -208,19 +208,19 @@ class Engine(Changeable):
             graphs.forget_prefixes()
 
     def lend_to(self, other: "Engine") -> None:
-        """Let another engine on the same target use this one's GPU memory and captured steps beside its own."""
+        """Let another engine on the same target use this one's GPU memory and captured steps in addition to its own."""
         assert other.target is self.target
         assert other.draft_model is None or other.draft_model is self.draft_model
         other.lender = None if other is self else self
 
     def load_adapter(self, name: str, path: str | Path | LoraWeights) -> None:
-        """Load a LoRA adapter beside the model, for the texts that ask for it by name.
+        """Load a LoRA adapter of the model, for sequences that request it by name.
 
         Engines on one target share its adapters. What drafts stays as it is: it changes no token, but where an adapter
         writes other texts, fewer drafts are accepted.
 
         Args:
-            name: What to call it.
+            name: Name of the adapter.
             path: Directory that PEFT's `save_pretrained` wrote, or what `read_adapter` has read of one.
 
         Raises:
@@ -242,7 +242,7 @@ class Engine(Changeable):
             self.load_adapter(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter. Texts that are being written with it go on.
+        """Forget a LoRA adapter. Sequences that use it continue.
 
         Raises:
             ArgumentError: There is no such adapter.
@@ -292,7 +292,7 @@ class Engine(Changeable):
                 always kept). Besides, `temperature` may be a list with one value per output row; `frequency_penalty`,
                 `presence_penalty` and `logit_bias` (a dict from ids) are OpenAI's; `grammar` is a `Grammar` that the
                 texts follow, or what `Grammar.of` reads, with `tokenizer`, or a list of one or None per output row.
-                A model that sees images takes what its processor returns beside ids and mask (`pixel_values`, ...).
+                A model that sees images takes the other outputs of its processor (`pixel_values`, ...).
 
         Returns:
             Ids `[B, P + new]`, laid out as `model.generate` lays them out, or a `GenerateOutput` with `.stats`.
@@ -317,17 +317,18 @@ class Engine(Changeable):
         # 2. Check the shapes that transformers counts on. Ids and mask are checked as it prepares them, in phase 4.
         input_ids = check_shapes(input_ids, attention_mask)
 
-        # 3. Say in transformers' terms what it has no names for, or would not hand on.
+        # 3. Translate arguments that transformers has no names for, or would not pass on.
         kwargs, own = split_own(kwargs)
         if return_dict_in_generate is not None:
             kwargs["return_dict_in_generate"] = return_dict_in_generate
         kwargs, generation_config = with_stop_strings(kwargs, generation_config, self.model.generation_config)
         if self.do_sample is not None and generation_config is None:
             kwargs.setdefault("do_sample", self.do_sample)
+        # The cache that transformers would make costs as much time as all else that it prepares.
         if not images:  # which are read with what transformers prepares
             kwargs, generation_config = without_cache(kwargs, generation_config, self.model.generation_config)
 
-        # 4. Let transformers prepare the call (configs, processors, criteria, rows), and decode what it prepared.
+        # 4. Let transformers prepare the call (configs, processors, criteria, rows), and decode the prepared call.
         target, device = self.target, self.target.device
         if PREPARES_ON_HOST and not target.image_arguments:
             device = torch.device("cpu")  # or each number that follows from ids and mask would be a launch, some a wait
@@ -392,7 +393,7 @@ class Engine(Changeable):
 
     @torch.inference_mode()
     def _decode(self, mine: OwnArguments, input_ids: Tensor, inputs: dict[str, Any]) -> Tensor | GenerateOutput:
-        """Decode a call that transformers has prepared; `inputs` is what it says beside the ids."""
+        """Decode a call that transformers has prepared; `inputs` are its arguments in addition to the ids."""
         # 1. Read which adapters the rows have.
         names = row_adapters(mine.adapter, mine.prompts or len(input_ids), len(input_ids))
         check_autocast(self.target.device)

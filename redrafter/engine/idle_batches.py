@@ -31,7 +31,7 @@ class IdleBatches:
     def lent(
         self,
         models: Models,
-        graphs: PagedMemory | None,
+        memory: PagedMemory | None,
         params: Sequence[SamplingParams],
         max_batch_size: int,
         *,
@@ -39,19 +39,19 @@ class IdleBatches:
     ) -> Iterator[RunningBatch]:
         """Yield an empty running batch for rows that draw as `params` say, at most `max_batch_size` of them at once.
 
-        Without `graphs` it has a dense cache. Later calls may have it, unless an exception ends the context.
+        Without `memory` it has a dense cache. Later calls may have it, unless an exception ends the context.
         """
         target, draft_model = models.target, models.draft_model if speculate else None
         rows = min(len(params), max_batch_size)
 
         def make(size: int, caches: PagedRows | DenseRows) -> RunningBatch:
             sampling = SamplingTensors(size, target.vocab_size, target.device, of_call=True)
-            return RunningBatch(target, sampling, size, caches, graphs)
+            return RunningBatch(target, sampling, size, caches, memory)
 
-        if graphs is None:
+        if memory is None:
             yield make(rows, DenseRows(target, draft_model, rows))
             return
-        versions = graphs.follow_changes(target, draft_model)
+        versions = memory.follow_changes(target, draft_model)
         # Settings that are as large as the vocabulary are held for no more rows than needed.
         capacity = bucket(rows if any(each.has_tables for each in params) else max(rows, max_batch_size))
         key, kept = (capacity, draft_model is not None, versions), not any(each.asks_host for each in params)
@@ -65,8 +65,9 @@ class IdleBatches:
             old.free()
         if batch is None:
             vocabulary = models.draft_vocabulary if speculate else None
-            batch = make(capacity, PagedRows(graphs, draft_model is not None, vocabulary))
+            batch = make(capacity, PagedRows(memory, draft_model is not None, vocabulary))
         yield batch
+        # Host processors hold the state of their sequences, so their batches serve no second call.
         if kept:
             with self._lock:
                 self._idle.append((key, batch))

@@ -33,7 +33,7 @@ def set_modes(target: Target, draft_model: Target | None, options: EngineOptions
 def make_batch_invariant(target: Target, draft_model: Target | None, *, compile: bool) -> None:
     """Make the target of an engine batch-invariant, and let its draft model, if it has one, share its kind of cache.
 
-    What is drafted changes no text, so the draft model is computed as ever.
+    Drafts change no text, so the draft model is computed as usual.
 
     Raises:
         ArgumentError: The target was compiled before.

@@ -129,7 +129,7 @@ class ReDrafter(Engine):
                 there is one ("auto"), from the file at a path, or not at all (None). Any of the three arguments before
                 it, where given, wins over all of it.
             draft_quantization: As `quantization`, for the drafter, its head included.
-            keywords: What follows, and fields of `EngineOptions`; all others are for `AutoModelForCausalLM`.
+            keywords: The arguments below, and fields of `EngineOptions`; all others are for `AutoModelForCausalLM`.
 
         Keyword Args:
             dtype (str | torch.dtype): The models' dtype; "auto" for the checkpoint's, which is bfloat16 for quantised
@@ -161,6 +161,7 @@ class ReDrafter(Engine):
         drafter, defaults = load_drafter(model, drafter, target, load.get("revision"), draft_quantization)
         shapes = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
         merged = defaults.shape
+        # The checkpoint's copy of the default is no request: on a CPU, fewer levels may be drafted.
         if merged.draft_len_per_beam == drafter.config.draft_len_per_beam:  # nobody chose another than the drafter's
             merged = replace(merged, draft_len_per_beam=None)
         engine = cls(target, drafter, asked.over(merged), options=options, tuning=shapes)
@@ -187,7 +188,7 @@ class ReDrafter(Engine):
         return self._proposer_of(shape, rows)
 
     def derive(self) -> None:
-        """Make the drafter's tables anew; see `Engine.derive`."""
+        """Rebuild the drafter's tables from its weights."""
         super().derive()
         self._experience = None
         self.drafter.prepare(self.target)
@@ -243,7 +244,7 @@ class ReDrafter(Engine):
         return self._best[key]
 
     def _proposer_of(self, shape: TreeShape | None, rows: int) -> Proposer:
-        """Return the proposer of a shape for some rows, with what is copied from the text where that costs little."""
+        """Return the proposer of a shape for some rows, with drafts copied from the text where they cost little."""
         return self.plain if shape is None else self._with_copies(self._propose(self.target, shape), rows)
 
     def _with_copies(self, proposer: Proposer, rows: int) -> Proposer:

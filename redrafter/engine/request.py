@@ -187,6 +187,7 @@ def read_request(
             criteria.append(criterion)
     max_length = min(lengths, default=config.max_length)
     counts = length.tolist()
+    # `max_length` counts the padded prompt, and a row's own limit must not depend on the other rows.
     asked = [min(max_length, MAX_TEXT_TOKENS) - (width - count) for count in counts]
     most = min((x for x in (target.context, options.max_seq_len) if x is not None), default=MAX_TEXT_TOKENS)
     limits = [min(tokens, most) for tokens in asked]
@@ -239,7 +240,7 @@ def _grammars(given: Any, rows: int) -> Sequence[Grammar | None]:
 
 
 def _pad_token(config: GenerationConfig, eos: frozenset[int]) -> int:
-    """Return what fills rows after their end: as in transformers, the first EOS id where the config has no pad id."""
+    """Return the id that pads ended rows: as in transformers, the first EOS id where the config has no pad id."""
     for given in (config.pad_token_id, config.eos_token_id):
         if given is not None and (ids := torch.as_tensor(given).flatten().tolist()):
             return ids[0]

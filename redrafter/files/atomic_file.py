@@ -27,10 +27,11 @@ def check_writable(path: Path, flag: str) -> None:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file such that a reader finds the old content or the new content, never a part of it.
 
-    A symbolic link stays and its target is replaced; a device or a pipe is written to, not replaced. Nothing is left
-    behind where it raises `ArgumentError`.
+    A symbolic link stays and its target is replaced; a device or a pipe is written to, not replaced. No temporary file
+    remains where it raises `ArgumentError`.
     """
     target, encoded = path.resolve(), content.encode() if isinstance(content, str) else content
+    # In the same directory: a rename is atomic within one file system alone.
     temporary = _temporary_path(target)
     try:
         if target.exists() and not target.is_file() and not target.is_dir():

@@ -30,7 +30,7 @@ def check_output_folder(
         folder: Folder to write. Missing parents are allowed.
         overwrite: Whether a folder that is not empty may be replaced.
         flag: The option that named the folder, for errors.
-        what: What a replaceable folder holds, for errors, such as `drafter`.
+        what: Contents of a replaceable folder, for errors, such as `drafter`.
         replaceable: Returns whether an existing folder may be replaced. Others never are, even with `overwrite`.
     """
     if not folder.absolute().name or "\0" in str(folder) or len(os.fsencode(folder.name)) > MAX_NAME_BYTES:
@@ -53,13 +53,13 @@ def check_output_folder(
 def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
     """Write a folder such that a reader finds the old folder or the new one, never a part of one.
 
-    `fill` writes into a partial folder beside `folder`. Its files are synced to disk, an existing folder is renamed to
+    `fill` writes into a partial folder next to `folder`. Its files are synced to disk, an existing folder is renamed to
     make way, and the partial folder is renamed to `folder`; a symbolic link is followed. After a kill at any moment,
     `remove_leftovers` leaves the whole old folder or the whole new one.
 
     Raises:
         ArgumentError: If another process is writing the same folder.
-        CheckpointError: If the folder cannot be written. Nothing is left behind then.
+        CheckpointError: If the folder cannot be written. No partial folder remains then.
     """
     target = Path(os.path.realpath(folder))
     partial, old = _working_paths(target)
@@ -74,6 +74,8 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
                 raise ArgumentError(f"another process is writing {folder}; wait, or name another place") from error
             try:
                 fill(partial)
+                # The rename may reach the disk before the contents do, and a power cut would leave empty files under
+                # the new name.
                 for file in (*partial.rglob("*"), partial):
                     sync_to_disk(file)
                 if target.exists():
@@ -91,13 +93,14 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed or failed `write_folder` left beside a folder, and restore the old folder if need be.
+    """Remove what a killed or failed `write_folder` left next to a folder, and restore the old folder if need be.
 
     Nothing is changed while another process is writing the folder.
     """
     target = Path(os.path.realpath(folder))
     partial, old = _working_paths(target)
     if partial.exists():
+        # A partial folder whose lock is free belongs to a process that has ended.
         with suppress(OSError), _locked(partial):
             shutil.rmtree(partial)
     if partial.exists():

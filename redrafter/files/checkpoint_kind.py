@@ -37,6 +37,7 @@ def kind_of(directory: Path) -> str:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory: it does not exist")
     config = read_json(directory / "config.json")
+    # The order matters: formats share keys, so the ones with the most specific keys are tried first.
     if str(config.get("model_type")) in drafter_kinds():
         return "drafter"
     if config.get("model_type") == APPLE_MODEL_TYPE or ("num_draft_layers" in config and "model_type" not in config):

@@ -1,4 +1,4 @@
-"""GGUF files as models: which file a name stands for, what its header says, and how transformers is asked to read it.
+"""Open GGUF files as models: resolve a name to a file, read its header, and let transformers load it.
 
 transformers dequantises the weights when it reads them, so that a model from a GGUF file is a plain one.
 """
@@ -34,7 +34,7 @@ def is_gguf(name: str) -> bool:
 
 
 def find_gguf(name: str | Path) -> Path | None:
-    """Return the GGUF file that the name of a model stands for, or None.
+    """Return the GGUF file that the name of a model refers to, or None.
 
     It is the file itself, or the one GGUF file in a directory without a config.json.
 
@@ -83,6 +83,7 @@ def reading(name: str | Path) -> Iterator[tuple[str, dict[str, str]]]:
     bar = reader.tqdm
     reader.tqdm = partial(bar, disable=not is_progress_bar_enabled())
     try:
+        # An empty directory, so that transformers finds no other file than the GGUF file itself.
         with TemporaryDirectory(prefix="redrafter-") as empty:
             yield empty, {"gguf_file": str(file.absolute())}
     finally:
@@ -117,7 +118,7 @@ class GgufHeader:
 
     @property
     def dtype(self) -> "torch.dtype":
-        """Dtype that "auto" stands for: the file's own where it is not quantised, else bfloat16."""
+        """Dtype that "auto" selects: the file's own where it is not quantised, else bfloat16."""
         import torch
 
         # By ggml's ids. Files of 16 bits have their norms in float32.

@@ -31,7 +31,7 @@ DTYPE_NAMES = {
 
 
 class Header(NamedTuple):
-    """What the header of a file says of a tensor."""
+    """A tensor's entry in the header of a file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -47,7 +47,9 @@ def weight_files(directory: Path) -> tuple[list[Path], set[str]]:
     index = directory / INDEX_FILE
     if not index.exists():
         whole = directory / WEIGHTS_FILE
-        return [whole] if whole.exists() else [], set()  # also what is no regular file, which is refused by its name
+        return [
+            whole
+        ] if whole.exists() else [], set()  # also a path that is no regular file, which is refused by name later
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")

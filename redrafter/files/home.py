@@ -1,4 +1,4 @@
-"""The folder in which this library keeps what it has measured or compiled on a machine."""
+"""The folder in which this library keeps its measurements and compiled kernels of a machine."""
 
 import os
 from contextlib import suppress

@@ -13,7 +13,7 @@ def check_hub(name: str) -> None:
     """Check that a hub id can be looked for.
 
     huggingface_hub asks for each missing file six times, 24 s in all, where the hub cannot be reached. Here it is asked
-    once; without an answer, this process goes on offline with a repository that was downloaded before.
+    once; without an answer, this process continues offline with a repository that was downloaded before.
 
     Raises:
         CheckpointError: The hub cannot be reached, and the repository was not downloaded before.
@@ -69,4 +69,4 @@ def find_model_file(model: str, name: str) -> str | None:
     try:
         return hf_hub_download(model, name)
     except (OSError, ValueError, EntryNotFoundError, HfHubHTTPError):
-        return None  # loading the model says what is wrong
+        return None  # loading the model raises the precise error

@@ -28,7 +28,7 @@ READ_BYTES = 1 << 30  # at once: Linux reads less than 2 GiB in a call
 
 
 class _Stamp(NamedTuple):
-    """What of a file changes when its content does."""
+    """Attributes of a file that change when its content does."""
 
     device: int
     inode: int
@@ -72,6 +72,7 @@ def read_safetensors(files: Sequence[Path]) -> dict[str, Tensor]:
         if twice := tensors.keys() & read.keys():
             raise CheckpointError(f"{path} holds {min(twice)}, which another file of the checkpoint holds too")
         tensors |= read
+    # After the last file, as the first one may be changed while the others are read.
     for path, stamp in stamps.items():
         if not path.exists() or _Stamp.of(path.stat()) != stamp:
             raise CheckpointError(f"{path} was changed while it was read: give it again once it is written")
@@ -105,6 +106,7 @@ def _read_tensors(path: Path, file: FileIO, size: int) -> dict[str, Tensor]:
     tensors = {}
     for name, (dtype, shape, begin, end) in places.items():
         part = data[begin:end]
+        # A view in another dtype needs an aligned offset, which the format does not promise.
         aligned = part if begin % dtype.itemsize == 0 else part.clone()
         tensors[name] = aligned.view(dtype).view(shape)
     return tensors

@@ -1,7 +1,7 @@
 """Apple's drafters (apple/ml-recurrent-drafter), which Hugging Face's loaders read too: tensor names and config.
 
 The residual layers and the head after them are one list, `lm_head.0` to `lm_head.{L}`. Older checkpoints call that list
-`lm_heads`, with `input_projs` beside it, or `0`. The embedding table is the base's and is not stored.
+`lm_heads`, together with `input_projs`, or `0`. The embedding table is the base's and is not stored.
 """
 
 import re
@@ -59,7 +59,7 @@ def to_apple_name(name: str, layers: int) -> str:
 def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], directory: Path) -> DrafterConfig:
     """Convert Apple's config; keys without a counterpart are kept in `source_config`, for the way back.
 
-    The tensors, by Apple's names, tell the vocabulary and the recurrence if the config does not.
+    The tensors, by Apple's names, determine the vocabulary and the recurrence if the config does not.
     """
     # Only the number of layers may be 0.
     least = {"hidden_size": 1, "exit_dim": 1, "num_draft_layers": 0}

@@ -5,7 +5,7 @@ output of the target a layer number stands for: speculators' are those of a laye
 
 | | z-lab | DeepSpec | speculators | transformers |
 |---|---|---|---|---|
-| told by | `dflash_config` | `DSpark` in `architectures` | `speculators_model_type` | `model_type` |
+| identified by | `dflash_config` | `DSpark` in `architectures` | `speculators_model_type` | `model_type` |
 | fields | in `dflash_config`, or at the top | at the top | at the top | at the top |
 | a layer's config | at the top | at the top | `transformer_layer_config` | at the top |
 """
@@ -32,13 +32,13 @@ _KNOWN = {
     *("confidence_head_with_markov", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     *("is_causal", "causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "num_anchors"),
 }
-# Of the target, made anew from the config, or the confidence that the tree's own scores stand for.
+# Tensors of the target, computed from the config, or a confidence that the tree's own scores replace.
 _UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|confidence_head\..*|(.*\.)?rotary_emb\.inv_freq")
 _TRANSFORMERS_NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 
 
 def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], directory: Path) -> DFlashConfig:
-    """Convert the config of a drafter in any of the formats; its tensors tell what it has."""
+    """Convert the config of a drafter in any of the formats; its tensors decide which parts it has."""
     where, settings = directory / "config.json", as_dict(config.get("dflash_config"))
     if unknown := sorted(key for key in settings if key not in _KNOWN):
         raise UnsupportedError(f"{where} has dflash_config.{unknown[0]}={settings[unknown[0]]!r}, which is not read")

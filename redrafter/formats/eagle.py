@@ -51,12 +51,12 @@ _LAYER_KEYS = (
     "max_position_embeddings",
     "attention_bias",
 )
-# Of the target, or made anew from the config; nothing here reads them.
+# Tensors of the target, or computed from the config; nothing here reads them.
 _UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.inv_freq")
 
 
 def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], directory: Path) -> EagleConfig:
-    """Convert the config of a head in either format; its tensors tell whether it has embeddings of its own."""
+    """Convert the config of a head in either format; its tensors decide whether it has embeddings of its own."""
     read = _of_speculators if SPECULATORS_KEY in config else _of_eagle
     layer = layer_config(config.get("transformer_layer_config", config), directory, LAYER_TYPES)
     if layer.num_hidden_layers != 1:
@@ -92,6 +92,7 @@ def _of_speculators(config: Mapping[str, Any], directory: Path) -> dict[str, Any
     if ids is not None and 0 in ids:
         raise UnsupportedError(f"{directory} reads the target's embeddings ({LAYER_IDS}={ids}), which cannot be read")
     fields: dict[str, Any] = {
+        # speculators counts the layer that reads the hidden state, and we the layer that writes it.
         "target_layers": None if ids is None else [i - 1 for i in ascending(ids, directory)],
         "norm_before_residual": bool(config.get("norm_before_residual")),
         "norm_output": bool(config.get("norm_output")),
@@ -120,7 +121,7 @@ def _of_eagle(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def layer_config(config: Mapping[str, Any], directory: Path, known: Sequence[str]) -> Any:
-    """Return the config of decoder layers, of a `known` type, as transformers' class has it: with what is left out."""
+    """Return the config of decoder layers of a `known` type as transformers' class, which fills in defaults."""
     kind, where = config.get("model_type"), directory / "config.json"
     if kind not in known:
         raise UnsupportedError(f"{where} describes a layer of the type {kind}; {' and '.join(known)} can be read")
@@ -137,7 +138,7 @@ def layer_config(config: Mapping[str, Any], directory: Path, known: Sequence[str
 
 
 def layer_fields(layer: Any) -> dict[str, Any]:
-    """Return what `layer_config` returned as our configs of drafters with decoder layers have it."""
+    """Return the fields of a `layer_config` by their names in our configs of drafters with decoder layers."""
     return {key: getattr(layer, key) for key in _LAYER_KEYS if hasattr(layer, key)} | {"rope": layer.rope_parameters}
 
 

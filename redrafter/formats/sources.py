@@ -1,4 +1,4 @@
-"""What a conversion reads: a base model and a drafter in any of the formats, as configs and tensors not yet loaded."""
+"""Sources of a conversion: a base model and a drafter in any of the formats, as configs and tensors not yet loaded."""
 
 import io
 import pickle
@@ -155,7 +155,7 @@ class SourceDrafter:
 
     Attributes:
         directory: Where it is.
-        kind: What the directory holds, as `kind_of` names it.
+        kind: Kind of the checkpoint in the directory, as `kind_of` names it.
         config: Its config in this project's form.
         tensors: Tensors by this project's names; each `name` is that of the source.
         defaults: Search and sampling defaults that a merged or a TensorRT-LLM checkpoint holds.
@@ -182,6 +182,7 @@ class SourceDrafter:
         """Load the drafter on the CPU, in the dtype of its weights."""
         with torch.device("meta"):
             drafter = make_drafter(self.config)
+        # `assign`, since parameters on the meta device have no memory to copy into.
         drafter.load_state_dict({name: x.read(0, x.length) for name, x in self.tensors.items()}, assign=True)
         return drafter
 
@@ -250,7 +251,7 @@ def read_own(directory: Path) -> SourceDrafter:
 def load_foreign(name: str | Path) -> Drafter | None:
     """Load an EAGLE-3 head, or a DFlash or DSpark drafter, from a directory of another project, converted in memory.
 
-    Returns None for what is no such directory. Raises as `open_drafter` does.
+    Returns None for any other directory. Raises as `open_drafter` does.
     """
     directory = Path(name)
     if not (directory / "config.json").is_file() or kind_of(directory) not in FOREIGN:

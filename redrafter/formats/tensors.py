@@ -125,6 +125,7 @@ def cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     def read(first: int, last: int) -> Tensor:
         before = tensor.read(first, last)
         after = before.to(dtype)
+        # Counted, as numbers may have been infinite or NaN before.
         if after.isfinite().sum() < before.isfinite().sum():
             short = dtype_name(dtype)
             largest = before[before.isfinite()].abs().max()
@@ -201,6 +202,7 @@ def write_safetensors(
         code = SAFETENSORS_CODES[tensor.dtype]
         header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": offsets}
     head = json.dumps(header, separators=(",", ":")).encode()
+    # The format pads the header so that the data begin at a multiple of 8 bytes.
     head += b" " * (-len(head) % 8)
     with file.open("wb") as out:
         out.write(len(head).to_bytes(8, "little") + head)

@@ -311,6 +311,7 @@ def split_base(
         shares = []
         key_heads = config.num_key_value_heads
         for name, heads in zip(hf_names, (config.num_attention_heads, key_heads, key_heads), strict=True):
+            # With fewer key heads than ranks, neighbouring ranks get the same head.
             width, first = tensors[name].length // heads, rank * heads // tp
             shares.append(slice_rows(tensors[name], first * width, (first + max(heads // tp, 1)) * width))
         part[trtllm_name] = concat_rows(shares)

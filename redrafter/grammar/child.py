@@ -115,7 +115,7 @@ def _ebnf_to_lark(text: str) -> str:
 
 
 def run_in_deep_thread(work: Callable[[], Any], nice: int = 0) -> Any:
-    """Call a function in a thread with a stack of `STACK_BYTES` bytes; return what it returns, raise what it raises.
+    """Call a function in a thread with a stack of `STACK_BYTES` bytes; return its result or raise its exception.
 
     `nice` is added to the niceness, on Linux to that thread's alone.
     """
@@ -279,6 +279,7 @@ class GrammarState:
         mask = bytearray(self.matcher.compute_bitmask()[:size].ljust(size, b"\0"))
         if self.matcher.is_error():
             return None
+        # An end token that the grammar itself names would end the text in the middle of it.
         for token in self._stops:
             mask[token >> 3] &= ~(1 << (token & 7))
         if self.matcher.is_accepting():
@@ -295,7 +296,7 @@ COMPILE_NICENESS = 10  # of a compilation, so that texts that are being generate
 
 
 def prepare(end: bytearray, tokenizer: bytearray) -> Callable[[socket.socket], None]:
-    """Read a tokenizer, and return what a process for one grammar over its vocabulary does.
+    """Read a tokenizer, and return the main function of a process for one grammar over its vocabulary.
 
     Args:
         end: Id of the tokenizer's EOS token as JSON; null if it has none.
@@ -310,7 +311,7 @@ def prepare(end: bytearray, tokenizer: bytearray) -> Callable[[socket.socket], N
 def _follow(connection: socket.socket, vocabulary: Any) -> None:
     """Compile the grammar that is sent, then answer questions about its texts until the connection is closed.
 
-    What is sent first is `+` and the bytes that the compiled grammar takes, or `-` and an error message. Then come
+    The first message is `+` and the bytes that the compiled grammar takes, or `-` and an error message. Then come
     frames of JSON: the numbers of texts to be forgotten, and questions. A question is a text's number, the ids that end
     it, how many of the tokens sent before are still part of it, the tokens after those up to the root of a tree, the
     tree's tokens, the index of each one's parent, and how many levels need masks. The answers are a frame of JSON, with
@@ -318,6 +319,7 @@ def _follow(connection: socket.socket, vocabulary: Any) -> None:
     one of all masks. No pickles: a grammar that broke into this process must not get into the program.
     """
     held = memory()[1]
+    # Before anything of a client is read: its grammar is parsed within the limit too.
     limit_memory(limits.MAX_PROCESS_BYTES)
     source = GrammarSource(*json.loads(receive_frame(connection)))
     try:

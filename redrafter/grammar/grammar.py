@@ -36,7 +36,7 @@ class GrammarProcess(SandboxedProcess):
         lock: Held from a question to its answer.
         order: Threads that take the locks of several processes take them in this order.
         memory: Bytes that the compiled grammar takes.
-        forgotten: Numbers of dropped texts, of which the process is told with the next question.
+        forgotten: Numbers of dropped texts, which the next question reports to the process.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -5,7 +5,7 @@ key head) and one split of the committed tokens. The last split handles the tree
 values directly and stores them in the cache. A second kernel merges the splits by log-sum-exp (flash-decoding; Dao et
 al. 2023). Rows may have unequal numbers of nodes: programs of tiles that a row does not have end at once.
 
-Chunks of prompts that are read beside the trees are rows of a second launch, in which every token sees all before it.
+Chunks of prompts that are read with the trees are rows of a second launch, in which every token sees all before it.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ SHORT_CONTEXT_TOKENS = 2048  # for rows that are no longer, merging many splits 
 LONG_CONTEXT_TOKENS = 8192  # for longer rows, splits are added
 MAX_SPLITS = 256
 MAX_MERGED_NUMBERS = 1 << 15  # splits times a head's width that one program merges without registers in memory
-MAX_SPLIT_TOKENS = 8192  # of a row beside others; one program would take as long as all others together
+MAX_SPLIT_TOKENS = 8192  # of a row in a batch with others; one program would take as long as all others together
 MIN_SPLIT_TOKENS = 512  # of a row where splits are made for longer ones
 MAX_PART_NUMBERS = 1 << 26  # float32 numbers that all splits find: 256 MiB
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -43,7 +43,7 @@ def _scores(q, k, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _unit(scale, SOFTCAP: tl.constexpr):
-    """Return what `_scores` are multiplied by to be logarithms of weights to the base 2."""
+    """Return the factor that turns `_scores` into logarithms of weights to the base 2."""
     return LOG2E if SOFTCAP > 0 else scale * LOG2E
 
 
@@ -51,6 +51,7 @@ def _unit(scale, SOFTCAP: tl.constexpr):
 def _update_softmax(scores, unit, v, top, total, acc):
     """Add one tile of keys to an online softmax."""
     new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+    # A tile without any visible key must leave the state as it is, and -inf - -inf is NaN.
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * unit - anchor[:, None])
     shrink = tl.exp2(top - anchor)
@@ -138,8 +139,9 @@ def _attend_kernel(
     head = tl.program_id(1) // tiles
     tile = tl.program_id(1) % tiles
     split = tl.program_id(2)
-    n, behind = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
-    count = (tl.load(START + row + 1) - behind).to(tl.int32)
+    n, offset = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
+    count = (tl.load(START + row + 1) - offset).to(tl.int32)
+    # Lengths and starts are older than the previous kernel, which may still be writing the queries, keys and values.
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     if tile * BLOCK_M >= count * GROUP:
@@ -149,7 +151,7 @@ def _attend_kernel(
     node, q_of = m // GROUP, head * GROUP + m % GROUP
     live = node < count
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    token, index = behind + node, row * nodes + node
+    token, index = offset + node, row * nodes + node
     all_nodes = cached + nodes
     out = token * (HEADS * GROUP) + q_of
 
@@ -167,6 +169,7 @@ def _attend_kernel(
     if WINDOW > 0 or CHUNK > 0:
         whole = low
     if (split < splits - 1) & (low >= n):
+        # A total of 0 makes the merge skip this split, whose part is never written.
         tl.store(TOPS + (out * splits + split) * 2, float("-inf"), live)
         tl.store(TOPS + (out * splits + split) * 2 + 1, 0.0, live)
         return
@@ -205,7 +208,7 @@ def _attend_kernel(
         for start in range(tl.cdiv(tile * BLOCK_M, GROUP), end, STORED):
             j = start + tl.arange(0, STORED)
             store_new(
-                K, V, KEYS, VALUES, TABLE, behind + j, n + cached + j, j < end, k_token, k_head, v_token, v_head,
+                K, V, KEYS, VALUES, TABLE, offset + j, n + cached + j, j < end, k_token, k_head, v_token, v_head,
                 cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, LARGEST,
             )  # fmt: skip
         if CACHED:
@@ -227,10 +230,10 @@ def _attend_kernel(
         for start in tl.range(0, end, BLOCK_S, num_stages=NODE_STAGES):
             j = start + tl.arange(0, BLOCK_S)
             held = j < count
-            other = behind + j
+            other = offset + j
             k = tl.load(K + other * k_token + head * k_head + dk[:, None], held & (dk[:, None] < DK), 0.0)
             v = tl.load(V + other[:, None] * v_token + head * v_head + dv, held[:, None] & (dv < DV), 0.0)
-            # As every later forward will read them, or a token's text would depend on what was read beside it.
+            # Rounded as later forwards read them, or a token's logits would depend on the other tokens of its forward.
             k, v = round_trip(k, KEYS, q, LARGEST), round_trip(v, VALUES, q, LARGEST)
             lost = is_lost(v, LARGEST)
             v = tl.where(lost[:, None], 0.0, v).to(q.dtype)
@@ -249,7 +252,7 @@ def _attend_kernel(
         index = out * splits + split
         tl.store(TOPS + index * 2, top, live)
         tl.store(TOPS + index * 2 + 1, total, live)
-        attended = live & (total != 0)  # also what is NaN
+        attended = live & (total != 0)  # NaN too
         tl.store(PART + index[:, None] * DV + dv, acc, attended[:, None] & (dv < DV))
     else:
         if HAS_SINKS:
@@ -276,6 +279,7 @@ def _merge_splits_kernel(
     begin, count = tl.load(START) * QUERY_HEADS, tl.load(END) * QUERY_HEADS
     s, dv = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DV)
     index = out * splits + s
+    # Waiting only, without an early trigger: merges that are launched earlier take room from the splits (docs/gpu.md).
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     if out < begin:
@@ -331,7 +335,7 @@ def _choose_tiling(groups: int, queries: int, blocks: int, width: int, half: boo
     elif not half or width > 128:
         tile, keys, stages = min(widest, 16 if width > (256 if half else 64) else 32), 32, 1
     elif widest == 128 and 2 * groups > TARGET_PROGRAMS:
-        tile, keys = 128, 32  # what is read, and widened, serves more queries
+        tile, keys = 128, 32  # each tile that is read, and widened, serves more queries
     elif widest >= 64 and short:
         programs //= 2
     elif widest == 16 and short:
@@ -347,7 +351,7 @@ def _for_long_rows(tiling: _Tiling, blocks: int, numbers: int) -> _Tiling:
     """Return a tiling whose splits suit the longest row that there may be.
 
     The splits of `_choose_tiling` keep a device busy where all rows are equally long. A row that is much longer than
-    those beside it would be left to a few programs. One split finds so many `numbers`, of all tokens and query heads.
+    the others would be left to a few programs. One split finds so many `numbers`, of all tokens and query heads.
     """
     wanted = min(1 + triton.cdiv(blocks * BLOCK_SIZE, MAX_SPLIT_TOKENS), MAX_PART_NUMBERS // numbers)
     if blocks * BLOCK_SIZE <= LONG_CONTEXT_TOKENS or wanted <= max(tiling.splits, 2):

@@ -1,4 +1,4 @@
-"""What attention over a paged cache reads, said once for the operators, their slow references and the kernels."""
+"""Inputs of attention over a paged cache, declared once for the operators, their slow references and the kernels."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 TOKEN_MULTIPLE = 8  # of a forward's tokens: matrix products like it, and no forward is then of one token
 TOKENS_PER_CHUNK = 16  # tokens of a forward for each chunk of a prompt that it has room for; a chunk may have more
 
-# The places at which batch-invariant attention begins anew follow from positions alone.
+# The positions at which batch-invariant attention begins a new split follow from positions alone.
 TILE = 64  # positions that are weighed together
 NEAR = 4096  # positions whose splits are short
 NEAR_SPLIT, FAR_SPLIT = 128, 512  # positions of a split before and after that
@@ -72,7 +72,7 @@ class AttentionInputs:
         keys: The layer's part of the cache, `[slots, H, d]`.
         values: The same of values, `[slots, H, dv]`.
         rows: Which tokens these are, and where each row's blocks are.
-        scale: What products of queries and keys are multiplied by.
+        scale: Multiplier of the products of queries and keys.
         window: Positions that a token sees, back from its own; 0 for all.
         softcap: Bound of the scores; 0 for none.
         sinks: A score that each head may spend on nothing, `[Hq]`; None for none.
@@ -104,7 +104,7 @@ class AttentionInputs:
         return cls(query, key, value, keys[key_layer], values[value_layer], rows, *settings_in_order, **settings)
 
     def sides(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the layer's part of the cache and what is new, for keys and then for values."""
+        """Yield the layer's part of the cache and the new tensor, for keys and then for values."""
         yield self.keys, self.key
         yield self.values, self.value
 

@@ -20,6 +20,7 @@ def largest_number(dtype: torch.dtype) -> float:
 def to_format(states: Tensor, dtype: torch.dtype) -> Tensor:
     """Return keys or values as a cache of that dtype stores them."""
     largest = largest_number(dtype)
+    # Before the conversion, which in some versions of torch makes infinities or NaN of numbers out of range.
     return states.clamp(-largest, largest).to(dtype) if largest else states
 
 

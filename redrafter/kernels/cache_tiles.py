@@ -99,7 +99,7 @@ def storing_sizes(inputs: AttentionInputs) -> dict[str, Any]:
 
 
 def attending_sizes(inputs: AttentionInputs) -> dict[str, Any]:
-    """Return how a kernel that attends is compiled and launched, beside its tiling."""
+    """Return the compile and launch options of an attention kernel, in addition to its tiling."""
     (heads, group), widen = inputs.heads, widening_assembly(inputs.keys.dtype, inputs.query.dtype, inputs.query.device)
     bounds = dict(WINDOW=inputs.window, SOFTCAP=inputs.softcap)
     return storing_sizes(inputs) | bounds | dict(HEADS=heads, GROUP=group, WIDEN=widen)
@@ -110,7 +110,7 @@ def _move_kernel(
     POOL, LENGTH, NODES, TABLE, layer_stride, width, blocks, table_stride, depth,
     PAGE: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Copy the keys (or values) of a row's accepted nodes to the slots behind its committed tokens, in one layer.
+    """Copy the keys (or values) of a row's accepted nodes to the slots after its committed tokens, in one layer.
 
     `NODES[row, d]` is the accepted node at depth d. It is copied from slot `LENGTH[row] + NODES[row, d]` of the row to
     slot `LENGTH[row] + d`; `TABLE` says in which blocks of the pool the slots are. The grid is (rows, layers, chunks):

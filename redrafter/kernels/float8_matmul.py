@@ -6,7 +6,8 @@ many do. Sums are carried to float32 after every `EXACT_AFTER` products, as torc
 finish adds up the parts.
 
 How a sum is cut into parts, and in which order it is taken, follows from the sizes of the weight alone. So a token has
-the same bits whatever is beside it: rounded to FP8 by the next layer, a last bit that differs may become a fourth one.
+the same bits whatever else is in the forward: rounded to FP8 by the next layer, a last bit that differs may become a
+fourth one.
 """
 
 import torch
@@ -115,9 +116,9 @@ def float8_product(
 
     Args:
         x: Inputs, `[T, D]` float8_e4m3fn.
-        x_scale: What each token of them is multiplied by, T numbers of float32.
+        x_scale: Multiplier of each token of them, T numbers of float32.
         weight: Weight as `nn.Linear` has it, `[F, D]` float8_e4m3fn; rows may be apart.
-        scale: What each row of it is multiplied by, `[F]` float32.
+        scale: Multiplier of each row of it, `[F]` float32.
         bias: `[F]`; None for none.
         dtype: Dtype of the result.
         tiling: How the product is cut; None for what suits its size.

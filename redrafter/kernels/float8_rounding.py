@@ -27,7 +27,7 @@ SIZE = tl.constexpr(0x7FFF)  # of 16 bits those without the sign: integers in th
 
 @triton.jit
 def _cut(x, LARGEST: tl.constexpr):
-    """Return the size of numbers in float32, `LARGEST` at most; what is not a number stays so."""
+    """Return the size of numbers in float32, `LARGEST` at most; NaN stays NaN."""
     return tl.minimum(tl.abs(x.to(tl.float32)), LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -45,7 +45,7 @@ def _round_kernel(
     k = tl.arange(0, WIDTH)
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # the product reads of its weight what it can while this one runs
+        tl.extra.cuda.gdc_launch_dependents()  # the product prefetches its weight while this one runs
     given = tl.load(X + row * inner + k, k < inner, 0.0)  # until the scale is known, registers hold 16 bits a number
     largest = tl.max((given.to(tl.int16, bitcast=True) & SIZE).to(tl.int32), 0).to(tl.int16)
     largest = _cut(largest.to(given.dtype, bitcast=True), LARGEST).to(tl.int32, bitcast=True)
@@ -53,6 +53,7 @@ def _round_kernel(
     size = _cut(given, LARGEST)
     unit = tl.maximum(size.to(tl.int32, bitcast=True) & EXPONENT, scale - LEAST_NORMAL) - MANTISSA
     inverse = 2 * ONE - unit
+    # Adding and taking away 1.5 * 2**23 rounds to the nearest even integer, as float32 has no fractions there.
     units = (size * inverse.to(tl.float32, bitcast=True) + NO_FRACTIONS) - NO_FRACTIONS
     if NARROW:
         unit += ONE - scale

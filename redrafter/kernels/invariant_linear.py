@@ -63,6 +63,7 @@ def _(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
 
 def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x @ weight.T + bias`, `[R, F]`, in products of `BLOCK` rows; the last ones of `x [R, D]` may be zeros."""
+    # Always 16 rows: the library chooses the order of its sums by their number.
     blocks = pad(x, (0, 0, 0, -len(x) % BLOCK)).contiguous().split(BLOCK)
     return torch.cat([linear(block, weight, bias) for block in blocks])[: len(x)]
 
@@ -82,7 +83,7 @@ if kernels.TRITON:
 def in_full_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return `function(x)` for a function of single numbers, `[...]`, such that each depends on its argument alone.
 
-    On a CPU torch computes a tensor in vectors of 8 to 64 numbers, and what is left over at its end with other
+    On a CPU torch computes a tensor in vectors of 8 to 64 numbers, and the remainder at its end with other
     instructions, by which a sigmoid in float32 may end in another bit. Here nothing is ever left over.
 
     Args:

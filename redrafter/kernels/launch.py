@@ -1,4 +1,4 @@
-"""What launches of several kernels have in common: tilings, what the device can do, and how it widens FP8."""
+"""Launch options that several kernels share: tilings, capabilities of the device, and how it widens FP8."""
 
 import functools
 from typing import NamedTuple

@@ -42,7 +42,7 @@ def widen(w, OUT, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def parts_of_tile(PARTS, tile, splits, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
-    """Return where the first split of a tile of a product stores its sums, `[FEATURES, TOKENS]`; others come behind."""
+    """Return pointers `[FEATURES, TOKENS]` to the sums of a tile's first split; the other splits follow."""
     within_tile = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
     return PARTS + tile.to(tl.int64) * splits * (FEATURES * TOKENS) + within_tile
 
@@ -54,6 +54,7 @@ def is_last_part(acc, parts, count, split, splits):
     The count of the splits that are is 0 before the first and after the last of them.
     """
     tl.store(parts + split * (acc.shape[0] * acc.shape[1]), acc)
+    # All threads must have stored their sums before one of them counts this split as finished.
     tl.debug_barrier()
     last = tl.atomic_add(count, 1, sem="acq_rel") == splits - 1
     if last:
@@ -66,6 +67,7 @@ def add_parts(parts, splits, FEATURES: tl.constexpr, TOKENS: tl.constexpr):
     """Return the sums of all splits of a tile, added up in their order, whichever was the last to finish."""
     acc = tl.zeros([FEATURES, TOKENS], tl.float32)
     for other in range(splits):
+        # `.cg` reads the L2 cache, as the L1 cache does not see what other multiprocessors have written.
         acc += tl.load(parts + other * (FEATURES * TOKENS), cache_modifier=".cg")
     return acc
 
@@ -103,6 +105,7 @@ def _product_kernel(
         tl.extra.cuda.gdc_wait()
     for start in range(low, high, STEP):
         if WHOLE:
+            # A step reads a weight once, so it should not displace inputs and partial sums from the L2 cache.
             w = tl.load(w_at + start, eviction_policy="evict_first")
             x = tl.load(x_at + start, live, 0.0)
         else:
@@ -175,7 +178,7 @@ def widened_product(
     Args:
         x: Inputs, `[T, D]`, bfloat16 or float16.
         weight: Weight as `nn.Linear` has it, `[F, D]` float8_e4m3fn; rows may be apart.
-        scale: What each row of it is multiplied by, `[F]` float32.
+        scale: Multiplier of each row of it, `[F]` float32.
         bias: `[F]`; None for none.
         tiling: How the product is cut; None for what suits its size.
     """
@@ -245,7 +248,7 @@ def widen_float8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         weight: `[F, D]` float8_e4m3fn; rows may be apart.
-        scale: What each row is multiplied by, `[F]` float32.
+        scale: Multiplier of each row, `[F]` float32.
         dtype: bfloat16 or float16.
     """
     features, inner = weight.shape

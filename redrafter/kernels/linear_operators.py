@@ -61,7 +61,7 @@ def float8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None)
     Args:
         x: Inputs, `[..., D]`.
         weight: Weight as `nn.Linear` has it, `[F, D]` float8_e4m3fn; rows may be apart.
-        scale: What each row of it is multiplied by, `[F]` float32.
+        scale: Multiplier of each row of it, `[F]` float32.
         bias: Bias, `[F]`; None for none.
     """
     return _widened_by_torch(x, weight, scale, bias)
@@ -84,7 +84,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _takes_many(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether `torch._scaled_mm` multiplies with scales of rows here, and is faster: there are many tokens."""
+    """Return whether `torch._scaled_mm` multiplies with scales of rows here, and is faster: there are many tokens."""
     return (
         x.numel() // x.shape[-1] > MAX_FEW_TOKENS
         and x.dtype == torch.bfloat16

@@ -1,11 +1,11 @@
-"""Tree attention whose sums have one order: what a token attends to has the same bits however it came to be computed.
+"""Tree attention whose sums have one order: a token's attention has the same bits however it is computed.
 
-A token's keys are visited by their absolute positions, in tiles of `TILE` positions. The online softmax begins anew at
-fixed positions, and what these splits found is folded in their order. So a token that is decoded alone, in a tree, or
-within a prompt takes the same sums:
+A token's keys are visited by their absolute positions, in tiles of `TILE` positions. The online softmax restarts at
+fixed positions, and the states of these splits are folded in their order. So a token that is decoded alone, in a tree,
+or within a prompt takes the same sums:
 
 - For trees, one kernel attends to the tiles of committed tokens, which all nodes share. A second one, with a program
-  for each node, gathers the node's own ancestors behind them, and folds the splits.
+  for each node, gathers the node's own ancestors after them, and folds the splits.
 - For chunks of prompts, whose tokens see all tokens before them, one kernel does all.
 
 Sixteen queries are multiplied by another instruction of the tensor cores than 64, but in the same order. Weights are
@@ -41,7 +41,7 @@ def _split_of(position):
 
 @triton.jit
 def _split_end(position):
-    """Return the position behind the split that holds a position."""
+    """Return the end position of the split that holds a position."""
     size = tl.where(position < NEAR, NEAR_SPLIT, FAR_SPLIT)
     return (position // size + 1) * size
 
@@ -63,7 +63,7 @@ def _store_part(PART, TOPS, at, top, total, acc, live, dv, DV: tl.constexpr):
 
 @triton.jit
 def _load_part(PART, TOPS, at, live, dv, DV: tl.constexpr):
-    """Return what `_store_part` stored: maximum, sum of weights, and weighted sum of values."""
+    """Return the state that `_store_part` stored: maximum, sum of weights, and weighted sum of values."""
     top = tl.load(TOPS + at * 2, live, float("-inf"))
     total = tl.load(TOPS + at * 2 + 1, live, 0.0)[:, None] + tl.zeros([at.shape[0], SUMS], tl.float32)
     return top, total, tl.load(PART + at[:, None] * DV + dv, live[:, None] & (dv < DV), 0.0)
@@ -88,6 +88,7 @@ def _update_softmax(q, k, v, visible, top, total, acc, scale, SOFTCAP: tl.conste
         x = SOFTCAP * (2 * tl.sigmoid(2 / SOFTCAP * x) - 1)  # tanh
     x = tl.where(visible, x * LOG2E, float("-inf"))
     new_top = tl.maximum(top, tl.max(x, 1))
+    # A tile without any visible key must leave the state as it is, and -inf - -inf is NaN.
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(x - anchor[:, None]).to(v.dtype)
     shrink = tl.exp2(top - anchor)
@@ -134,12 +135,12 @@ def _store_chain_kernel(
     """Store the keys and values of `TILE` tokens of a row whose new tokens are a chain."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     node = tl.program_id(2) * TILE + tl.arange(0, TILE)
-    n, behind = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
-    own = node < tl.load(START + row + 1) - behind
+    n, offset = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
+    own = node < tl.load(START + row + 1) - offset
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     store_new(
-        K, V, KEYS, VALUES, TABLE + row * blocks, behind + node, n + node, own, k_token, k_head, v_token, v_head,
+        K, V, KEYS, VALUES, TABLE + row * blocks, offset + node, n + node, own, k_token, k_head, v_token, v_head,
         cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, LARGEST,
     )  # fmt: skip
 
@@ -157,13 +158,13 @@ def _attend_committed_kernel(
 
     What the split found goes to `PART` and `TOPS`; with `FOLDED`, one program takes all splits of its queries, and two
     parts are left: all splits but the last folded, and the last. Only whole tiles are attended to; the one that holds
-    the row's first new position, and what is behind it, is left to `_attend_nodes_kernel`. `WIDE` says that a layer's
+    the row's first new position, and later ones, are left to `_attend_nodes_kernel`. `WIDE` says that a layer's
     cache has too many numbers to count them in 32 bits.
     """
     row = tl.program_id(0).to(tl.int64)
     head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
-    n, behind = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
-    count = (tl.load(START + row + 1) - behind).to(tl.int32)
+    n, offset = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
+    count = (tl.load(START + row + 1) - offset).to(tl.int32)
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     if tile * BLOCK_M >= count * GROUP:
@@ -181,9 +182,10 @@ def _attend_committed_kernel(
     node, q_of = m // GROUP, head * GROUP + m % GROUP
     live = node < count
     dk, dv, j = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV), tl.arange(0, TILE)
-    token = behind + node
+    token = offset + node
     q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
     position = n + tl.load(DEPTH + row * (cached + nodes) + cached + node, live, 0).to(tl.int32)
+    # The programs of the other splits have the same tokens, whose keys need to be stored once.
     if tl.program_id(2) == 0:
         store_new(
             K, V, KEYS, VALUES, TABLE, token, n + cached + node, live & (m % GROUP == 0),
@@ -233,15 +235,15 @@ def _attend_nodes_kernel(
 ):  # fmt: skip
     """Attend with one new node to the positions from its row's last tile of committed tokens on, and fold all splits.
 
-    A row past the last one stands for padding, up to token `tokens`, whose output is set to 0.
+    A row past the last one is padding, up to token `tokens`, whose output is set to 0.
     """
     row, node = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, tile = tl.program_id(2) % HEADS, tl.program_id(2) // HEADS
     dk, dv, j = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV), tl.arange(0, TILE)
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     live, q_of = m < GROUP, head * GROUP + m
-    behind = tl.load(START + row)
-    token = behind + node
+    offset = tl.load(START + row)
+    token = offset + node
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     if row == tl.num_programs(0) - 1:
@@ -261,7 +263,7 @@ def _attend_nodes_kernel(
     ancestor_at = n + tl.load(DEPTH + row * all_nodes + other, other < all_nodes, 0).to(tl.int32)
     ancestor_at = tl.where(is_ancestor, ancestor_at, -1)  # position of each node in this one's text
 
-    # The last split of the committed tokens, which may go on behind them. What is done with is stored as a part.
+    # The last split of the committed tokens, which may extend past them. Finished splits are stored as partial results.
     top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
     whole, first = n // TILE * TILE, _first_tile(n, WINDOW)
     part = (token * (HEADS * GROUP) + q_of) * parts
@@ -327,8 +329,8 @@ def _attend_chain_kernel(
     """Attend with one tile of the queries of a row whose new tokens are a chain, and are in the cache."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tile = tl.num_programs(2) - 1 - tl.program_id(2)  # the last ones see most
-    n, behind = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
-    count = (tl.load(START + row + 1) - behind).to(tl.int32)
+    n, offset = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
+    count = (tl.load(START + row + 1) - offset).to(tl.int32)
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     if tile * BLOCK_M >= count * GROUP:
@@ -337,10 +339,10 @@ def _attend_chain_kernel(
     node, q_of = m // GROUP, head * GROUP + m % GROUP
     live = node < count
     dk, dv, j = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV), tl.arange(0, TILE)
-    token = behind + node
+    token = offset + node
     q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
     position = n + node
-    end = n + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, count)  # behind the last position seen
+    end = n + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, count)  # end of the last position seen
     low = _first_tile(n + tile * BLOCK_M // GROUP, WINDOW)
     top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
     while low < end:

@@ -34,6 +34,7 @@ def _ordered_linear_kernel(
     acc = tl.zeros([TOKENS, FEATURES], tl.float32)
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
+    # Never split over programs: the order of the sum would then depend on the tiling, and so on the number of tokens.
     for start in range(0, inner, STEP):
         if WHOLE:
             w = tl.load(w_at + start)
@@ -165,13 +166,14 @@ def torch_keeps_order(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether `torch_linear` gives the bits of `ordered_linear` for such arguments.
 
     The answer is found once for each shape and dtype. While a CUDA graph is being captured nothing can be found out,
-    and what is not known is answered by False.
+    and unknown shapes return False.
 
     Args:
         x: Inputs, `[T, D]`, contiguous.
         weight: Weight, `[F, D]`, contiguous.
         bias: `[F]`; None for none.
     """
+    # Libraries choose other kernels for unaligned tensors, and answers are kept by shape alone.
     if x.data_ptr() % 16 or weight.data_ptr() % 16:
         return False
     key = (x.device, x.dtype, *x.shape, len(weight), bias is None)

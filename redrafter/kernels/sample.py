@@ -60,6 +60,7 @@ def _top_of_chunk_kernel(
     x = tl.where(
         x == x, x, float("inf")
     )  # a NaN is the largest, as in torch; else the index could be past the vocabulary
+    # Scores under noise are compared in registers; only the best of each chunk is written.
     best, where = tl.max(x, 0, return_indices=True)
     tl.store(TOPS + node * chunks + chunk, best)
     tl.store(IDS + node * chunks + chunk, chunk * CHUNK + where)

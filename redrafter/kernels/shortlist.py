@@ -37,6 +37,7 @@ def _best_of_parts_kernel(
     """Find the ids of the best rough scores of one part of one beam."""
     beam, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, BLOCK)
+    # Runs are dealt to the parts in turn: frequent ids are neighbours, and would all compete in one part.
     id = (place // RUN * parts + part) * RUN + place % RUN
     inside = id < vocab
     if FOLLOW:
@@ -44,7 +45,7 @@ def _best_of_parts_kernel(
     x = tl.load(ROUGH + beam * vocab + id, inside, float("-inf")).to(tl.float32)
     if NOISY:
         x = _under_noise(x, beam, id, TEMPERATURE, NOISE, NAMES, inside, beams, noise_stride, NAMED)
-    # What is no number, or not finite, keeps its own id: no id is chosen twice, and none past the vocabulary.
+    # An entry that is NaN or infinite keeps its own id: no id is chosen twice, and none past the vocabulary.
     x = tl.where(inside, tl.where((x > -3e38) & (x < float("inf")), x, -3e38), float("-inf"))
     for rank in range(BEST):
         _, where = tl.max(x, 0, return_indices=True)
@@ -153,7 +154,7 @@ def candidate_scores(
     Args:
         x: Inputs of the head, `[B, w, R]`.
         weight: The head, `[V', R]`, of the inputs' dtype or float8_e4m3fn.
-        scale: What each of its rows is multiplied by, `[V']` float32, where it is FP8; else None.
+        scale: Multiplier of each of its rows, `[V']` float32, where it is FP8; else None.
         ids: The candidates, `[B, w, C]` int64.
         temperature: As of `best_of_parts`.
         noise: As of `best_of_parts`.

@@ -1,4 +1,4 @@
-"""Batch-invariant targets: which models can be, what their forwards are patched with, and the check that they are.
+"""Batch-invariant targets: which models can be, the patches of their forwards, and the check that they are.
 
 A forward is a sequence of functions of rows, but not in the bits of its numbers: a matrix product sums in an order that
 suits the number of rows, and on a CPU a function of single numbers is computed by other instructions at the end of a
@@ -83,6 +83,7 @@ def check_rows(forward: VarlenForward, pool: KVCachePool) -> None:
     # Name the first layer whose output differs.
     bound, where, outputs = forward.bound, "its head", list[Tensor]()
     stack = decoder_stack(bound.model, bound.config.num_hidden_layers) or ()
+    # Compiled forwards would not call the hooks that watch the layers.
     forward.compile(False)
     for way in WAYS:
         seen: list[Tensor] = []
@@ -124,7 +125,7 @@ def _read(forward: VarlenForward, sizes: Sequence[int], pool: KVCachePool) -> Te
 
 
 class RowByRow:
-    """What a forward is patched with in which a model computes each row as it would alone, attention apart.
+    """Patches a forward so that a model computes each row as it would alone, attention apart.
 
     Linear layers, and all that calls `torch.nn.functional.linear`, use `invariant_linear`, and experts use
     `experts_row_by_row`.
@@ -172,6 +173,7 @@ def experts_row_by_row(module: Any, hidden: Tensor, experts: Tensor, weights: Te
     if getattr(module, "has_post_expert_norm", False):
         x = module.post_expert_norm(x)
     weighted = (x * weights.reshape(-1, 1)).view(tokens, chosen, -1).float()
+    # A loop, as the order of a library's sum depends on the number of rows.
     total = weighted[:, 0]
     for index in range(1, chosen):
         total = total + weighted[:, index]

@@ -1,11 +1,11 @@
-"""What a forward reads and gives: rows of tokens with ancestors, chunks of prompts after them, and what goes with each.
+"""Inputs and outputs of a forward: rows of tokens with ancestors, chunks of prompts after them, and inputs of each row.
 
-A pending token, a chain of drafts, a tree of them and a part of a prompt are one kind of thing. What a row has beside
-its tokens (positions that images have shifted, the sequence length that selects RoPE frequencies, an adapter) stands
-here once, for every forward and layer.
+A pending token, a chain of drafts, a tree of them and a part of a prompt are one kind of thing. Inputs that a row has
+in addition to its tokens (positions that images have shifted, the sequence length that selects RoPE frequencies, an
+adapter) are declared here once, for every forward and layer.
 
-A drafter reads hidden states of several depths. Reading the outputs of earlier layers beside the last hidden state is
-how EAGLE-3 feeds its head (Li et al. 2025, arXiv 2503.01840).
+A drafter reads hidden states of several depths. Reading the outputs of earlier layers in addition to the last hidden
+state is how EAGLE-3 feeds its head (Li et al. 2025, arXiv 2503.01840).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +79,7 @@ class ForwardBatch:
         return self.tree.verified_nodes()
 
     def flat(self, of_rows: Tensor, of_chunks: Tensor | None) -> Tensor:
-        """Return for each of T tokens what is known of new nodes, `[B, M]` or `[B, 1]`, and of the tokens of chunks."""
+        """Return a value for each of T tokens, of new nodes, `[B, M]` or `[B, 1]`, and of the tokens of chunks."""
         of_nodes = of_rows.expand(-1, self.tree.new).flatten()[self.nodes]
         return of_nodes if of_chunks is None else torch.cat([of_nodes, of_chunks])
 
@@ -93,7 +93,7 @@ class ForwardBatch:
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """What a forward gives.
+    """The outputs of a forward.
 
     Attributes:
         tree: The trees of the batch, without tokens that cannot be accepted since the model's rope switches there.
@@ -115,7 +115,7 @@ class Prompts:
     Attributes:
         tokens: Each row's prompt, padded on the right with any ids, `[B, P]` int64.
         starts: Number of each row's tokens that the cache holds already.
-        ends: Position to stop before in each row, behind its start.
+        ends: Position to stop before in each row, after its start.
         cache: Keys and values of the rows; receives those of the tokens.
         inputs: As in `ForwardBatch`; without `ROPE_BY_LENGTH`, that is `ends`.
     """
@@ -188,7 +188,7 @@ class DrafterLayer:
 
     Attributes:
         owner: The drafter.
-        shape: What it stores of a token.
+        shape: The keys and values that it stores for a token.
         remember: Computes keys and values `[T, H, d]` of tokens, from their ids `[T]`, their positions `[T]` and the
             hidden states that the drafter reads, `[T, F]`: their own, or, where the shape has room for these
             (`extra_dim`), those of the token before each.
@@ -213,7 +213,7 @@ class DrafterLayer:
         """
         if not cache.has_drafter_layer:
             return  # it was made before the drafter was loaded
-        # A NaN would stay in the cache, and no mask hides one from the drafter. What it reads changes no text.
+        # A NaN would stay in the cache, and no mask hides one from the drafter. Its drafts change no text.
         stores, hidden = cache.stores(-1), hidden.nan_to_num(0, 0, 0)
         if self.shape.extra_dim:
             # The token before may be of this forward or of an earlier one, or its block was found by its prefix.

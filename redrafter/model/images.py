@@ -1,4 +1,4 @@
-"""Images in prompts: what a model's forward takes of them beside the ids.
+"""Images in prompts: the inputs of a model's forward for them, in addition to the ids.
 
 transformers' own `generate` prepares a call: it lets the model encode the images and count positions. What it prepares
 is split by rows here, so that each row can be read alone. From its last prompt token on, such a row is a text like any
@@ -23,7 +23,7 @@ from redrafter.model.self_test import CacheSupport
 from redrafter.model.supported import Support
 from redrafter.model.tree_forward import BoundModel
 
-ENCODED = "mm_encoder_outputs"  # the forward's argument for what was encoded of images, by kind
+ENCODED = "mm_encoder_outputs"  # the forward's argument for encoded images, by kind
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _UNKNOWN_FORM = "the model adds images to its layers in a form that is not known here; pass text alone"
 # What a model's generation config may say of draws, while a call is prepared and nothing is drawn.
@@ -43,12 +43,12 @@ _NO_DRAWS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """What a model's forward takes of one prompt with images beside its ids.
+    """Inputs of a model's forward for one prompt with images, in addition to its ids.
 
     Attributes:
         length: Tokens of the prompt.
-        inputs: Keyword arguments of the forward: what was encoded of the images, positions and types of tokens.
-        position_shift: What is added to the place of a later token in its text to get its position.
+        inputs: Keyword arguments of the forward: the encoded images, positions and types of tokens.
+        position_shift: Offset from the index of a later token in its text to its position.
     """
 
     length: int
@@ -56,7 +56,7 @@ class ImagePrompt:
     position_shift: int = 0
 
     def prepare(self, model: Any, ids: Sequence[int]) -> "ImagePrompt":
-        """Return the prompt itself, which is prepared; see `ImageInputs.prepare`."""
+        """Return the prompt itself, whose images are encoded already."""
         return self
 
 
@@ -65,7 +65,7 @@ class ImageInputs:
     """Images of one prompt as the model's processor gives them. Several texts may follow the prompt.
 
     Attributes:
-        inputs: Keyword arguments of `generate` beside ids and mask, such as `pixel_values`.
+        inputs: Keyword arguments of `generate` other than ids and mask, such as `pixel_values`.
     """
 
     inputs: Mapping[str, Any]
@@ -97,7 +97,7 @@ class ImageInputs:
         [row] = split_rows(prepared, prompt, torch.ones_like(prompt, dtype=torch.bool), model)
         if row is None:
             raise ArgumentError("there are images in the request and none in its prompt")
-        self._prompt, self.inputs = row, {}  # pixels take several times as much as what was encoded of them
+        self._prompt, self.inputs = row, {}  # pixels take several times the memory of the encoded images
         return row
 
 
@@ -114,9 +114,9 @@ def image_arguments(model: Any) -> frozenset[str]:
 
 
 def marks_tokens(name: str, model: Any) -> bool:
-    """Tell whether 0 in an input of this name marks a token as text, and other numbers as a part of an image."""
-    beside = model.config.get_text_config(decoder=True) is not model.config  # GPT-2 embeds its token_type_ids as ids
-    return name.endswith("mm_token_type_ids") or (name == "token_type_ids" and beside)
+    """Return whether 0 in an input of this name marks a token as text, and other numbers as a part of an image."""
+    separate = model.config.get_text_config(decoder=True) is not model.config  # GPT-2 embeds its token_type_ids as ids
+    return name.endswith("mm_token_type_ids") or (name == "token_type_ids" and separate)
 
 
 def token_type_arguments(model: Any) -> frozenset[str]:
@@ -172,7 +172,7 @@ def split_rows(prepared: Mapping[str, Any], ids: Tensor, seen: Tensor, model: An
 
 
 def _form(encoded: ModelOutput) -> str:
-    """Return the name under which a model has what it encoded of images."""
+    """Return the name under which a model keeps its encoded images."""
     for name in ("pooler_output", "last_hidden_state"):
         if encoded.get(name) is not None:
             return name
@@ -215,7 +215,7 @@ class ImageReader:
 
     @property
     def ok(self) -> bool:
-        """Tell whether prompts may have images."""
+        """Return whether prompts may have images."""
         return self.reason is None
 
     @property
@@ -231,7 +231,7 @@ class ImageReader:
 
     @property
     def on_paged(self) -> Support:
-        """Tell whether prompts may have images on a paged cache."""
+        """Return whether prompts may have images on a paged cache."""
         stored = [replace(shape, source=None) for shape in self._caches.paged_shapes]
         if self._on_dense.ok and stored != self._caches.shapes:
             return Support(
@@ -252,8 +252,8 @@ class ImageReader:
         """Read one prompt with images into a cache, as the model itself does.
 
         Args:
-            ids: The prompt, and what was written after it before the row was preempted, `[1, P]` int64.
-            prompt: What the model takes beside the ids of the prompt.
+            ids: The prompt, and the tokens generated before the row was preempted, `[1, P]` int64.
+            prompt: The model's inputs in addition to the ids of the prompt.
             cache: Keys and values of one row; receives those of all P tokens.
             adapters: Slot of the row's adapter, `[1]` int64; None for the model alone.
 

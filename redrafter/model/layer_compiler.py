@@ -31,7 +31,7 @@ class LayerCompiler:
         self._cuts, self._compile = frozenset(cuts), compile
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        """Return what computes a graph that Dynamo has traced."""
+        """Return the compiled function of a graph that Dynamo has traced."""
         number = 0
         numbers = dict[fx.Node, int]()  # odd for operators that stand alone
         for node in graph.graph.nodes:
@@ -68,7 +68,7 @@ class LayerCompiler:
 
 
 def _structure(piece: fx.GraphModule) -> tuple[Any, ...]:
-    """Return what two pieces have in common if and only if they compute the same of inputs of the same kinds."""
+    """Return a key that two pieces share if and only if they compute the same of inputs of the same kinds."""
     names = {node: f"%{index}" for index, node in enumerate(piece.graph.nodes)}
 
     def described(node: fx.Node) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ def _structure(piece: fx.GraphModule) -> tuple[Any, ...]:
 
 
 def _kind(x: Any) -> Any:
-    """Return what a compiled piece takes for granted of an input."""
+    """Return the properties of an input that a compiled piece is specialised for."""
     if not isinstance(x, Tensor):
         return str(x)  # a number that varies from call to call
     # Sizes that vary have names, and hash as the numbers that they were.

@@ -1,8 +1,8 @@
-"""Linear layers in our forwards: weights of FP8, layers that are one product, and what other quantisers' layers share.
+"""Linear layers in our forwards: FP8 weights, layers fused to one product, and other quantisers' shared scales.
 
 Our quantised layers have weights of FP8 (e4m3): half the bytes of bfloat16, where reading weights takes most of the
 time. What a layer reads is rounded to FP8 with a scale for each token, so a token is computed as it would be without
-the tokens beside it. What it writes keeps its dtype.
+the other tokens. Its output keeps its dtype.
 
 A small product does not fill a GPU's memory bus: the query, key, value, gate and up projections of an 8B model take a
 seventh longer one by one than two at a time. So layers that read the same tensor are one product. No name of a layer is
@@ -33,7 +33,7 @@ class Float8Linear(nn.Linear):
 
     Attributes:
         weight: The weight divided by its scales, `[F, D]` float8_e4m3fn.
-        weight_scale: What each row of it is multiplied by, `[F]` float32.
+        weight_scale: Multiplier of each row of it, `[F]` float32.
     """
 
     weight_scale: Tensor
@@ -69,6 +69,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     precise = weight.float()
     mantissa, exponent = torch.frexp(precise.abs().amax(dim=1) / LARGEST)
+    # frexp returns mantissas from 0.5 up to 1, so a power of two would get a scale that is twice too large.
     scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
     return (precise / scale[:, None]).to(torch.float8_e4m3fn), scale
 
@@ -93,7 +94,7 @@ def quantize_linears(
 
 
 def has_float8_layers(model: nn.Module) -> bool:
-    """Tell whether linear layers of a model were quantised to our FP8."""
+    """Return whether linear layers of a model were quantised to our FP8."""
     return any(isinstance(module, Float8Linear) for module in model.modules())
 
 
@@ -109,10 +110,10 @@ def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor, Tensor]]]
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Tell whether a call of a layer is a product with its weight and no more.
+    """Return whether a call of a layer is a product with its weight and no more.
 
     Other quantisers than ours keep the layer's class, and replace the forward of the object (compressed-tensors) or the
-    class of its weight (torchao). A hook may change what a layer is given, and what it returns.
+    class of its weight (torchao). A hook may change a layer's input and output.
     """
     return (
         type(module) in (nn.Linear, Float8Linear)
@@ -135,7 +136,7 @@ def same_inputs(calls: Sequence[tuple[str, Tensor, Tensor]]) -> list[list[str]]:
 
 
 class _FusedGroup:
-    """What the stand-ins of one group share: the weights in one tensor, and the product while it is being read."""
+    """State shared by the stand-ins of one group: the weights in one tensor, and the product while it is being read."""
 
     def __init__(self, layers: Sequence[Any], thin: bool):
         self.weight = _fuse([module.weight for module in layers]) if len(layers) > 1 else layers[0].weight
@@ -223,6 +224,7 @@ def _fuse(tensors: Sequence[Tensor]) -> Tensor:
             return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
         whole = torch.cat([tensor.detach() for tensor in tensors])
         for tensor, part in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
+            # The parameter object stays, as optimizers and the model's owner hold it.
             tensor.data = part
     return whole
 
@@ -240,7 +242,7 @@ def forward_bytes(model: Any) -> int:
 
 
 def is_quantized(config: Any) -> bool:
-    """Tell whether a model's config names a quantisation."""
+    """Return whether a model's config names a quantisation."""
     return _quantization(config) is not None
 
 

@@ -1,6 +1,6 @@
-"""LoRA beside a model: a low-rank product for each token of a forward, with the weights of its own adapter.
+"""LoRA adapters of a model: a low-rank product for each token of a forward, with the weights of its own adapter.
 
-The weights of all adapters of a layer stand in two matrices, one slot behind the other. A forward multiplies its tokens
+The weights of all adapters of a layer are concatenated to two matrices, slot by slot. A forward multiplies its tokens
 by the first matrix, keeps for each token the columns of its own slot, and multiplies by the second one. So all shapes
 are fixed, tokens of any adapters share a forward, and a captured step sees an adapter that is loaded later.
 
@@ -47,7 +47,7 @@ class LoraWeights:
     def refusal(self, reason: str) -> UnsupportedError:
         """Return the error of an adapter that is no product of each token alone."""
         return UnsupportedError(
-            f"{self.source} cannot be applied beside others: {reason}; merge it into its model with PEFT's "
+            f"{self.source} cannot be applied with others: {reason}; merge it into its model with PEFT's "
             "merge_and_unload(), and serve what that saves"
         )
 
@@ -136,6 +136,7 @@ class _Adapted(nn.Module):
             return output
         inner = linear(x.to(self.a.dtype), self.a)  # [..., S * R]
         keep = running.value.to(inner.device).view(inner.shape)
+        # Not a product with a mask: 0 * inf in the columns of another adapter would be NaN.
         return output + linear(torch.where(keep, inner, 0.0), self.b).to(output.dtype)
 
 
@@ -153,7 +154,7 @@ class LoraStacks:
         self._weights: dict[str, tuple[Tensor, Tensor]] = {}  # by layer: A `[S * R, in]` and B `[out, S * R]`
         self._columns = torch.arange(1, slots + 1, device=device).repeat_interleave(rank)  # slot of each column
         self._stand_ins: dict[str, _Adapted] = {}
-        self._running = Running()  # tells which columns each token keeps, as `keep` returns it
+        self._running = Running()  # marks the columns that each token keeps, as `keep` returns them
 
     def write(self, slot: int, weights: LoraWeights, layers: Sequence[str]) -> None:
         """Write those layers of an adapter that take part in a forward into a slot, which no token has now."""
@@ -188,7 +189,7 @@ class LoraStacks:
 
     def apply(self, patch: ModelPatch, keep: Tensor) -> None:
         """Have stand-ins in the places of the layers, or of fused ones, which apply what `keep` returned."""
-        patch.tell(self._running, keep)
+        patch.set_running(self._running, keep)
         for name in self._weights:
             parent_name, _, attribute = name.rpartition(".")
             parent = self._model.get_submodule(parent_name)
@@ -244,7 +245,7 @@ class AdapterSlots:
         """Load an adapter into a free slot. Rows that have the slot in `ForwardBatch.inputs` are computed with it.
 
         Args:
-            name: What to call it.
+            name: Name of the adapter.
             weights: Its weights.
             max_loras: Adapters that there is room for, if this is the first one.
             max_lora_rank: Their largest rank, likewise.
@@ -273,7 +274,7 @@ class AdapterSlots:
                 unloaded = len(taken) - len(self._by_name)
                 raise ArgumentError(
                     f"there is room for {stacks.slots} adapters, and {len(self._by_name)} are loaded"
-                    + (f", while texts of {unloaded} that were unloaded go on" if unloaded else "")
+                    + (f", while texts of {unloaded} that were unloaded continue" if unloaded else "")
                     + ": unload one, or raise max_loras (--max-loras)"
                 )
             stacks.write(slot, weights, layers)
@@ -290,7 +291,7 @@ class AdapterSlots:
         return self.stacks
 
     def unload(self, name: str) -> None:
-        """Forget an adapter. Texts that are being written with it go on; its slot is free when the last one ends.
+        """Forget an adapter. Sequences that use it continue; its slot is free when the last one ends.
 
         Raises:
             ArgumentError: There is no such adapter.

@@ -19,7 +19,7 @@ from redrafter.model.recurrent_layers import Mixer, PromptStates, TreeStates
 _STAND_INS: "WeakValueDictionary[int, _StandIn]" = WeakValueDictionary()
 
 # The states are written though nothing is declared as mutated, as the pools of attention are: their only readers are
-# these operators, which stand in order because each layer needs the one before.
+# these operators, which run in order because each layer needs the one before.
 _MIX = torch.library.custom_op(
     "redrafter::mix",
     lambda x, number: _STAND_INS[number].mix(x),
@@ -35,6 +35,7 @@ class _StandIn(nn.Module):
     def __init__(self, mixer: Mixer, running: Running):
         super().__init__()
         self.name, self.at = mixer.tokens_argument, mixer.parameters.index(mixer.tokens_argument)
+        # Above those of all living stand-ins, since a compiled forward keeps the number of its own.
         self.number = 1 + max(_STAND_INS.keys(), default=0)
         self._mixer, self._forward, self._running = mixer, mixer.module.forward, running
         _STAND_INS[self.number] = self
@@ -67,6 +68,6 @@ class MixerOperators:
 
     def apply(self, patch: ModelPatch, plan: TreeStates | PromptStates) -> None:
         """Let a plan compute what the mixers return. Call `finish` of the plan after the forward."""
-        patch.tell(self._running, plan)
+        patch.set_running(self._running, plan)
         for parent, name, stand_in in self._stand_ins:
             patch.put(parent._modules, name, stand_in)

@@ -1,4 +1,4 @@
-"""What stands on a model during one forward, and what its owner may change on it between two.
+"""Temporary changes of a model during one forward, and detection of its owner's changes between two.
 
 A model is used as it is, and its modules are shared by all threads. So all that a forward changes on them (hooks,
 stand-ins for modules, other forwards, entries of configs) goes through a `ModelPatch`, which takes it off again in the
@@ -25,17 +25,17 @@ from torch.nn.modules import module as torch_module
 MODEL_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError)
 
 CompiledPart: TypeAlias = tuple[nn.Module, str, Any]
-"""A module, its attribute that `torch.compile` has set, and what is there uncompiled."""
+"""A module, its attribute that `torch.compile` has set, and its uncompiled value."""
 
 # Hooks of this library are set and removed by it, and those of transformers record outputs where its own calls ask.
 _KNOWN_HOOKS = ("redrafter.", "transformers.")
 
 
 class Running:
-    """What the stand-ins for some modules know of the running forward; they outlive it, or a compiler would see others.
+    """Inputs of the running forward that stand-ins share; the object outlives it, or a compiler would see another.
 
     Attributes:
-        value: What they need for it, as `ModelPatch.tell` was given it; None between forwards.
+        value: Inputs of the forward, as passed to `ModelPatch.set_running`; None between forwards.
         thread: The thread of the forward, whose model others may run meanwhile; None where nobody can.
     """
 
@@ -43,22 +43,22 @@ class Running:
     thread: int | None = None
 
     def elsewhere(self) -> bool:
-        """Tell whether a stand-in is called by another thread's forward, which gets what the model alone gives."""
+        """Return whether a stand-in is called by another thread's forward, which gets what the model alone gives."""
         return self.thread is not None and self.thread != threading.get_ident()
 
 
 class ModelPatch:
-    """A context after which a model is as it was before; what is declared inside stands on the model at once.
+    """A context that restores a model at its end; replacements that are declared inside apply at once.
 
     The order of declarations is that of nesting: a later stand-in for a module replaces an earlier one, and a hook is
-    set on what stands in the place of a module then.
+    set on the replacement of a module then.
     """
 
     def __init__(self, *, threads_apart: bool = True):
         """Begin without changes.
 
         Args:
-            threads_apart: Let the forwards of other threads be; a compiled forward cannot tell.
+            threads_apart: Do not affect the forwards of other threads; a compiled forward cannot distinguish them.
         """
         self._thread = threading.get_ident() if threads_apart else None
         self._undo: list[tuple[Any, ...]] = []  # functions with their arguments
@@ -82,14 +82,14 @@ class ModelPatch:
         self._undo.append((setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    def tell(self, running: Running, value: Any) -> None:
-        """Tell stand-ins what they need for this forward."""
+    def set_running(self, running: Running, value: Any) -> None:
+        """Pass stand-ins the inputs of this forward."""
         # The thread stays so: another one may be in a stand-in still when the forward has ended.
         running.thread = self._thread
         self.set(running, "value", value)
 
     def enter(self, context: AbstractContextManager[Any]) -> None:
-        """Enter another context, which is left where it stands in the order of declarations."""
+        """Enter another context, which is left in its place in the order of declarations."""
         context.__enter__()
         self._undo.append((context.__exit__, None, None, None))
 
@@ -146,7 +146,7 @@ class ModelState:
     Attributes:
         memory: Each parameter and saved buffer, and where its numbers are.
         writes: How often each of them was written in place. Writes through `.data` are not counted by torch.
-        code: Each module, what runs when it is called, and the state of its adapters.
+        code: Each module, the code that runs when it is called, and the state of its adapters.
         hooked: Whether any forward hook is called in a forward, this library's and transformers' own apart.
         compiled: The parts that are compiled by their owner.
     """
@@ -190,7 +190,7 @@ _VALUES = methodcaller("values")  # of any mapping: tensors that are kept elsewh
 
 
 class ModelWatch:
-    """Tells in a fraction of the time of a `ModelState` whether there is any need of another one.
+    """Checks, in a fraction of the time of a `ModelState`, whether a new one is needed.
 
     It looks at all that a `ModelState` is made of, in the modules that the model had when the watch was made; that
     these are its modules still follows from their children. It may take for a change what is none, such as a hook of
@@ -249,7 +249,7 @@ def _saved_buffers(state: dict[str, Any]) -> list[Tensor]:
 
 
 def _has_adapters(kind: type) -> bool:
-    """Tell whether modules of a class are layers of PEFT's."""
+    """Return whether modules of a class are layers of PEFT's."""
     return isinstance(getattr(kind, "disable_adapters", None), property)
 
 
@@ -267,7 +267,7 @@ def _count_writes(tensor: Tensor) -> int:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Tell whether a forward hook of others than this library and transformers is called with a module."""
+    """Return whether a forward hook of others than this library and transformers is called with a module."""
     return bool(_hook_ids(module) or _hook_ids(torch_module))
 
 

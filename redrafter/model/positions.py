@@ -6,7 +6,7 @@ distance of the key's slot. In a tree, slots and positions differ, and rows of a
 those attention modules are patched to answer by position.
 
 transformers makes the biases of ALiBi by a mask `[B, S]` of padding, and no tree fits into one. So the model is given
-such a mask, without padding, and what its attention modules are then handed is replaced: the bias of a slot by that of
+such a mask, without padding, and the inputs of its attention modules are replaced: the bias of a slot by that of
 its position, and the mask by the tree's.
 
 The frequencies of rope of the kinds `longrope` and `dynamic` follow from the length of a text. transformers decides by
@@ -42,12 +42,12 @@ def find_slot_readers(model: nn.Module) -> list[Any]:
 
 
 def masks_slots(modules: Sequence[Any]) -> bool:
-    """Tell whether any of these slot readers masks slots, or biases them, so that no attention can take its place."""
+    """Return whether any of these slot readers masks slots, or biases them, so that no attention can take its place."""
     return any(_PATCHES.get(type(module).__name__) is not _scale_by_position for module in modules)
 
 
 def has_alibi(module: nn.Module) -> bool:
-    """Tell whether a module is an attention with ALiBi whose biases can be replaced."""
+    """Return whether a module is an attention with ALiBi whose biases can be replaced."""
     name, config = type(module).__name__, getattr(module, "config", None)
     return name in _BIASES and (name != "FalconAttention" or bool(getattr(config, "alibi", False)))
 
@@ -171,7 +171,7 @@ class RopeByLength(ABC):
     Attributes:
         switch_at: Tokens up to which a text has the frequencies of short texts.
         rereads: Whether the model's `generate` reads a text again, with the frequencies of long texts, once it has
-            `switch_at` tokens and goes on. Other models leave in the cache what is there.
+            `switch_at` tokens and continues. Other models leave the cache as it is.
     """
 
     switch_at: int
@@ -196,12 +196,12 @@ class RopeByLength(ABC):
         return max(prompt, read) if self.rereads else prompt
 
     def keeps_keys(self, prompt: int, longest: int) -> bool:
-        """Tell whether the keys after a prompt stay as they are while a text grows to `longest` tokens."""
+        """Return whether the keys after a prompt stay as they are while a text grows to `longest` tokens."""
         return not self.rereads or prompt > self.switch_at or longest <= self.switch_at
 
     @abstractmethod
     def prefix_key(self, prompt: int) -> Hashable:
-        """Return what prompts must have in common to have the same keys of the same tokens. prompt: its tokens."""
+        """Return a key that is equal for prompts whose equal tokens have equal keys. prompt: its number of tokens."""
 
     @abstractmethod
     def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
@@ -215,7 +215,7 @@ class RopeByLength(ABC):
 
 
 def find_switching_rope(model: Any, config: Any, cache: DenseCache) -> "RopeByLength | None":
-    """Return the rope of a model where it switches, and what the model's own `generate` does then; else None.
+    """Return the rope of a model where it switches, and the behaviour of the model's own `generate` there; else None.
 
     The cache is an empty one for one row.
     """
@@ -305,7 +305,7 @@ class _Layout:
     """
 
     def __init__(self, module: Any, layer_type: str | None):
-        """Learn what a module returns for layers of a type from what it returns for a short text.
+        """Infer the form of a module's output for layers of a type from its output for a short text.
 
         `AssertionError` is raised where it returns something else; other errors may come from the module.
         """
@@ -374,7 +374,7 @@ class DynamicRope(RopeByLength):
     rereads = False
 
     def __init__(self, model: nn.Module, layouts: dict[nn.Module, dict[str | None, _Layout]]):
-        """Stand in for the rope modules of a model; layouts: what each returns, by the type of layers."""
+        """Stand in for the rope modules of a model; layouts: the form of each one's output, by the type of layers."""
         of_all = [layout for by_type in layouts.values() for layout in by_type.values()]
         self.switch_at, self.context = (min(x) for x in zip(*((y.first, y.context) for y in of_all), strict=True))
         self._running = Running()  # holds `at_least` of `apply`
@@ -392,6 +392,6 @@ class DynamicRope(RopeByLength):
 
     def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
         """Give each token the frequencies of its own length; see `RopeByLength`."""
-        patch.tell(self._running, at_least)
+        patch.set_running(self._running, at_least)
         for parent, name, stand_in in self._places:
             patch.put(parent._modules, name, stand_in)

@@ -18,7 +18,7 @@ from redrafter.model.tree_forward import TreeForward
 from redrafter.model.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import chain
 
-MAX_FORWARD_TOKENS = 8192  # of all rows; bounds what a forward holds beside the cache
+MAX_FORWARD_TOKENS = 8192  # of all rows; bounds a forward's memory in addition to the cache
 MAX_CHUNK_TOKENS = 512  # of a row, in a forward whose masks have all tokens of the cache
 MAX_MASK_NUMBERS = 1 << 24  # of all rows, in a forward whose masks have its own tokens alone
 MAX_SHOWN_LOGITS = 1 << 25  # numbers of one forward whose logits are all shown: 128 MiB in float32
@@ -51,15 +51,16 @@ class PromptReader:
         return self._varlen if isinstance(cache, PagedCache) else self._padded
 
     def reads_without_masks(self, cache: KVCache) -> bool:
-        """Tell whether prompts are read into this cache in pieces, without masks."""
+        """Return whether prompts are read into this cache in pieces, without masks."""
         return not self.masks and (isinstance(cache, PagedCache) or not self.masks_on_dense)
 
     def read(
         self, prompts: Prompts, *, max_tokens: int | None = None, show: ShowLogits | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Read prompts; see `Target.prefill`."""
+        """Read prompts into a cache, with the arguments and results of `Target.prefill`."""
         max_tokens = max_tokens or MAX_FORWARD_TOKENS
         if show is not None:
+            # The logits of all tokens take far more memory than the tokens, so they are returned piece by piece.
             max_tokens = min(max_tokens, max(MAX_SHOWN_LOGITS // self._vocab_size, 1))
         read = self._read_pieces if self.reads_without_masks(prompts.cache) else self._read_chunks
         return read(prompts, max_tokens, show)
@@ -88,6 +89,7 @@ class PromptReader:
         counts = [end - first for first, end in zip(prompts.starts, prompts.ends, strict=True)]
         paged, chunk = isinstance(cache, PagedCache), MAX_CHUNK_TOKENS
         if paged:
+            # Masks of a paged cache have a chunk's own tokens alone, so they grow with the square of the chunk.
             chunk = max(chunk, math.isqrt(MAX_MASK_NUMBERS // rows))
         if not (paged and sum(counts) <= max_tokens):
             chunk = max(min(chunk, max_tokens // rows), 1)

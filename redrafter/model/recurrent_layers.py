@@ -76,12 +76,12 @@ class Mixer:
     def run(
         self, forward: Callable[..., Any], arguments: Mapping[str, Any], states: Sequence[Tensor] | None
     ) -> tuple[Any, list[Tensor]]:
-        """Call the module's own `forward` on some states; return what it returns, and its states after the last token.
+        """Call the module's own `forward` on some states; return its output, and its states after the last token.
 
         Args:
             forward: The module's forward.
             arguments: Its arguments by name; the one for the cache is replaced.
-            states: What it continues from, `[B, ...]` each, in the order of `self.states`; may be changed in place.
+            states: States to continue from, `[B, ...]` each, in the order of `self.states`; may be changed in place.
                 None to begin with the first token of a text.
         """
         layer = copied_layer(self.empty if states is None else self.full)
@@ -165,7 +165,7 @@ class TreeStates:
         states = self._states.read_entries(keys, levels.roots)
         outputs, after = [], []
         # The first and last linear layers are computed once for the tokens of all levels, so that their weights are
-        # read once: the first ones hand out what they computed, a level at a time, and the last one hands on what it
+        # read once: the first ones hand out what they computed, a level at a time, and the last one passes on what it
         # is given, until all of it is there. One that was given a hook since the model was bound is called as others.
         inner = mixer.module.get_submodule
         first = [layer for name in mixer.first_linears if is_plain(layer := inner(name))]
@@ -178,7 +178,7 @@ class TreeStates:
             if last is not None:
                 patch.replace_forward(last, lambda _, args, __: args[0])
             for level, given in enumerate(tokens.take_levels(arguments, taken, len(parents))):
-                if level:  # which also copies: a mixer may write to what it is given
+                if level:  # which also copies: a mixer may write to its arguments
                     states = [state.index_select(0, parents[level]) for state in states]
                 output, states = mixer.run(forward, given, states)
                 states = [state.to(dtype) for state, dtype in zip(states, dtypes, strict=True)]
@@ -199,7 +199,7 @@ class PromptStates:
         """Plan a forward over pieces of prompts.
 
         Args:
-            pieces: What is read of each row, a token at least; the rows' states are replaced.
+            pieces: Tokens to read of each row, one at least; the rows' states are replaced.
             states: States of the rows; None for whole texts whose states nobody needs.
             width: How many tokens the forward has of each row, its piece's first; None for those of the pieces alone.
         """
@@ -221,6 +221,7 @@ class PromptStates:
             while first < piece.end:
                 # A snapshot cuts the calls of the mixers alone: all other layers read the piece at once.
                 end = min((count for count in snapshots if count > first), default=piece.end)
+                # Some mixers read several tokens as if none came before: from a state, these read one at a time.
                 step = end - first if states is None or mixer.continues else 1
                 index = start - piece.first + torch.arange(first, first + step, device=tokens.device)
                 output, states = mixer.run(forward, tokens.take_run(arguments, index), states)
@@ -249,7 +250,7 @@ class _Tokens:
     device: torch.device
 
     def _flat(self, leaf: Any) -> Tensor | None:
-        """Return what is given for each token, maybe for all rows at once, as `[rows * count, ...]`; else None."""
+        """Return an argument of all tokens, maybe broadcast over the rows, as `[rows * count, ...]`; else None."""
         if not isinstance(leaf, Tensor) or leaf.dim() < 2:
             return None
         if leaf.shape[1] != self.count or leaf.shape[0] not in (1, self.rows):
@@ -279,7 +280,7 @@ class _Tokens:
 
         Args:
             index: Indices of tokens in the order of the outputs, `[R]` int64, -1 for none.
-            outputs: What was returned for some of them each, `[R', 1, ...]`.
+            outputs: Outputs for some of them each, `[R', 1, ...]`.
         """
         size = self.rows * self.count
 
@@ -300,7 +301,7 @@ def _without_masks(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mixer_plan(batch: ForwardBatch, *, padded: bool) -> TreeStates | PromptStates:
-    """Return what the mixers must know of a forward over the new nodes of trees, or over pieces of prompts.
+    """Return the plan of the mixers for a forward over the new nodes of trees, or over pieces of prompts.
 
     A padded forward computes M nodes of every row, also of a ragged tree.
     """

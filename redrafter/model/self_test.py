@@ -57,11 +57,11 @@ _Tolerance: TypeAlias = tuple[float, float]
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# Computed in float32, a half-precision model may still round what it moves between layers, and a GPU may be allowed
+# Computed in float32, a half-precision model may still round what it passes between layers, and a GPU may be allowed
 # TF32. Random keys and values, as far trials have them, make scores large, and rounding with them: 0.002 on Gemma 2;
 # a scale or a window that is off is at 0.02 or more. In its own dtype, a half-precision model may choose another
 # expert at a node or two. Where activations are quantised, the least difference carries one over to the next of few
-# values: up to 0.18 typically on the boxed base, 40 layers deep; a node that sees what it should not is at 0.8.
+# values: up to 0.18 typically on the boxed base, 40 layers deep; a node that sees a token that it should not is at 0.8.
 _EXACT, _WIDENED = (2e-3, 2e-3), (1e-2, 5e-3)
 # Recurrences carry rounding on from token to token: 0.014 at worst on a tiny Nemotron-H; a wrong state is near to 1.
 _RECURRENT, _RECURRENT_WIDENED = (1e-2, 5e-3), (5e-2, 2e-2)
@@ -70,7 +70,7 @@ _NARROW, _QUANTIZED = (float("inf"), 0.15), (float("inf"), 0.4)
 
 @dataclass(frozen=True)
 class Trial:
-    """A small tree after the committed tokens of B rows, and what plain forwards give along its paths.
+    """A small tree after the committed tokens of B rows, and the logits of plain forwards along its paths.
 
     Attributes:
         nodes: Ids of the root; of a and b below it, c below a, d below b; of e, which follows the path root, b, d;
@@ -100,7 +100,7 @@ class SelfTest:
         """Run the plain forwards of the near trial.
 
         Args:
-            target: What is being bound.
+            target: The target that is being bound.
             reader: Its reader of prompts, which is tried with its forwards.
 
         Raises:
@@ -133,7 +133,7 @@ class SelfTest:
         """Run every trial on caches of one kind.
 
         Args:
-            shapes: What each layer stores.
+            shapes: Shape of each layer.
             new_cache: Makes a cache.
             far: Run far trials too; they need `shapes` to be what transformers' own cache stores.
 
@@ -161,7 +161,7 @@ class SelfTest:
     def _near_trial(self) -> tuple[Trial, Any]:
         """Make a near trial: the model reads each prompt with each of the tree's two paths after it.
 
-        The output of the plain forward of the second prompt, with the model's own cache, is returned beside it.
+        The output of the plain forward of the second prompt, with the model's own cache, is returned with it.
         """
         target, longest = self._target, self._longest
         ids = self._ids(2 * longest + 6)
@@ -233,9 +233,9 @@ class SelfTest:
         logits, expected = self._logits_of(trial, cache, whole=whole).float(), trial.expected.float()
         error = (logits - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
         if not bool((error.max() <= allowed[0]) & (error.median() <= allowed[1])):
-            behind = "" if trial.prompts is not None else f" behind {int(trial.length[0])} tokens"
+            after = "" if trial.prompts is not None else f" after {int(trial.length[0])} tokens"
             raise UnsupportedError(
-                f"{self._target.name} gives other logits for a token tree than for plain text{behind} (relative error "
+                f"{self._target.name} gives other logits for a token tree than for plain text{after} (relative error "
                 f"{error.max():.2g}); this architecture cannot be verified exactly"
             )
 
@@ -301,8 +301,8 @@ def far_lengths(config: Any, context: int | None, shapes: Sequence[LayerShape]) 
 
     Args:
         config: Config of the model's decoder.
-        context: Positions that the model can tell apart; None for no limit.
-        shapes: What each layer stores.
+        context: Positions that the model distinguishes; None for no limit.
+        shapes: Shape of each layer.
     """
     # Of two plain rows, and of one of ours.
     slot_bytes = 3 * sum(shape.heads * (shape.key_dim + shape.value_dim) * 4 for shape in shapes)
@@ -362,14 +362,14 @@ class CacheSupport:
     """The caches that a model's token trees are right on.
 
     Attributes:
-        shapes: What each layer stores on a dense cache.
+        shapes: Shape of each layer on a dense cache.
     """
 
     def __init__(self, bound: BoundModel, reader: PromptReader):
         """Run the self-test on dense caches, in the fastest way that the model is right in.
 
         Args:
-            bound: What is being bound.
+            bound: The model that is being bound.
             reader: Its reader of prompts, which is set to that way.
 
         Raises:
@@ -404,7 +404,7 @@ class CacheSupport:
 
     @cached_property
     def paged_shapes(self) -> list[LayerShape]:
-        """What each layer stores on a paged cache: the keys and values that its attention function receives.
+        """Shape of each layer on a paged cache: the keys and values that its attention function receives.
 
         Models with latent attention store something else in transformers' own caches.
         """
@@ -414,7 +414,7 @@ class CacheSupport:
 
     @cached_property
     def paged(self) -> Support:
-        """Tell whether the model can be decoded on a paged cache. The first access may run the self-test on one."""
+        """Return whether the model can be decoded on a paged cache. The first access may run the self-test on one."""
         bound, probe = self._bound, self._bound.traits.attention
         if len({shape.device for shape in self.shapes}) > 1:
             return Support("it is spread over several devices; load it on one with device='cuda'")

@@ -1,4 +1,4 @@
-"""Refuse models that cannot be a target, and modes that change text; read from others what they store."""
+"""Refuse models that cannot be a target, and modes that change text; derive the cache layout of the others."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class Support:
 
     @property
     def ok(self) -> bool:
-        """Tell whether the model can be decoded in that way."""
+        """Return whether the model can be decoded in that way."""
         return self.reason is None
 
 
@@ -165,14 +165,14 @@ def _layer_types(config: object) -> list[str] | None:
 
 
 def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateShape] = ()) -> list[LayerShape]:
-    """Return what each layer stores, by the cache in the output of a plain forward and the states of all layers.
+    """Return the shape of each layer, by the cache in the output of a plain forward and the states of all layers.
 
     Raises:
         UnsupportedError: The model keeps something else than keys and values and these states.
     """
     past = cache_in(output)
     if past is None and getattr(config, "is_decoder", None) is False:
-        raise UnsupportedError(f"{name} is no decoder: its tokens see those behind them; load it with is_decoder=True")
+        raise UnsupportedError(f"{name} is no decoder: its tokens see later ones; load it with is_decoder=True")
     if not hasattr(past, "layers"):
         kept = "no keys and values of past tokens" if past is None else f"past tokens in its {type(past).__name__}"
         raise UnsupportedError(f"{name} keeps {kept}; only models with an ordinary cache can be verified as a tree")

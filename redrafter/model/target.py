@@ -59,16 +59,16 @@ from redrafter.tree.token_tree import chain
 
 
 class Target(BoundModel):
-    """A causal LM bound for token tree verification; `BoundModel` says what is known of it.
+    """A causal LM bound for token tree verification; `BoundModel` holds the facts about it.
 
     Attributes:
         version: Number of times that `follow_changes` found other weights or other code: keys and values that are kept
             are those of their time.
         varlen_forward: The forward over a paged cache.
-        images: Whether prompts may have images, and what reads them.
-        prompt_reader: What reads prompts.
+        images: Whether prompts may have images, and their reader.
+        prompt_reader: Reads prompts into the cache.
         reread_from: Committed tokens at which rows are read again, as the model's rope switches; None for never.
-        image_inputs: `image_arguments`, and the names of the types of tokens that the model takes beside them.
+        image_inputs: `image_arguments`, and the names of the token-type arguments that go with them.
         parked: The memory that was given back while the engines on this target sleep; None while they are awake.
     """
 
@@ -81,7 +81,7 @@ class Target(BoundModel):
         Args:
             model: A loaded causal LM with a language-modelling head. A `PeftModel` is served as the model in it, with
                 its adapters.
-            name: What to call it in messages; None for the name of its class.
+            name: Its name in messages; None for the name of its class.
 
         Raises:
             UnsupportedError: It is an encoder-decoder, keeps states where they cannot be found, has an attention
@@ -120,6 +120,7 @@ class Target(BoundModel):
 
     def _bind(self) -> None:
         """Make the forwards of the model, then run its self-test on the caches that it may be decoded on."""
+        # Multiples of a prime are distinct and far apart, so no two tokens of the probe are alike.
         ids = torch.arange(8, device=self.device) * 7919 % self.vocab_size
         self.dtype = self.embedding(ids).dtype  # the model's own may be that of a quantised weight
         self.traits = traits = learn_traits(self.model, self.config, ids, self.name)
@@ -152,7 +153,7 @@ class Target(BoundModel):
             self.ranks.check_equal(ways, f"what {self.name} can be decoded on")
 
     def _facts(self) -> dict[str, Any]:
-        """Return what may not change once the model is bound, each behind the words that tell of its change."""
+        """Return the properties that may not change once the model is bound, by the message of their change."""
         weight = self.embedding.weight
         return {
             "was changed from {} to {}": dtype_name(weight.dtype),
@@ -177,13 +178,13 @@ class Target(BoundModel):
             check_eval(self.model)
 
     def _follow(self) -> None:
-        """Take note of what has changed, if it is more than a watch tells."""
+        """Record changes of the model, if the watch may have missed some."""
         before, now = self._state, ModelState.of(self.model)
         if now != before:
-            for told, fact in self._facts().items():
-                if fact != self._bound_as[told]:
+            for what, fact in self._facts().items():
+                if fact != self._bound_as[what]:
                     raise ArgumentError(
-                        f"{self.name} {told.format(self._bound_as[told], fact)} after it was bound: make a new engine "
+                        f"{self.name} {what.format(self._bound_as[what], fact)} after it was bound: make a new engine "
                         "of the model"
                     )
             self.version += 1
@@ -206,17 +207,17 @@ class Target(BoundModel):
 
     @property
     def shapes(self) -> list[LayerShape]:
-        """What each layer stores on a dense cache."""
+        """Shape of each layer on a dense cache."""
         return [*self._caches.shapes, *self._drafter_shapes]
 
     @property
     def paged_shapes(self) -> list[LayerShape]:
-        """What each layer stores on a paged cache."""
+        """Shape of each layer on a paged cache."""
         return [*self._caches.paged_shapes, *self._drafter_shapes]
 
     @property
     def paged(self) -> Support:
-        """Tell whether the model can be decoded on a paged cache. The first access may run a self-test."""
+        """Return whether the model can be decoded on a paged cache. The first access may run a self-test."""
         return self._caches.paged
 
     def make_batch_invariant(self) -> None:
@@ -233,7 +234,7 @@ class Target(BoundModel):
         self.features.check(BATCH_INVARIANCE)
         if self.device.type == "cuda" and self.varlen_forward.linears_fused:
             raise ArgumentError(
-                f"{self.name} was compiled for an engine without batch_invariant=True; load the model anew"
+                f"{self.name} was compiled for an engine without batch_invariant=True; load the model again"
             )
         reason = support_of(self).reason or self.paged.reason
         reason = reason or (self.varlen.reason if self.device.type == "cuda" else None)
@@ -275,7 +276,7 @@ class Target(BoundModel):
         if self.aux_layers not in (None, tuple(layers)):
             raise MismatchError(
                 f"this target's layers {list(self.aux_layers or ())} are read by another drafter, this one reads "
-                f"{list(layers)}; load the target anew"
+                f"{list(layers)}; load the target again"
             )
         if layers:
             _ = self.paged  # its self-test runs on the first layers alone, and others may be read from now on
@@ -300,7 +301,7 @@ class Target(BoundModel):
         """Store a drafter's keys and values of every token that is read later, in caches that are made from now on.
 
         Args:
-            layer: What is stored.
+            layer: The layer that stores it.
 
         Raises:
             MismatchError: Another drafter stores some already.
@@ -308,12 +309,12 @@ class Target(BoundModel):
         if self.drafter_layer is not None and self.drafter_layer.owner is layer.owner:
             return
         if self.drafter_layer is not None:
-            raise MismatchError("another drafter stores keys and values beside this target's; load the target anew")
+            raise MismatchError("another drafter stores keys and values with this target's; load the target again")
         _ = self.paged  # its self-test is of caches without that layer
         self.drafter_layer, self._drafter_shapes = layer, (layer.shape,)
 
     def verify(self, batch: ForwardBatch) -> ForwardOutput:
-        """Run the new nodes of trees, and chunks of prompts beside them, through the model in one forward.
+        """Run the new nodes of trees, and chunks of prompts with them, through the model in one forward.
 
         Nothing is committed.
         """

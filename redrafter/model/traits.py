@@ -1,4 +1,4 @@
-"""What a model's layers are, learnt from plain forwards and not from a list of models.
+"""Properties of a model's layers, probed by plain forwards and not taken from a list of models.
 
 A config says little: some models ignore its `sliding_window`, some window without telling their attention function. So
 the model runs once with an attention function and a mask function of ours. The mask function receives the rule by which
@@ -37,19 +37,19 @@ PROBED_POSITION = 1 << 20  # at which a mask rule is evaluated; a window or chun
 
 MaskRule = Callable[..., Any]  # `rule(batch, head, query, key)` of transformers: whether the query sees the key
 
-_Call: TypeAlias = tuple[Mixer, Mapping[str, Any], Any]  # with its arguments by name, and what it returned
+_Call: TypeAlias = tuple[Mixer, Mapping[str, Any], Any]  # with its arguments by name, and its output
 
 _RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())  # an older release has none
 
 
 @dataclass
 class AttentionProbe:
-    """What one forward shows of a model's attention.
+    """A model's attention as one forward shows it.
 
     Attributes:
         rules: The distinct kinds of attention that the model built masks for, in order.
         kinds: Per layer index, the kind of its mask; None for a mask that the layer changed or made by itself.
-        shapes: Per layer index, what it must store for its attention function to receive what it did. A layer that is
+        shapes: Per layer index, the shape of the keys and values that its attention function received. A layer that is
             given the very tensors of an earlier one stores nothing and names that one as its source.
         changed: Indices of the layers that changed the mask that they were given.
         failure: Why the forward could not run with our attention function; None when it ran.
@@ -66,6 +66,7 @@ class AttentionProbe:
     def record(self, layer: int, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         """Record the keys and values `[B, heads, T, dim]` and the mask that a layer's attention function received."""
         source = next((first for first, k, v in self.given if k is key and v is value), None)
+        # The tensors themselves are kept: an id alone could be that of a later tensor at the same address.
         self.given.append((layer, key, value))
         if source is None:
             self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
@@ -93,11 +94,11 @@ class AttentionProbe:
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """What a model's layers are.
+    """Properties of a model's layers.
 
     Attributes:
         config: The config that they read.
-        attention: What they showed of their attention.
+        attention: The attention that they showed.
         mixers: The modules that keep recurrent states.
         slot_readers: The attention modules that take positions from the cache; see `answer_by_position`.
     """
@@ -109,7 +110,7 @@ class ModelTraits:
 
     @cached_property
     def kinds(self) -> LayerKinds:
-        """What each layer attends to; `UnsupportedError` where they differ and the config does not tell them apart."""
+        """The kind of attention of each layer; `UnsupportedError` where the config does not assign different kinds."""
         probe = self.attention
         if probe.failure is None and not probe.kinds and not probe.rules:
             return LayerKinds(None, {})  # no layer attends
@@ -118,13 +119,13 @@ class ModelTraits:
 
 
 def learn_traits(model: Any, config: Any, ids: Tensor, name: str) -> ModelTraits:
-    """Run a model on any text of four tokens at least, and return what its layers are.
+    """Run a model on any text of four tokens at least, and return the properties of its layers.
 
     Args:
         model: A causal LM of transformers; left as it was.
         config: The config that its decoder layers read.
         ids: The text, `[T]` int64.
-        name: What to call the model.
+        name: Name of the model in messages.
 
     Raises:
         UnsupportedError: A module keeps states in a way that is not known, or continues from them wrongly.
@@ -155,7 +156,7 @@ def _probe_mask(
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> Tensor:
-    """Return a mask `[B, 1, Q, S]` that holds nothing but the number of its kind, so that copies of it tell it too."""
+    """Return a mask `[B, 1, Q, S]` that holds nothing but the number of its kind, so that its copies hold it too."""
     rules, device = _RUNNING.get().rules, kwargs.get("device")
     kind = _kind_of(mask_function, device)
     if kind not in rules:
@@ -186,6 +187,7 @@ def _kind_of(rule: MaskRule, device: Any) -> AttentionKind | None:
         return None
     if first == 0:
         return AttentionKind()
+    # From one position to the next a window moves by one, and a chunk begins where it did, or at the new position.
     if second == first + 1:
         return AttentionKind(window=PROBED_POSITION - first + 1)
     if second == PROBED_POSITION + 1:
@@ -230,7 +232,9 @@ def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict
     names = getattr(config, "layer_types", None) or ()
     by_name = dict(zip(names, by_layer, strict=False))
     if tuple(by_name.get(name) for name in names) != by_layer:
-        raise UnsupportedError("its layers differ in what they see, and config.layer_types does not tell them apart")
+        raise UnsupportedError(
+            "its layers have different masks, and config.layer_types does not say which layer has which"
+        )
     for name, mask_name in _MASK_NAMES.items():
         if name in by_name:
             by_name.setdefault(mask_name, by_name[name])
@@ -301,8 +305,8 @@ def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, 
     one_by_one = pytree.tree_map(lambda *x: torch.cat(x, dim=1) if isinstance(x[0], Tensor) else x[0], *parts)
     if not _close(one_by_one, expected, _ONE_BY_ONE):
         raise UnsupportedError(
-            f"layer {mixer.layer} of {name} ({type(mixer.module).__name__}) goes on from its state with other numbers "
-            "than it reads a whole text with; this architecture cannot be verified exactly"
+            f"layer {mixer.layer} of {name} ({type(mixer.module).__name__}) continues from its state with other "
+            "numbers than it reads a whole text with; this architecture cannot be verified exactly"
         )
     at_once, _ = mixer.run(forward, _part(given, half, count, count), later)
     return replace(
@@ -315,7 +319,7 @@ def _tried(mixer: Mixer, given: Mapping[str, Any], returned: Any, cache: Cache, 
 
 
 def _takes_tokens_alone(mixer: Mixer, tokens: Tensor, returned: Any) -> bool:
-    """Tell whether a mixer returns for `tokens` `[1, T, D]` alone what it `returned` with all of its arguments."""
+    """Return whether a mixer returns for `tokens` `[1, T, D]` alone what it `returned` with all of its arguments."""
     if not isinstance(returned, Tensor) or (returned.shape, returned.dtype) != (tokens.shape, tokens.dtype):
         return False
     try:
@@ -344,7 +348,7 @@ _HALF_ROUNDING = 0.1
 
 
 def _close(found: Any, expected: Any, part: float) -> bool:
-    """Tell whether two outputs differ by no more than a part of the largest number, or by half-precision rounding."""
+    """Return whether two outputs differ by no more than a part of the largest number, or by half-precision rounding."""
     leaves = zip(*(pytree.tree_leaves(x) for x in (found, expected)), strict=True)
     return all(
         float((a.float() - b.float()).abs().max())

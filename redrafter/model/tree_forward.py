@@ -1,4 +1,4 @@
-"""What forwards over token trees have in common, their hooks, and the padded one, which serves every model.
+"""The base class of forwards over token trees, their hooks, and the padded forward, which serves every model.
 
 The padded forward has all rows side by side in one batch, on a dense cache, with a 4-D mask over the model's attention.
 """
@@ -33,7 +33,7 @@ _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
 class BoundModel:
-    """What is known of a causal LM that is being bound, or is bound. Its forwards read it anew at each call.
+    """Facts about a causal LM that is being bound, or is bound. Its forwards read them at each call.
 
     Attributes:
         name: The model's class, for messages.
@@ -45,8 +45,8 @@ class BoundModel:
         dtype: Dtype of its hidden states.
         hidden_size: D, the width of what its head reads.
         vocab_size: V, the ids that the config counts.
-        context: Positions that the model can tell apart; None when it names no limit.
-        traits: What its layers are.
+        context: Positions that the model distinguishes; None when it names no limit.
+        traits: Properties of its layers.
         ranks: The processes that compute the model together, each its own heads.
         features: What it has of features that others may exclude, such as batch invariance.
         lock: Held while anything is set on the model, by any forward of any target on it.
@@ -55,7 +55,7 @@ class BoundModel:
         rope: Its rope, where the frequencies follow from the length of a text; else None.
         fixed_rope_context: Tokens of a text up to which its rope frequencies never change, or its context; None for no
             limit.
-        aux_layers: Decoder layers whose outputs stand behind the last hidden states; None before a drafter reads some.
+        aux_layers: Decoder layers whose outputs follow the last hidden states; None before a drafter reads some.
         aux_modules: These layers.
         drafter_layer: What a drafter stores of every token beside the model's keys and values; None for nothing.
         adapters: LoRA adapters that are loaded beside it.
@@ -108,7 +108,7 @@ class TreeForward(ABC):
 
     @abstractmethod
     def __call__(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, ChunkEnds | None]:
-        """Run a batch through the model, and return what `ForwardOutput` has of it."""
+        """Run a batch through the model, and return logits, hidden states and ends of chunks as in `ForwardOutput`."""
 
     def _call_model(self, ids: Tensor, positions: Tensor, cache: Any, **arguments: Any) -> Any:
         """Call the model; one without attention takes no positions."""
@@ -141,6 +141,7 @@ class TreeForward(ABC):
             return None  # it is a forward of another thread, which computes what the model alone gives
         hidden, index = args[0], self._index
         if self._written is not None and (sums := self._written.sums) is not None:
+            # The cache holds zeros for values that were not finite, which would make the nodes' logits look finite.
             hidden = hidden.masked_fill(~sums.isfinite().to(hidden.device)[..., None], torch.nan)
         self._head_inputs = (*self._head_inputs, hidden)
         if index is None:
@@ -159,7 +160,7 @@ class TreeForward(ABC):
                 f"{type(self.bound.model).__name__} calls its head {len(self._head_inputs)} times a forward; it must "
                 "be once"
             )
-        # A compiled forward is made anew when the ids change; that other layers have hooks it would not see.
+        # A compiled forward is rebuilt when the ids change; that other layers have hooks it would not see.
         assert len(self._aux_outputs) == len(self.bound.aux_layers or ())
         hidden = join_hidden(self._head_inputs[0], self._aux_outputs)
         self._index, self._head_inputs, self._aux_outputs = None, (), ()

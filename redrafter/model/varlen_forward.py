@@ -38,7 +38,7 @@ COMPILE_OPTIONS: dict[str, Any] = {
 # Operators that a compiler does not look into, one or more in each layer.
 CUTS = ("redrafter::tree_attention", "redrafter::invariant_attention", "redrafter::mix")
 
-# Of a batch-invariant forward. What is measured on the device, or suits the first sizes that are seen, may be another
+# Of a batch-invariant forward. Settings measured on the device, or chosen for the first sizes seen, may be another
 # order of sums for other sizes or in another process; one variant of each kernel, chosen without measuring, has one.
 _FIXED_ORDER: dict[str, Any] = {
     "batch_invariant": True,  # from torch 2.13 on; it implies the next one
@@ -122,8 +122,9 @@ class VarlenForward(TreeForward):
             if x is not None:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
 
-        # 3. Run the model. What a drafter remembers of the tokens is stored beside their keys and values.
+        # 3. Run the model. A drafter's keys and values of the tokens are stored with the model's.
         mixing = mixer_plan(batch, padded=False) if self._mixers else None
+        # A compiled forward cannot ask which thread calls it, so only the lock keeps those of other threads apart.
         with bound.lock, self._attending(ATTENTION_NAME, plan, mixing, keep, threads_apart=False):
             logits, hidden = self._run(ids, positions, head_index, plan, prompt, keep)
         hidden = hidden[: tokens[0]]
@@ -180,7 +181,7 @@ class VarlenForward(TreeForward):
 
     @property
     def linears_fused(self) -> bool:
-        """Tell whether `fuse_linears` was called."""
+        """Return whether `fuse_linears` was called."""
         return self._fused is not None
 
     def fuse_linears(self, forward: Callable[[], object]) -> None:
@@ -265,7 +266,7 @@ class VarlenForward(TreeForward):
         *,
         threads_apart: bool,
     ) -> Iterator[None]:
-        """Have the model attend by our function of that name, which `plan` tells of the forward.
+        """Have the model attend by this library's function of that name, which `plan` describes the forward to.
 
         `mixing` is what mixers must know of it, and `keep` the columns of adapters that each token keeps.
         `threads_apart` lets the forwards of other threads pass by.

@@ -24,7 +24,7 @@ class NewWeights:
     """New numbers for all weights of a module, which were found to fit, and are not written yet.
 
     Attributes:
-        pairs: Tensors of the module and what each becomes.
+        pairs: Tensors of the module with their new values.
         not_finite: Names of those that become NaN or infinite somewhere, perhaps as the module's dtype rounds them.
         quantised: Our FP8 layers and the weights, not quantised, that each is made of.
     """
@@ -38,7 +38,7 @@ class NewWeights:
         """Find the place of each tensor in a module; `name` is what messages call it.
 
         Names are those of the module's `state_dict`. Of tied weights one is enough. Numbers are rounded to the module's
-        dtype when they are written, as they are when a checkpoint is loaded; a layer of our FP8 is quantised anew.
+        dtype when they are written, as they are when a checkpoint is loaded; an FP8 layer of ours is quantised again.
 
         Raises:
             ArgumentError: A weight is no tensor.
@@ -105,7 +105,9 @@ class NewWeights:
             if place.dtype.itemsize == 1 and place.is_floating_point():
                 place.view(torch.uint8).copy_(numbers.view(torch.uint8))
             else:
-                place.copy_(numbers.to(place.dtype))  # rounded where they are: what is half written has no way back
+                place.copy_(
+                    numbers.to(place.dtype)
+                )  # rounded on their device; a failure after this leaves weights half written
 
 
 def hold_in_memory(module: nn.Module) -> None:
@@ -145,7 +147,7 @@ def _not_finite(weights: Mapping[str, tuple[Tensor, torch.dtype]]) -> list[str]:
 
 
 def _alike(given: torch.dtype, wanted: torch.dtype) -> bool:
-    """Tell whether numbers of one dtype may be rounded to another when they are loaded."""
+    """Return whether numbers of one dtype may be rounded to another when they are loaded."""
     if given.is_floating_point and given.itemsize == 1:
         return given == wanted
     return given == wanted or (given.is_floating_point and wanted.is_floating_point)
@@ -206,6 +208,7 @@ class ParkedMemory:
             for each in self._parked:
                 each.storage.resize_(each.num_bytes)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
+            # All or nothing, so that the engine stays asleep and can be woken later.
             for each in self._parked:
                 each.storage.resize_(0)
             raise CacheFullError(

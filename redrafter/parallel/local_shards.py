@@ -25,7 +25,7 @@ _AS_IT_IS = ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "lo
 
 
 class SplitLinear(nn.Module):
-    """A linear layer of which each rank computes a part; what it returns is the same on every rank, bit for bit.
+    """A linear layer of which each rank computes a part; its output is the same on every rank, bit for bit.
 
     Attributes:
         ranks: The ranks.
@@ -64,6 +64,7 @@ class SummedLinear(SplitLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the whole layer, `[..., O]`."""
         if self.splits:
+            # Each rank takes the features that its columns of the weight multiply.
             x = x.narrow(-1, self.first, self.part.in_features)
         out = self.ranks.sum(self.part(x))
         return out if self.bias is None else out + self.bias
@@ -136,6 +137,7 @@ def _replace(model: Any, name: str, module: Any, style: str, ranks: Ranks) -> No
     elif style in _GATHERED:
         rows = module.out_features
         count = -(-rows // ranks.size)
+        # The last ranks may have fewer rows, or none.
         first = min(count * ranks.rank, rows)
         # Parameters are whole where they are an embedding table's too.
         both: tuple[Any, Any] = (module.weight, module.bias)

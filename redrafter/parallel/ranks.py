@@ -1,4 +1,4 @@
-"""The processes that compute one model together, and what they tell each other."""
+"""The processes that compute one model together, and the messages between them."""
 
 import atexit
 import os
@@ -30,7 +30,7 @@ class Ranks:
 
     Attributes:
         rank: Number of this process, from 0.
-        size: Number of processes; 1 for a model in one process, where every method returns what it is given.
+        size: Number of processes; 1 for a model in one process, where every method returns its argument.
         group: The process group of tensors on the model's device; None in one process.
         host_group: The process group of Python objects; None in one process.
         peers: The processes of the other ranks on this machine, by rank.
@@ -46,6 +46,7 @@ class Ranks:
     def of_world(cls) -> "Ranks":
         """Return all processes of torch.distributed. Collective: call it on every rank."""
         rank, size = dist.get_rank(), dist.get_world_size()
+        # Python objects travel between hosts: NCCL would need them on the GPU, and wait for its work.
         host_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         return cls(rank, size, dist.group.WORLD, host_group, _find_peers(rank, size, host_group))
 
@@ -79,7 +80,7 @@ class Ranks:
         return [received[index] for index in range(len(tensors))]
 
     def from_first(self, value: T) -> T:
-        """Return what rank 0 has as `value`, which must be picklable."""
+        """Return rank 0's `value`, which must be picklable."""
         if self.size == 1:
             return value
         values = [value]
@@ -98,8 +99,8 @@ class Ranks:
         """Check that all ranks have the same `value`, which must be picklable.
 
         Args:
-            value: What is compared.
-            what: What to call it in the message.
+            value: Value to compare.
+            what: Its name in the message.
 
         Raises:
             MismatchError: They have not, so that they would take different steps.

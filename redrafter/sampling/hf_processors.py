@@ -2,7 +2,7 @@
 
 `generate` prepares a list of objects. Each that a tensor per row can express becomes a row processor (`processors`),
 each other known one a function with constants of its own (`tree_processors`), in the order of the list and with the
-same results. What is not known is called once per node, and what cannot be exact on a tree is refused by name.
+same results. Unknown processors are called once per node, and those that cannot be exact on a tree are refused by name.
 """
 
 import math
@@ -90,7 +90,7 @@ def fold_rows(
 
     A processor becomes numbers of the rows where it is one that every step knows and is listed where steps apply it;
     any other one stays the caller's own. So rows draw as the list says, whatever it holds. `ends` are ids that end a
-    text. Where tokens are not `sampled`, what sampling alone has by name is the caller's own too.
+    text. Where tokens are not `sampled`, processors of sampling alone are the caller's own too.
     """
     own = len(FIRST_EDITS)
     order = (*FIRST_EDITS, None, RowTemperature, *CUTS)  # None: the caller's own
@@ -146,7 +146,7 @@ def _constants(value: Any, width: int) -> Hashable:
 
 
 def index_of_warpers(processors: Sequence[object]) -> int:
-    """Return where in a prepared list transformers puts what it adds for sampling alone, the temperature first."""
+    """Return the index in a prepared list at which transformers inserts the processors of sampling alone."""
     index, later = len(processors), len(_WARPERS)
     while index and (name := _known(processors[index - 1])) in _WARPERS[:later]:
         index, later = index - 1, _WARPERS.index(name)
@@ -165,7 +165,7 @@ class TemperaturePerRow(LogitsProcessor):
 
 
 def _prefix_constrained(processor: Any, call: Call) -> PerNode:
-    # The user's function is told the row's index, which the object can only tell in the full batch.
+    # The user's function gets the row's index, which the object can only derive in the full batch.
     allowed = vars(processor)["_prefix_allowed_tokens_fn"]
 
     def of_row(row: int) -> LogitsProcessor:
@@ -184,7 +184,7 @@ def _cut(build: Callable[[Any, Call], RowProcessor]) -> Reader:
 
     def read(processor: Any, call: Call) -> OwnProcessor | Processor:
         usual = processor.filter_value == -math.inf and getattr(processor, "min_tokens_to_keep", 1) == 1
-        if usual and getattr(processor, "top_p", None) != 1:  # which still removes what has no probability
+        if usual and getattr(processor, "top_p", None) != 1:  # which still removes tokens without probability
             return build(processor, call)
         return apply_to_scores(processor, call)
 

@@ -14,7 +14,7 @@ from redrafter.sampling.processors import HostProcessor
 class PerNode(HostProcessor[Callable[[Tensor, Tensor], Tensor]]):
     """Each row's function of ids `[1, L]` and scores `[1, V]`, called once for every node before the row's end.
 
-    A tree may hold texts that the processor itself has forbidden, and a user's grammar need not know how to go on from
+    A tree may hold texts that the processor itself has forbidden, and a user's grammar need not be able to continue
     those: an error at a node whose path holds a token of score -inf is not raised, since that node cannot be drawn.
     """
 
@@ -32,14 +32,14 @@ class PerNode(HostProcessor[Callable[[Tensor, Tensor], Tensor]]):
                 try:
                     processed[row, node] = processor(sequences[row, node, None, :count], of_node)
                 except Exception:
-                    # While a tree is drafted not all of it is here, and what is wrong with a draft is nobody's error.
+                    # While a tree is drafted not all of it is here, and an invalid draft is not an error.
                     if whole and not _forbidden(processed[row], tokens[row], parents[row], node):
                         raise
         return processed
 
 
 def _forbidden(scores: Tensor, tokens: list[int], parents: list[int], node: int) -> bool:
-    """Tell whether a token on the way to `node` has score -inf (`[N, V]`) where it would be drawn."""
+    """Return whether a token on the way to `node` has score -inf (`[N, V]`) where it would be drawn."""
     while node:
         if scores[parents[node], tokens[node]] == -math.inf:
             return True
@@ -50,7 +50,7 @@ def _forbidden(scores: Tensor, tokens: list[int], parents: list[int], node: int)
 class RowGrammars(HostProcessor[GuidedText | None]):
     """Forbids what the rows' grammars forbid; each row has its text's state in its grammar, or None for no grammar.
 
-    A grammar is asked at each node, for the text that leads there, before the target draws: so what is drawn follows
+    A grammar is asked at each node, for the text that leads there, before the target draws: so the drawn token follows
     the grammar, whatever was drafted, and is what is drawn without drafts. Where something else forbids all that a
     grammar allows, the grammar wins.
     """
@@ -62,6 +62,7 @@ class RowGrammars(HostProcessor[GuidedText | None]):
             return scores
         packed = self._packed(guided, scores, prefixes)
         if scores.is_cuda:
+            # Only a copy from pinned memory runs while the host launches the next kernels.
             packed = packed.pin_memory()
         return _masked(scores, packed.to(scores.device, non_blocking=True))
 

@@ -11,7 +11,7 @@ a hash of the pair, and token id `v` reads its output number `v`. Integer arithm
 import torch
 from torch import Tensor
 
-# Streams beside the target's own, for rejection sampling: sharing one would bias its result.
+# Streams in addition to the target's own, for rejection sampling: sharing one would bias its result.
 DRAFT, ACCEPT = 1, 2
 
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio, odd, as a signed 64-bit integer
@@ -49,4 +49,5 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     bits = mix(streams(seeds, positions)[:, :, None] + (ids + 1) * GAMMA)  # [B, P, V]
     # `v` keeps its relative precision near 0, where -log(-log(1 - v)) is large and decides who wins.
     v = (bits >> 11).bitwise_and_((1 << 53) - 1).to(torch.float32).add_(0.5).mul_(2.0**-53)
+    # A value that rounds to 1 would make the noise infinite, and its token win over any score.
     return v.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()

@@ -26,10 +26,10 @@ class SamplingParams:
         min_new_tokens: Tokens to write before the first of `stop_token_ids` may be drawn.
         stop_token_ids: Token ids that end the sequence.
         seed: Key of the noise, from 0 to 2**63 - 1.
-        logprobs: How many of the likeliest tokens to report beside each new token; None for no log-probabilities.
+        logprobs: How many of the likeliest tokens to report with each new token; None for no log-probabilities.
         prompt_logprobs: The same for the tokens of the prompt.
         grammar: Grammar that the text must follow, or None.
-        speculate: Whether the row verifies drafts, if rows beside it may.
+        speculate: Whether the row verifies drafts, if the batch does.
         extra: Processors of the caller's own, each with the settings of this one row. They come after those of
             transformers' names that edit single tokens, and before this library's own, grammars and temperature.
         extra_last: The same, after all others.
@@ -55,7 +55,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Tell whether the likeliest token is always taken."""
+        """Return whether the likeliest token is always taken."""
         return self.temperature == 0
 
     @cached_property
@@ -69,24 +69,24 @@ class SamplingParams:
 
     @cached_property
     def edits(self) -> bool:
-        """Tell whether scores change for single tokens: by a penalty, a bias, or a least number of tokens."""
+        """Return whether scores change for single tokens: by a penalty, a bias, or a least number of tokens."""
         return any(kind in EDITS for kind in self.asked)
 
     @cached_property
     def cuts(self) -> bool:
-        """Tell whether unlikely tokens are never sampled, which takes a sort of the vocabulary."""
+        """Return whether unlikely tokens are never sampled, which takes a sort of the vocabulary."""
         return any(kind in CUTS for kind in self.asked)
 
     @property
     def has_tables(self) -> bool:
-        """Tell whether there are settings as large as the vocabulary."""
+        """Return whether there are settings as large as the vocabulary."""
         own = (each for each in (*self.extra, *self.extra_last) if isinstance(each, RowProcessor))
         wide = any(setting.dim() > 1 for each in own for setting in each.settings)
         return wide or bool(self.logit_bias) or self.min_new_tokens > 0
 
     @cached_property
     def asks_host(self) -> bool:
-        """Tell whether a step runs Python code of a processor."""
+        """Return whether a step runs Python code of a processor."""
         own = (*self.extra, *self.extra_last)
         return self.grammar is not None or any(isinstance(each, HostProcessor) for each in own)
 

@@ -17,7 +17,7 @@ from redrafter.tree.token_tree import Tree
 class Prefixes:
     """The tokens before each node's draw.
 
-    Node i stands at position `length + depth[i]` of its row, and what is drawn at it one further.
+    Node i has position `length + depth[i]` in its row, and the token drawn at it has the next one.
     """
 
     tokens: Tensor  # by position, without padding, `[B, T]` int64; the pending token at `length`, then anything
@@ -75,7 +75,7 @@ class Prefixes:
         return whole.scatter_add(2, index, drafted.float())[..., :vocabulary]
 
     def seen(self, vocabulary: int, first: Tensor) -> Tensor:
-        """Tell which ids are in the text before each node's draw, `[B, M, V]` bool; see `occurrences`."""
+        """Return which ids occur in the text before each node's draw, `[B, M, V]` bool."""
         committed, drafted = self._counted(first)
         texts = marks(self.tokens[:, : self.window], committed, vocabulary)  # [B, V]
         return texts[:, None] | marks(self.tree.tokens[:, None].expand_as(drafted), drafted, vocabulary)

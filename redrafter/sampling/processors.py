@@ -241,7 +241,7 @@ class RowTopK(RowProcessor):
 
     k: Tensor  # `[B]` int64; 0 for all
     # Bound on every `k`, none of which is 0 then, known to the host. None sorts the whole vocabulary where the host may
-    # not wait for the device to tell.
+    # not wait for the device.
     largest_k: int | None = None
     reads = ("top_k",)
 
@@ -250,6 +250,8 @@ class RowTopK(RowProcessor):
         vocabulary, largest = scores.shape[-1], self.largest_k
         kept = torch.where(self.k > 0, self.k, vocabulary)  # [B]
         if largest is None and scores.device.type == "cpu":
+            # The host reads a CPU tensor without waiting, and selecting k values is cheaper than sorting the
+            # vocabulary.
             largest = int(kept.max())
         if largest is None:
             descending = scores.sort(dim=-1, descending=True).values
@@ -279,6 +281,7 @@ class RowTopP(RowProcessor):
             below = ascending < least
             ascending = ascending.masked_fill(below, -math.inf)  # in the order that a sort would leave them in
         removed = running_sum(row_softmax(ascending)) <= (1 - self.p).float()[:, None, None]
+        # The likeliest token stays, as in transformers, even where it alone exceeds p.
         removed[..., -1] = False
         removed &= (self.p < 1)[:, None, None]
         if below is not None:

@@ -25,10 +25,11 @@ def draw_residual(tree: Tree, scores: Tensor, noise: Tensor, chance: Tensor) -> 
     Args:
         tree: A chain with `sampled_from`.
         scores: The target's scores, `[B, N, V]`.
-        noise: Standard Gumbel noise for what is drawn in place of drafts, `[B, N, V]`.
+        noise: Standard Gumbel noise for the draws that replace drafts, `[B, N, V]`.
         chance: Standard exponential noise, `[B, N]`; a draft is kept where log q - log p is below it.
     """
     assert tree.sampled_from is not None
+    # In float32 and as logarithms: in half precision p and q of unlikely tokens underflow, and their ratio with them.
     log_p = scores.log_softmax(dim=-1, dtype=torch.float32)
     log_q = tree.sampled_from.log_softmax(dim=-1, dtype=torch.float32)  # [B, N-1, V]
     drafts = tree.tokens[:, 1:, None]
@@ -45,7 +46,7 @@ def draw_residual(tree: Tree, scores: Tensor, noise: Tensor, chance: Tensor) -> 
 def finite_draws(logits: Tensor, drawn: Tensor, *, sampled: bool = False) -> Tensor:
     """Return 1 for each node whose draw was made from finite numbers, else 0, `[B, N]` int64.
 
-    An argmax takes a NaN for the largest number. So the logit of the token that was drawn tells, without a pass over
+    An argmax takes a NaN for the largest number. So the logit of the drawn token shows it, without a pass over
     the vocabulary: it is no finite number where a model overflows, or writes NaN, and the draw means nothing.
 
     Args:
@@ -76,13 +77,13 @@ class Sampler:
 
     @cached_property
     def fused(self) -> bool:
-        """Tell whether a kernel draws, on a GPU, that keeps no scores and knows of one temperature at most."""
+        """Return whether a kernel draws, on a GPU, that keeps no scores and knows of one temperature at most."""
         simple = len(self.processors) <= 1 and all(isinstance(each, RowTemperature) for each in self.processors)
         return kernels.TRITON and self.temperature.is_cuda and simple and not self.keep_scores
 
     @property
     def capturable(self) -> bool:
-        """Tell whether nothing here runs on the host, so that a step may stand in a CUDA graph."""
+        """Return whether nothing here runs on the host, so that a step may be captured in a CUDA graph."""
         return not any(isinstance(processor, HostProcessor) for processor in self.processors)
 
     def stream(self, which: int) -> "Sampler":
@@ -125,6 +126,7 @@ class Sampler:
     def draw(self, scores: Tensor, noise: Tensor | None, depth: Tensor) -> Tensor:
         """Draw the target's own next token at every node, `[B, N]`; the node's `depth` `[B, N]` picks its noise."""
         if self.fused:
+            # The kernel scales and adds noise in registers, so no second tensor of the logits' size is written.
             return kernels.sample_tokens(scores, self.temperature, noise, depth)
         if noise is None:
             return scores.argmax(dim=-1)

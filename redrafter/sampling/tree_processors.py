@@ -22,7 +22,7 @@ from redrafter.sampling.processors import Processor
 
 
 class Call(NamedTuple):
-    """What the objects of a call were made for; lengths that they count over the padded prompt include its padding."""
+    """The prompts of a call's objects; lengths that these count over the padded prompt include its padding."""
 
     width: int  # length of the padded prompt
     prompt: Tensor  # each row's own prompt length, `[B]` int64, on the target's device

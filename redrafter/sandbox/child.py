@@ -62,7 +62,7 @@ def _fork_for_each_connection(control: socket.socket, run: Callable[[socket.sock
             try:
                 child = os.fork() == 0
             except OSError:
-                continue  # leaving the context closes the connection, which tells the program
+                continue  # leaving the context closes the connection, which signals the end to the program
             if child:
                 control.close()
                 null = os.open(os.devnull, os.O_WRONLY)
@@ -79,7 +79,7 @@ def _fork_for_each_connection(control: socket.socket, run: Callable[[socket.sock
 
 
 def limit_memory(count: int) -> None:
-    """Let this process reserve no more than so many bytes beside those that it has reserved, on Linux."""
+    """Let this process reserve at most so many bytes in addition to those that it has reserved, on Linux."""
     if reserved := memory()[0]:
         resource.setrlimit(resource.RLIMIT_AS, (reserved + count, reserved + count))
 

@@ -2,7 +2,7 @@
 
 It is not multiprocessing's forkserver, whose children inherit only imported modules and import the program's main
 module: a script without a main guard, or one read from stdin, would fail; and each process of a grammar would read the
-vocabulary anew, which takes 2.8 s for 128,000 tokens, where a fork of a zygote that has read it takes 13 ms.
+vocabulary again, which takes 2.8 s for 128,000 tokens, where a fork of a zygote that has read it takes 13 ms.
 """
 
 import os
@@ -91,7 +91,7 @@ class Zygote:
 
     @property
     def alive(self) -> bool:
-        """Tell whether it can fork for this process; it cannot for a process that was forked from this one."""
+        """Return whether it can fork for this process; it cannot for a process that was forked from this one."""
         return self._finalizer.alive and self._owner == os.getpid() and self._process.poll() is None
 
     def fork(self) -> socket.socket | None:
@@ -139,7 +139,7 @@ class SandboxedProcess:
 
     @property
     def alive(self) -> bool:
-        """Tell whether this process can ask the other one; a process forked from this one cannot."""
+        """Return whether this process can ask the other one; a process forked from this one cannot."""
         if self.ended or not self.owned:
             return False
         watch = select.poll()
@@ -148,7 +148,7 @@ class SandboxedProcess:
 
     @property
     def owned(self) -> bool:
-        """Tell whether this process has started it; a process forked from this one has not."""
+        """Return whether this process has started it; a process forked from this one has not."""
         return self._owner == os.getpid()
 
     def end(self) -> None:

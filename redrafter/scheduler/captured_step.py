@@ -37,6 +37,8 @@ def capture(run: Callable[[], object], pool: Any = None, *, watched: bool = Fals
     The graph shares memory with others through `pool`. It is `watched` where another thread asks the device for events
     meanwhile, as NCCL's does that watches collectives.
     """
+    # A first call compiles kernels and allocates workspaces, which cannot be captured; CUDA asks for another stream for
+    # it.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -44,7 +46,7 @@ def capture(run: Callable[[], object], pool: Any = None, *, watched: bool = Fals
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     collecting = gc.isenabled()
-    gc.disable()  # what it would free may be a graph, and freeing one ends the process while another is captured
+    gc.disable()  # it might free a graph, and freeing one ends the process while another is captured
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local" if watched else "global"):
             run()
@@ -72,7 +74,7 @@ class PendingReport:
 
     @property
     def on_host(self) -> bool:
-        """Tell whether the numbers are on the host already, so that `read` does not wait."""
+        """Return whether the numbers are on the host already, so that `read` does not wait."""
         return self._done is None
 
     def read(self) -> list[Any]:
@@ -89,15 +91,15 @@ class CapturedStep:
 
     Attributes:
         state: Buffers of the rows; a row that is not active stands still on the block that belongs to nobody.
-        proposer: What drafts.
+        proposer: The proposer.
         target: The model that verifies.
         cache: The target's keys and values of the rows.
         sampler: Buffers of how the rows draw.
         draft_cache: The draft model's keys and values of the rows, or None.
-        chunks: Buffers of what is read of prompts beside the rows, or None.
-        output: What the last replay drew. The next replay overwrites it. Logits and scores are empty unless they were
-            asked for: a graph would hold them for good, beside those of every other graph.
-        report: What `StepOutput.pack_for_host` says of it, overwritten likewise.
+        chunks: Buffers of the prompt chunks read together with the rows, or None.
+        output: The output of the last replay. The next replay overwrites it. Logits and scores are empty unless they
+            were asked for: a graph would hold them for good, in addition to those of every other graph.
+        report: The same packed by `StepOutput.pack_for_host`, overwritten likewise.
         graph: The captured step; None where it cannot be captured and runs as it is.
         ran: Whether it has run, so that a run pays for nothing that only first ones pay for.
     """
@@ -126,6 +128,7 @@ class CapturedStep:
         state, self.output = step(
             self.state, self.proposer, self.target, self.cache, self.sampler, self.draft_cache, self.chunks
         )
+        # In place: a replay reads and writes the buffers that it was captured with.
         self.state.length.copy_(state.length)
         self.state.hidden.copy_(state.hidden)
         self.report = self.output.pack_for_host()
@@ -155,7 +158,7 @@ class CapturedStep:
 
 
 def new_state(target: Target, rows: int, width: int, piece: int = 0) -> State:
-    """Return rows that stand still, with room for texts of `width` tokens and for `piece` tokens of earlier ones."""
+    """Return inactive rows, with room for sequences of `width` tokens and for `piece` tokens of earlier ones."""
     with target.device:
         tokens, length = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
         hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype)
@@ -183,6 +186,7 @@ class GraphCapturer:
             pool = next((graph.pool() for graph in self._graphs), None)  # which ends with the last graph in it
             step.graph = capture(step.run, pool, watched=self._target.ranks.size > 1)
             self._graphs.add(step.graph)
+        # The model can be captured; only now there is too little memory.
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -204,12 +208,12 @@ class LaunchedStep:
         report: For each row what `StepOutput.pack_for_host` says of it.
         logits: Logits along the accepted path, `[K+1, V]`, of the rows whose sequences want them.
         scores: Processed logits, likewise.
-        logprobs: What `score_drawn` gives for the rows whose sequences want it: of K+1 tokens each, or of those drawn
-            where the report is on the host. None if there are no such rows.
+        logprobs: The results of `score_drawn` for the rows whose sequences want them: of K+1 tokens each, or of those
+            drawn where the report is on the host. None if there are no such rows.
         levels: Levels of drafts.
         grafted: Nodes of each row's tree that were copied from the text.
         size: Rows that it was made for.
-        proposer: What drafted; None for the draws after prompts.
+        proposer: The proposer of the drafts; None for the draws after prompts.
     """
 
     sequences: Sequence[TokenSequence]
@@ -234,6 +238,7 @@ class LaunchedStep:
         logits, scores = dict[int, Tensor](), dict[int, Tensor]()
         for row, sequence in enumerate(sequences):
             if "logits" in sequence.keeps:
+                # A copy, since the next replay overwrites the output.
                 logits[row] = output.logits[row].index_select(0, output.path.nodes[row])
             if "scores" in sequence.keeps:
                 scores[row] = output.scores[row].index_select(0, output.path.nodes[row])
@@ -241,9 +246,9 @@ class LaunchedStep:
         counts = {row: count for row, count in asked if count is not None}
         logprobs = None
         if counts:
-            # A GPU scores what stands behind the drawn tokens too, since the host does not know their number yet.
-            width, told = output.tokens.shape[1], report.read() if report.on_host else None
-            sizes = {row: width if told is None else told[row][width] + 1 for row in counts}
+            # A GPU scores the entries after the drawn tokens too, since the host does not know their number yet.
+            width, known = output.tokens.shape[1], report.read() if report.on_host else None
+            sizes = {row: width if known is None else known[row][width] + 1 for row in counts}
             index = [(row, place) for row, size in sizes.items() for place in range(size)]
             rows, places = to_device(index, output.tokens.device, torch.long).unbind(1)  # [T]
             nodes, tokens = output.path.nodes[rows, places], output.tokens[rows, places]
@@ -253,21 +258,21 @@ class LaunchedStep:
         return cls(sequences, report, logits, scores, logprobs, *of_tree, proposer)
 
     def outcomes(self) -> list[list[int]]:
-        """Wait for the step, and return what became of its drafts by their likelihood, as `count_outcomes` has it."""
+        """Wait for the step, and return the counts of its drafts by likelihood, as `count_outcomes` has them."""
         flat, count = list(chain.from_iterable(self.report.read()[self.size :])), len(LIKELIHOODS)
         searched = self.levels - self.grafted
         return [flat[at * count : (at + 1) * count] for at in range(2 + searched)]
 
     def read(self) -> Iterator[tuple[TokenSequence, SequenceDelta]]:
-        """Wait for the step, and yield what it drew for each of its sequences."""
+        """Wait for the step, and yield the tokens drawn for each of its sequences."""
         reports = zip(self.sequences, self.report.read(), strict=False)
-        told = zip(*(each.read() for each in self.logprobs or ()), strict=True)
+        scored = zip(*(each.read() for each in self.logprobs or ()), strict=True)
         for row, (sequence, (*tokens, accepted, drafted, finite, copied)) in enumerate(reports):
             count = min(accepted + 1, finite)
             logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
             logprobs = None
             if (wanted := sequence.params.logprobs) is not None:
-                lines = list(islice(told, accepted + 1 if self.report.on_host else len(tokens)))[:count]
+                lines = list(islice(scored, accepted + 1 if self.report.on_host else len(tokens)))[:count]
                 logprobs = [(own, dict(zip(ids[:wanted], top, strict=False))) for (own, *top), ids in lines]
             drafts = self.levels > 0 and sequence.params.speculate
             drawn = SequenceDelta(
@@ -302,7 +307,7 @@ class Timer:
     """Measures work on a device without waiting for it."""
 
     def __init__(self, device: torch.device):
-        """Begin to measure what is launched from now on."""
+        """Begin to measure the work launched from now on."""
         self._mark: Callable[[], Any] = time.perf_counter
         if device.type == "cuda":
             self._mark = _recorded_event

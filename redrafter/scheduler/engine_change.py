@@ -1,8 +1,8 @@
 """Changes that an operator makes to a running engine between two steps, one object for each kind.
 
-A change is checked when it is made, in any thread and beside running texts, so that one that is refused costs them
-nothing. It is applied when no step is in flight. Texts that are being written are put back before, and go on after it
-with the tokens that they have: a text is never read by one set of weights and continued by another.
+A change is checked when it is made, in any thread while sequences run, so that one that is refused costs them
+nothing. It is applied when no step is in flight. Running sequences are put back before, and continue after it
+with the tokens that they have: a sequence is never read by one set of weights and continued by another.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ class EngineChange(ABC):
     Attributes:
         forgets: Whether keys and values that are stored would be others after it.
         asleep: Whether nothing can be computed after it.
-        same_models: Whether the target and what drafts for it are the same after it, so that what was learnt of how
+        same_models: Whether the target and its proposer are the same after it, so that statistics of how
             drafts are accepted holds.
         not_finite: Names of tensors that it writes in which numbers are NaN or infinite.
     """

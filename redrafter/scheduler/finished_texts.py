@@ -26,7 +26,7 @@ MOST_TOKENS_OF_SALT = 1 << 15
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a text: the text's number, where the part begins in it, and its tokens."""
+    """A part of a finished text: the text's number, the offset of the part in it, and its tokens."""
 
     text: int
     begin: int
@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass
 class _Texts:
-    """The texts of one salt, the oldest first, and by their last tokens where each place of them is."""
+    """The texts of one salt, the oldest first, and an index of their positions by the tokens before."""
 
     texts: "OrderedDict[int, array[int]]" = field(default_factory=OrderedDict)
     places: dict[int, tuple[int, int]] = field(default_factory=dict)  # number of a text, and where the next token is
@@ -54,7 +54,7 @@ class _Texts:
 
 
 def _keys(text: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield what each place of a text that has a next token is found by, and the place. Equal hashes do no harm."""
+    """Yield the key and the position of each token of a text with tokens before it. Equal hashes do no harm."""
     whole = tuple(text)
     for count in KEYS:
         for end in range(count, len(whole)):
@@ -62,7 +62,7 @@ def _keys(text: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class FinishedTexts:
-    """Keeps what was written last, by salt. Nothing that was written under one salt is found under another.
+    """Keeps the latest finished texts, by salt. No text of one salt is found under another.
 
     Attributes:
         tokens: Number of tokens that are kept.
@@ -79,6 +79,7 @@ class FinishedTexts:
 
     def add(self, salt: Hashable, prompt: Sequence[int], text: Sequence[int]) -> None:
         """Keep a text and the end of the prompt before it, and forget others where they are too many."""
+        # The end of the prompt too, by which the text's first tokens are found.
         kept = [*prompt[-KEYS[0] :], *text][:MOST_TOKENS_OF_SALT]
         self._number += 1
         texts = self._by_salt.setdefault(salt, _Texts())

@@ -1,4 +1,4 @@
-"""Log-probabilities of a text's tokens, and of the likeliest tokens at their positions."""
+"""Log-probabilities of a sequence's tokens, and of the likeliest tokens at their positions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MAX_LOGITS_AT_ONCE = 1 << 23  # logits scored at once: 32 MiB in float32
 
 @dataclass(frozen=True)
 class PromptScore:
-    """What the model gave one token of a prompt, after all the tokens before it.
+    """Scores of one token of a prompt, given all the tokens before it.
 
     Attributes:
         logprob: Log-probability of the token.
@@ -62,6 +62,7 @@ def score_drawn(logits: Tensor, rows: Tensor, nodes: Tensor, tokens: Tensor, cou
         these, `[T, count]` int64.
     """
     vocabulary, parts = logits.shape[-1], []
+    # In pieces, as float32 copies of all rows' logits may be gigabytes with a large vocabulary.
     size = max(MAX_LOGITS_AT_ONCE // vocabulary, 1)
     for row, node, token in zip(*(x.split(size) for x in (rows, nodes, tokens.clamp(0, vocabulary - 1))), strict=True):
         scores = logits[row, node].float().log_softmax(dim=-1)  # [t, V]

@@ -28,18 +28,18 @@ from redrafter.scheduler.sequence import TokenSequence
 from redrafter.tree.token_tree import chain
 
 _LOG = logging.getLogger(__name__)
-MAX_TEXT_TOKENS = 32768  # of a text in each row for which the cache has room; a longer one takes that of others
-MOST_ROWS = 64  # rows of such texts that the paged cache has room for, where memory allows
+MAX_TEXT_TOKENS = 32768  # of the sequence in each row that the cache is sized for; a longer one takes blocks of others
+MOST_ROWS = 64  # rows of such sequences that the paged cache is sized for, where memory allows
 MAX_RECOMPILES = 64  # of one function, before torch.compile gives up on it
-EXTRA_SLOTS = 256  # of a row beyond its text: the tree, and what a last step overshoots
+EXTRA_SLOTS = 256  # of a row beyond its sequence: the tree, and the overshoot of a last step
 
 
 class PagedMemory:
     """The paged memory of one target and its draft model: pools of keys and values, and who holds which blocks.
 
-    A target and its draft model hold a row's text in blocks of the same ids, so one manager of blocks serves both,
-    and a prefix that is found is found in both. A draft model with another vocabulary, whose texts have other lengths,
-    has blocks of its own.
+    A target and its draft model hold a row's tokens in blocks of the same ids, so one manager of blocks serves both,
+    and a prefix that is found is found in both. A draft model with another vocabulary, whose sequences have other
+    lengths, has blocks of its own.
 
     Attributes:
         target: The model that verifies.
@@ -47,7 +47,7 @@ class PagedMemory:
         draft_store: A draft model's keys and values, or None.
         blocks: Which blocks are free, taken, and hold a prefix.
         draft_blocks: The same for a draft model with another vocabulary, unused with any other; None without one.
-        host: Where texts of `blocks` go on, on the host, once they are evicted; None if they are forgotten.
+        host: Blocks on the host that hold texts of `blocks` once they are evicted; None if they are dropped.
         draft_host: The same for those of `draft_blocks`.
         capturer: Captures steps over this memory.
         lock: Guards `blocks`, and whatever is launched, against schedulers in several threads: graphs share memory, so
@@ -99,14 +99,14 @@ class PagedMemory:
         return [*pools, *(x for each in self._states for x in (each.position, *each.tensors.values()))]
 
     def reserve_snapshot_row(self, block_table: BlockTable) -> None:
-        """Let steps of a row keep its states after each block that its text fills, on a CPU. Hold the lock."""
+        """Let steps of a row keep its states after each block that its tokens fill, on a CPU. Hold the lock."""
         if self.target.device.type == "cpu":
             self.blocks.reserve_snapshot_row(block_table)
             for states in self._states if block_table.snapshot_row else ():
                 states.position[block_table.snapshot_row] = 0
 
     def take_snapshot_row(self, block_table: BlockTable) -> None:
-        """Let the states that steps have kept of a row be published with its text. Hold the lock."""
+        """Let the states that steps have kept of a row be published with its tokens. Hold the lock."""
         ends = {
             int(store.states.position[block_table.snapshot_row]) + (store is self.draft_store)
             for store in (self._stores if block_table.snapshot_row else ())
@@ -120,7 +120,7 @@ class PagedMemory:
     def restore_states(self, block_table: BlockTable) -> None:
         """Launch the copy of a stored prefix's recurrent states to a row that begins with it. Hold the lock.
 
-        What the row's earlier owner has launched runs before it, and what reads the row's prompt, after it.
+        Work that the row's earlier owner has launched runs before it, and the row's prefill after it.
         """
         for states in self._states if block_table.restored else ():
             states.copy_row(block_table.state_row, block_table.restored)
@@ -142,7 +142,7 @@ class PagedMemory:
             raise
 
     def forget_texts(self) -> None:
-        """Let no stored text be found any more; sequences keep the blocks that they hold. Hold the lock."""
+        """Drop all stored prefixes; sequences keep the blocks that they hold. Hold the lock."""
         for blocks in (self.blocks, self.draft_blocks):
             if blocks is not None:
                 blocks.forget()
@@ -289,7 +289,7 @@ def tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
 
 
 def draft_tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
-    """Return the block tables of the draft model's texts of sequences that all have one."""
+    """Return the block tables of sequences in the draft model's vocabulary, all of which have one."""
     tables = [sequence.draft_block_table for sequence in sequences if sequence.draft_block_table is not None]
     assert len(tables) == len(sequences), "a sequence has no blocks"
     return tables
@@ -299,53 +299,53 @@ class SequenceBlocks:
     """Gives sequences their blocks of a paged KV cache and takes them back.
 
     A draft model with the target's vocabulary has its keys and values in blocks of the same ids. One with another
-    vocabulary has a text of its own for each sequence, and blocks of its own.
+    vocabulary has other tokens for each sequence, and blocks of its own.
     """
 
-    def __init__(self, graphs: PagedMemory, has_draft_model: bool, reuse: bool):
+    def __init__(self, memory: PagedMemory, has_draft_model: bool, reuse: bool):
         """Hand out the blocks of a memory; with `reuse`, equal prefixes share them."""
         # Where recurrent states of prefixes are not kept, their keys and values alone are of no use.
-        stores = [store for store in (graphs.store, graphs.draft_store) if store is not None]
+        stores = [store for store in (memory.store, memory.draft_store) if store is not None]
         reuse = reuse and all(store.states is None or store.prefix_states for store in stores)
-        self._graphs, self._reuse = graphs, reuse
+        self._memory, self._reuse = memory, reuse
         # Without a draft model, no prompt is read into the cache of drafts, so none of its prefixes can be reused.
-        self._publishes = reuse and (graphs.draft_store is None or has_draft_model)
-        self._rope = graphs.target.rope
+        self._publishes = reuse and (memory.draft_store is None or has_draft_model)
+        self._rope = memory.target.rope
         self._refused: tuple[tuple[object, ...], str] | None = None  # the last allocation that failed, and why
 
     @property
     def free(self) -> int:
         """Number of blocks that could be handed out now."""
-        return self._graphs.blocks.num_free_blocks
+        return self._memory.blocks.num_free_blocks
 
     def could_hold(self, sequence: TokenSequence, slots: int) -> bool:
-        """Tell whether so many positions of a sequence fit into an empty cache."""
-        fits = slots <= self._graphs.blocks.num_blocks * BLOCK_SIZE
-        if sequence.draft_text is None or self._graphs.draft_blocks is None:
+        """Return whether so many positions of a sequence fit into an empty cache."""
+        fits = slots <= self._memory.blocks.num_blocks * BLOCK_SIZE
+        if sequence.draft_text is None or self._memory.draft_blocks is None:
             return fits
-        return fits and sequence.draft_bound(slots) <= self._graphs.draft_blocks.num_blocks * BLOCK_SIZE
+        return fits and sequence.draft_bound(slots) <= self._memory.draft_blocks.num_blocks * BLOCK_SIZE
 
     @property
     def have_turn(self) -> bool:
-        """Tell whether nobody waits for blocks of the same cache who came before."""
-        turns = self._graphs.turns[:1]
+        """Return whether nobody waits for blocks of the same cache who came before."""
+        turns = self._memory.turns[:1]
         return not turns or turns[0] is self
 
     def wait(self) -> None:
         """Wait in turn for blocks that others hold, but not for long. The caller's own sequences hold none."""
-        with self._graphs.released:
-            if self not in self._graphs.turns:
-                self._graphs.turns.append(self)
-            # What was released since the last attempt might be enough.
+        with self._memory.released:
+            if self not in self._memory.turns:
+                self._memory.turns.append(self)
+            # Blocks released since the last attempt might be enough.
             if not self.have_turn or (self._refused and self._refused[0] == self._attempt(*self._refused[0][:2])):
-                self._graphs.released.wait(LONGEST_WAIT)
+                self._memory.released.wait(LONGEST_WAIT)
 
     def end_wait(self) -> None:
         """Let others take blocks, if this one has waited for some."""
-        if self in self._graphs.turns:
-            with self._graphs.released:
-                self._graphs.turns.remove(self)
-                self._graphs.released.notify_all()
+        if self in self._memory.turns:
+            with self._memory.released:
+                self._memory.turns.remove(self)
+                self._memory.released.notify_all()
 
     def allocate(self, sequence: TokenSequence, slots: int) -> None:
         """Give an admitted sequence blocks for so many positions, with the longest cached prefix of its tokens.
@@ -353,40 +353,40 @@ class SequenceBlocks:
         Raises:
             CacheFullError: Too few blocks are free; the sequence is unchanged.
         """
-        # It is tried in every round, and looking for the prefix of a long text takes milliseconds.
+        # It is tried in every round, and looking up the prefix of a long sequence takes milliseconds.
         if self._refused is not None and self._refused[0] == self._attempt(sequence, slots):
             raise CacheFullError(self._refused[1])
         with self._handing_out():
             try:
                 self._allocate(sequence, slots)
             except CacheFullError as error:
-                # As things are now: blocks that this attempt has taken and given back are no reason for another one.
+                # Snapshot after this attempt, whose own blocks, taken and given back, are no reason for another one.
                 self._refused = self._attempt(sequence, slots), str(error)
                 raise
 
     def _attempt(self, sequence: Any, slots: Any) -> tuple[object, ...]:
-        """Return what decides whether an allocation fails: it fails again as long as this stays equal."""
-        managers = [x for x in (self._graphs.blocks, self._graphs.draft_blocks) if x is not None]
+        """Return the state that an allocation depends on: it fails again as long as this stays equal."""
+        managers = [x for x in (self._memory.blocks, self._memory.draft_blocks) if x is not None]
         return sequence, slots, *((manager, manager.freed) for manager in managers)
 
     def _allocate(self, sequence: TokenSequence, slots: int) -> None:
         tokens = sequence.tokens[: sequence.prefill_length]
-        # What is found in the cache has no logits, and past a change of rope it would be other keys.
+        # A cached prefix has no logits, and past a change of rope it would be other keys.
         reuse = self._reuse and not sequence.needs_scores and self._is_steady(sequence)
-        sequence.block_table = self._graphs.blocks.admit(
+        sequence.block_table = self._memory.blocks.admit(
             tokens, slots, reuse, self._salt(sequence), publishes=self._publishes
         )
         if sequence.draft_text is not None:
             try:
                 sequence.draft_block_table = self._admit_draft_text(sequence, slots, reuse)
             except CacheFullError:
-                self._graphs.blocks.release(sequence.block_table)
+                self._memory.blocks.release(sequence.block_table)
                 sequence.block_table = None
                 raise
             sequence.draft_prefilled = sequence.draft_block_table.reused
-        self._graphs.restore_states(sequence.block_table)
+        self._memory.restore_states(sequence.block_table)
         if self._publishes and reuse:
-            self._graphs.reserve_snapshot_row(sequence.block_table)
+            self._memory.reserve_snapshot_row(sequence.block_table)
         if sequence.needs_scores:
             sequence.prompt_scores.clear()  # it may have been preempted halfway
         sequence.prefilled = sequence.block_table.reused
@@ -395,15 +395,15 @@ class SequenceBlocks:
     @contextmanager
     def _handing_out(self) -> Iterator[None]:
         """Hold the lock, and launch the copies that handing out blocks makes due, even where there were too few."""
-        with self._graphs.lock:
+        with self._memory.lock:
             try:
                 yield
             finally:
-                self._graphs.copy_blocks()
+                self._memory.copy_blocks()
 
     def _admit_draft_text(self, sequence: TokenSequence, slots: int, reuse: bool) -> BlockTable:
         """Give a sequence blocks for its draft text, with a cached prefix no longer than what the target has found."""
-        text, blocks = sequence.draft_text, self._graphs.draft_blocks
+        text, blocks = sequence.draft_text, self._memory.draft_blocks
         assert text is not None
         assert blocks is not None
         assert sequence.block_table is not None
@@ -418,10 +418,10 @@ class SequenceBlocks:
             CacheFullError: Too few blocks are free. The sequence is unchanged, but for blocks of the target that it was
                 given where only those of a draft model were too few.
         """
-        grown = self._grow(self._graphs.blocks, sequence.block_table, slots)
+        grown = self._grow(self._memory.blocks, sequence.block_table, slots)
         if sequence.draft_text is None:
             return grown
-        return self._grow(self._graphs.draft_blocks, sequence.draft_block_table, sequence.draft_bound(slots)) or grown
+        return self._grow(self._memory.draft_blocks, sequence.draft_block_table, sequence.draft_bound(slots)) or grown
 
     def _grow(self, blocks: BlockManager | None, block_table: BlockTable | None, slots: int) -> bool:
         assert blocks is not None
@@ -436,18 +436,18 @@ class SequenceBlocks:
         """Let later sequences find the full blocks of the first `count` tokens of a sequence."""
         assert sequence.block_table is not None
         if self._publishes and self._is_steady(sequence):
-            with self._graphs.lock:
-                self._graphs.blocks.publish(sequence.block_table, sequence.tokens[:count])
+            with self._memory.lock:
+                self._memory.blocks.publish(sequence.block_table, sequence.tokens[:count])
                 if sequence.draft_text is not None:
-                    assert self._graphs.draft_blocks is not None
+                    assert self._memory.draft_blocks is not None
                     assert sequence.draft_block_table is not None
                     read = sequence.draft_text.ids[: sequence.draft_length(count)]
-                    self._graphs.draft_blocks.publish(sequence.draft_block_table, read)
+                    self._memory.draft_blocks.publish(sequence.draft_block_table, read)
 
     def withdraw(self, sequence: TokenSequence) -> None:
-        """Let no later sequence find what this one has computed, as after an error nobody knows what is in it."""
-        tables = (self._graphs.blocks, sequence.block_table), (self._graphs.draft_blocks, sequence.draft_block_table)
-        with self._graphs.lock:
+        """Let no later sequence find the blocks of this one, whose contents are unknown after an error."""
+        tables = (self._memory.blocks, sequence.block_table), (self._memory.draft_blocks, sequence.draft_block_table)
+        with self._memory.lock:
             for blocks, block_table in tables:
                 if blocks is not None and block_table is not None:
                     blocks.withdraw(block_table)
@@ -460,19 +460,19 @@ class SequenceBlocks:
         if sequence.block_table is None:
             return
         if keep:
-            with self._graphs.lock:
-                self._graphs.take_snapshot_row(sequence.block_table)
+            with self._memory.lock:
+                self._memory.take_snapshot_row(sequence.block_table)
             self.publish(sequence, sequence.prefilled if sequence.row is None else self._cached(sequence))
-        with self._graphs.released:
-            self._graphs.blocks.release(sequence.block_table)
+        with self._memory.released:
+            self._memory.blocks.release(sequence.block_table)
             if sequence.draft_block_table is not None:
-                assert self._graphs.draft_blocks is not None
-                self._graphs.draft_blocks.release(sequence.draft_block_table)
-            self._graphs.released.notify_all()
+                assert self._memory.draft_blocks is not None
+                self._memory.draft_blocks.release(sequence.draft_block_table)
+            self._memory.released.notify_all()
         sequence.block_table = sequence.draft_block_table = None
 
     def _is_steady(self, sequence: TokenSequence) -> bool:
-        """Tell whether a sequence's blocks hold what those of any sequence with the same text would hold.
+        """Return whether a sequence's blocks hold what those of any sequence with the same tokens would hold.
 
         The ids of two prompts with different images are the same.
         """
@@ -481,15 +481,15 @@ class SequenceBlocks:
         return self._rope is None or self._rope.keeps_keys(len(sequence.prompt), sequence.max_length)
 
     def _salt(self, sequence: TokenSequence) -> Hashable:
-        """Return what sequences must have in common to share blocks."""
+        """Return the salt under which a sequence shares blocks."""
         key = None if self._rope is None else self._rope.prefix_key(len(sequence.prompt))
         return (sequence.prefix_salt, key) if key else sequence.prefix_salt
 
     def _cached(self, sequence: TokenSequence) -> int:
         """Count the leading tokens of a decoding sequence whose keys and values are in every cache."""
-        if self._graphs.draft_store is None:
+        if self._memory.draft_store is None:
             return len(sequence.tokens) - 1  # all but the pending token
         if not sequence.params.speculate:
             return min(len(sequence.tokens) - 2, len(sequence.prompt))  # the draft model may have read no more
-        # The draft model may have proposed the last one and not read it, nor what a step has copied from the text.
+        # The draft model may have proposed the last one and not read it, nor the drafts that a step has copied.
         return len(sequence.tokens) - 2 - sequence.unread

@@ -1,6 +1,6 @@
 """Prefill: which prompts a round reads and how much of each, and the forwards that read them into the KV cache.
 
-Prompts have forwards of their own, or are read by a step's forward beside the trees (mixed prefill).
+Prompts have forwards of their own, or are read by a step's forward with the trees (mixed prefill).
 """
 
 from array import array
@@ -56,6 +56,7 @@ class PrefillPace:
         fitting = tokens * TARGET_SECONDS / max(seconds, 1e-6)
         if seconds <= TARGET_SECONDS and 2 * tokens < self.tokens:
             return  # that few tokens are fast says nothing of many
+        # One measurement may be off, as where another program ran, so it changes the size by a bounded factor.
         fitting = min(max(fitting, MIN_GROWTH * self.tokens), MAX_GROWTH * self.tokens)
         self.tokens = min(max(round(fitting), MIN_FORWARD_TOKENS), self._max_num_tokens)
 
@@ -91,7 +92,7 @@ def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool
     chunks of a long one. The rest is for those that were admitted first, so that a long one advances in any case.
     Prompts of lower priority numbers come first in both halves.
 
-    With `padded`, each sequence costs as many tokens as the longest one beside it. Without `chunked`, prompts are read
+    With `padded`, each sequence costs the tokens of the longest one. Without `chunked`, prompts are read
     whole, the one that was admitted first however long it is: in a second forward where it is longer than `budget`.
     """
     plan = _ForwardPlan(padded)
@@ -155,6 +156,7 @@ class ChunkBuffers:
             for feature, numbers_of in inputs.items():
                 numbers_of.append(given[feature])
         empty = room - len(chunks)
+        # Sizes are those of the buffers, so that one captured step reads any chunks that fit.
         padding, ends = [0] * (len(buffers.tokens) - len(tokens)), starts[-1:] * empty
         parts = [tokens + padding, starts + ends, lengths, *inputs.values()]
         device, sizes = buffers.tokens.device, [len(part) for part in parts]
@@ -169,7 +171,7 @@ class ChunkBuffers:
 
 @dataclass(frozen=True)
 class PrefilledRows:
-    """Sequences whose prompts are in the cache as a whole, and what the target gave at their last tokens.
+    """Sequences whose prompts are in the cache as a whole, and the target's outputs at their last tokens.
 
     Attributes:
         sequences: B sequences.
@@ -195,7 +197,7 @@ class PrefilledRows:
             return self
         index = to_device(rows, self.tokens.device, torch.long)
         sequences = [self.sequences[row] for row in rows]
-        # Beside them, the forward may have read a chunk of a prompt that is longer than all buffers of the batch.
+        # With them, the forward may have read a chunk of a prompt that is longer than all buffers of the batch.
         width = 1 + max((sequence.prefill_length for sequence in sequences), default=0)
         return replace(
             self,
@@ -275,13 +277,13 @@ class Prefiller:
     def _read_drafts(
         self, sequences: Sequence[TokenSequence], ends: Sequence[int], prompts: Prompts, cache: KVCache | None
     ) -> None:
-        """Read into a draft model's cache, if there is one, what the target reads of sequences up to `ends`."""
+        """Read the tokens of sequences up to `ends` into a draft model's cache too, if there is one."""
         model = self._draft_model
         if model is None:
             return
         assert cache is not None, "a draft model has a cache"
         texts = [sequence.draft_text for sequence in sequences if sequence.draft_text is not None]
-        if texts:  # in a vocabulary of its own, where the same text has another length
+        if texts:  # in a vocabulary of its own, where the same sequence has another length
             starts = [sequence.draft_prefilled for sequence in sequences]
             lengths = [sequence.draft_length(end) for sequence, end in zip(sequences, ends, strict=True)]
             for sequence, length in zip(sequences, lengths, strict=True):
@@ -292,7 +294,7 @@ class Prefiller:
             read_drafts(prompts, model, cache)
 
     def _read_with_images(self, sequence: TokenSequence, row_caches: RowCaches) -> PrefilledRows:
-        """Launch a forward that reads a prompt with images, and what was written behind it before it was preempted."""
+        """Launch a forward that reads a prompt with images, and tokens generated before it was preempted."""
         assert sequence.images is not None
         device, count = self._target.device, sequence.prefill_length
         caches = row_caches.of_prompts([sequence])
@@ -310,7 +312,7 @@ class Prefiller:
 
     @property
     def can_mix(self) -> bool:
-        """Tell whether steps can read prompts too: not where a draft model must read them as well, or whole."""
+        """Return whether steps can read prompts too: not where a draft model must read them as well, or whole."""
         # Recurrent layers read prompts row by row, in a forward of their own.
         may_mix = RECURRENT_STATES not in self._target.features and self._target.paged.ok
         return may_mix and self._draft_model is None and self._limits.chunked
@@ -322,7 +324,7 @@ class Prefiller:
         return len(sequences) <= room and _left(sequences) <= most
 
     def choose_mixed(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[Chunk]:
-        """Choose what one step reads of prompts beside the rows' trees."""
+        """Choose the prompt chunks that one step reads together with the rows' trees."""
         room = choose_room(len(sequences), _left(sequences), ROOMS if step_tokens else ROOMS_ALONE)
         # However many tokens the trees have, some of a prompt are read, or it would wait for rows to end.
         budget = min(room * TOKENS_PER_CHUNK, max(self._limits.max_num_tokens - step_tokens, BLOCK_SIZE))
@@ -346,9 +348,9 @@ class Prefiller:
 
 
 def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
-    """Read prompts into the cache of a draft model with the target's ids. Of images it sees the ids in their places.
+    """Read prompts into the cache of a draft model with the target's ids. Of images it sees the placeholder ids.
 
-    Recurrent states stay a token behind, since each step reads the last committed token again.
+    Recurrent states lag by one token, since each step reads the last committed token again.
     """
     tokens = clamp_to_vocab(prompts.tokens.to(model.device), model)
     if cache.states is None:
@@ -372,7 +374,7 @@ def _take_note(chunks: Sequence[Chunk]) -> list[int]:
 
 
 def _stack(texts: Sequence[Sequence[int]], counts: Sequence[int], first: Sequence[int] | None = None) -> Tensor:
-    """Return the first tokens of texts, padded with one 0 at least, `[B, T]` int64 on the host.
+    """Return the first tokens of sequences, padded with one 0 at least, `[B, T]` int64 on the host.
 
     The first `first` tokens of each are left at 0, since nobody reads them.
     """

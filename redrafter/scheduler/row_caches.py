@@ -51,18 +51,18 @@ class PagedRows:
             without any.
     """
 
-    def __init__(self, graphs: PagedMemory, has_draft_model: bool, vocabulary: VocabularyMap | None = None):
+    def __init__(self, memory: PagedMemory, has_draft_model: bool, vocabulary: VocabularyMap | None = None):
         """Begin without rows.
 
         Args:
-            graphs: The blocks.
-            has_draft_model: Whether a draft model reads the texts too.
-            vocabulary: What that model has for each of the target's tokens; None where its ids are the target's.
+            memory: The blocks.
+            has_draft_model: Whether a draft model reads the sequences too.
+            vocabulary: That model's tokens for each of the target's; None where its ids are the target's.
         """
-        self._graphs, self._draft_store = graphs, graphs.draft_store if has_draft_model else None
-        self.tables = torch.zeros(0, 0, dtype=torch.int32, device=graphs.target.device)
+        self._memory, self._draft_store = memory, memory.draft_store if has_draft_model else None
+        self.tables = torch.zeros(0, 0, dtype=torch.int32, device=memory.target.device)
         self._vocabulary, self.draft_tables = vocabulary, None if vocabulary is None else self.tables.clone()
-        self.state_rows = torch.zeros(0, 2, dtype=torch.long, device=graphs.target.device)
+        self.state_rows = torch.zeros(0, 2, dtype=torch.long, device=memory.target.device)
 
     def reserve(self, rows: int, positions: int) -> None:
         """Make sure that so many rows can have so many positions each."""
@@ -72,7 +72,7 @@ class PagedRows:
         self.state_rows = pad(self.state_rows, (0, 0, 0, rows - len(self.state_rows)))
 
     def _draft_blocks(self, positions: int) -> int:
-        """Return how many blocks of the draft model a text of so many positions has at most."""
+        """Return how many blocks of the draft model a sequence of so many positions has at most."""
         if self._vocabulary is None:
             return positions // BLOCK_SIZE
         slots = len(self._vocabulary.start) + self._vocabulary.max_pieces * positions
@@ -90,6 +90,7 @@ class PagedRows:
     def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
         """Give the rows from `first` on to sequences whose prompts were read into rows `rows` of `read`."""
         written = slice(first, first + len(sequences))
+        # Rows are written in place, since captured steps read the tables where they are.
         self.tables[written] = self._stack(tables_of(sequences), self.tables)
         if self.draft_tables is not None:
             self.draft_tables[written] = self._stack(draft_tables_of(sequences), self.draft_tables)
@@ -105,7 +106,7 @@ class PagedRows:
 
     @staticmethod
     def _append(tables: Tensor, rows: Sequence[int | None], block_tables: Sequence[BlockTable]) -> None:
-        """Copy the ids of the blocks that some rows were given since the last copy: a long text has thousands."""
+        """Copy the ids of the blocks that some rows were given since the last copy: a long sequence has thousands."""
         new = [
             (row, column, block_table.blocks[column])
             for row, block_table in zip(rows, block_tables, strict=True)
@@ -164,7 +165,7 @@ class PagedRows:
         rows, snapshot_rows = state_rows.unbind(1)
         # A device would copy states at every step, whether or not a row has filled a block.
         kept = snapshot_rows if snapshot_rows.device.type == "cpu" else None
-        target = PagedCache(self._graphs.store, tables, rows, StateCopies(dict(enumerate(snapshots)), kept))
+        target = PagedCache(self._memory.store, tables, rows, StateCopies(dict(enumerate(snapshots)), kept))
         if self._draft_store is None:
             return CachePair(target)
         # A draft model reads the last committed token again at each step, so its states are those before it.
@@ -181,7 +182,7 @@ class DenseRows:
         self._caches: Any = None  # a `CachePair` of `DenseCache`s
 
     def reserve(self, rows: int, positions: int) -> None:
-        """Do nothing: buffers grow as texts do."""
+        """Do nothing: buffers grow as sequences do."""
 
     def of_prompts(self, sequences: Sequence[TokenSequence]) -> CachePair:
         """Return empty caches with space for the prompts."""
@@ -225,7 +226,7 @@ class DenseRows:
         return 0 if self._caches is None else sum(p.nbytes for cache in self._caches.all for p in cache.pools)
 
     def prepare(self, rows: int, longest: int, longest_draft: int, proposer: Proposer) -> None:
-        """Let only the first rows take part in the next step of a proposer, with slots for what it writes.
+        """Let only the first rows take part in the next step of a proposer, with slots for its nodes.
 
         `longest` and `longest_draft` count the committed tokens of the longest row, as either model reads it.
         """

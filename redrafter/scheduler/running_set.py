@@ -46,7 +46,7 @@ class RunningSet:
         Args:
             batch: The rows of the sequences that step.
             blocks: The blocks of the cache; None for a dense one, which has room for every slot.
-            finished: Where texts that have ended are kept; None for nowhere.
+            finished: Store of finished texts to draft from; None for none.
         """
         self._batch, self._blocks, self._finished = batch, blocks, finished
         self.prefilling: dict[TokenSequence, None] = {}
@@ -57,7 +57,7 @@ class RunningSet:
 
     @property
     def idle(self) -> bool:
-        """Tell whether there is no sequence: none waits, holds a slot, or must still be told that it was cancelled."""
+        """Return whether no sequence waits, holds a slot, or has a cancellation that is not reported yet."""
         return not (self._queue or self._cancelled or self.prefilling or self._batch.rows)
 
     @property
@@ -104,6 +104,7 @@ class RunningSet:
                 if sequence.ended or sequence.cancelled or not sequence.arrival:
                     continue
                 sequence.cancelled = True
+                # Those with a slot come first, as they hold blocks that others wait for.
                 if sequence in self._queue:
                     self._queue.remove(sequence)
                     self._cancelled.append(sequence)
@@ -132,7 +133,7 @@ class RunningSet:
         To be called once a round. If there is room for none while none runs, wait a moment for others to make some.
 
         Args:
-            limits: What may run at once.
+            limits: Limits of the sequences that run at once.
             settle: See `Settle`.
             mixed_prefill: Whether steps read prompts, so that one alone costs no forward.
         """
@@ -147,6 +148,7 @@ class RunningSet:
 
     def _admit(self, limits: Limits, settle: Settle, *, mixed_prefill: bool) -> None:
         free = limits.max_batch_size - self.running
+        # A forward for prompts alone delays all rows, so it is worth waiting until it can admit several sequences.
         if not mixed_prefill and self.running and 0 < free < min(limits.admit_together, self.waiting):
             return
         while True:
@@ -231,6 +233,7 @@ class RunningSet:
             return False
         chosen = self._next_to_preempt([other for other, _ in candidates])
         settle()
+        # `settle` read the tokens in flight, which may have ended it.
         if not chosen.ended:
             self._preempt(chosen)
         return True
@@ -244,12 +247,13 @@ class RunningSet:
 
     def put_all_back(self) -> None:
         """Let every sequence with a slot wait again, in the order of their arrival."""
+        # Each goes to the front of its client's queue, so the newest goes first.
         for sequence in sorted(self.sequences, key=lambda sequence: sequence.arrival, reverse=True):
             self._preempt(sequence)
 
     @property
     def has_cancelled(self) -> bool:
-        """Tell whether `end_cancelled` has sequences to end."""
+        """Return whether `end_cancelled` has sequences to end."""
         return bool(self._cancelled)
 
     def _preempt(self, sequence: TokenSequence) -> None:
@@ -257,7 +261,7 @@ class RunningSet:
         self._put_back(sequence)
 
     def _put_back(self, sequence: TokenSequence) -> None:
-        """Let a sequence wait again. Its prefix may be in the cache when its turn comes, or is read anew."""
+        """Let a sequence wait again. Its prefix may still be cached when its turn comes, or is recomputed."""
         self._take_back(sequence, keep=True)
         with self._lock:
             self._queue.put_back(sequence)
@@ -267,10 +271,11 @@ class RunningSet:
 
         Returns the sequences that were given blocks; some of them may have been preempted since.
         """
-        assert self._blocks is not None, "a dense cache grows as its texts do"
+        assert self._blocks is not None, "a dense cache grows as its sequences do"
         grown = []
         for sequence in tuple(self._batch.rows):
             while sequence.block_table is not None:  # until it ends or is preempted itself
+                # Each step in flight may have accepted a whole path that the host has not read yet.
                 longest = len(sequence.tokens) + sequence.launched * (self._batch.depth + 1)
                 slots = min(longest, sequence.max_length) + self._batch.overshoot
                 try:

@@ -40,10 +40,10 @@ WARPING = {name for kind in _KINDS if kind not in EDITS for name in kind.reads} 
 
 
 class Kind(NamedTuple):
-    """What a captured step of a server depends on.
+    """Key of a server's captured step.
 
-    A step has the processors that one of its rows asks for, in two groups: what changes the scores of single tokens is
-    computed in one pass over all rows, what cuts off unlikely tokens takes a sort, of few rows or of all. Without a
+    A step has the processors that one of its rows asks for, in two groups: edits of single tokens are
+    computed in one pass over all rows, cuts of unlikely tokens take a sort, of few rows or of all. Without a
     grammar there are eight kinds, and no row waits for a sort that nobody asked for.
 
     Attributes:
@@ -60,7 +60,7 @@ class Kind(NamedTuple):
 
 
 class CallKind(NamedTuple):
-    """What a captured step of a call of `generate` depends on, whose rows ask for the same: exactly that is computed.
+    """Key of a captured step of a call of `generate`, whose rows have the same processors: exactly these run.
 
     Attributes:
         asked: Which processors of rows change scores.
@@ -104,6 +104,7 @@ class SamplingTensors:
         """
         self._rows, self._of_call = rows, of_call
         with device:
+            # One tensor for each dtype: writing a row is a copy for each of them, and not one for each parameter.
             self._integers = torch.zeros(len(INTEGERS), rows, dtype=torch.long)
             self._flags = torch.zeros(len(FLAGS), rows, dtype=torch.bool)
             self._floats = torch.ones(len(FLOATS), rows)
@@ -173,7 +174,7 @@ class SamplingTensors:
             tensor[to] = tensor[source]
 
     def kind(self, sequences: Sequence[TokenSequence]) -> Kind | CallKind | None:
-        """Return what a captured step depends on, when these sequences are in the first rows; None without any."""
+        """Return the key of the captured step when these sequences are in the first rows; None without any."""
         if not sequences:
             return None
         params = [sequence.params for sequence in sequences]
@@ -255,7 +256,7 @@ class SamplingTensors:
         )
 
     def load_texts(self, sequences: Sequence[TokenSequence]) -> None:
-        """Let what runs on the host continue the texts of these sequences, and note which of the first rows are cut."""
+        """Give host processors the state of these sequences, and note which of the first rows are cut."""
         if not sequences:
             return
         self._grammars.of_rows[:] = [sequence.guide for sequence in sequences]
@@ -264,7 +265,7 @@ class SamplingTensors:
             if isinstance(mine, HostProcessor):
                 mine.of_rows[:] = [(*each.extra, *each.extra_last)[at].of_rows[0] for each in params]  # type: ignore[union-attr]
         cut = [row for row, each in enumerate(params) if each.cuts]
-        if cut and cut != self._cut_rows:  # where few rows are sorted, the first one fills the places that are left
+        if cut and cut != self._cut_rows:  # where few rows are sorted, the first one fills the remaining entries
             self._cut_rows = cut
             self._cut_index.copy_(to_device(cut + cut[:1] * (self._rows - len(cut)), self.ids.device, torch.long))
 

@@ -5,14 +5,14 @@ then makes one step of all rows. So a long prompt delays running sequences by a 
 sequence that ends makes room in the next round. The tokens of a sequence depend on none of that: draws are keyed by
 seed and position.
 
-On a GPU, a step's forward reads chunks of prompts beside the trees of the rows, since a step of few tokens takes as
-long as one of some more. Prompts have a forward of their own where they outnumber the rows that must wait for it.
+On a GPU, a step's forward reads chunks of prompts together with the trees of the rows, since a step of few tokens takes
+as long as one of some more. Prompts have a forward of their own where they outnumber the rows that must wait for it.
 
 Which sequence is admitted next is decided by client (`waiting_queue`), which one gives way where there are too few
 slots or blocks in `running_set`, and how much of the prompts a round reads by the time that earlier chunks took
 (`prefill`). No round looks at every waiting sequence.
 
-On a GPU the host is one step behind: a step is launched before the tokens of the one before it are read, so that the
+On a GPU the host lags by one step: a step is launched before the tokens of the one before it are read, so that the
 GPU never waits for Python. A sequence that turns out to have ended takes part in one more step, whose tokens nobody
 reads. What is launched later runs later, so its row and its blocks can be given away at once.
 """
@@ -49,16 +49,16 @@ class Scheduler:
     """Decodes sequences of any kind side by side, round by round.
 
     `submit` and `cancel` may be called from any thread, all else from the one that runs the rounds. Nobody else may
-    decode on the same graphs.
+    decode on the same memory.
 
     Attributes:
         engine: Target and proposers.
-        limits: What may run and wait at once.
+        limits: Limits of the sequences that run and wait.
         batch: The rows that step.
         prefiller: Reads the prompts of admitted sequences.
         longest: Most tokens of a sequence, prompt included.
         overlap: Whether a step is launched before the one before it is read. It gains nothing where a device computes
-            at once what is launched, as a CPU does.
+            at once the launched work, as a CPU does.
         mixed_prefill: Whether steps read chunks of prompts too. It gains nothing where each token of a forward takes
             its time, as on a CPU.
         finished: Texts that have ended, which others are drafted from; None where none are kept.
@@ -81,10 +81,10 @@ class Scheduler:
             engine: Target and proposers.
             graphs: Captured steps and KV cache, of the engine's target and of its draft model, if it has one; None for
                 the dense cache that `batch` has.
-            limits: What may run and wait at once.
+            limits: Limits of the sequences that run and wait.
             speculate: Whether any row verifies drafts.
             batch: An empty running batch; None for one of sequences of any kind.
-            finished: Keeps texts that have ended, to draft from; None for none. Not for a batch that is given.
+            finished: Store of finished texts to draft from; None for none. Not for a batch that is given.
 
         Raises:
             UnsupportedError: Sequences of any kind need a paged cache, and a model cannot run on one, or the two are on
@@ -132,7 +132,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Tell whether a round would have nothing to do."""
+        """Return whether a round would have nothing to do."""
         if self.asleep:
             return not self._running.has_cancelled
         return self._running.idle and not self._launched
@@ -198,8 +198,8 @@ class Scheduler:
     def change(self, change: EngineChange) -> None:
         """Change the engine between two rounds. For the thread that runs the rounds.
 
-        Sequences that hold slots are put back into the queue. They go on with the tokens that they have, whose keys and
-        values are computed anew where the change makes others of them; while the engine sleeps, they wait.
+        Sequences that hold slots are put back into the queue. They continue with their tokens, whose keys and
+        values are recomputed where the change makes them invalid; while the engine sleeps, they wait.
 
         Raises:
             ReDrafterError: The change cannot be made now; nothing has changed but that.
@@ -213,7 +213,7 @@ class Scheduler:
             if change.forgets:
                 self.graphs.forget_texts()
         self.asleep = change.asleep
-        if not change.same_models:  # what was learnt of how drafts are accepted is of those before
+        if not change.same_models:  # acceptance statistics are of the models before
             self.batch.draft_with(self.engine, self.limits.max_batch_size, speculate=self._speculate)
 
     def round(self) -> None:
@@ -242,8 +242,8 @@ class Scheduler:
                 return
             if self._blocks is not None and (grown := self._running.grow(self.settle)):
                 self.batch.update_block_tables(grown)
-            # The host's processors must know the texts; and each forward that was launched adds a token at least. So
-            # what is launched already may end all rows.
+            # Processors on the host need all tokens; and each forward that was launched adds a token at least. So
+            # the step in flight may end all rows.
             if any(s.params.asks_host for s in self.batch.rows) or all(
                 s.written + s.launched >= s.max_new_tokens for s in self.batch.rows
             ):
@@ -380,12 +380,12 @@ class Scheduler:
                 copied += drawn.copied
             try:
                 delta = sequence.append(drawn)
-            except Exception as error:  # of a criterion of this text
+            except Exception as error:  # of a criterion of this sequence
                 self._fail([sequence], error)
                 continue
             self._running.charge(sequence, len(delta.tokens))
             if delta.finish is None:
-                if self.finished is not None and not delta.copied:  # else what it copies from will do
+                if self.finished is not None and not delta.copied:  # else the text that it copies from is kept already
                     piece = self.finished.find(sequence.prefix_salt, sequence.tokens, sequence.piece)
                     if piece is not None:
                         self.batch.give(sequence, piece)

@@ -1,4 +1,4 @@
-"""One sequence of tokens that is asked for, how it is drawn, and what each round adds to it."""
+"""One sequence of tokens that is asked for, how it is drawn, and the tokens that each round adds to it."""
 
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -71,7 +71,7 @@ class Stats:
         return [after / before if before else None for before, after in pairwise(reached)]
 
     def count(self, drafted: int | None, accepted: int, emitted: int, copied: int = 0, copies: int = 0) -> None:
-        """Add a step: drafts verified, None where nothing was drafted, and what became output after a stop cut it."""
+        """Add a step: drafts verified, None where nothing was drafted, and output tokens, after a stop has cut them."""
         self.steps += 1
         self.plain_steps += drafted is None
         self.drafted += drafted or 0
@@ -88,17 +88,17 @@ Finish = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class SequenceDelta:
-    """What a forward drew for a sequence, and then what it added to it.
+    """The tokens that a forward drew for a sequence, and then those appended to it.
 
     Attributes:
         tokens: New tokens: accepted drafts and then the token that was drawn after them.
         accepted: How many of them, from the first on, were drafts.
         logprobs: Log-probability of each token, and those of the likeliest tokens by id; None unless asked for.
-        finish: Why the sequence ends here, or None if it goes on.
-        error: What failed, if `finish` is "error".
+        finish: Why the sequence ends here, or None if it continues.
+        error: The exception, if `finish` is "error".
         drafted: Drafts that were verified, 0 where the other rows of the step left none; None for a first token and in
             a plain step.
-        copied: How many of the drafts that were accepted, the last ones, only the text itself had drafted.
+        copied: How many of the drafts that were accepted, the last ones, only copies had drafted.
         copies: How many of the drafts that were verified were copied from the text.
         logits: The target's logits that the tokens were drawn from, `[count, V]`; None unless asked for.
         scores: These logits after the sampler's processors, `[count, V]` float32; None unless asked for.
@@ -128,37 +128,37 @@ class TokenSequence:
         max_new_tokens: Most tokens that may follow; 0 if the prompt is only to be read.
         params: How tokens are drawn.
         sink: Called with every delta, in the thread of the engine.
-        find_stop: Called with the tokens of a step; returns the index of the one that the text ends with, or None.
+        find_stop: Called with the tokens of a step; returns the index of the one that ends the sequence, or None.
         client: Who asked for the sequence. Clients share the server fairly.
         priority: Sequences of lower numbers are served before those of higher ones, and take their slots and blocks.
         cache_salt: Only sequences with the same salt share blocks of the cache.
         adapter: LoRA adapter that it is read and written with; None for the model alone.
         index: Its number among the sequences of one call, if it is of one.
-        keeps: What is reported beside its tokens: "logits", "scores" (the logits after processors), both or neither.
-        images: The images of the prompt; None for a prompt of text.
-        position_shift: What is added to the places of its tokens in the text to get their positions, once its images
+        keeps: Tensors reported with its tokens: "logits", "scores" (the logits after processors), both or neither.
+        images: The images of the prompt; None for a prompt without any.
+        position_shift: Offset from the index of its tokens to their positions, once its images
             were read.
         tokens: The prompt and the tokens that follow it so far.
-        block_table: Blocks of the cache, while the sequence holds a place.
+        block_table: Blocks of the cache, while the sequence holds a slot.
         prefilled: Leading tokens whose keys and values are in these blocks, while its prompt is being read.
         reused: How many of them were in the cache already when the sequence was admitted, at most.
-        draft_text: Its text as a draft model with another vocabulary reads it; None where none does.
-        draft_block_table: Blocks of that model's cache, while the sequence holds a place and there is such a text.
-        draft_prefilled: Leading tokens of that text whose keys and values are in these blocks, as `prefilled`.
+        draft_text: Its tokens as a draft model with another vocabulary reads them; None without such a model.
+        draft_block_table: Blocks of that model's cache, while the sequence holds a slot and there is such a model.
+        draft_prefilled: Leading tokens of `draft_text` whose keys and values are in these blocks, as `prefilled`.
         arrival: Number of its arrival, from 1; 0 before it is submitted.
-        admitted_round: Round in which it was last given a place; None if it never was.
+        admitted_round: Round in which it was last given a slot; None if it never was.
         row: Its row of the running batch; None while it has none.
         piece: Piece of an earlier text that its row may repeat; None for none.
-        repeats: Tells whether its last tokens occur earlier in its tokens or in the piece.
-        unread: Last tokens that its last step copied from the text, which a draft model has not read yet.
+        repeats: Reports whether its last tokens occur earlier in its tokens or in the piece.
+        unread: Last tokens that its last step copied from earlier text, which a draft model has not read yet.
         launched: Forwards that were launched and draw tokens of it which the host has not read.
         cancelled: Whether it shall end before its next step.
         ended: Whether its last delta was reported.
         stats: Counts of its steps; the draw of its first token is none.
         arrived_at, first_token_at: When it was made and when its first token was reported, by `time.perf_counter`.
-        queued: Seconds for which it waited for its first place; None while it does.
+        queued: Seconds for which it waited for its first slot; None while it does.
         prompt_scores: Scores of the prompt's tokens but the first, as far as it is read, if they were asked for.
-        guide: What its grammar allows next; None without a grammar.
+        guide: State of its grammar; None without a grammar.
     """
 
     prompt: Sequence[int]
@@ -213,17 +213,17 @@ class TokenSequence:
 
     @property
     def prefix_salt(self) -> Hashable:
-        """What sequences must have in common to share blocks: with another adapter, keys and values are others."""
+        """Salt under which it shares blocks with other sequences: adapters change keys and values."""
         return self.cache_salt if self.adapter is None else (self.cache_salt, self.adapter.number)
 
     @property
     def needs_scores(self) -> bool:
-        """Tell whether log-probabilities of the prompt were asked for and some are still missing."""
+        """Return whether log-probabilities of the prompt were asked for and some are still missing."""
         return self.params.prompt_logprobs is not None and len(self.prompt_scores) < len(self.prompt) - 1
 
     @property
     def max_length(self) -> int:
-        """Most tokens of prompt and text together."""
+        """Most tokens of the prompt and the new tokens together."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
@@ -239,11 +239,11 @@ class TokenSequence:
         return count if self.draft_text is None else self.draft_text.length(self.tokens, count)
 
     def draft_bound(self, positions: int) -> int:
-        """Return the most tokens of the draft model that the text can be at so many positions."""
+        """Return the most tokens of the draft model that the sequence can be at so many positions."""
         return positions if self.draft_text is None else self.draft_text.bound(self.tokens, positions)
 
     def append(self, drawn: SequenceDelta) -> SequenceDelta:
-        """Append drawn tokens up to where the sequence ends, and return what was added."""
+        """Append drawn tokens up to where the sequence ends, and return those appended."""
         stop_token_ids, left = self.params.stop_token_ids, self.max_new_tokens - self.written
         new: list[int] = []
         finish: Finish | None = None
@@ -257,6 +257,7 @@ class TokenSequence:
                 break
         if new and self.find_stop is not None and (stop := self.find_stop(new)) is not None:
             new, finish = new[: stop + 1], "stop"
+        # The last token is the target's own draw, unless the row overflowed, which leaves accepted drafts alone.
         accepted = min(len(drawn.tokens) - (not drawn.overflowed), len(new))
         cut_off = len(drawn.tokens) - (not drawn.overflowed) - accepted
         copied = max(drawn.copied - cut_off, 0)
@@ -309,7 +310,7 @@ def _check_ids(ids: Collection[int], vocabulary: int) -> None:
 
 
 def not_finite(count: int) -> NotFiniteError:
-    """Return the error of a text whose logits are no numbers. count: tokens of the text."""
+    """Return the error of a sequence whose logits are no numbers. count: its number of tokens."""
     return NotFiniteError(
         f"the model computes no finite number after {count} tokens (NaN or infinite logits): where the model or its "
         "adapter overflows in float16, load it in bfloat16 or float32 (--dtype)"

@@ -2,16 +2,16 @@
 
 Sequences with a lower priority number come before all with a higher one, which may wait for as long as there are any.
 Within a priority, each client has a queue of its own, in the order in which its sequences arrived, and an account of
-the tokens that the server has worked for it: prompt tokens that were read, and new tokens that were drawn. A free place
+the tokens that the server has worked for it: prompt tokens that were read, and new tokens that were drawn. A free slot
 goes
 
-1. to a client that holds no place, if one waits, so that every client advances however many sequences others submit;
+1. to a client that holds no slot, if one waits, so that every client advances however many sequences others submit;
 2. else to the client with the smallest account, so that clients that ask for more than there is get equally many
    tokens each, whether they submit 500 sequences or 5, and whether those are short or long.
 
 The second is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024); like
 fair queueing in routers, but without a guess of how long a sequence will become, since tokens are counted when they are
-drawn. It also decides between several clients without a place.
+drawn. It also decides between several clients without a slot.
 
 A client that comes, or comes back, has no claim to what it did not ask for: its account starts at the fair account,
 which is what a client would have by now that always asked for more than it got. The fair account grows with each token
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # limits are parsed before torch is imported
     from redrafter.scheduler.sequence import TokenSequence
 
 MAX_REMEMBERED_CLIENTS = 4096  # clients without any sequence whose accounts are kept
-SPARE_HEAP_ENTRIES = 64  # entries of a heap that may be out of date, beside one for each waiting client
+SPARE_HEAP_ENTRIES = 64  # entries of a heap that may be out of date, in addition to one for each waiting client
 
 
 class QueueFullError(ReDrafterError):
@@ -47,17 +47,17 @@ class Limits:
     """Says how many sequences and tokens run and wait at once.
 
     Attributes:
-        max_batch_size: Sequences that hold a place, whether they step or their prompts are being read.
+        max_batch_size: Sequences that hold a slot, whether they step or their prompts are being read.
         max_num_tokens: Tokens of one forward, drafts and chunks of prompts together.
         max_seq_len: Tokens of a sequence, prompt included; None for the context length of the model.
-        max_queue_size: Sequences that wait for a place, 0 for any number; see `WaitingQueue.refuse_if_full`.
+        max_queue_size: Sequences that wait for a slot, 0 for any number; see `WaitingQueue.refuse_if_full`.
         guaranteed_no_evict: Admit a sequence only when there are blocks for its greatest length, so that none is ever
             preempted.
         chunked: Read long prompts in chunks.
         paced: Let a forward over prompts alone take about `prefill_budget.TARGET_SECONDS` at most, so that running
             sequences do not wait for longer. Without a pace, it reads all prompts that were admitted.
         reuse: Look for prefixes that are in the cache already.
-        admit_together: Places that must be free before sequences are admitted beside others that run, if as many wait
+        admit_together: Places that must be free before sequences are admitted while others run, if as many wait
             and prompts have forwards of their own: one over several prompts takes little longer than over one.
     """
 
@@ -80,7 +80,7 @@ class _Client:
         name: Name of the client.
         used: Its account: tokens that were read and drawn for it.
         waiting: Its waiting sequences, the next one first. A dict, so that any of them is removed at once.
-        running: How many places its sequences hold.
+        running: How many slots its sequences hold.
     """
 
     name: str
@@ -97,7 +97,7 @@ class _AccountHeap:
     """
 
     def __init__(self, belongs: Callable[[_Client], bool]):
-        """Make an empty heap. belongs: tells whether a client is to be found here."""
+        """Make an empty heap. belongs: returns whether a client belongs in it."""
         self._belongs = belongs
         self._heap: list[tuple[float, int, _Client]] = []
         self._listed: set[_Client] = set()
@@ -149,10 +149,10 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self._clients: dict[str, _Client] = {}  # those with a sequence that waits or holds a place
+        self._clients: dict[str, _Client] = {}  # those with a sequence that waits or holds a slot
         self._remembered: OrderedDict[str, float] = OrderedDict()  # accounts of others, the latest to leave last
-        self._without_place = _AccountHeap(lambda client: bool(client.waiting) and not client.running)
-        self._with_place = _AccountHeap(lambda client: bool(client.waiting) and client.running > 0)
+        self._without_slot = _AccountHeap(lambda client: bool(client.waiting) and not client.running)
+        self._with_slot = _AccountHeap(lambda client: bool(client.waiting) and client.running > 0)
         self._fair_account = 0.0
         self._count = self._waiting_clients = 0
 
@@ -165,7 +165,7 @@ class FairQueue:
 
     @property
     def clients(self) -> int:
-        """Number of clients with a sequence that waits or holds a place."""
+        """Number of clients with a sequence that waits or holds a slot."""
         return len(self._clients)
 
     @property
@@ -185,29 +185,32 @@ class FairQueue:
 
     @property
     def heap_sizes(self) -> tuple[int, int]:
-        """Numbers of heap entries, outdated ones included, for clients without and with a place."""
-        return len(self._without_place), len(self._with_place)
+        """Numbers of heap entries, outdated ones included, for clients without and with a slot."""
+        return len(self._without_slot), len(self._with_slot)
 
     def running(self, name: str) -> int:
-        """Count the places that a client holds."""
+        """Count the slots that a client holds."""
         client = self._clients.get(name)
         return 0 if client is None else client.running
 
     def add(self, sequence: TokenSequence) -> None:
-        """Add a new sequence behind the others of its client."""
+        """Append a new sequence to the queue of its client."""
         client = self._clients.get(sequence.client)
         if client is None:
             used = self._remembered.pop(sequence.client, 0)
             client = self._clients[sequence.client] = _Client(sequence.client, used)
         if not client.waiting:
+            # A client that was away would else return with a small account, and be served alone until it has caught up.
             client.used = max(client.used, self._fair_account)
         self._insert(client, sequence)
 
     def put_back(self, sequence: TokenSequence) -> None:
-        """Add a sequence that had a place before the others of its client."""
+        """Add a sequence that had a slot before the others of its client."""
         client = self._clients[sequence.client]
         client.running -= 1
         self._insert(client, sequence)
+        # Its text is partly written, and its blocks may still be cached, so it comes before the client's other
+        # sequences.
         client.waiting.move_to_end(sequence, last=False)
 
     def remove(self, sequence: TokenSequence) -> None:
@@ -218,25 +221,25 @@ class FairQueue:
 
     def first(self) -> TokenSequence | None:
         """Return the sequence that is to be admitted next, without removing it, or None if none waits."""
-        client = self._without_place.first() or self._with_place.first()
+        client = self._without_slot.first() or self._with_slot.first()
         return None if client is None else next(iter(client.waiting))
 
     def start(self, sequence: TokenSequence) -> None:
-        """Remove a sequence in order to give it a place."""
+        """Remove a sequence in order to give it a slot."""
         client = self._clients[sequence.client]
-        heads = (self._without_place.first(), self._with_place.first())
+        heads = (self._without_slot.first(), self._with_slot.first())
         self._fair_account = max(self._fair_account, min(head.used for head in heads if head is not None))
         client.running += 1
         self._take_out(client, sequence)
         self._list(client)
 
     def charge(self, sequence: TokenSequence, tokens: int) -> None:
-        """Add tokens that were read or drawn for a sequence with a place to its client's account."""
+        """Add tokens that were read or drawn for a sequence with a slot to its client's account."""
         self._clients[sequence.client].used += tokens
         self._fair_account += tokens / len(self._clients)
 
     def end(self, sequence: TokenSequence) -> None:
-        """Take back the place of a sequence that has ended."""
+        """Take back the slot of a sequence that has ended."""
         client = self._clients[sequence.client]
         client.running -= 1
         self._list(client)
@@ -256,7 +259,7 @@ class FairQueue:
     def _list(self, client: _Client) -> None:
         """Add a client that waits to the heap in which it is to be found."""
         if client.waiting:
-            (self._with_place if client.running else self._without_place).add(client, self._waiting_clients)
+            (self._with_slot if client.running else self._without_slot).add(client, self._waiting_clients)
 
     def _forget_if_gone(self, client: _Client) -> None:
         """Drop a client that has no sequence left, but remember an account above the one it would return with."""
@@ -293,7 +296,7 @@ class WaitingQueue:
 
     @property
     def clients(self) -> int:
-        """Number of clients with a sequence that waits or holds a place."""
+        """Number of clients with a sequence that waits or holds a slot."""
         return len({name for queue in self._queues.values() for name in queue.names})
 
     @property
@@ -311,14 +314,14 @@ class WaitingQueue:
         return self._waiting[name]
 
     def running(self, sequence: TokenSequence) -> int:
-        """Count the places that a sequence's client holds with sequences of the same priority."""
+        """Count the slots that a sequence's client holds with sequences of the same priority."""
         return self._queues[sequence.priority].running(sequence.client)
 
     def refuse_if_full(self, limits: Limits, running: int, client: str, count: int) -> None:
         """Raise `QueueFullError` if so many more sequences of a client may not wait.
 
-        Only sequences count that cannot begin at once for want of a place. A client alone may use all of
-        `max_queue_size`. When that is used up, other clients may wait beside it, up to as many sequences again: each up
+        Only sequences count that cannot begin at once for want of a slot. A client alone may use all of
+        `max_queue_size`. When that is used up, other clients may wait too, up to as many sequences again: each up
         to its share, which is `max_queue_size` divided by the number of clients that wait. What comes while nobody
         waits is always accepted, so that a request of more than `max_queue_size` sequences is served too. Priorities
         make no difference, since the bound is one of memory.
@@ -345,7 +348,7 @@ class WaitingQueue:
         self._count_in(sequence)
 
     def put_back(self, sequence: TokenSequence) -> None:
-        """Add a sequence that had a place before the others of its client and priority."""
+        """Add a sequence that had a slot before the others of its client and priority."""
         self._queues[sequence.priority].put_back(sequence)
         self._count_in(sequence)
 
@@ -370,16 +373,16 @@ class WaitingQueue:
         return None
 
     def start(self, sequence: TokenSequence) -> None:
-        """Remove a sequence in order to give it a place."""
+        """Remove a sequence in order to give it a slot."""
         self._queues[sequence.priority].start(sequence)
         self._count_out(sequence)
 
     def charge(self, sequence: TokenSequence, tokens: int) -> None:
-        """Add tokens that were read or drawn for a sequence with a place to its client's account of its priority."""
+        """Add tokens that were read or drawn for a sequence with a slot to its client's account of its priority."""
         self._queues[sequence.priority].charge(sequence, tokens)
 
     def end(self, sequence: TokenSequence) -> None:
-        """Take back the place of a sequence that has ended."""
+        """Take back the slot of a sequence that has ended."""
         self._queues[sequence.priority].end(sequence)
 
     def _count_in(self, sequence: TokenSequence) -> None:

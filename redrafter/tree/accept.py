@@ -30,10 +30,10 @@ class Path:
         """Index of the deepest accepted node, `[B]` int64."""
         return self.nodes.gather(1, self.accepted[:, None]).squeeze(1)
 
-    def behind_reread(self) -> "Path":
+    def below_reread_token(self) -> "Path":
         """Return the path in trees whose root hangs on the last committed token, which is read again as their node 0.
 
-        It ends one node earlier: what is accepted last is read again by the next step.
+        It ends one node earlier: the last accepted node is read again by the next step.
         """
         return Path(torch.nn.functional.pad(self.nodes + 1, (1, 0)), self.accepted)
 
@@ -59,9 +59,12 @@ def accept(tree: Tree, drawn: Tensor, max_depth: int) -> Path:
         return Path(root, root[:, 0])
     confirmed = tree.tokens == drawn.gather(1, tree.parents)  # [B, N]
     if tree.counts is not None:
+        # Nodes past a row's count have no keys and values, even where their parent drew their token.
         confirmed &= torch.arange(nodes, device=drawn.device) < tree.counts[:, None]
+    # The root is the pending token, which an earlier step drew.
     confirmed[:, 0] = True
     accepted = ~(tree.ancestors & ~confirmed[:, None, :]).any(dim=-1)  # [B, N]: the node and its ancestors agree
+    # The deepest accepted node names the path, as its ancestors are accepted too. -1 never wins: the root has depth 0.
     length, end = tree.depth.masked_fill(~accepted, -1).max(dim=1)  # [B] each
     on_path = tree.ancestors.gather(1, end[:, None, None].expand(rows, 1, nodes)).squeeze(1)  # [B, N]
     level = torch.where(on_path, tree.depth, max_depth + 1)  # other nodes go to a column that is cut off

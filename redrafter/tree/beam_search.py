@@ -101,6 +101,7 @@ def beam_search(
     count, candidates = lattice_tokens.shape[1], None
     if eligible is not None:
         score = eligible_scores(score, eligible)
+        # Counted before the tree is cut: the statistics need all drafts that were searched, not the kept ones alone.
         candidates = count_likely(score[:, 1:]).unflatten(0, (len(tokens) - 1, -1)).sum(dim=1)  # [K, J]
     lattice = lattice_tokens, torch.cat(sources, 1) + first[:count], level[:count].expand(rows, -1)
     if beams == 1:
@@ -131,6 +132,7 @@ def node_count(budget: int | None, beams: int, depth: int, device: torch.device)
         device: Where the target runs.
     """
     lattice = 1 + beams * depth
+    # A deep search keeps at least one full path, or its last levels could never be verified.
     default = max(CPU_NODE_BUDGET, 1 + depth) if device.type == "cpu" else lattice
     return min(budget or default, lattice)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import Tree
 
-# Likelihoods of a path that drafts are counted by, the highest first. What is less likely than all is not counted.
+# Likelihoods of a path that drafts are counted by, the highest first. Less likely drafts are not counted.
 LIKELIHOODS = (0.9, 0.75, 0.6, 0.45, 0.32, 0.22, 0.14, 0.08, 0.04, 0.015)
 
 
@@ -32,7 +32,7 @@ def _bounds(device: torch.device) -> Tensor:
 
 
 def count_outcomes(tree: Tree, path: Path) -> Tensor:
-    """Return what became of the drafts of all rows by their likelihood, `[2 + K, J]` int64.
+    """Count verified, accepted and searched drafts of all rows by their likelihood, `[2 + K, J]` int64.
 
     The first row counts drafts that were verified, the second those that were accepted, and the others all that were
     searched, by depth.

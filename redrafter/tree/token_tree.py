@@ -34,15 +34,15 @@ class Tree:
         sampled_from: Unnormalised log-probabilities that node i + 1 was sampled from, `[B, N-1, V]` float32; None
             where drafts are not samples of a distribution.
         slots: Slot of each node in the draft model's cache, counted from its committed tokens, `[B, N]` int64; None
-            where node i is in slot i behind them, or where there is no draft model.
+            where node i is in slot i after them, or where there is no draft model.
         draft_length: Committed tokens of each row in the draft model's cache, which `slots` are counted from, `[B]`
             int64; None where they are as many as the target's.
         counts: How many nodes of each row are verified, the first ones, `[B]` int64; None for all. The tree is ragged
             where there are counts.
         total: The sum of `counts`, a number on the host; None for all nodes.
         levels_above: Levels, the root's included, whose nodes were computed by earlier forwards; a number on the host.
-        grafted: How many of the nodes, the last ones, were copied from the text beside another's drafts; a number on
-            the host. They are in no order of depth.
+        grafted: How many of the nodes, the last ones, were copied from the text in addition to another's drafts; a
+            number on the host. They are in no order of depth.
         score: Log-probability of each node's path by what drafted it, `[B, N]` float32; -inf in rows that take no
             drafts. None where drafts are not counted by their likelihood.
         candidates: How many nodes of all these rows were searched, verified or not, at each depth and at each of J
@@ -78,7 +78,7 @@ class Tree:
 
     @property
     def is_chain(self) -> bool:
-        """Tell whether each row is a chain of which the next forward computes all nodes."""
+        """Return whether each row is a chain of which the next forward computes all nodes."""
         return not self.branches and self.new == self.tokens.shape[1]
 
     def row_starts(self) -> Tensor:
@@ -98,7 +98,7 @@ class Tree:
         return row * self.new + index - starts[row]
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Return what is known of the nodes of a forward, `[T, D]`, as `[B, M, D]`; undefined where left out."""
+        """Return per-node values of a forward, `[T, D]`, as `[B, M, D]`; undefined where left out."""
         if self.counts is None:
             return x.view(len(self.tokens), -1, x.shape[-1])
         starts = self.row_starts()
@@ -112,6 +112,7 @@ class Tree:
         """Return the tree that rank 0 drafted. Every rank drafts, and where two drafts are alike may choose another."""
         if ranks.size == 1 or not self.levels:
             return self
+        # Distributions are as large as the vocabulary, and only rank 0's tokens must be equal on all ranks.
         own = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name != "sampled_from"}
         drafted: dict[str, Any] = dict(zip(own, ranks.of_first(*own.values()), strict=True))
         return replace(self, **drafted)
@@ -141,6 +142,7 @@ def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int, widt
         return Tree(tokens, parents, depth, kernels.find_ancestors(parents, max_depth), max_depth, width)
     eye = torch.eye(nodes, device=tokens.device)
     reach = (eye[parents] + eye).clamp_(max=1)  # [B, N, N]
+    # Each squaring doubles the depth that is reached, so few products of small matrices find all ancestors.
     for _ in range(math.ceil(math.log2(max(max_depth, 1)))):
         reach = (reach @ reach).clamp_(max=1)
     return Tree(tokens, parents, depth, reach > 0, max_depth, width)
@@ -196,14 +198,14 @@ def _take(tokens: Tensor, parents: Tensor, depth: Tensor, kept: Tensor) -> tuple
 
 
 def eligible_scores(score: Tensor, eligible: Tensor) -> Tensor:
-    """Return scores `[B, N]` with -inf for what is no number, and in rows but those that are `eligible`, `[B]` bool."""
+    """Return scores `[B, N]` with -inf in place of NaN, and in rows but those that are `eligible`, `[B]` bool."""
     return score.nan_to_num(nan=-torch.inf).masked_fill(~eligible[:, None], -torch.inf)
 
 
 def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:
     """Let the rows of a tree share `total` nodes: those of highest score in all rows, and the root of each row.
 
-    A row whose drafts are likely has more of them verified than one whose drafts are not. What is left out changes no
+    A row whose drafts are likely has more of them verified than another. Nodes that are left out change no
     text, as a draft counts only if it is what the target itself draws.
 
     Args:
@@ -216,6 +218,7 @@ def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:
     """
     rows, nodes = score.shape
     first = torch.arange(nodes, device=score.device) == 0
+    # A root is kept whatever its row's score, as its logits give the row's next token.
     ranked = score.masked_fill(first, torch.inf).flatten()
     best = ranked.sort(descending=True, stable=True).indices[:total]  # on a tie, a parent before its child
     held = torch.zeros(rows * nodes, dtype=torch.long, device=score.device).index_fill_(0, best, 1).view(rows, nodes)
@@ -231,14 +234,14 @@ def nodes_by_level(tree: Tree) -> Tensor:
     """Return the new nodes of each row by their level, `[L, B, W]` int64, counted from the first new node.
 
     L and W are numbers on the host: levels that the next forward computes, and the most nodes that one of them may
-    have. Where a row has fewer at a level, or verifies fewer, M stands in their place.
+    have. Where a row has fewer at a level, or verifies fewer, M takes their place.
 
     Args:
         tree: The trees of B rows, M new nodes each.
     """
     new = tree.new
     depth = tree.depth[:, -new:]  # [B, M]
-    if tree.counts is not None:  # nodes behind those that are verified are in no order
+    if tree.counts is not None:  # nodes after the verified ones are in no order
         depth = depth.where(torch.arange(new, device=depth.device) < tree.counts[:, None], tree.levels + 1)
     levels = torch.arange(tree.levels_above, tree.levels + 1, device=depth.device)[:, None]  # [L, 1]
     first, count = ((compared.sum(dim=-1)) for compared in _compare(depth, levels))  # [L, B] each

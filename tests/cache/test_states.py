@@ -94,7 +94,7 @@ def test_a_draft_models_states_stay_a_token_behind():
     walk(states, chain(torch.tensor([[9, 1]] * 2)), length - 1)
     walk(states, chain(torch.tensor([[1, 2]] * 2)).last_level(1), length)
     path = Path(torch.tensor([[0, 1], [0, 0]]), torch.tensor([1, 0]))
-    states.commit(length - 1, path.behind_reread(), BOTH)
+    states.commit(length - 1, path.below_reread_token(), BOTH)
     assert kept(states) == [791, 89]  # before the accepted 2, and before the pending 1
     assert states.store.position.tolist() == [7, 6]
 
@@ -155,7 +155,7 @@ def test_a_copy_of_a_draft_models_states_is_of_the_accepted_node_a_token_earlier
         cut = (x[:1, :end] for x in (a_tree().tokens, a_tree().parents, a_tree().depth))
         walk(states, tree_of(*cut, end // 2).last_level(count), length)
     path = Path(torch.tensor([[0, 2, 4]]), torch.tensor([2]))
-    states.commit(length - 1, path.behind_reread(), BOTH[:1])
+    states.commit(length - 1, path.below_reread_token(), BOTH[:1])
     assert kept(states) == [7913, 791]  # a block less the token that is read again
     assert states.store.position.tolist() == [before + 2, BLOCK_SIZE - 1]
 

@@ -45,7 +45,7 @@ def test_a_window_longer_than_any_text_takes_no_more_memory_than_the_texts(on, m
 def test_a_second_drafter_on_one_target_is_refused():
     engine = engine_of()
     ReDrafter(engine.target, engine.drafter)
-    with pytest.raises(MismatchError, match="load the target anew"):
+    with pytest.raises(MismatchError, match="load the target again"):
         ReDrafter(engine.target, context_drafter())
 
 

@@ -91,7 +91,7 @@ def test_a_draft_also_reads_the_head_of_its_target_where_it_has_none(make, reads
 
 def test_a_head_reads_its_layers_and_no_other_drafter_may():
     engine = engine_of("EAGLE")
-    with pytest.raises(MismatchError, match="load the target anew"):
+    with pytest.raises(MismatchError, match="load the target again"):
         ReDrafter(engine.target, random_head())
     with pytest.raises(MismatchError, match="reads layer 7"):
         engine_of("EAGLE", target_layers=[1, 7])

@@ -258,7 +258,9 @@ def test_a_layer_that_goes_on_wrongly_is_refused_by_name(monkeypatch):
         return forward(hidden_states, **arguments | ({name: None} if hidden_states.shape[1] == 1 else {}))
 
     monkeypatch.setattr(mixer, "forward", forgetful)
-    with pytest.raises(UnsupportedError, match=r"layer 2 of Lfm2ForCausalLM \(Lfm2ShortConv\) goes on from its state"):
+    with pytest.raises(
+        UnsupportedError, match=r"layer 2 of Lfm2ForCausalLM \(Lfm2ShortConv\) continues from its state"
+    ):
         Target(model)
 
 
