@@ -29,12 +29,13 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.hub import cached_file
 
 from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.step_costs import LARGE_BYTES
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line
 from redrafter.features import FP8_WEIGHTS, GGUF_FILE, QUANTISED_WEIGHTS, TENSOR_PARALLELISM, FeatureSet
 from redrafter.files.checkpoint_kind import check_path, check_source, load_error, wrong_kind_error
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.gguf_file import SUFFIX, find_gguf, read_header, reading
-from redrafter.model.linear_layers import is_quantized, quantize_linears
+from redrafter.model.linear_layers import forward_bytes, is_quantized, quantize_linears
 from redrafter.model.supported import base_of
 from redrafter.model.target import Target
 from redrafter.model.weights import hold_in_memory
@@ -131,7 +132,7 @@ def load_model(
         # Each rank's part is loaded onto its own GPU already.
         device = None
         kwargs = kwargs | {"distributed_config": DistributedConfig(tp_size=tp_size, tp_plan="auto")}
-    file = find_gguf(name)
+    file, as_saved = find_gguf(name), dtype == "auto"
     if file is not None:
         kwargs = {"quantization_config": GgufConfig(dequantize=True)} | kwargs
         dtype = read_header(file).dtype if dtype == "auto" else dtype
@@ -160,7 +161,24 @@ def load_model(
         if device is not None:
             model.to(device)
         hold_in_memory(model)
+        if as_saved and quantization is None and model.device.type == "cpu" and not is_quantized(model.config):
+            _recommend_dtype(model, str(name))
         return model
+
+
+def _recommend_dtype(model: PreTrainedModel, name: str) -> None:
+    """Warn where a model was saved in a dtype in which a CPU verifies drafts more slowly than it could.
+
+    Of a CPU that multiplies bfloat16 numbers, a step of SmolLM2-135M over 8 tokens takes a third less time in bfloat16
+    than in float32. Other CPUs are advised nothing: there no dtype is the fastest one with drafts and without.
+    """
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001
+    if native and model.dtype in (torch.float32, torch.float16) and forward_bytes(model) >= LARGE_BYTES:
+        warnings.warn(
+            f"{name} is decoded in {dtype_name(model.dtype)}, as it was saved, and this CPU verifies drafts faster in "
+            "bfloat16: give dtype='bfloat16' (--dtype bfloat16), or the dtype that you want",
+            stacklevel=3,
+        )
 
 
 def load_config(name: str | Path, *, trust_remote_code: bool = False, **hub_options: Any) -> PretrainedConfig:
