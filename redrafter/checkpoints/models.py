@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.hub import cached_file
 
 from redrafter.drafting.drafter_types import Drafter
-from redrafter.drafting.step_costs import LARGE_BYTES
+from redrafter.drafting.estimates import LARGE_BYTES
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line
 from redrafter.features import FP8_WEIGHTS, GGUF_FILE, QUANTISED_WEIGHTS, TENSOR_PARALLELISM, FeatureSet
 from redrafter.files.checkpoint_kind import check_path, check_source, load_error, wrong_kind_error
