@@ -358,15 +358,6 @@ def test_help_has_an_example(command):
     assert command != "compare" or not re.search("--prompt-lookup|--no-speculate", out)
 
 
-def test_help_does_not_wait_for_torch():
-    code = (
-        "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); from redrafter.cli import main; "
-    )
-    done = subprocess.run([sys.executable, "-c", code + "main(['generate', '--help'])"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert done.stdout.endswith("\nFalse\n")
-
-
 def test_a_reader_that_has_left_is_no_error():
     code = "import sys; from redrafter.app.program import run_command; sys.exit(run_command(lambda: print('x') or 0))"
     read, write = os.pipe()
