@@ -55,6 +55,13 @@ def test_drafts_of_every_form_follow_from_the_whole_text_and_change_nothing(kind
     same_undrafted(engine, *uneven_batch(), max_new_tokens=24, do_sample=True, seed=3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
+def test_any_base_may_be_drafted_for(architecture, kind):
+    with KINDS[kind].checked():
+        same_as_model(engine_of(kind, architecture), *uneven_batch(), max_new_tokens=24)
+
+
 @ON_BOTH_CACHES
 def test_a_text_may_be_read_in_parts(on, monkeypatch):
     monkeypatch.setattr("redrafter.drafting.eagle.ENTRIES_AT_ONCE", 7)
