@@ -85,6 +85,21 @@ def test_first_prompts_are_read_by_a_step_without_rows(forwards, lengths, rooms,
     same_alone(served.engine, sequences)
 
 
+def test_a_long_prompt_beside_rows_lets_them_go_on(engine):
+    served = scheduler(engine, max_num_tokens=30)
+    running, late, rounds = make_sequence(prompt(5), 60, GREEDY), make_sequence(prompt(60), 2, GREEDY), 0
+    served.submit(running)
+    while not running.sink.deltas:
+        served.round()
+    served.submit(late)
+    while not late.sink.deltas:
+        before = len(running.sink.deltas)
+        served.round()
+        rounds += 1
+        assert len(running.sink.deltas) > before or running.ended
+    assert rounds > 2
+
+
 def test_a_prompt_does_not_wait_for_rows_whose_trees_use_up_the_limit(engine):
     served = scheduler(engine, max_num_tokens=20)  # the trees of two rows have 34 nodes
     running = [make_sequence(prompt(5 + row), 60, GREEDY) for row in range(2)]
