@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.command_line import TEXT, byte_tokenizer, fails, measured
+from helpers.command_line import fails, measured
 from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, with_tree
 from redrafter import ArgumentError, ReDrafterError, UnsupportedError
 from redrafter.app import loading, paths
@@ -166,27 +166,6 @@ def test_a_padded_pair_is_measured_on_the_gpu_of_a_machine_that_has_one(monkeypa
     monkeypatch.setattr(bench_module, "pad_drafter", pad)
     for device, typed in (("cuda", ()), ("cuda:1", ("--device", "cuda:1")), ("cpu", ("--device", "cpu"))):
         assert f"padded on {device}\n" in fails(capsys, "bench", *QUICK, "--pad-to", "llama-3.2-1b", *typed)
-
-
-@pytest.mark.parametrize("rank", [(), ("--pad-head-rank", "50")])
-def test_a_padded_pair_accepts_what_the_small_one_does_whatever_its_drafters_form(monkeypatch, tmp_path, folder, rank):
-    monkeypatch.setitem(SHAPES, "wide", PadShape(96, 160, 3, 12, 3, 8, 300))
-    form = {"recurrence": "gated", "target_layers": [0], "head_rank": 24, "draft_vocab_size": 20}
-    small = tiny_drafter(vocab_size=len(byte_tokenizer()), hidden_size=HIDDEN, **form)
-    for weight in small.parameters():
-        torch.nn.init.normal_(weight, 0, 0.2)
-    small.draft_ids.copy_(byte_tokenizer()(TEXT, return_tensors="pt").input_ids.unique()[:20])
-    small.save_pretrained(tmp_path / "drafter")
-    (tmp_path / "p.txt").write_text("Zürich\nja")
-    args = [*QUICK, "--model", str(folder / "base"), "--drafter", str(tmp_path / "drafter"), "--prompts"]
-    small, large = (
-        bench(*args, str(tmp_path / "p.txt"), *pad)[0]["batches"][0] for pad in ((), ("--pad-to", "wide", *rank))
-    )
-    for name in ("tokens_per_step", "accepted_by_depth"):
-        assert small[name] == large[name]
-    assert small["tokens_per_step"] > 1
-    assert small["equality"]["equal"]
-    assert large["equality"]["equal"]
 
 
 def test_floors_count_what_one_forward_reads():

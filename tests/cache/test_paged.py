@@ -6,19 +6,17 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from helpers.generation import noted, same_as_model, same_undrafted
+from helpers.generation import noted, same_as_model
 from helpers.models import (
     ARCHITECTURES,
     VOCAB,
     assert_close_by_scale,
     paged,
-    scripted_engine,
     tiny_drafter,
     tiny_model,
     uneven_batch,
     with_tree,
 )
-from helpers.processors import PROCESSORS
 from helpers.steps import read_prompts, verify
 from redrafter import ArgumentError, CacheFullError, Engine
 from redrafter.attention.tree_attention import ATTENTION_NAME, gathered_attention, tree_attention_reference
@@ -98,27 +96,6 @@ def test_a_ragged_or_packed_forward_equals_a_dense_one_before_and_after_merging(
     assert not target.head._forward_pre_hooks
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_paged_generation_equals_model_generate(architecture):
-    model = tiny_model(architecture)
-    ids, mask = uneven_batch()
-    engine = paged(with_tree(model, tiny_drafter(), 5, 3))
-    for rows in (slice(0, 4), slice(1, 2), slice(0, 3)):
-        same_as_model(engine, ids[rows], mask[rows], max_new_tokens=NEW)
-        same_undrafted(engine, ids[rows], mask[rows], max_new_tokens=NEW, do_sample=False)
-
-
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_paged_sampling_draws_what_dense_sampling_draws(llama, name):
-    ids, mask = uneven_batch(rows=3)  # in a step for four
-    arguments = {"max_new_tokens": NEW, "do_sample": True, "seed": 3, "top_k": 0} | PROCESSORS[name]
-    expected = with_tree(llama, tiny_drafter(), 4, 3).generate(ids, mask, speculate=False, **arguments)
-    engine = paged(with_tree(llama, tiny_drafter(), 4, 3))
-    for _ in range(2):  # kept steps serve again
-        assert torch.equal(engine.generate(ids, mask, **arguments), expected)
-    assert torch.equal(engine.generate(ids, mask, speculate=False, **arguments), expected)
-
-
 def test_what_another_request_computed_is_not_computed_again(llama, monkeypatch):
     engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
     prompt = (torch.arange(1, 50) * 13 % VOCAB)[None]
@@ -132,15 +109,6 @@ def test_what_another_request_computed_is_not_computed_again(llama, monkeypatch)
     counts.clear()
     assert torch.equal(engine.generate(prompt, **arguments), first)
     assert counts == [1]  # 48 of 49 were stored
-
-
-def test_right_drafts_are_accepted_and_committed_across_blocks(llama):
-    prompt = (torch.arange(1, 12) * 5 % VOCAB)[None]
-    expected = llama.generate(prompt, max_new_tokens=50, do_sample=False)
-    engine = paged(scripted_engine(llama, expected, 2, 5))
-    out = engine.generate(prompt, max_new_tokens=50, do_sample=False, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, expected)
-    assert out.stats.tokens_per_step > 5
 
 
 @pytest.mark.parametrize(

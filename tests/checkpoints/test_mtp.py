@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from helpers.models import VOCAB, check_texts, on_each_cache, tiny_model, uneven_batch
+from helpers.generation import ON_BOTH_CACHES
+from helpers.models import VOCAB, check_texts, tiny_model, uneven_batch
 from helpers.mtp import FORMS, checked_layers, mtp_checkpoint, mtp_tensors, random_mtp
 from redrafter import CheckpointError, ReDrafter, UnsupportedError
 from redrafter.checkpoints.mtp_layer import find_layer
@@ -28,7 +29,7 @@ def places(tmp_path_factory) -> dict[str, Path]:
     return {name: mtp_checkpoint(folder / name, name) for name in FORMS}
 
 
-@on_each_cache
+@ON_BOTH_CACHES
 @pytest.mark.parametrize("name", FORMS)
 def test_drafts_are_what_the_formula_says_and_change_no_text(name, on, places):
     engine = ReDrafter.from_pretrained(places[name], **SHAPE)

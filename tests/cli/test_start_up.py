@@ -114,9 +114,9 @@ def test_a_mistake_is_reported_before_torch_and_transformers_are_imported(place)
         assert err.count("\n") == 1, (name, err)
 
 
-def test_info_of_a_directory_needs_no_torch_and_says_what_the_checked_one_says(folder):
+def test_help_and_info_of_a_directory_need_no_torch_and_info_says_what_the_checked_one_says(folder):
     directories = [str(boxed_pair()), *(str(folder / name) for name in ("base", "drafter", "merged"))]
-    lines = [["info", "--json", directory] for directory in directories]
+    lines = [["generate", "--help"], *(["info", "--json", directory] for directory in directories)]
     assert [(code, modules) for code, _, modules in run_apart(*lines)] == [(0, [])] * len(lines)
     for directory in directories:
         quick, checked = (json.loads(ran("info", "--json", directory, *more)[1]) for more in ([], ["--check"]))

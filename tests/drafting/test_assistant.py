@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from helpers.models import VOCAB, check_texts, on_each_cache, tiny_model
+from helpers.generation import ON_BOTH_CACHES
+from helpers.models import VOCAB, check_texts, tiny_model
 from redrafter import CheckpointError, MismatchError, ReDrafter, UnsupportedError, boxed_pair
 from redrafter.cli import main as redrafter
 from redrafter.drafting.assistant import AssistantDrafter, AssistantProposer, all_layers_shared
@@ -65,7 +66,7 @@ def place(request, tmp_path_factory):
     return folder
 
 
-@on_each_cache
+@ON_BOTH_CACHES
 def test_drafts_are_those_of_transformers_and_change_no_text(on, place, monkeypatch):
     engine = ReDrafter.from_pretrained(base(), place, draft_from_text=False, **SHAPE)
     assert isinstance(engine.drafter, AssistantDrafter)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from helpers.generation import ON_BOTH_CACHES, noted, same_as_model, same_undrafted
-from helpers.models import tiny_drafter, tiny_model, uneven_batch
+from helpers.generation import ON_BOTH_CACHES, noted
+from helpers.models import tiny_drafter, tiny_model
 from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, boxed_pair
 from redrafter.drafting import prompt_lookup
 from redrafter.drafting.estimates import StepCosts
@@ -48,14 +48,6 @@ def drafts(text, *, ngram=2, draft_len=4, room=6):
 )
 def test_what_followed_the_same_words_is_drafted(text, how, expected):
     assert drafts(text, **how) == expected
-
-
-@ON_BOTH_CACHES
-@pytest.mark.parametrize("ngram, draft_len", [(1, 1), (3, 10)])
-def test_the_text_is_that_of_model_generate(llama, on, ngram, draft_len):
-    engine = on(PromptLookup.from_pretrained(llama, ngram=ngram, draft_len=draft_len))
-    same_as_model(engine, *uneven_batch(), max_new_tokens=40)
-    same_undrafted(engine, *uneven_batch(), do_sample=True, temperature=0.8, top_k=0, seed=3, max_new_tokens=30)
 
 
 def test_text_that_repeats_takes_few_steps():

@@ -39,18 +39,6 @@ SHAPES = {
 REJECTION = {"rejection": {"acceptance": "rejection"}}
 # Shapes, and whether the draft model has another vocabulary.
 WAYS = [*((shape, False) for shape in SHAPES), *((shape, True) for shape in ("chain", "few nodes", "adaptive"))]
-PAIRS = [
-    ("llama", "gpt2"),
-    ("gemma2", "llama"),
-    ("qwen3", "qwen2"),
-    ("mistral", "gemma3_text"),
-    ("gpt_oss", "llama"),
-    ("deepseek_v3", "llama"),
-    ("llama", "deepseek_v3"),
-    ("gpt_neox", "phi3"),
-    ("llama", "mistral"),
-    ("qwen3_moe", "olmo2"),
-]
 
 
 def blurred(model, amount=0.02):
@@ -82,26 +70,6 @@ def drafted_by(model, pair, **shape):
 def make(llama, similar, some_shared):
     """Make an engine of a shape, with a draft model that is often right; its vocabulary may be another."""
     return lambda other, **shape: drafted_by(llama, some_shared if other else (similar, None), **shape)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "make_engine",
-    [
-        DraftTarget.from_pretrained,
-        lambda model, draft_model: DraftTarget.from_pretrained(model, draft_model, num_beams=3, draft_len=3),
-        lambda model, _: DraftTarget.from_pretrained(model, blurred(model), num_beams=3, node_budget=6, adaptive=True),
-        lambda model, draft_model: paged(DraftTarget.from_pretrained(model, draft_model, num_beams=2)),
-    ],
-    ids=["chain", "tree", "adaptive tree of a similar model", "paged tree"],
-)
-@pytest.mark.parametrize(("architecture", "draft_architecture"), PAIRS)
-def test_models_of_any_architecture_draft_for_each_other(architecture, draft_architecture, make_engine):
-    model = tiny_model(architecture)
-    engine = make_engine(model, tiny_model(draft_architecture, num_hidden_layers=1, layer_types=None))
-    same_as_model(engine, IDS, MASK, max_new_tokens=NEW)
-    for row in range(4):
-        same_as_model(engine, IDS[row : row + 1, MASK[row].argmax() :], max_new_tokens=NEW)
 
 
 @ON_BOTH_CACHES

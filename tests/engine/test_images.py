@@ -45,13 +45,6 @@ def test_texts_are_those_of_the_model_and_of_plain_decoding(family, on):
     assert any(differs)
 
 
-@ON_BOTH_CACHES
-def test_rows_wait_for_places_with_their_images(on):
-    engine = on(make("qwen2_5_vl", max_batch_size=2))
-    inputs = prompts_with_images(engine.model, [*UNEVEN, *UNEVEN])
-    assert torch.equal(engine.generate(**inputs, **GREEDY), engine.model.generate(**inputs, **GREEDY))
-
-
 def test_a_draft_model_with_another_vocabulary_reads_what_it_has_for_an_image(monkeypatch):
     model = tiny_seeing_model("llava")
     draft_model, vocabulary = renumbered(tiny_model("llama", max_position_embeddings=384), 0.4)

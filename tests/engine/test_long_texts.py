@@ -67,19 +67,6 @@ def test_drafts_that_a_long_text_never_takes_are_left_out_of_most_steps(model, p
     assert 0 < sum(map(bool, with_drafts)) < 20
 
 
-def test_a_long_prompt_beside_short_rows_changes_no_token(model, prompt, monkeypatch):
-    launch_ahead(monkeypatch)
-    engine = paged(with_tree(model, tiny_drafter(), 4, 3), 400)
-    sequences = [make_sequence(list(range(5, 9 + row)), 60, GREEDY) for row in range(2)]
-    sequences.append(make_sequence(prompt[0].tolist(), 12, GREEDY))
-    served = scheduler(engine, blocks=400, max_num_tokens=512)
-    run(served, sequences, 2)
-    for sequence in sequences:
-        ids = torch.tensor([list(sequence.prompt)])
-        expected = model.generate(ids, max_new_tokens=sequence.max_new_tokens, do_sample=False)
-        assert sequence.sink.tokens == expected[0, ids.shape[1] :].tolist()
-
-
 def test_a_step_copies_new_blocks_to_the_device_and_no_others(model, prompt, monkeypatch):
     engine = paged(with_tree(model, tiny_drafter(), 4, 3), 400)
     served = scheduler(engine, blocks=400)

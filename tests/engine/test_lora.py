@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.adapters import adapted, saved
 from helpers.generation import ON_BOTH_CACHES
-from helpers.models import CONTEXT, VOCAB, in_threads, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.models import VOCAB, in_threads, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import (
     ArgumentError,
     CheckpointError,
@@ -118,15 +118,6 @@ def test_a_model_with_an_adapter_may_be_drafted_for_by_itself_without(adapters):
     engine = DraftTarget.from_pretrained(model, model, draft_len=3)
     engine.load_adapter("one", adapters["one"][1])
     check_rows(engine.generate(IDS, MASK, adapter=["one", None] * 2, **GREEDY), adapters, ["one", None] * 2)
-
-
-@ON_BOTH_CACHES
-def test_more_prompts_than_rows_take_each_others_places(on, adapters):
-    engine = ReDrafter.from_pretrained(tiny_model("llama"), tiny_drafter(), max_batch_size=2)
-    engine.load_adapters({name: path for name, (_, path) in adapters.items()})
-    ids, mask = uneven_batch(rows=9, longest=30)
-    names = [*MIXED, None, "two", "two", None, "one"]
-    check_rows(on(engine).generate(ids, mask, adapter=names, **GREEDY), adapters, names, ids=ids, mask=mask)
 
 
 @ON_BOTH_CACHES
@@ -357,12 +348,6 @@ def test_adapters_that_are_more_than_lora_or_not_whole_are_refused_by_name(
     with pytest.raises(error, match=message):
         engine.load_adapter("it", tmp_path / "it")
     assert engine.adapters == []
-
-
-def test_a_text_at_the_end_of_the_context_has_its_adapter_to_the_end(adapters):
-    engine = make_engine(adapters)
-    ids = torch.randint(3, VOCAB, (1, CONTEXT - 16), generator=torch.Generator().manual_seed(9))
-    check_rows(engine.generate(ids, adapter="one", **GREEDY), adapters, ["one"], ids=ids)
 
 
 def test_threads_may_load_adapters_while_others_write(adapters):

@@ -21,6 +21,7 @@ WRONG: dict[str, tuple[str, list[object]]] = {
         [-1.0, float("nan"), 1e9, float("inf"), True, "8", None],
     ),
     "max_seq_len": ("max_seq_len", [1, 10**30]),
+    "max_prefix_states": ("max_prefix_states must be an integer of 0 or more, got -1", [-1]),
     "max_input_len": ("max_input_len", ["many"]),
     "kv_cache_free_gpu_memory_fraction": ("kv_cache_free_gpu_memory_fraction", [0.0, "0.5", True]),
     "compile": ("compile", ["no"]),

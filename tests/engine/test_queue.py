@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from helpers.generation import ON_BOTH_CACHES, Steps, noted, same_undrafted
-from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch
+from helpers.models import paged, tiny_drafter, uneven_batch
 from helpers.scheduling import launch_ahead
-from redrafter import DraftTarget, ReDrafter
+from redrafter import ReDrafter
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
 from redrafter.scheduler.prefill import Prefiller
@@ -52,8 +52,8 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @SLOW
 @pytest.mark.parametrize("way", WAYS)
-@ON_BOTH_CACHES
-@pytest.mark.parametrize("at_once", [1, 3, 4])
+@pytest.mark.parametrize("on", [lambda engine: engine, lambda engine: paged(engine, blocks=12)], ids=["dense", "paged"])
+@pytest.mark.parametrize("at_once", [1, 3, 4, 11])
 def test_prompts_that_wait_for_their_turn_give_the_same_texts(llama, on, at_once, way):
     ids, mask = uneven_batch(rows=11)
     arguments = {"max_new_tokens": 18, "eos_token_id": ENDS} | WAYS[way]
@@ -72,15 +72,6 @@ def test_no_step_has_more_rows_than_allowed_and_none_of_a_row_that_has_ended(lla
     assert max(map(len, rows)) == 4
     assert not any(ended for step in rows for ended in step)
     assert len({len(step) for step in rows}) > 1
-
-
-@SLOW
-@pytest.mark.parametrize("way", WAYS)
-def test_rows_wait_for_blocks_that_others_of_their_call_hold(llama, way):
-    ids, mask = uneven_batch(rows=11)
-    arguments = {"max_new_tokens": 18, "eos_token_id": ENDS} | WAYS[way]
-    expected = engine_of(llama).generate(ids, mask, **arguments)
-    assert torch.equal(paged(engine_of(llama), blocks=12).generate(ids, mask, **arguments), expected)
 
 
 def test_prompts_are_read_together_while_others_are_decoded(llama, monkeypatch):
@@ -105,18 +96,6 @@ def test_steps_that_are_launched_ahead_change_no_token(llama, at_once, way):
         out = engine.generate(ids, mask, return_dict_in_generate=True, **arguments)
         assert torch.equal(out.sequences, expected)
     assert out.stats.emitted == sum(row.emitted for row in out.stats.rows)
-
-
-@pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("acceptance", ["match", "rejection"])
-def test_a_draft_model_may_be_launched_ahead(llama, acceptance):
-    draft = tiny_model("gpt2", num_hidden_layers=1)
-    ids, mask = uneven_batch(rows=5)
-    arguments = {"max_new_tokens": 24, "eos_token_id": ENDS, "do_sample": True, "seed": 3, "top_k": 0}
-    engine = DraftTarget.from_pretrained(llama, draft, draft_len=3, acceptance=acceptance)
-    expected = engine.generate(ids, mask, **arguments)
-    engine = paged(DraftTarget.from_pretrained(llama, draft, draft_len=3, acceptance=acceptance, max_batch_size=2))
-    assert torch.equal(engine.generate(ids, mask, **arguments), expected)
 
 
 @pytest.mark.usefixtures("ahead")

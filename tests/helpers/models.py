@@ -4,7 +4,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -252,9 +251,6 @@ def check_texts(*engines: Engine, rows: int = 4, longest: int = 11) -> None:
         for speculate in (True, False):
             assert torch.equal(engine.generate(ids, mask, speculate=speculate, **greedy, **new), expected)
         assert torch.equal(engine.generate(ids, mask, **sampled, **new), drawn)
-
-
-on_each_cache = pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
 
 
 def in_threads(work: Callable[[int], Tensor], count: int) -> list[Tensor]:

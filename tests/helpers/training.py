@@ -9,8 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from helpers.chats import BYTES, CHAT, tiny_tokenizer, write
 from redrafter import RecurrentDrafter
+from redrafter.drafting.text_drafters import GivenTexts, TrainableDrafter
 from redrafter.train.config import TrainConfig
 from redrafter.train.init_drafter import new_drafter
+from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import main
 
 VOCAB, HIDDEN, CONTEXT = len(BYTES) + 6, 32, 128
@@ -42,6 +44,25 @@ def random_drafter(model: PreTrainedModel, draft_ids: Tensor | None = None, **co
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return drafter.eval()
+
+
+def known_text(drafter: TrainableDrafter, length: int = 14, seed: int = 0) -> Tensor:
+    """Return random tokens `[1, length]` that a drafter knows."""
+    known = torch.arange(3, drafter.config.vocab_size) if drafter.draft_ids is None else drafter.draft_ids
+    return known[torch.randint(len(known), (1, length), generator=torch.Generator().manual_seed(seed))]
+
+
+@torch.no_grad()
+def trained_logits(
+    drafter: TrainableDrafter, model: PreTrainedModel, tokens: Tensor, segment: Tensor | None = None, depth: int = 3
+) -> Tensor:
+    """Return the logits of the training's unroll at all positions of a row of tokens, `[T, K, V']`."""
+    with Teacher(model, drafter.config.target_layers) as teacher:
+        output = teacher.read_batch(tokens, segment)
+    anchors = torch.arange(tokens.shape[1])
+    position = (anchors[:, None] + torch.arange(1, depth + 1)).clamp(max=tokens.shape[1] - 1)
+    given = GivenTexts(tokens, output.hidden, output.embedding, segment, anchors, position)
+    return drafter.lm_head(drafter.unroll(given))
 
 
 def batches_of(*masks: Tensor) -> list[tuple[Tensor, Tensor]]:

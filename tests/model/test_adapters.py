@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from helpers.adapters import PROJECTIONS, adapted, peft, randomized
-from helpers.models import check_texts, on_each_cache, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.generation import ON_BOTH_CACHES
+from helpers.models import check_texts, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.model.supported import base_of
 from redrafter.train.teacher import Teacher
@@ -18,7 +19,7 @@ def plain_text(model):
     return model.generate(input_ids=IDS, attention_mask=MASK, **GREEDY)
 
 
-@on_each_cache
+@ON_BOTH_CACHES
 @pytest.mark.parametrize(
     "changes",
     [
@@ -70,7 +71,7 @@ def test_a_model_and_its_adapted_self_draft_for_each_other():
     assert torch.equal(itself.generate(IDS, MASK, **GREEDY), expected)
 
 
-@on_each_cache
+@ON_BOTH_CACHES
 def test_adapters_that_are_merged_switched_or_disabled_are_followed(on):
     model = adapted()
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from helpers.eagle import random_head
-from helpers.models import check_texts, on_each_cache, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.generation import ON_BOTH_CACHES
+from helpers.models import check_texts, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, UnsupportedError, boxed_pair
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.models import quantize_drafter, quantize_model
@@ -50,7 +51,7 @@ def checkpoint(tmp_path_factory) -> Path:
     return folder
 
 
-@on_each_cache
+@ON_BOTH_CACHES
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3"])
 def test_drafted_texts_are_those_of_plain_decoding(architecture, on):
     """On a paged cache, layers that read the same tensor are one product."""

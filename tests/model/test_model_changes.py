@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.models import on_each_cache, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.generation import ON_BOTH_CACHES
+from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.recurrent import generated_alone, recurrent_model
 from redrafter import ArgumentError, PromptLookup, UnsupportedError
 from redrafter.model.patch import ModelState, ModelWatch
@@ -43,7 +44,7 @@ def check_followed(engine, change):
         assert torch.equal(engine.generate(IDS, MASK, **GREEDY), before)
 
 
-@on_each_cache
+@ON_BOTH_CACHES
 @pytest.mark.parametrize("layer", ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"])
 def test_a_forward_hook_is_called_whenever_it_was_registered(on, layer):
     model = tiny_model("llama")
@@ -57,7 +58,7 @@ def test_a_forward_hook_is_called_whenever_it_was_registered(on, layer):
     assert torch.equal(on(with_tree(with_hook, tiny_drafter(), 3, 3)).generate(IDS, MASK, **GREEDY), expected)
 
 
-@on_each_cache
+@ON_BOTH_CACHES
 def test_a_hook_on_all_modules_is_called(on):
     def scale_linear(module, args, output):
         return output * 1.2 if isinstance(module, nn.Linear) else None
@@ -66,7 +67,7 @@ def test_a_hook_on_all_modules_is_called(on):
     check_followed(engine, lambda: nn.modules.module.register_module_forward_hook(scale_linear).remove)
 
 
-@on_each_cache
+@ON_BOTH_CACHES
 @pytest.mark.parametrize("layer", ["in_proj_qkvz", "out_proj"])
 def test_a_hook_on_an_outer_layer_of_a_mixer_is_called_once_a_token(on, layer):
     model = recurrent_model("qwen3_next")
@@ -107,7 +108,7 @@ def write_in_place(model):
         query(model).weight.mul_(-1)
 
 
-@on_each_cache
+@ON_BOTH_CACHES
 @pytest.mark.parametrize(
     "change", [replace_parameter, replace_data, replace_all, replace_forward, write_in_place], ids=lambda x: x.__name__
 )
@@ -290,7 +291,7 @@ ANOTHER = {
 }
 
 
-@on_each_cache
+@ON_BOTH_CACHES
 @pytest.mark.parametrize(("change", "said"), ANOTHER.values(), ids=ANOTHER)
 def test_a_model_that_was_made_another_one_needs_a_new_engine(on, change, said):
     engine = on(with_tree(tiny_model("llama"), tiny_drafter(), 3, 3))

@@ -14,7 +14,8 @@ from torch._dynamo.testing import CompileCounter
 from transformers import Phi3ForCausalLM, PreTrainedModel
 
 from helpers.adapters import adapted
-from helpers.models import on_each_cache, paged, prompts_of, scripted_engine, tiny_drafter, tiny_model, with_tree
+from helpers.generation import ON_BOTH_CACHES
+from helpers.models import paged, prompts_of, scripted_engine, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import launch_ahead, make_sequence, nothing_is_held, run, scheduler
 from redrafter import ArgumentError, Engine
 from redrafter.attention.tree_attention import tree_attention
@@ -81,7 +82,7 @@ def sequences_of(lengths: list[int], count: int) -> list:
     return [make_sequence([3 + (7 * i + n) % 90 for i in range(n)], count, GREEDY) for n in lengths]
 
 
-@on_each_cache
+@ON_BOTH_CACHES
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_each_row_is_what_a_fresh_model_generates_for_it_alone(family, kind, on):
@@ -137,7 +138,7 @@ def test_prompts_that_are_read_in_parts_have_the_frequencies_of_the_whole(monkey
     assert torch.equal(out[:, -NEW:], alone(engine.model, ids, mask))
 
 
-@on_each_cache
+@ON_BOTH_CACHES
 @pytest.mark.parametrize("family", [family for family in CROSSING if family != "growing llama"])
 def test_rows_that_cross_the_switch_keep_their_adapters(family, on, tmp_path):
     model = adapted(model=model_of(family), target_modules=["o_proj"])

@@ -3,7 +3,7 @@
 import pytest
 
 from helpers.features import pair
-from helpers.scheduling import Sink, make_sequence, run, run_as_alone, scheduler
+from helpers.scheduling import Sink, run_as_alone, scheduler
 from redrafter.engine.engine import Engine
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.sequence import TokenSequence
@@ -28,13 +28,3 @@ def test_equal_prompts_share_blocks_where_they_have_one_adapter_and_one_salt(eng
         sequence = TokenSequence(PROMPT, 8, GREEDY, Sink(), adapter=adapter, cache_salt=salt)
         run_as_alone(served, [sequence])
         assert (sequence.reused > 0) == reused
-
-
-def test_steps_without_adapters_are_other_steps(engine):
-    served = scheduler(engine)
-    sequences = [make_sequence([5, 6, 7], 12, GREEDY) for _ in range(2)]
-    run(served, sequences[:1])
-    assert {key.adapters for key in served.batch.captured_steps} == {0}
-    sequences[1].adapter = engine.target.adapters.hold("one")
-    run(served, sequences[1:])
-    assert {key.adapters for key in served.batch.captured_steps} == {0, engine.target.adapters.stacks.version}

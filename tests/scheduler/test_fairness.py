@@ -1,11 +1,10 @@
 """Nobody starves: who is begun next, what a round reads, and who gives a place up."""
 
 import asyncio
-import random
 
 import pytest
 
-from helpers.scheduling import KINDS, Sink, nothing_is_held, random_sequences, run, same_alone, scheduler
+from helpers.scheduling import KINDS, Sink, nothing_is_held, run, same_alone, scheduler
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.running_set import MAX_CANCELLATIONS_PER_ROUND, MIN_ROUNDS_IN_PLACE
 from redrafter.scheduler.scheduler import Scheduler
@@ -126,26 +125,6 @@ def test_a_client_without_blocks_is_given_those_of_another(engine):
     run(served, [])
     same_alone(engine, [*many, other])
     nothing_is_held(served)
-
-
-@pytest.mark.parametrize("limits", [{}, {"max_num_tokens": 40}, {"chunked": False}, {"reuse": False}], ids=str)
-def test_texts_of_many_clients_that_come_and_go_are_what_each_is_alone(limits, engine):
-    served, made = scheduler(engine, blocks=16, max_batch_size=4, speculate=False, **limits), random.Random(3)
-    sequences = random_sequences(16, seed=9, longest=50, max_new_tokens=40)
-    for number, each in enumerate(sequences):
-        each.client = "abcdefg"[min(made.randrange(12), 6)] if number % 4 else "a"
-        each.cache_salt = made.choice([None, "x"])
-        served.submit(each)
-        for _ in range(made.randrange(5)):
-            served.round()
-        if number % 9 == 8:
-            served.cancel(each)
-    run(served, [])
-    assert served.preempted
-    assert all(each.ended for each in sequences)
-    same_alone(engine, [each for each in sequences if not each.cancelled])
-    nothing_is_held(served)
-    assert not served.clients
 
 
 def test_a_cancelled_text_costs_nothing_while_hundreds_of_others_wait(engine, monkeypatch):

@@ -22,11 +22,10 @@ from helpers.scheduling import (
     same_alone,
     scheduler,
 )
-from redrafter import ArgumentError, DraftTarget, Engine
+from redrafter import DraftTarget, Engine
 from redrafter.cache.block_manager import BlockManager
 from redrafter.cache.states import RowStates
 from redrafter.engine.changes import Sleep, UpdateWeights, Wake
-from redrafter.engine.options import EngineOptions
 from redrafter.features import RECURRENT_STATES
 from redrafter.model.recurrent_layers import PromptStates
 from redrafter.model.target import Target
@@ -278,11 +277,6 @@ def test_as_many_states_are_kept_as_the_options_say_and_none_where_prompts_conti
     for sequence in sequences:
         run_as_alone(served, [sequence])
     assert [sequence.reused for sequence in sequences] == [0, 96 if states else 0]
-
-
-def test_a_number_of_states_below_zero_is_refused():
-    with pytest.raises(ArgumentError, match="max_prefix_states must be an integer of 0 or more, got -1"):
-        EngineOptions(max_prefix_states=-1)
 
 
 def one_block_off(patch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,6 @@ from helpers.features import make_engine
 from helpers.recurrent import recurrent_model
 from helpers.scheduling import make_sequence, random_sequences, run, run_as_alone, same_alone, scheduler
 from redrafter import Engine
-from redrafter.cache.block_manager import BlockManager
-from redrafter.errors import CacheFullError
 from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.row_caches import PagedRows
 
@@ -49,15 +47,3 @@ def test_a_row_that_moves_without_its_state_is_seen(monkeypatch):
     run(scheduler(engine), sequences)
     with pytest.raises(AssertionError):
         same_alone(engine, sequences)
-
-
-def test_rows_are_admitted_while_there_are_states_for_them():
-    manager = BlockManager(20, rows=2)
-    tables = [manager.admit([1, 2, 3], 4), manager.admit([1, 2, 3], 4)]
-    assert sorted(table.state_row for table in tables) == [1, 2]
-    with pytest.raises(CacheFullError, match="the recurrent states of all rows"):
-        manager.admit([4], 2)
-    assert manager.num_free_blocks == 17
-    freed = tables[0].state_row
-    manager.release(tables[0])
-    assert manager.admit([4], 2).state_row == freed

@@ -16,8 +16,7 @@ from helpers.scheduling import (
     scheduler,
     without_drafts,
 )
-from redrafter import DraftTarget, boxed_pair
-from redrafter.cli import main
+from redrafter import DraftTarget
 from redrafter.model.target import Target
 
 
@@ -63,17 +62,3 @@ def test_rejection_sampling_accepts_what_generate_does(models):
     for each in sequences:
         assert each.sink.tokens == rejection_sampled(engine, each)
     assert any(each.sink.tokens != alone(engine, each) for each in sequences)  # else rejection sampling decided nothing
-
-
-def test_a_base_writes_plainly_where_that_is_asked(tmp_path, capsys):
-    for file in boxed_pair().iterdir():
-        if file.is_file() and file.name != "redrafter.json":
-            (tmp_path / file.name).symlink_to(file)
-    words = ["generate", "--model", str(tmp_path), "--max-new-tokens", "8", "Once upon a time"]
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert all(flag in error for flag in ("--drafter D", "--draft-model D", "--prompt-lookup", "--no-speculate"))
-    assert main([*words, "--no-speculate"]) == 0
-    text = capsys.readouterr().out
-    assert main(["generate", "--max-new-tokens", "8", "Once upon a time"]) == 0
-    assert capsys.readouterr().out == text

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from helpers.dflash import BLOCK, random_block_drafter
 from helpers.eagle import EAGLE_FORMS, plain_logits, random_head
-from helpers.models import VOCAB, assert_close_by_scale, tiny_model
+from helpers.models import assert_close_by_scale, tiny_model
 from helpers.mtp import random_mtp
-from helpers.training import command, learn_circle, record, refused, round_circle
+from helpers.training import command, known_text, learn_circle, record, refused, round_circle, trained_logits
 from helpers.training import tiny_model as trained_base
 from redrafter import EagleDrafter, ReDrafter
 from redrafter.cli import main as redrafter
 from redrafter.convert.convert_checkpoint import main as convert_main
-from redrafter.drafting.text_drafters import GivenTexts, ReplayableDrafter, require
+from redrafter.drafting.text_drafters import ReplayableDrafter, require
 from redrafter.errors import UnsupportedError
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
@@ -36,27 +36,11 @@ def model() -> torch.nn.Module:
     return tiny_model("llama")
 
 
-def some_text(head: EagleDrafter, length: int = LENGTH, seed: int = 0) -> Tensor:
-    """Return a random text `[1, length]` of tokens that the head knows."""
-    known = torch.arange(3, VOCAB) if head.draft_ids is None else head.draft_ids
-    return known[torch.randint(len(known), (1, length), generator=torch.Generator().manual_seed(seed))]
-
-
-@torch.no_grad()
-def trained_logits(head: EagleDrafter, model: torch.nn.Module, tokens: Tensor, segment: Tensor | None = None) -> Tensor:
-    """Return the logits of the training's unroll at all positions of a row of tokens, `[T, K, V']`."""
-    with Teacher(model, head.config.target_layers) as teacher:
-        output = teacher.read_batch(tokens, segment)
-    anchors = torch.arange(tokens.shape[1])
-    position = (anchors[:, None] + torch.arange(1, DEPTH + 1)).clamp(max=tokens.shape[1] - 1)
-    return head.lm_head(head.unroll(GivenTexts(tokens, output.hidden, output.embedding, segment, anchors, position)))
-
-
 @pytest.mark.parametrize("form", EAGLE_FORMS)
 def test_what_is_trained_is_what_is_drafted(form, model):
     """Compare with a plain recomputation: from the second step on, the head reads hidden states of its own."""
     head = random_head(**EAGLE_FORMS[form])
-    text = some_text(head)
+    text = known_text(head)
     trained = trained_logits(head, model, text)
     for pending in (1, 5, LENGTH - DEPTH - 1):
         committed, drafts = text[0, : pending + 1], text[0, pending + 1 : pending + DEPTH]
@@ -66,7 +50,7 @@ def test_what_is_trained_is_what_is_drafted(form, model):
 @pytest.mark.parametrize("form", ["published", "speculators"])
 def test_texts_packed_into_a_row_are_apart(form, model):
     head = random_head(**EAGLE_FORMS[form])
-    first, second = some_text(head, 8), some_text(head, 9, seed=1)
+    first, second = known_text(head, 8), known_text(head, 9, seed=1)
     packed = trained_logits(head, model, torch.cat([first, second], dim=1), torch.tensor([[0] * 8 + [1] * 9]))
     assert_close_by_scale(packed[8:14], trained_logits(head, model, second)[:6], 1e-5)
 
@@ -74,7 +58,7 @@ def test_texts_packed_into_a_row_are_apart(form, model):
 @pytest.mark.parametrize("form", EAGLE_FORMS)
 def test_every_weight_is_learnt(form, model):
     head = random_head(**EAGLE_FORMS[form])
-    tokens, mask = some_text(head), torch.ones(1, LENGTH, dtype=torch.bool)
+    tokens, mask = known_text(head), torch.ones(1, LENGTH, dtype=torch.bool)
     with Teacher(model, head.config.target_layers) as teacher:
         output = teacher.read_batch(tokens)
     Unroll(head, TrainConfig(draft_len=DEPTH))(tokens, mask, output).loss.backward()

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from helpers.chats import write
@@ -417,23 +416,6 @@ def test_categories_add_up(measured):
             assert total["tokens_per_step"] == total["tokens"] / total["steps"]
             assert mean["tokens_per_step"] == pytest.approx(sum(part["tokens_per_step"] for part in parts) / 2)
             assert total["acceptance"][0] == total["accepted_by_depth"][0] / total["tried_by_depth"][0]
-
-
-def test_the_document_is_what_decoding_reports(measured, boxed):
-    """Decode with the boxed pair under the seeds that the document names."""
-    (folder, document, _), (engine, tokenizer) = measured, boxed
-    read = PromptSource([str(folder / "rows.jsonl")], tokenizer, seed=4).by_category(99)
-    prompts = [torch.tensor(prompt) for some in read.values() for prompt in some]
-    ids = pad_sequence(prompts, batch_first=True, padding_side="left")
-    for one in document["temperatures"]:
-        sampling = {"do_sample": True, "top_k": 0, "seed": 4} if one["temperature"] else {"do_sample": False}
-        arguments = {"max_new_tokens": 24, "return_dict_in_generate": True} | sampling
-        for tree in (tree for tree in one["trees"] if tree["nodes"]):
-            shape = TreeShape(tree["beams"], tree["depth"], tree["nodes"])
-            own = ReDrafter(engine.target, engine.drafter, shape, options=DRAFTER_ALONE)
-            stats = own.generate(ids, (ids > 0).long(), **arguments).stats
-            found = tree["all_steps"]["steps"], tree["all_steps"]["accepted_by_depth"]
-            assert found == (stats.steps, stats.accepted_by_depth)
 
 
 @pytest.mark.filterwarnings("ignore:draft_len_per_beam")

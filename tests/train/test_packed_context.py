@@ -10,10 +10,10 @@ from torch.nn.functional import one_hot
 
 from helpers.drafters import FORMS, random_drafter
 from helpers.models import VOCAB, assert_close_by_scale, tiny_model
+from helpers.training import known_text, trained_logits
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.drafting.proposer import State
-from redrafter.drafting.text_drafters import GivenTexts
 from redrafter.model.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.evaluate.replay import ReplayStats, replay
@@ -31,24 +31,6 @@ READING = ["context", "all"]  # forms that attend to committed tokens
 @pytest.fixture(scope="module")
 def target() -> Target:
     return Target(tiny_model("llama"))
-
-
-def some_text(drafter: RecurrentDrafter, length: int = LENGTH, seed: int = 0) -> Tensor:
-    """Return a random text `[1, length]` of tokens that the drafter knows."""
-    known = torch.arange(3, VOCAB) if drafter.draft_ids is None else drafter.draft_ids
-    return known[torch.randint(len(known), (1, length), generator=torch.Generator().manual_seed(seed))]
-
-
-def trained_logits(drafter: RecurrentDrafter, target: Target, tokens: Tensor, segment: Tensor | None = None) -> Tensor:
-    """Return the logits of the training's unroll at all positions of a row of tokens, `[T, K, V']`."""
-    with Teacher(target.model, drafter.config.target_layers) as teacher:
-        output = teacher.read_batch(tokens, segment)
-    anchors = torch.arange(tokens.shape[1])
-    position = (anchors[:, None] + torch.arange(1, DEPTH + 1)).clamp(max=tokens.shape[1] - 1)
-    with torch.no_grad():
-        return drafter.lm_head(
-            drafter.unroll(GivenTexts(tokens, output.hidden, output.embedding, segment, anchors, position))
-        )
 
 
 @torch.no_grad()
@@ -88,17 +70,17 @@ def drafted_logits(drafter: RecurrentDrafter, target: Target, text: Tensor, pend
 @pytest.mark.parametrize("pending", [1, 5, LENGTH - DEPTH - 1])
 def test_the_search_computes_the_logits_that_were_trained(target, form, pending):
     drafter = random_drafter(**FORMS[form])
-    text = some_text(drafter)
-    trained = trained_logits(drafter, target, text)[pending - 1]
+    text = known_text(drafter)
+    trained = trained_logits(drafter, target.model, text)[pending - 1]
     assert_close_by_scale(drafted_logits(drafter, target, text, pending), trained, 1e-5)
 
 
 @pytest.mark.parametrize("form", READING)
 def test_what_is_read_ends_with_the_window(target, form):
-    drafter, text = random_drafter(**FORMS[form]), some_text(random_drafter(**FORMS[form]))
-    logits = trained_logits(drafter, target, text)
+    drafter, text = random_drafter(**FORMS[form]), known_text(random_drafter(**FORMS[form]))
+    logits = trained_logits(drafter, target.model, text)
     drafter.config.context_window += 1
-    changed = (trained_logits(drafter, target, text) - logits).abs().amax(dim=(1, 2)) > 1e-4
+    changed = (trained_logits(drafter, target.model, text) - logits).abs().amax(dim=(1, 2)) > 1e-4
     # A text of n committed tokens has n - 1 pairs.
     assert changed.nonzero().flatten().tolist() == list(range(drafter.config.context_window, LENGTH))
 
@@ -126,10 +108,10 @@ def test_far_from_the_beginning_of_a_text_a_draft_reads_what_it_would_near_it(fo
 @pytest.mark.parametrize("form", READING)
 def test_texts_packed_into_a_row_are_apart(target, form):
     drafter = random_drafter(**FORMS[form])
-    first, second = some_text(drafter, 8), some_text(drafter, 9, seed=1)
+    first, second = known_text(drafter, 8), known_text(drafter, 9, seed=1)
     segment = torch.tensor([[0] * 8 + [1] * 9])
-    packed = trained_logits(drafter, target, torch.cat([first, second], dim=1), segment)
-    assert_close_by_scale(packed[8:14], trained_logits(drafter, target, second)[:6], 1e-5)
+    packed = trained_logits(drafter, target.model, torch.cat([first, second], dim=1), segment)
+    assert_close_by_scale(packed[8:14], trained_logits(drafter, target.model, second)[:6], 1e-5)
 
 
 @pytest.mark.parametrize("form", READING)
@@ -138,7 +120,7 @@ def test_anchors_that_fill_a_compiled_chunk_add_no_gradient(target, form, monkey
     found = []
     for compiled in (False, True):
         drafter = random_drafter(**FORMS[form])
-        tokens, mask = some_text(drafter), torch.ones(1, LENGTH, dtype=torch.bool)
+        tokens, mask = known_text(drafter), torch.ones(1, LENGTH, dtype=torch.bool)
         with Teacher(target.model, drafter.config.target_layers) as teacher:
             output = teacher.read_batch(tokens)
         config = TrainConfig(draft_len=DEPTH, compile=compiled, chunk=40 * DEPTH)
@@ -152,7 +134,7 @@ def test_a_training_on_packed_rows_keeps_texts_apart(target):
     losses, config = [], TrainConfig(draft_len=DEPTH, cpu=True)
     for seed in (0, 1):
         drafter = random_drafter(**FORMS["context"])
-        tokens = torch.cat([some_text(drafter, 8, seed), some_text(drafter, 9, seed=2)], dim=1)
+        tokens = torch.cat([known_text(drafter, 8, seed), known_text(drafter, 9, seed=2)], dim=1)
         segment = torch.tensor([[0] * 8 + [1] * 9])
         batch = tokens, torch.arange(17)[None] > 8, segment  # nobody writes a text's first token
         losses.append(train(target.model, drafter, [batch], config, log=lambda _: None).loss)
@@ -166,8 +148,8 @@ def test_a_new_drafter_begins_as_one_that_reads_nothing(target):
     missing, unexpected = drafter.load_state_dict(other.state_dict(), strict=False)
     assert not unexpected
     assert all(name.startswith("context.") for name in missing)
-    text = some_text(drafter)
-    torch.testing.assert_close(trained_logits(drafter, target, text), trained_logits(other, target, text))
+    text = known_text(drafter)
+    torch.testing.assert_close(trained_logits(drafter, target.model, text), trained_logits(other, target.model, text))
 
 
 @torch.no_grad()
