@@ -243,7 +243,7 @@ def test_a_gpu_needs_a_forward_that_is_compiled_for_the_mode(monkeypatch, compil
     engine = make_engine("undrafted")
     bound = paged(engine).target if compiled else engine.target
     monkeypatch.setattr(bound, "device", torch.device("cuda"))
-    error, says = (ArgumentError, "load the model anew") if compiled else (UnsupportedError, "leave out compile=False")
+    error, says = (ArgumentError, "load the model again") if compiled else (UnsupportedError, "leave out compile=False")
     with pytest.raises(error, match=says):
         make_batch_invariant(bound, None, compile=compiled)
 
