@@ -102,17 +102,21 @@ def step(
     Returns:
         The state after the step, and the tokens it produced.
     """
-    # 1. Draft. The root of the tree is the pending token. The drafter sees the noise that the target will draw with.
+    # 1. Noise. The proposer sees the noise that the target will draw with.
     noise = sampler.noise(state.length + 1, (proposer.without_text or proposer).depth + 1)  # [B, K+1, V]
+
+    # 2. Propose. The root of the tree is the pending token.
     tree = proposer.propose(state, sampler, noise, cache, draft_cache).of_first(target.ranks)  # [B, N]
     noise = sampler.noise(state.length + 1, tree.levels + 1, known=noise)  # drafts that the text adds may be deeper
 
-    # 2. Verify. One forward computes the target's logits and hidden states at all nodes.
+    # 3. Verify. One forward computes the target's logits and hidden states at all nodes.
     batch = ForwardBatch(tree, state.length, cache, inputs=state.inputs, chunks=chunks)
     verified = target.verify(batch)  # logits [B, N, V], hidden states [B, N, F]
 
-    # 3. Draw. The target draws its own next token at every node, after that node's own prefix.
+    # 4. Process. Processors change the scores at every node, after that node's own prefix.
     scores = _process(verified.logits, state, tree, sampler, cache.window)  # [B, N, V]
+
+    # 5. Draw. The target draws its own next token at every node.
     if tree.sampled_from is None:
         drawn = sampler.draw(scores, noise, tree.depth)  # [B, N]
     else:
@@ -120,12 +124,13 @@ def step(
     finite = finite_draws(verified.logits, drawn, sampled=tree.sampled_from is not None)
     drawn, finite = target.ranks.of_first(drawn, finite)
 
-    # 4. Accept. A draft holds if it is the token that was drawn at its parent, and its parent holds.
-    path = accept(verified.tree, drawn, proposer.depth)  # [B, K+1]
+    # 6. Accept. A draft holds if it is the token that was drawn at its parent, and its parent holds.
+    tree = verified.tree  # in which tokens past a switch of the target's rope are masked
+    path = accept(tree, drawn, proposer.depth)  # [B, K+1]
     if sampler.plain is not None:  # rows that take no drafts
         path = path.without_drafts(sampler.plain)
 
-    # 5. Commit. The accepted nodes' keys and values move next to those of the committed tokens; of recurrent states,
+    # 7. Commit. The accepted nodes' keys and values move next to those of the committed tokens; of recurrent states,
     #    those after the last accepted nodes stay.
     # The accepted nodes of a chain are in their final slots already, one after the other.
     if tree.branches:
@@ -135,7 +140,7 @@ def step(
     if draft_cache is not None:
         commit_drafts(state, tree, path, draft_cache)
 
-    # 6. Advance. The token drawn at the end of the path is the next pending token.
+    # 8. Advance. The token drawn at the end of the path is the next pending token.
     tokens = drawn.gather(1, path.nodes)  # [B, K+1]
     drafted = torch.full_like(tokens[:, 0], tree.new - 1) if tree.counts is None else tree.counts - 1
     output = StepOutput(

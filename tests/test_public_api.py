@@ -77,7 +77,7 @@ def test_the_reference_shows_what_users_call_under_each_engine():
         assert all(hasattr(getattr(redrafter, name), member) for member in shown), name
     for engine in ("ReDrafter", "DraftTarget", "PromptLookup"):
         assert {"from_pretrained", "generate"} <= {*members[engine]}
-        assert not {"lend_to", "make_graphs", "scheduler_for"} & {*members[engine]}
+        assert not {"lend_to", "make_memory", "scheduler_for"} & {*members[engine]}
     assert "push_to_hub" in hooks.python_reference()
 
 

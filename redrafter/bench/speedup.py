@@ -195,8 +195,8 @@ def peak_memory(work: Workload) -> Memory | None:
     """
     if work.device.type != "cuda":
         return None
-    weights, graphs = resident_bytes(work.engine.model, work.engine.drafter), work.engine.graphs
-    pools = 0 if graphs is None else sum(pool.nbytes for pool in graphs.store.pools)
+    weights, memory = resident_bytes(work.engine.model, work.engine.drafter), work.engine.memory
+    pools = 0 if memory is None else sum(pool.nbytes for pool in memory.store.pools)
     beyond, reserved = torch.cuda.max_memory_allocated(work.device), torch.cuda.max_memory_reserved(work.device)
     known = weights + pools
     return {"weights": weights, "pools": pools, "beyond": beyond - known, "reserved": reserved - known}

@@ -81,7 +81,7 @@ class OneProposer:
         # Proposers by number of rows. Captured steps are cached by the proposer object, so it must be reused.
         self._made: dict[int, Proposer] = {}
 
-    def draft_policy(self, sizes: Sequence[int], graphs: PagedMemory | None) -> DraftPolicy:
+    def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return a policy that drafts with the single proposer in every step."""
         return DraftPolicy({size: self._made.setdefault(size, at_size(self.proposer, size)) for size in sizes})
 

@@ -59,7 +59,7 @@ def run_checked(args: argparse.Namespace) -> int:
         shapes,
         **pair_facts,
         versions={name: version for name, version in versions().items() if version},
-        costs=measure_step_costs(engine.open_graphs(), proposer) if engine.target.varlen.ok else None,
+        costs=measure_step_costs(engine.open_memory(), proposer) if engine.target.varlen.ok else None,
         step_costs={row["batch"]: round(row["step_cost"], 3) for row in rows if row["shape"] is not None},
         prompts=Path(options.prompts or "prompts.jsonl").name,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -26,8 +26,8 @@ class Changeable:
     draft_model: Target | None
     drafter: Drafter | None = None
     previous_drafter: Mapping[str, Tensor] | None = None
-    graphs: PagedMemory | None
-    lender: Any  # the engine whose graphs are used, when not its own
+    memory: PagedMemory | None
+    lender: Any  # the engine whose memory is used, when not its own
 
     def __init__(self) -> None:
         """Begin without a call, once `target` is set."""
@@ -152,10 +152,10 @@ class Changeable:
             # A running call has read weights and captured steps that the change would replace.
             if self._calls:
                 raise ArgumentError("generate() is running on this engine: change it before or after the call")
-            graphs = (self.lender or self).graphs
-            with nullcontext() if graphs is None else graphs.lock:
-                outdated = change.apply(graphs)
-                if graphs is not None and change.forgets:
-                    graphs.forget_texts()
+            memory = (self.lender or self).memory
+            with nullcontext() if memory is None else memory.lock:
+                outdated = change.apply(memory)
+                if memory is not None and change.forgets:
+                    memory.forget_texts()
             if outdated:
                 self.drop_graphs()

@@ -203,10 +203,10 @@ class DraftTarget(Engine):
         engine.load_adapters(adapters)
         return engine
 
-    def draft_policy(self, sizes: Sequence[int], graphs: PagedMemory | None) -> DraftPolicy:
+    def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return what decides what each step of such numbers of rows drafts."""
         if not self.adaptive:
-            return super().draft_policy(sizes, graphs)
+            return super().draft_policy(sizes, memory)
         # Where drafts end in doubt too, only those that promise something are made, about every other one.
         share = 1.0 if self._by_length[self.draft_len].confidence is None else 0.5
         cost, node_cost = share * self._draft_cost, self._node_cost

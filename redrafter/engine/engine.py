@@ -67,7 +67,7 @@ class Engine(Changeable):
         options: Limits of memory and lengths; None, when the engine is made, for the defaults.
         plain: The proposer that drafts nothing.
         draft_model: The model that drafts, or None.
-        graphs: The paged memory, once a text was written on a GPU; None before.
+        memory: The paged memory, once a text was written on a GPU; None before.
         batches: Running batches of earlier requests, with their captured steps.
         do_sample: Whether `generate` samples where neither a call nor a `generation_config` says; None for what the
             model's own says.
@@ -100,11 +100,11 @@ class Engine(Changeable):
         set_modes(target, proposer.model, self.options)
         self.plain: Proposer = PlainProposer()
         self.draft_model = proposer.model
-        self.graphs: PagedMemory | None = None
+        self.memory: PagedMemory | None = None
         self.batches = IdleBatches()
-        self.lender: Engine | None = None  # whose graphs are used, when not its own
+        self.lender: Engine | None = None  # whose memory is used, when not its own
         self._warned = False
-        self._lock = threading.Lock()  # of two first requests at once, one makes the graphs of both
+        self._lock = threading.Lock()  # of two first requests at once, one makes the memory of both
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
@@ -116,7 +116,7 @@ class Engine(Changeable):
         """Return the proposer for a batch of `rows` rows."""
         return self.proposer
 
-    def draft_policy(self, sizes: Sequence[int], graphs: PagedMemory | None) -> DraftPolicy:
+    def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return what decides what each step of such numbers of rows drafts."""
         return DraftPolicy({size: self.proposer_for(size) for size in sizes})
 
@@ -135,7 +135,7 @@ class Engine(Changeable):
         device, itemsize = self.target.device.type, self.target.dtype.itemsize
         return StepCosts.assumed(device, read, forward_bytes(self.model), max(proposer.depth, 1), itemsize)
 
-    def make_graphs(self, rows: int = MOST_ROWS, max_rows: int | None = None, *, reuse: bool = True) -> PagedMemory:
+    def make_memory(self, rows: int = MOST_ROWS, max_rows: int | None = None, *, reuse: bool = True) -> PagedMemory:
         """Take memory for a paged cache, for at most `rows` rows of the longest text, and prepare the models' forwards.
 
         `max_rows` is the most rows at once; None for `rows`. Without `reuse`, no prefix is to be found again.
@@ -152,12 +152,12 @@ class Engine(Changeable):
             reuse=reuse,
         )
 
-    def open_graphs(self) -> PagedMemory:
-        """Return `graphs`, made by the first call."""
+    def open_memory(self) -> PagedMemory:
+        """Return `memory`, made by the first call."""
         with self._lock:
-            if self.graphs is None:
-                self.graphs = self.make_graphs(max_rows=self.options.max_batch_size)
-            return self.graphs
+            if self.memory is None:
+                self.memory = self.make_memory(max_rows=self.options.max_batch_size)
+            return self.memory
 
     @contextmanager
     def scheduler_for(
@@ -174,7 +174,7 @@ class Engine(Changeable):
         if reason and self.target.device.type == "cuda" and not self._warned:
             self._warned = True
             warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
-        graphs, rows = None if reason else owner.open_graphs(), min(len(request.lengths), most)
+        memory, rows = None if reason else owner.open_memory(), min(len(request.lengths), most)
         limits = Limits(
             rows,
             sys.maxsize,
@@ -183,8 +183,8 @@ class Engine(Changeable):
             paced=False,
             admit_together=max(rows // 8, min(rows // 4, 2), 1),  # measured on a GPU: docs/benchmarks.md
         )
-        with owner.batches.lent(drafting, graphs, request.params, most, speculate=speculate) as batch:
-            scheduler = Scheduler(drafting, graphs, limits, speculate, batch)
+        with owner.batches.lent(drafting, memory, request.params, most, speculate=speculate) as batch:
+            scheduler = Scheduler(drafting, memory, limits, speculate, batch)
             batch.reserve(max(request.limits))
             yield scheduler
 
@@ -204,8 +204,8 @@ class Engine(Changeable):
 
     def forget_prefixes(self) -> None:
         """Read the next prompts from the first token on, as if never seen. No batch may be open."""
-        if (graphs := (self.lender or self).graphs) is not None:
-            graphs.forget_prefixes()
+        if (memory := (self.lender or self).memory) is not None:
+            memory.forget_prefixes()
 
     def lend_to(self, other: "Engine") -> None:
         """Let another engine on the same target use this one's GPU memory and captured steps in addition to its own."""
@@ -232,8 +232,8 @@ class Engine(Changeable):
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"the name of an adapter is a text, got {name!r}")
         weights = path if isinstance(path, LoraWeights) else read_adapter(path)
-        graphs = (self.lender or self).graphs
-        with nullcontext() if graphs is None else graphs.lock:  # nothing is captured meanwhile
+        memory = (self.lender or self).memory
+        with nullcontext() if memory is None else memory.lock:  # nothing is captured meanwhile
             self.target.adapters.load(name, weights, self.options.max_loras, self.options.max_lora_rank)
 
     def load_adapters(self, adapters: Mapping[str, str | Path] | None) -> None:

@@ -27,10 +27,10 @@ class PromptLookup(Engine):
 
     _experience: Experience | None = None
 
-    def draft_policy(self, sizes: Sequence[int], graphs: PagedMemory | None) -> DraftPolicy:
+    def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return what leaves drafts out of a CPU's steps while they do not pay; of no step with `pauses` off."""
         if not self.pauses or self.target.device.type != "cpu":
-            return super().draft_policy(sizes, graphs)
+            return super().draft_policy(sizes, memory)
         self._experience = self._experience or Experience(copied=PRIOR_COPIED)
         return CostPolicy(self._times, {size: [self.proposer] for size in sizes}, self._experience)
 

@@ -193,15 +193,15 @@ class ReDrafter(Engine):
         self._experience = None
         self.drafter.prepare(self.target)
 
-    def draft_policy(self, sizes: Sequence[int], graphs: PagedMemory | None) -> DraftPolicy:
+    def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return what decides what each step of such numbers of rows drafts.
 
         A shape that was asked for, or tuned, is drafted or not; else steps choose among several. With `pauses` off,
         each drafts the tree of `proposer_for`.
         """
         if not self.pauses:
-            return super().draft_policy(sizes, graphs)
-        costs, on_cpu = self.step_costs(graphs), self.target.device.type == "cpu"
+            return super().draft_policy(sizes, memory)
+        costs, on_cpu = self.step_costs(memory), self.target.device.type == "cpu"
         kinds, known, copying = dict[int, list[Proposer]](), list[tuple[int, Proposer, float]](), dict[int, Proposer]()
         for size in sizes:
             found = [self.proposer_for(size)]
@@ -221,15 +221,15 @@ class ReDrafter(Engine):
         # A CPU's steps know whether a text has something to copy.
         return CostPolicy(times, kinds, self._experience, copying, knows_matches=on_cpu)
 
-    def step_costs(self, graphs: PagedMemory | None) -> StepCosts:
+    def step_costs(self, memory: PagedMemory | None) -> StepCosts:
         """Return what steps take: by the tuning, else as measured once on a GPU's paged cache, else assumed."""
         if self._tuned_costs is not None:
             return self._tuned_costs
-        if graphs is None or self.target.device.type == "cpu":
+        if memory is None or self.target.device.type == "cpu":
             return self._assumed
         with self._lock:
             if self._measured is None:
-                self._measured = measure_step_costs(graphs, self.proposer)
+                self._measured = measure_step_costs(memory, self.proposer)
             return self._measured
 
     @property

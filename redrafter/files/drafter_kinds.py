@@ -5,7 +5,6 @@ A module that defines a drafter imports torch, which takes longer than describin
 """
 
 import ast
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +19,7 @@ from redrafter.errors import ArgumentError, CheckpointError, first_line
 
 BUILT_IN = "redrafter.drafting"  # the package whose modules are searched
 GROUP = "redrafter.drafters"  # entry points of other packages; the value of each is a module
-_REGISTRATION = re.compile(r"^@(?:\w+\.)*register_drafter\(([^()]*)\)\nclass (\w+)", re.MULTILINE)
+_DECORATOR = "register_drafter"
 
 
 @dataclass(frozen=True)
@@ -101,12 +100,31 @@ def _read_registrations(module: str) -> Iterator[DrafterKind]:
         return
     if spec is None or spec.origin is None:
         return
-    for arguments, class_name in _REGISTRATION.findall(Path(spec.origin).read_text(encoding="utf-8")):
-        try:
-            name, *model_types = map(str, ast.literal_eval(f"[{arguments}]"))
-        except (ValueError, SyntaxError) as error:
-            raise ArgumentError(
-                f"{spec.origin} has @register_drafter({arguments.strip()}), and its arguments must be strings as they "
-                "stand: they are read without importing the module"
-            ) from error
-        yield DrafterKind(name, tuple(model_types), module, class_name)
+    source = Path(spec.origin).read_bytes()
+    if _DECORATOR.encode() not in source:  # parsing takes longer than reading
+        return
+    try:
+        statements = ast.parse(source).body
+    except (SyntaxError, ValueError) as error:
+        raise ArgumentError(
+            f"{spec.origin}, which names {_DECORATOR}, cannot be parsed: {error}; correct or uninstall its package"
+        ) from error
+    for definition in statements:
+        if not isinstance(definition, ast.ClassDef):
+            continue
+        for decorator in definition.decorator_list:
+            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).split(".")[-1] == _DECORATOR:
+                yield DrafterKind(*_read_arguments(decorator, spec.origin), module, definition.name)
+
+
+def _read_arguments(registration: ast.Call, path: str) -> tuple[str, tuple[str, ...]]:
+    """Return the name and the types that a registration in the file `path` has as its arguments."""
+    constants = [argument.value for argument in registration.args if isinstance(argument, ast.Constant)]
+    strings = [value for value in constants if isinstance(value, str)]
+    if not strings or len(strings) < len(registration.args) or registration.keywords:
+        raise ArgumentError(
+            f"{path} has @{ast.unparse(registration)}, and its arguments must be strings as they stand: they are read "
+            "without importing the module"
+        )
+    name, *model_types = strings
+    return name, tuple(model_types)

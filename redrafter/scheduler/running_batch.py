@@ -59,7 +59,7 @@ class Models(Protocol):
     def rejection_sampling(self) -> bool:
         """Tell whether sampled drafts are kept by rejection sampling."""
 
-    def draft_policy(self, sizes: Sequence[int], graphs: PagedMemory | None) -> DraftPolicy:
+    def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return what decides what each step of such numbers of rows drafts."""
 
 
@@ -139,15 +139,15 @@ class RunningBatch:
         sampling: SamplingTensors,
         rows: int,
         caches: RowCaches,
-        graphs: PagedMemory | None = None,
+        memory: PagedMemory | None = None,
         piece: int = 0,
     ):
-        """Make an empty batch of at most `rows` rows. Without `graphs`, its steps run as they are.
+        """Make an empty batch of at most `rows` rows. Without `memory`, its steps run as they are.
 
         Each row has room for `piece` tokens of an earlier text.
         """
         self.target, self.sampling, self.caches, self._all_rows = target, sampling, caches, rows
-        self._graphs, self._piece = graphs, piece
+        self._memory, self._piece = memory, piece
         self._given: dict[TokenSequence, Piece] = {}  # pieces that are not in the rows yet
         self.rows: list[TokenSequence] = []
         self.captured_steps: dict[StepKey, CapturedStep] = {}
@@ -161,9 +161,9 @@ class RunningBatch:
         assert not self.rows, "rows are drafted for already"
         self._plain, self._rejection_sampling = models.plain, models.rejection_sampling
         # By number of sequences; a captured step for so many may have more rows.
-        self._sizes = {n: min(bucket(n), self._all_rows) if self._graphs else n for n in range(1, rows + 1)}
+        self._sizes = {n: min(bucket(n), self._all_rows) if self._memory else n for n in range(1, rows + 1)}
         nothing = dict.fromkeys(self.sizes, models.plain)
-        self.policy = models.draft_policy(self.sizes, self._graphs) if speculate else DraftPolicy(nothing)
+        self.policy = models.draft_policy(self.sizes, self._memory) if speculate else DraftPolicy(nothing)
         every = self.policy.proposers
         self.depth = max(proposer.depth for proposer in every)
         copies = any(proposer.without_text or isinstance(proposer, PromptLookupProposer) for proposer in every)
@@ -272,7 +272,7 @@ class RunningBatch:
         self.caches.clear(last)
 
     def step(self, chunks: Sequence[Chunk] = ()) -> tuple[LaunchedStep, StepOutput]:
-        """Launch one step of all rows, without drafts if no row takes any. The caller holds the lock of the graphs.
+        """Launch one step of all rows, without drafts if no row takes any. The caller holds the lock of the memory.
 
         Without rows, it reads chunks of prompts alone.
 
@@ -381,10 +381,10 @@ class RunningBatch:
         step = CapturedStep(
             state, proposer, self.target, caches.target, sampler, drafts, chunks, keeps_logits=key.keeps_logits
         )
-        if self._graphs is not None:
+        if self._memory is not None:
             active = state.active.clone()
             state.active.zero_()  # the run that is captured must change nothing
-            self._graphs.capturer.capture(step)
+            self._memory.capturer.capture(step)
             state.active.copy_(active)
         return step
 
@@ -430,7 +430,7 @@ class RunningBatch:
         """Give up all buffers and captured steps, while there are no sequences."""
         assert not self.rows, "rows are in the buffers"
         # No graph may be freed while another is captured.
-        with nullcontext() if self._graphs is None else self._graphs.lock:
+        with nullcontext() if self._memory is None else self._memory.lock:
             self._wait_for_device()
             self.captured_steps.clear()
             self._state, self._chunk_buffers, self._positions = None, None, 0

@@ -69,7 +69,7 @@ class Scheduler:
     def __init__(
         self,
         engine: Models,
-        graphs: PagedMemory | None,
+        memory: PagedMemory | None,
         limits: Limits,
         speculate: bool = True,
         batch: RunningBatch | None = None,
@@ -79,8 +79,8 @@ class Scheduler:
 
         Args:
             engine: Target and proposers.
-            graphs: Captured steps and KV cache, of the engine's target and of its draft model, if it has one; None for
-                the dense cache that `batch` has.
+            memory: The paged memory of the engine's target and of its draft model, if it has one; None for the dense
+                cache that `batch` has.
             limits: Limits of the sequences that run and wait.
             speculate: Whether any row verifies drafts.
             batch: An empty running batch; None for one of sequences of any kind.
@@ -90,24 +90,24 @@ class Scheduler:
             UnsupportedError: Sequences of any kind need a paged cache, and a model cannot run on one, or the two are on
                 different devices.
         """
-        self.engine, self._graphs, self.limits = engine, graphs, limits
+        self.engine, self._memory, self.limits = engine, memory, limits
         draft_model = engine.draft_model if speculate else None
         self._draft_vocabulary = engine.draft_vocabulary if speculate else None
         if batch is None:
-            assert graphs is not None, "sequences of any kind are on a paged cache"
+            assert memory is not None, "sequences of any kind are on a paged cache"
             check_paged(engine)
             rows = bucket(limits.max_batch_size)
             sampling = SamplingTensors(rows, engine.target.vocab_size, engine.target.device)
-            caches = PagedRows(graphs, draft_model is not None, self._draft_vocabulary)
-            batch = RunningBatch(engine.target, sampling, rows, caches, graphs, 0 if finished is None else PIECE)
+            caches = PagedRows(memory, draft_model is not None, self._draft_vocabulary)
+            batch = RunningBatch(engine.target, sampling, rows, caches, memory, 0 if finished is None else PIECE)
         self.batch = batch
         batch.draft_with(engine, limits.max_batch_size, speculate=speculate)
         self.prefiller = Prefiller(engine.target, draft_model, limits)
-        self._blocks = None if graphs is None else SequenceBlocks(graphs, draft_model is not None, limits.reuse)
+        self._blocks = None if memory is None else SequenceBlocks(memory, draft_model is not None, limits.reuse)
         self.finished = finished
         self._running = RunningSet(batch, self._blocks, finished)
         self.longest = self._bound()
-        self.overlap = graphs is not None and engine.target.device.type == "cuda"
+        self.overlap = memory is not None and engine.target.device.type == "cuda"
         self.mixed_prefill = self.overlap and self.prefiller.can_mix
         self.asleep = False
         self._speculate = speculate
@@ -117,18 +117,18 @@ class Scheduler:
     def _bound(self) -> int:
         """Return the most tokens of a sequence that can be served."""
         bounds = [self.limits.max_seq_len, self.engine.target.context]
-        if self._graphs is not None:
-            bounds.append((self._graphs.store.num_blocks - 1) * BLOCK_SIZE - self.batch.overshoot)
+        if self._memory is not None:
+            bounds.append((self._memory.store.num_blocks - 1) * BLOCK_SIZE - self.batch.overshoot)
         return min((bound for bound in bounds if bound is not None), default=sys.maxsize)
 
     def _log_failure(self, error: Exception, count: int) -> None:
         _LOG.error("a round failed: %d requests are given up", count, exc_info=error)
 
     @property
-    def graphs(self) -> PagedMemory:
-        """The captured steps and the paged cache; an `AssertionError` on a dense one."""
-        assert self._graphs is not None
-        return self._graphs
+    def memory(self) -> PagedMemory:
+        """The paged memory; an `AssertionError` on a dense cache."""
+        assert self._memory is not None
+        return self._memory
 
     @property
     def idle(self) -> bool:
@@ -207,11 +207,11 @@ class Scheduler:
         self.settle()
         with torch.inference_mode():  # in which the rows' buffers were made
             self._running.put_all_back()
-        with self.graphs.lock:
-            if change.apply(self.graphs):
+        with self.memory.lock:
+            if change.apply(self.memory):
                 self.batch.captured_steps.clear()
             if change.forgets:
-                self.graphs.forget_texts()
+                self.memory.forget_texts()
         self.asleep = change.asleep
         if not change.same_models:  # acceptance statistics are of the models before
             self.batch.draft_with(self.engine, self.limits.max_batch_size, speculate=self._speculate)
@@ -324,7 +324,7 @@ class Scheduler:
     def _launch_step(self, mixed: Sequence[TokenSequence]) -> None:
         """Launch a step of all rows, which may be none, whose forward reads chunks of some prompts too."""
         reading, rows = list(mixed), tuple(self.batch.rows)
-        lock = nullcontext() if self._graphs is None else self._graphs.lock
+        lock = nullcontext() if self._memory is None else self._memory.lock
         with self._ending(lambda: [s for s in (*rows, *reading) if not s.ended]), lock:
             chunks = self.prefiller.choose_mixed(mixed, self.batch.step_nodes) if mixed else []
             reading = [sequence for sequence, _ in chunks]

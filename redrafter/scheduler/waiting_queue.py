@@ -54,7 +54,7 @@ class Limits:
         guaranteed_no_evict: Admit a sequence only when there are blocks for its greatest length, so that none is ever
             preempted.
         chunked: Read long prompts in chunks.
-        paced: Let a forward over prompts alone take about `prefill_budget.TARGET_SECONDS` at most, so that running
+        paced: Let a forward over prompts alone take about `prefill.TARGET_SECONDS` at most, so that running
             sequences do not wait for longer. Without a pace, it reads all prompts that were admitted.
         reuse: Look for prefixes that are in the cache already.
         admit_together: Places that must be free before sequences are admitted while others run, if as many wait

@@ -2,7 +2,7 @@
 
 An extension is a module with an `EXTENSION`, an instance of a subclass of `Extension`. The server finds those in the
 package `redrafter.extensions`, and those that entry points `redrafter.extensions` of other packages name; it imports
-none by name.
+none by name, except in the alias `redrafter.serve.replicas.application`.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence

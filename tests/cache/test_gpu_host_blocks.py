@@ -63,4 +63,4 @@ def test_captured_steps_go_on_behind_what_was_copied_back(make, sampling: dict):
     engine = paged(make(), blocks=14, host_blocks=60)
     found = [engine.generate(prompt, **arguments) for prompt in (*prompts, *prompts)]
     assert all(torch.equal(a, b) for a, b in zip(found, expected * 2, strict=True))
-    assert engine.graphs.blocks.onboarded >= 5 * 2
+    assert engine.memory.blocks.onboarded >= 5 * 2

@@ -129,12 +129,12 @@ def test_rows_that_are_left_go_on_in_a_smaller_batch_under_another_tree(llama, s
     assert len(out.stats.accepted_by_depth) == 6
     dense = with_tree(llama, tiny_drafter(), 4, 3).generate(ids, mask, **arguments)
     assert torch.equal(dense, expected)
-    assert engine.graphs.blocks.num_free_blocks == 199
+    assert engine.memory.blocks.num_free_blocks == 199
 
 
 def test_memory_comes_back_whatever_happens(llama):
     engine = paged(with_tree(llama, tiny_drafter(), 5, 3), blocks=6)
-    pool = engine.graphs.blocks
+    pool = engine.memory.blocks
     ids, mask = uneven_batch()
     with pytest.raises(CacheFullError, match="kv_cache_free_gpu_memory_fraction"):
         engine.generate(ids, mask, max_new_tokens=60)
@@ -155,7 +155,7 @@ def test_a_prefill_that_failed_leaves_nothing_to_reuse(llama, monkeypatch):
         with pytest.raises(KeyError):
             engine.generate(prompt, max_new_tokens=8, do_sample=False)
     same_as_model(engine, prompt, max_new_tokens=8)
-    assert engine.graphs.blocks.num_free_blocks == 199
+    assert engine.memory.blocks.num_free_blocks == 199
 
 
 def test_a_request_within_a_request_disturbs_neither(llama):

@@ -163,7 +163,7 @@ def test_the_time_to_read_a_token_follows_from_the_bytes_of_layers_without_a_win
     slot = (
         kinds.count("full_attention") * 2 * config.num_key_value_heads * config.head_dim * engine.model.dtype.itemsize
     )
-    assert time_to_read(engine.make_graphs(), 3.0) == pytest.approx(3.0 * slot / forward_bytes(engine.model))
+    assert time_to_read(engine.make_memory(), 3.0) == pytest.approx(3.0 * slot / forward_bytes(engine.model))
 
 
 def test_drafts_that_gain_again_go_on():
@@ -265,7 +265,7 @@ def switching(engine: ReDrafter) -> ReDrafter:
     """Let an engine take another kind of step every few steps, none among them."""
     honest, turn = CostPolicy.choose, itertools.count()
     costs = priced(((1, 1.0), (100, 3.0)), ((1, 0.05),), ((1, 0.05),))
-    engine.step_costs = lambda graphs: costs
+    engine.step_costs = lambda memory: costs
 
     class Switching(CostPolicy):
         def choose(self, step: StepRows):
@@ -274,8 +274,8 @@ def switching(engine: ReDrafter) -> ReDrafter:
 
     made = engine.draft_policy
 
-    def policy_of(sizes, graphs):
-        found = made(sizes, graphs)
+    def policy_of(sizes, memory):
+        found = made(sizes, memory)
         found.__class__ = Switching
         return found
 

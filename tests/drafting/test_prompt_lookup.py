@@ -14,7 +14,14 @@ from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, boxed
 from redrafter.drafting import prompt_lookup
 from redrafter.drafting.estimates import StepCosts
 from redrafter.drafting.policy import text_nodes
-from redrafter.drafting.prompt_lookup import LEAST_MATCH, PromptLookupProposer, Repeats, graft, latest_match
+from redrafter.drafting.prompt_lookup import (
+    LEAST_MATCH,
+    PromptLookupProposer,
+    Repeats,
+    TextBeside,
+    graft,
+    latest_match,
+)
 from redrafter.drafting.proposer import State
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
@@ -192,6 +199,17 @@ def test_on_a_cpu_a_step_without_a_match_is_that_of_the_drafter_alone(on, how, m
     assert windows[0] == 256, "positions that only copies would reach are not attended to"
     assert torch.equal(out.sequences, engines[1].generate(prompt, **settings).sequences)
     assert torch.equal(out.sequences, engines[0].generate(prompt, speculate=False, **settings).sequences)
+
+
+def test_on_a_cpu_a_match_of_the_fewest_tokens_adds_copied_drafts():
+    other = PromptLookupProposer(ngram=1, draft_len=1)
+    for matched, grafted in ((LEAST_MATCH - 1, 0), (LEAST_MATCH, 2 * LEAST_MATCH)):
+        end = [1, 2, 3][-matched:]
+        text = torch.tensor([[*end, 4, 5, 6, 7, 8, 9, *end]])
+        state = State(text, torch.tensor([text.shape[1] - 1]), torch.zeros(1, 4), torch.ones(1, dtype=torch.bool))
+        tree = TextBeside(other, draft_len=6).propose(state, None, None, None, None)
+        assert tree.grafted == grafted
+        assert max(paths(tree, 0), key=len) == (3, 4, 5, 6, 7, 8)[: 2 + grafted]
 
 
 def test_rows_that_would_pay_for_copies_have_none():

@@ -135,12 +135,37 @@ def test_an_entry_point_without_a_registration_is_refused_by_name(source, tmp_pa
         drafter_kinds()
 
 
-@pytest.mark.parametrize("arguments", ["", "NAME", '"a", kind="b"'])
+@pytest.mark.parametrize("arguments", ["", "NAME", '"a", kind="b"', '"a", 3', '*["a"]'])
 def test_a_registration_that_cannot_be_read_is_refused(arguments, tmp_path, monkeypatch, search_again):
     package(tmp_path, "unread", f"@register_drafter({arguments})\nclass Unread:\n    pass\n", monkeypatch)
     with pytest.raises(
         ArgumentError, match=r"unread\.py has @register_drafter\(.*\), and its arguments must be strings"
     ):
+        drafter_kinds()
+
+
+REGISTRATIONS = [
+    '@register_drafter("found", "found")\n@final\nclass Found:',
+    '@final\n@register_drafter("found", "found")\nclass Found:',
+    '@register_drafter("found", "found")  # of this kind\nclass Found:',
+    '@drafter_types.register_drafter("EAGLE (v3)", "found")\nclass Found:',
+]
+
+
+@pytest.mark.parametrize("registration", REGISTRATIONS, ids=["above", "below", "comment", "parentheses"])
+def test_a_registration_is_found_however_it_is_written(registration, tmp_path, monkeypatch, search_again):
+    package(tmp_path, "written", f"{registration}\n    pass\n", monkeypatch)
+    kind = drafter_kinds()["found"]
+    assert (kind.name, kind.module, kind.class_name) == (
+        "EAGLE (v3)" if "EAGLE" in registration else "found",
+        "written",
+        "Found",
+    )
+
+
+def test_a_module_that_cannot_be_parsed_is_refused(tmp_path, monkeypatch, search_again):
+    package(tmp_path, "unparsed", '@register_drafter("unparsed", "unparsed")\nclass (', monkeypatch)
+    with pytest.raises(ArgumentError, match=r"unparsed\.py, which names register_drafter, cannot be parsed: .*line 2"):
         drafter_kinds()
 
 

@@ -231,8 +231,8 @@ def test_layers_of_fp8_are_quantised_anew():
 
 def test_fused_layers_and_tables_of_a_drafter_follow_new_weights():
     engine, new = drafting(recurrence="gated"), other()
-    graphs = engine.make_graphs(4)
-    prepare(engine.target, graphs.store, compile=False)
+    memory = engine.make_memory(4)
+    prepare(engine.target, memory.store, compile=False)
     assert engine.target.varlen_forward.linears_fused
     engine.drafter.tabulate(engine.target.embedding)
     table, fused = engine.drafter.embedded, engine.target.varlen_forward._fused  # noqa: SLF001

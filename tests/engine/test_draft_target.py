@@ -317,7 +317,7 @@ def test_a_text_that_the_draft_model_has_not_read_is_read_again(llama):
     for _ in range(2):  # the second time the text is found, in both models' blocks
         out = same_undrafted(engine, prompt, max_new_tokens=26, **GREEDY, **NO_EOS)
         assert out.stats.tokens_per_step == 5
-    assert engine.graphs.blocks.admit(prompt[0].tolist(), 60).reused == 32
+    assert engine.memory.blocks.admit(prompt[0].tolist(), 60).reused == 32
 
 
 @pytest.mark.parametrize(("other", "new"), [(False, 29), *((True, new) for new in range(24, 32))])
@@ -327,15 +327,15 @@ def test_what_is_found_again_was_read_by_both_models(llama, some_shared, other, 
     prompt = torch.randint(3, VOCAB, (1, 40 if other else 20), generator=torch.Generator().manual_seed(5))
     arguments = {"max_new_tokens": new, "eos_token_id": None} | GREEDY
     text = engine.generate(prompt, **arguments)
-    graphs, ids = engine.graphs, text[0].tolist()
+    memory, ids = engine.memory, text[0].tolist()
     read = [
-        (engine.target, graphs.store, graphs.blocks, ids),
-        (engine.draft_model, graphs.draft_store, graphs.blocks, ids),
+        (engine.target, memory.store, memory.blocks, ids),
+        (engine.draft_model, memory.draft_store, memory.blocks, ids),
     ]
     if other:
         draft_text = DraftText(engine.draft_vocabulary)
         draft_text.length(ids)
-        read = [(engine.draft_model, graphs.draft_store, graphs.draft_blocks, draft_text.ids)]
+        read = [(engine.draft_model, memory.draft_store, memory.draft_blocks, draft_text.ids)]
     for model, store, blocks, tokens in read:
         table, fresh = blocks.admit([*tokens, 5], len(tokens) + 1), model.new_cache(1)
         assert table.reused >= max(len(tokens) - 2 * BLOCK_SIZE, 2 * BLOCK_SIZE)
@@ -355,7 +355,7 @@ def test_limits_of_an_engine_hold_and_all_blocks_are_given_back(llama, similar, 
     assert engine.generate(IDS, MASK, max_new_tokens=50, eos_token_id=None, **GREEDY).shape[1] <= 20 + 9
     engine = paged(drafted_by(llama, some_shared))
     engine.generate(IDS, MASK, max_new_tokens=20)
-    assert engine.graphs.blocks.num_free_blocks == engine.graphs.draft_blocks.num_free_blocks == 199
+    assert engine.memory.blocks.num_free_blocks == engine.memory.draft_blocks.num_free_blocks == 199
 
 
 def test_a_search_is_no_wider_than_what_is_shared(make, some_shared):

@@ -89,7 +89,7 @@ def test_a_draft_model_has_such_a_cache_too():
     engine = DraftTarget.from_pretrained(model, small, kv_cache_dtype=NAMES[0], compile=False, **SHARE)
     plain, drafted = (write(engine, speculate=speculate, do_sample=False)[1][:4] for speculate in (False, True))
     assert (drafted - plain).norm() < 3e-3 * plain.norm()
-    assert engine.graphs.draft_store.fp8 is engine.graphs.store.fp8
+    assert engine.memory.draft_store.fp8 is engine.memory.store.fp8
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
@@ -179,7 +179,7 @@ def test_an_engine_that_slept_writes_on_in_captured_steps_and_holds_no_more_memo
     engine, model = on_gpu("llama", compile=compile), tiny_model("llama").cuda()
     check_writes_as(engine, model)
     for _ in range(3):
-        before, pools = torch.cuda.memory_allocated(), sum(x.nbytes for x in engine.graphs.store.pools)
+        before, pools = torch.cuda.memory_allocated(), sum(x.nbytes for x in engine.memory.store.pools)
         engine.sleep()
         assert torch.cuda.memory_allocated() < before - pools // 2
         with pytest.raises(ArgumentError, match="asleep"):
@@ -196,8 +196,8 @@ def test_states_of_a_stored_prefix_are_restored_where_captured_steps_read_them(a
     model.generation_config.eos_token_id = None
     options = EngineOptions(**SHARE, compile=compile)
     engine = DraftTarget(Target(model), Target(draft), draft_len=4, num_beams=3, node_budget=6, options=options)
-    served = Scheduler(engine, engine.make_graphs(4), Limits(max_batch_size=4))
-    states = served.graphs.store.states.tensors.values()
+    served = Scheduler(engine, engine.make_memory(4), Limits(max_batch_size=4))
+    states = served.memory.store.states.tensors.values()
     addresses, system = [x.data_ptr() for x in states], [3 + 7 * n % 90 for n in range(82)]
     greedy, sampled = SamplingParams(temperature=0), SamplingParams(temperature=0.8, seed=11)
 

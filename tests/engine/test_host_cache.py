@@ -43,9 +43,9 @@ def test_texts_and_drafts_behind_what_was_copied_back_are_the_same(name: str):
     accepted = [out.stats.accepted for out in found]
     assert accepted[: len(PROMPTS)] == accepted[len(PROMPTS) :]
     assert sum(accepted)
-    managers = [engine.graphs.blocks]
+    managers = [engine.memory.blocks]
     if engine.draft_vocabulary is not None:  # else both models' blocks have the same ids
-        managers.append(engine.graphs.draft_blocks)
+        managers.append(engine.memory.draft_blocks)
     for blocks in managers:
         assert blocks.onboarded >= 5 * 2
         assert blocks.num_holds == 0
@@ -56,7 +56,7 @@ def test_a_host_that_is_full_gives_up_texts_and_nothing_else(host_blocks: int):
     expected = in_turns(make_engine("draft model"), speculate=False, do_sample=False)
     engine = on_host("draft model", host_blocks)
     assert all(torch.equal(a, b) for a, b in zip(in_turns(engine, do_sample=False), expected, strict=True))
-    assert engine.graphs.blocks.num_host_blocks == host_blocks - 1
+    assert engine.memory.blocks.num_host_blocks == host_blocks - 1
 
 
 def test_a_copy_that_fails_leaves_nothing_to_find(monkeypatch: pytest.MonkeyPatch):
@@ -72,7 +72,7 @@ def test_a_copy_that_fails_leaves_nothing_to_find(monkeypatch: pytest.MonkeyPatc
         patch.setattr(HostBlocks, "copy", fails)
         with pytest.raises(KeyError):
             engine.generate(PROMPTS[0], max_new_tokens=20, eos_token_id=None, do_sample=False)
-    blocks = engine.graphs.blocks
+    blocks = engine.memory.blocks
     assert (blocks.num_free_blocks, blocks.num_host_blocks) == (BLOCKS - 1, 0)
     assert all(torch.equal(a, b) for a, b in zip(in_turns(engine, do_sample=False), expected, strict=True))
 
@@ -93,8 +93,8 @@ def test_memory_of_the_host_is_taken_as_the_options_say(name: str, copies: tuple
     engine.options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.01, kv_host_cache_gib=0.01)
     for model in (engine.target, engine.draft_model or engine.target):
         model.varlen = Support()
-    graphs = engine.make_graphs(rows=1)
-    assert (int(graphs.host is not None), int(graphs.draft_host is not None)) == copies
+    memory = engine.make_memory(rows=1)
+    assert (int(memory.host is not None), int(memory.draft_host is not None)) == copies
 
 
 @pytest.mark.parametrize(
@@ -110,4 +110,4 @@ def test_a_model_with_recurrent_states_takes_some_where_prefixes_are_found(model
     options = {"kv_cache_free_gpu_memory_fraction": 0.01, "kv_host_cache_gib": 0.01} | options
     engine = make_engine("undrafted", recurrent_model(model), **options)
     with nullcontext() if words is None else pytest.warns(UserWarning, match=words):
-        assert (engine.make_graphs(rows=1).host is None) == (words is not None)
+        assert (engine.make_memory(rows=1).host is None) == (words is not None)

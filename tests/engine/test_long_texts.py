@@ -101,10 +101,10 @@ def test_the_prefix_of_a_text_that_waits_for_blocks_is_not_sought_in_every_round
 
 
 def test_a_single_row_has_blocks_for_the_longest_text(model):
-    graphs = PagedMemory.on(
+    memory = PagedMemory.on(
         Target(model), options=CacheOptions(kv_cache_free_gpu_memory_fraction=0.5), max_seq_len=None, rows=1
     )
-    assert (graphs.store.num_blocks - 1) * BLOCK_SIZE >= CONTEXT
+    assert (memory.store.num_blocks - 1) * BLOCK_SIZE >= CONTEXT
 
 
 def test_prompts_read_beside_rows_find_no_caches_before_they_are_complete(model, prompt, monkeypatch):

@@ -79,7 +79,7 @@ def test_drafts_change_no_text(target, name, setting):
     for beams, depth in TREES:
         engine = engine_of(target, beams, depth, options)
         assert_same(write(engine, ids, mask, **SETTINGS[setting]), plain)
-        assert engine.graphs.store.fp8 == FORMATS[name]
+        assert engine.memory.store.fp8 == FORMATS[name]
 
 
 def test_the_cache_is_what_changes_the_text(target):
@@ -123,15 +123,15 @@ def test_prompts_in_pieces_are_read_as_whole_ones(target, max_tokens):
 def test_what_a_drafter_remembers_keeps_its_format():
     engine = engine_of(tiny_target(), context_window=12, context_head_dim=8)
     drafts_change_nothing(engine, *uneven_batch(rows=3), "sampled", new=30)
-    dtypes = [keys.dtype for keys, *_ in engine.graphs.store.layer_pools]
+    dtypes = [keys.dtype for keys, *_ in engine.memory.store.layer_pools]
     assert dtypes == [torch.float8_e4m3fn] * 3 + [torch.float64]
 
 
 def test_keys_and_values_of_a_draft_model_are_in_fp8_too():
     draft = tiny_model("qwen2", num_hidden_layers=1)
     engine = DraftTarget.from_pretrained(tiny_model("llama"), draft, kv_cache_dtype="fp8", **LIMITS)
-    graphs = engine.make_graphs(rows=1)
-    assert graphs.store.fp8 == graphs.draft_store.fp8 == torch.float8_e4m3fn
+    memory = engine.make_memory(rows=1)
+    assert memory.store.fp8 == memory.draft_store.fp8 == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize(("name", "times"), [("auto", 1), ("fp8", 2), ("fp8_e5m2", 2)])
@@ -140,10 +140,10 @@ def test_a_bfloat16_cache_holds_half_as_many_tokens(monkeypatch, name, times):
     block = KVCachePool.block_bytes(target.paged_shapes)
     monkeypatch.setattr(paged_cache, "_free_memory", lambda *_: 50 * block)
     options = EngineOptions(kv_cache_dtype=name, kv_cache_free_gpu_memory_fraction=1.0)
-    graphs = engine_of(target, options=options).make_graphs(rows=100)
-    assert graphs.store.num_blocks == times * 50
-    assert sum(pool.nbytes for pool in graphs.store.pools) == 50 * block
-    assert graphs.store.pools[0].shape[1] == times * 50 * BLOCK_SIZE
+    memory = engine_of(target, options=options).make_memory(rows=100)
+    assert memory.store.num_blocks == times * 50
+    assert sum(pool.nbytes for pool in memory.store.pools) == 50 * block
+    assert memory.store.pools[0].shape[1] == times * 50 * BLOCK_SIZE
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -197,8 +197,8 @@ def test_flags_set_the_modes(tmp_path):
     use = {"model": base_dir(tmp_path), "max_seq_len": 64, "kv_cache_free_gpu_memory_fraction": 0.01}
     draft = DraftOptions(prompt_lookup=True)
     assert BATCH_INVARIANCE in Pair.load(LoadOptions(batch_invariant=True, **use), draft).engine.target.features
-    graphs = Pair.load(LoadOptions(kv_cache_dtype="fp8", **use), draft).engine.make_graphs(rows=1)
-    assert graphs.store.fp8 == torch.float8_e4m3fn
+    memory = Pair.load(LoadOptions(kv_cache_dtype="fp8", **use), draft).engine.make_memory(rows=1)
+    assert memory.store.fp8 == torch.float8_e4m3fn
 
 
 def test_a_model_without_a_paged_cache_is_refused():

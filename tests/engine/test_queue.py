@@ -144,8 +144,8 @@ def test_an_interrupted_call_leaves_an_engine_that_works(llama, on):
     with pytest.raises(KeyboardInterrupt):
         engine.generate(ids, mask, max_new_tokens=9, do_sample=False, streamer=Interrupts())
     assert torch.equal(engine.generate(ids, mask, max_new_tokens=9, do_sample=False), expected)
-    if engine.graphs is not None:
-        assert engine.graphs.blocks.num_free_blocks == engine.graphs.blocks.num_blocks
+    if engine.memory is not None:
+        assert engine.memory.blocks.num_free_blocks == engine.memory.blocks.num_blocks
 
 
 def test_progress_is_shown_when_asked_for(llama, capfd):

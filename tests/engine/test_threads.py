@@ -72,11 +72,11 @@ def test_threads_may_share_a_model_between_engines_and_with_plain_forwards():
         assert all(torch.equal(text, expected) for text in in_threads(work, THREADS))
 
 
-def test_first_requests_at_once_make_one_set_of_graphs(monkeypatch):
+def test_first_requests_at_once_make_one_paged_memory(monkeypatch):
     made = []
     monkeypatch.setattr(PagedMemory, "on", lambda *_, **__: time.sleep(0.05) or made.append(object()) or made[-1])
     engine = KINDS["drafter"]()
-    assert len(set(in_threads(lambda _: engine.open_graphs(), 4))) == len(made) == 1
+    assert len(set(in_threads(lambda _: engine.open_memory(), 4))) == len(made) == 1
 
 
 class Gate:
@@ -120,8 +120,8 @@ def test_a_call_waits_for_blocks_that_a_call_of_another_thread_holds(waiting):
         return engine.generate(batches[index], streamer=None if index else gate, **greedy)
 
     assert all(map(torch.equal, in_threads(work, 3), expected))
-    assert engine.graphs.blocks.num_free_blocks == engine.graphs.blocks.num_blocks
-    assert not engine.graphs.turns
+    assert engine.memory.blocks.num_free_blocks == engine.memory.blocks.num_blocks
+    assert not engine.memory.turns
 
 
 @pytest.mark.parametrize("kind", ["drafter", "draft model"])
@@ -170,4 +170,4 @@ def test_a_call_whose_deadline_passes_while_it_waits_returns_its_prompts(waiting
     assert out.dtype == torch.long
     assert torch.equal(out, prompts(1, 9))
     assert waiting.is_set()
-    assert not engine.graphs.turns
+    assert not engine.memory.turns

@@ -212,14 +212,14 @@ def engine_with_config(**settings: object) -> tuple[ReDrafter, PreTrainedModel]:
     return with_tree(model, tiny_drafter(), 3, 3), model
 
 
-def graphs_with_host(engine: Engine, stores: list[KVCachePool], host_blocks: int) -> PagedMemory:
-    """Return a runner on the memory of an engine's models, with so many blocks on the host for each block manager."""
-    graphs = PagedMemory(engine.target, *stores)
+def memory_with_host(engine: Engine, stores: list[KVCachePool], host_blocks: int) -> PagedMemory:
+    """Return the paged memory of an engine's models, with so many blocks on the host for each block manager."""
+    memory = PagedMemory(engine.target, *stores)
     if host_blocks:
         groups = [stores] if engine.draft_vocabulary is None else [[store] for store in stores]
         hosts = [HostBlocks(group, host_blocks) for group in groups]
-        graphs = PagedMemory(engine.target, stores[0], stores[1] if len(stores) > 1 else None, *hosts)
-    return graphs
+        memory = PagedMemory(engine.target, stores[0], stores[1] if len(stores) > 1 else None, *hosts)
+    return memory
 
 
 def new_pool(engine: Engine, model: Target, blocks: int) -> KVCachePool:
@@ -232,7 +232,7 @@ def paged(engine: Engine, blocks: int = 200, host_blocks: int = 0) -> Engine:
     """Let an engine work as on a GPU, on a paged cache, with the slow reference of attention; return it."""
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
     stores = [new_pool(engine, model, blocks) for model in models]
-    engine.graphs = graphs_with_host(engine, stores, host_blocks)
+    engine.memory = memory_with_host(engine, stores, host_blocks)
     with torch.inference_mode():
         for model, store in zip(models, stores, strict=True):
             model.varlen = Support()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.models import VOCAB, graphs_with_host, new_pool
+from helpers.models import VOCAB, memory_with_host, new_pool
 from helpers.seeing_models import Layout, prompts_with_images
 from redrafter import Engine
 from redrafter.model.images import ImageInputs
@@ -70,9 +70,9 @@ def launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let schedulers on a paged cache launch steps ahead of the host and read prompts in them, as on a GPU."""
     make = Scheduler.__init__
 
-    def made(self: Scheduler, engine: Engine, graphs: PagedMemory | None, *args: object, **more: object) -> None:
-        make(self, engine, graphs, *args, **more)
-        self.overlap = graphs is not None
+    def made(self: Scheduler, engine: Engine, memory: PagedMemory | None, *args: object, **more: object) -> None:
+        make(self, engine, memory, *args, **more)
+        self.overlap = memory is not None
         self.mixed_prefill = self.overlap and self.prefiller.can_mix
 
     monkeypatch.setattr(Scheduler, "__init__", made)
@@ -87,8 +87,8 @@ def scheduler(
     **limits: object,
 ) -> Scheduler:
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
-    graphs = graphs_with_host(engine, [new_pool(engine, model, blocks) for model in models], host_blocks)
-    return Scheduler(engine, graphs, Limits(**limits), speculate, finished=finished)
+    memory = memory_with_host(engine, [new_pool(engine, model, blocks) for model in models], host_blocks)
+    return Scheduler(engine, memory, Limits(**limits), speculate, finished=finished)
 
 
 def dense_scheduler(engine: Engine, max_batch_size: int, speculate: bool = True) -> Scheduler:
@@ -172,7 +172,7 @@ def random_sequences(count: int, seed: int = 0, longest: int = 40, max_new_token
 
 
 def nothing_is_held(scheduler: Scheduler) -> None:
-    for manager in filter(None, (scheduler.graphs.blocks, scheduler.graphs.draft_blocks)):
+    for manager in filter(None, (scheduler.memory.blocks, scheduler.memory.draft_blocks)):
         assert manager.num_free_blocks == manager.num_blocks
         assert manager.num_holds == 0
     assert not scheduler.batch.state.active.any()

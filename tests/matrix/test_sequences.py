@@ -64,4 +64,4 @@ def test_sequences_side_by_side_write_what_each_writes_alone(feature, engine, sc
     else:
         assert not any(sequence.reused for sequence in sequences)
     assert served.preempted or memory != "few blocks"
-    assert served.graphs.blocks.onboarded or memory != "host" or made.feature.images or made.feature.adapters
+    assert served.memory.blocks.onboarded or memory != "host" or made.feature.images or made.feature.adapters

@@ -57,7 +57,7 @@ def test_drafted_texts_are_those_of_plain_decoding(architecture, on):
     """On a paged cache, layers that read the same tensor are one product."""
     engine = on(with_tree(quantized(architecture), tiny_drafter(), 3, 4))
     check_texts(engine)
-    assert engine.target.varlen_forward.linears_fused == (engine.graphs is not None)
+    assert engine.target.varlen_forward.linears_fused == (engine.memory is not None)
 
 
 @pytest.mark.parametrize("biased", [False, True])

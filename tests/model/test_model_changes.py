@@ -136,7 +136,7 @@ def test_replaced_weights_are_fused_again_without_a_second_copy():
 def test_weights_that_are_written_in_place_keep_the_captured_steps_and_not_the_prefixes():
     engine = paged(with_tree(tiny_model("llama"), tiny_drafter(), 3, 3))
     engine.generate(IDS, MASK, **GREEDY)
-    (batch,), blocks = engine.batches.idle, engine.graphs.blocks
+    (batch,), blocks = engine.batches.idle, engine.memory.blocks
     steps = dict(batch.captured_steps)
     assert steps
     assert blocks.salts

@@ -123,7 +123,7 @@ def test_rows_of_other_prompts_and_temperatures_have_their_own_distributions(mod
     batch, temperatures = 2000, [0.8, 1.3]
     engine = DraftTarget.from_pretrained(*models, acceptance="rejection")
     engine = on(engine)
-    if engine.graphs is not None:
+    if engine.memory is not None:
         batch = 50
     arguments = {"ids": ids, "mask": torch.tensor([[1, 1, 1], [0, 1, 1]]), "temperature": temperatures * (batch // 2)}
     drawn, _ = draw(engine, 20_000 if batch > 50 else 2_000, batch=batch, **arguments)

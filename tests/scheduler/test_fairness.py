@@ -265,7 +265,7 @@ def test_a_request_is_served_for_its_client_and_under_its_salt(engine, monkeypat
 def test_schedulers_that_share_a_cache_take_turns_when_it_is_full(engine, evicts):
     """The cache has room for one sequence: who waits comes before what others submitted earlier but have not begun."""
     first = scheduler(engine, blocks=5, guaranteed_no_evict=not evicts)
-    second = Scheduler(engine, first.graphs, Limits(guaranteed_no_evict=not evicts))
+    second = Scheduler(engine, first.memory, Limits(guaranteed_no_evict=not evicts))
     mine, theirs = [[make_sequence("", list(range(5, 25)), 9) for _ in range(3)] for _ in range(2)]
     begun: list[TokenSequence] = []
     first.submit(*mine)
@@ -280,18 +280,18 @@ def test_schedulers_that_share_a_cache_take_turns_when_it_is_full(engine, evicts
     assert begun == [sequence for pair in zip(mine, theirs, strict=True) for sequence in pair]
     same_alone(engine, begun)
     nothing_is_held(first)
-    assert not first.graphs.turns
+    assert not first.memory.turns
 
 
 def test_a_scheduler_that_is_given_up_while_it_waits_keeps_nobody_waiting(engine):
     first = scheduler(engine, blocks=5, guaranteed_no_evict=True)
-    second = Scheduler(engine, first.graphs, Limits(guaranteed_no_evict=True))
+    second = Scheduler(engine, first.memory, Limits(guaranteed_no_evict=True))
     mine = [make_sequence("", list(range(5, 25)), 9) for _ in range(2)]
     first.submit(*mine)
     first.round()
     second.submit(make_sequence("", [5, 6, 7], 9))
     second.round()
-    assert first.graphs.turns
+    assert first.memory.turns
     second.abandon()
     run(first, [])
     assert [sequence.written for sequence in mine] == [9, 9]

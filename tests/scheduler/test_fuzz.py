@@ -151,7 +151,7 @@ class Episode:
         counts["off chain"] = drafts.off_chain
         if not self._dense:
             nothing_is_held(self._served)
-            managers = self._served.graphs.blocks, self._served.graphs.draft_blocks
+            managers = self._served.memory.blocks, self._served.memory.draft_blocks
             counts["onboarded"] = sum(blocks.onboarded for blocks in managers if blocks is not None)
         for left in (self._served.clients, self._served.running, self._served.waiting):
             assert not left, self

@@ -74,7 +74,7 @@ def test_prompts_continue_from_what_earlier_ones_have_stored(model, name, monkey
     with counted(monkeypatch) as read:
         run(served, sequences[2:])  # side by side
     assert [sequence.reused for sequence in sequences] == [0, 0] + [80] * len(KINDS)
-    models = 1 + (served.graphs.draft_store is not None and RECURRENT_STATES in engine.draft_model.features)
+    models = 1 + (served.memory.draft_store is not None and RECURRENT_STATES in engine.draft_model.features)
     assert sum(read) == models * sum(len(sequence.prompt) - 80 for sequence in sequences[2:])
     same_alone(engine, sequences)
     prompt = torch.tensor([sequences[2].prompt])
@@ -169,7 +169,7 @@ def test_a_draft_model_alone_may_keep_states():
     run(served, sequences[2:])
     assert [sequence.reused for sequence in sequences] == [0, 0, 80, 80]
     same_alone(engine, sequences)
-    rows = served.graphs.draft_store.states.position[1:4]
+    rows = served.memory.draft_store.states.position[1:4]
     assert all(rows), "each row has states of its own"
 
 
@@ -184,7 +184,7 @@ def test_few_states_and_few_blocks_change_no_token(order, prefix_states, monkeyp
     run_as_alone(served, sequences, apart=1)
     assert served.preempted
     assert any(sequence.reused for sequence in sequences)
-    assert served.graphs.blocks.num_prefix_states <= prefix_states
+    assert served.memory.blocks.num_prefix_states <= prefix_states
 
 
 def test_a_sequence_that_was_preempted_continues_in_its_text():
@@ -229,13 +229,13 @@ def test_new_weights_and_sleep_forget_states():
     engine = make_engine("undrafted", deepcopy(recurrent_model("lfm2")))
     served = scheduler(engine)
     weights = {name: weight * 1.1 for name, weight in engine.model.state_dict().items()}
-    states = served.graphs.store.states.tensors.values()
+    states = served.memory.store.states.tensors.values()
     for changes in ([], [UpdateWeights(engine, weights)], [Sleep(engine), Wake(engine)]):
         for change in changes:
             served.change(change)
             if change.asleep:
                 assert not sum(x.untyped_storage().nbytes() for x in states)
-        assert served.graphs.blocks.num_prefix_states == 0
+        assert served.memory.blocks.num_prefix_states == 0
         for reused in (0, 96):
             sequence = asked(1)
             run_as_alone(served, [sequence])
@@ -257,7 +257,7 @@ def test_states_stay_on_the_device_where_keys_and_values_go_to_the_host():
     sequences = [make_sequence([number, *SYSTEM], 8, GREEDY) for number in (5, 6, 7, 8, 5)]
     run_as_alone(served, sequences)
     assert [sequence.reused for sequence in sequences] == [0, 0, 0, 0, 80]
-    assert served.graphs.blocks.onboarded
+    assert served.memory.blocks.onboarded
 
 
 @pytest.mark.parametrize(
@@ -267,12 +267,12 @@ def test_states_stay_on_the_device_where_keys_and_values_go_to_the_host():
 )
 def test_as_many_states_are_kept_as_the_options_say_and_none_where_prompts_continue_slowly(model, options, states):
     engine: Engine = make_engine("undrafted", recurrent_model(model), kv_cache_free_gpu_memory_fraction=0.01, **options)
-    assert engine.make_graphs(rows=1, reuse=False).store.prefix_states == 0
-    graphs = engine.make_graphs(rows=1)
-    assert graphs.store.prefix_states == states
-    assert graphs.store.rows == 1
+    assert engine.make_memory(rows=1, reuse=False).store.prefix_states == 0
+    memory = engine.make_memory(rows=1)
+    assert memory.store.prefix_states == states
+    assert memory.store.rows == 1
     served = scheduler(engine)
-    served = type(served)(engine, graphs, served.limits)
+    served = type(served)(engine, memory, served.limits)
     sequences = [asked(1, new=3) for _ in range(2)]
     for sequence in sequences:
         run_as_alone(served, [sequence])

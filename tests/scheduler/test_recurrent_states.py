@@ -21,7 +21,7 @@ def test_no_prompts_are_read_beside_rows_and_more_sequences_than_there_are_state
     sequences = random_sequences(12, seed=1, max_new_tokens=12)
     served = scheduler(engine)
     assert not served.mixed_prefill
-    assert served.graphs.store.rows < len(sequences)
+    assert served.memory.store.rows < len(sequences)
     run_as_alone(served, sequences, 1)
 
 

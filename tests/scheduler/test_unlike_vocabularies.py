@@ -37,7 +37,7 @@ def test_a_draft_text_that_never_fits_ends_with_an_error(engine):
     served.submit(sequence)
     go_on(served)
     assert isinstance(sequence.sink.deltas[-1].error, CacheFullError)
-    assert served.graphs.blocks.num_holds == served.graphs.draft_blocks.num_holds == 0
+    assert served.memory.blocks.num_holds == served.memory.draft_blocks.num_holds == 0
 
 
 def test_room_for_a_draft_text_is_looked_for_once_while_none_is_freed(engine, monkeypatch):
@@ -46,7 +46,7 @@ def test_room_for_a_draft_text_is_looked_for_once_while_none_is_freed(engine, mo
     served.submit(running)
     while running.row is None:
         served.round()
-    blocks, attempts = served.graphs.draft_blocks, []
+    blocks, attempts = served.memory.draft_blocks, []
     admit = blocks.admit
     others = admit([3], (blocks.num_free_blocks - 1) * BLOCK_SIZE)
     monkeypatch.setattr(blocks, "admit", lambda *given: (attempts.append(given), admit(*given))[1])

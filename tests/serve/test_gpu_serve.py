@@ -32,7 +32,7 @@ OPTIONS = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, compile=False)
 
 
 def served(engine: Engine, **limits: object) -> Scheduler:
-    return Scheduler(engine, engine.make_graphs(), Limits(**limits))
+    return Scheduler(engine, engine.make_memory(), Limits(**limits))
 
 
 def recurrent(model_type: str = "llama", **changes: object) -> Engine:

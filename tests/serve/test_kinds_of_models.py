@@ -69,8 +69,8 @@ SETTINGS = [SamplingParams(temperature=0), SamplingParams(temperature=0.9, seed=
 async def test_clients_at_once_get_what_each_would_alone():
     target = Target(recurrent_model("lfm2"))
     engine = DraftTarget(target, Target(recurrent_model("lfm2")), draft_len=3)
-    served = Scheduler(engine, engine.make_graphs(4), Limits(max_batch_size=4, max_seq_len=200))
-    assert served.graphs.store.rows == 4
+    served = Scheduler(engine, engine.make_memory(4), Limits(max_batch_size=4, max_seq_len=200))
+    assert served.memory.store.rows == 4
     warm_up(served)
     client = client_of(served)
     client.start()

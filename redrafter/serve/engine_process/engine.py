@@ -56,10 +56,10 @@ class ServedEngine:
         engine.load_adapters(adapters)  # before keys and values take what memory is free
         limits = options.limits(load.max_seq_len)
         min_rows = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU has memory for prefixes too
-        graphs = engine.make_graphs(max(limits.max_batch_size, min_rows), reuse=limits.reuse)
+        memory = engine.make_memory(max(limits.max_batch_size, min_rows), reuse=limits.reuse)
         keep = options.speculate and options.draft_from_answers == "on" and engine.options.draft_from_text
         finished = FinishedTexts() if keep else None
-        scheduler = Scheduler(engine, graphs, limits, options.speculate, finished=finished)
+        scheduler = Scheduler(engine, memory, limits, options.speculate, finished=finished)
         facts = EngineFacts(
             pair.name,
             _describe(pair, scheduler, options),
@@ -107,7 +107,7 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
         drafts = f"{pair.method}, {proposer.sizes or 'no drafts at one row'}"
     weights = ", FP8 weights" if has_float8_layers(target.model) else ""
     invariant = ", batch-invariant" if BATCH_INVARIANCE in target.features else ""
-    host = scheduler.graphs.host
+    host = scheduler.memory.host
     on_host = "" if host is None else f", and {(host.num_blocks - 1) * 16:,} more on the host"
     kv_dtype = pair.engine.options.kv_cache_dtype
     stored = "" if kv_dtype == "auto" else f" in {kv_dtype}"
@@ -119,7 +119,7 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
         *([] if tuning is None else [f"trees by {tuning.describe()}"]),
         *adapters,
         f"up to {options.max_batch_size} texts at once, of up to {scheduler.longest} tokens; "
-        f"{scheduler.graphs.blocks.num_blocks * 16:,} tokens of keys and values{stored}{on_host}",
+        f"{scheduler.memory.blocks.num_blocks * 16:,} tokens of keys and values{stored}{on_host}",
     )
 
 
@@ -201,7 +201,7 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
             write(min(2, limits.max_batch_size), length, frequent[0])
     _LOG.info("captured %d steps in %.1f s", len(scheduler.batch.captured_steps), time.monotonic() - began)
     scheduler.limits, scheduler.batch.policy = limits, policy
-    scheduler.graphs.forget_prefixes()
+    scheduler.memory.forget_prefixes()
     if scheduler.finished is not None:
         scheduler.finished.clear()
     scheduler.prefiller.restart_pace()  # so that these first durations slow no later forward

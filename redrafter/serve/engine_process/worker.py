@@ -123,7 +123,7 @@ class Worker:
         engine = self.scheduler.engine
         assert isinstance(engine, Engine), "what is served is an engine"
         weights = None if path is None else read_adapter(path)  # first: while the lock is held, no step is launched
-        with self.scheduler.graphs.lock:  # nothing is captured meanwhile, which others' work would end
+        with self.scheduler.memory.lock:  # nothing is captured meanwhile, which others' work would end
             if weights is None:
                 engine.unload_adapter(name)
             else:
@@ -236,7 +236,7 @@ class Worker:
         return not self._stopping
 
     def _report(self) -> None:
-        scheduler, blocks = self.scheduler, self.scheduler.graphs.blocks
+        scheduler, blocks = self.scheduler, self.scheduler.memory.blocks
         load = EngineLoad(
             scheduler.running,
             scheduler.waiting,

@@ -1,4 +1,7 @@
-"""The import path of Ray Serve's configurations: `import_path: redrafter.serve.replicas.application:app`."""
+"""The import path of Ray Serve's configurations: `import_path: redrafter.serve.replicas.application:app`.
+
+It is an alias, since released versions had this path, and the only module of the server that names an extension.
+"""
 
 from collections.abc import Mapping
 from importlib import import_module

@@ -68,7 +68,7 @@ def served() -> Iterator[ServerHere]:
     try:
         with listening(server_app(server)) as url:
             here = ServerHere(server, url)
-            here.memory = engine.scheduler.graphs
+            here.memory = engine.scheduler.memory
             yield here
     finally:
         server.engine.stop()
