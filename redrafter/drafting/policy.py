@@ -11,7 +11,16 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from redrafter.drafting.estimates import ENOUGH, LEAST_SHARE, QUALITY, RECALL, WINDOW, Promise, StepCosts, StepTimes
+from redrafter.drafting.estimates import (
+    ENOUGH,
+    LEAST_SHARE,
+    QUALITY,
+    RECALL,
+    WINDOW,
+    AcceptanceEstimator,
+    StepCosts,
+    StepTimes,
+)
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
 
 # What drafts may lose before they have gained anything, in steps without drafts, and what each such step adds to it.
@@ -154,8 +163,8 @@ class Experience:
     """
 
     def __init__(self, quality: float = QUALITY, copied: float = 0.0):
-        """Begin with a drafter of some quality, as `Promise` has it, and with what copies are taken to bring."""
-        self.promise, self.copied, self.copied_alone = Promise(quality), copied, copied
+        """Create a history with an assumed drafter quality and assumed accepted copies per row."""
+        self.promise, self.copied, self.copied_alone = AcceptanceEstimator(quality), copied, copied
         self.allowances: dict[int, Allowance] = defaultdict(Allowance)
 
     def allowance(self, size: int) -> Allowance:

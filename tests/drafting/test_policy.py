@@ -12,7 +12,7 @@ from helpers.models import DRAFTER_ALONE, paged, tiny_drafter, tiny_model, uneve
 from helpers.scheduling import random_sequences, run_as_alone, scheduler, without_drafts
 from redrafter import ReDrafter
 from redrafter.drafting import estimates, policy
-from redrafter.drafting.estimates import Promise, StepCosts, StepTimes, best_trees, time_at
+from redrafter.drafting.estimates import AcceptanceEstimator, StepCosts, StepTimes, best_trees, time_at
 from redrafter.drafting.policy import CostPolicy, DraftedStep, DraftPolicy, Experience, StepRows
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
@@ -89,25 +89,25 @@ def test_the_host_reads_what_became_of_drafts_after_the_rows():
     assert packed[3:].flatten()[:24].tolist() == known.flatten().tolist()
 
 
-def test_a_promise_comes_to_what_drafts_have_kept():
-    promise = Promise(0.9)
+def test_an_estimate_converges_to_the_rate_of_accepted_drafts():
+    estimator = AcceptanceEstimator(0.9)
     for _ in range(60):
-        promise.observe(4, 1, outcomes(3, likely=4, accepted=6))  # of 12, all likely
-    assert promise.rates[0] == pytest.approx(0.5, abs=0.02)
-    assert promise.accepted(1, 3, 3) == pytest.approx(1.5, abs=0.1)
-    assert promise.accepted(1, 3, 1) == pytest.approx(0.5, abs=0.05)  # of the nodes that there are, the likeliest
-    assert promise.accepted(1, 2, 3) == pytest.approx(1.0, abs=0.1)
-    assert promise.accepted(1, 5, 5) > 2  # as deeper levels go on
+        estimator.observe(4, 1, outcomes(3, likely=4, accepted=6))  # of 12, all likely
+    assert estimator.rates[0] == pytest.approx(0.5, abs=0.02)
+    assert estimator.accepted(1, 3, 3) == pytest.approx(1.5, abs=0.1)
+    assert estimator.accepted(1, 3, 1) == pytest.approx(0.5, abs=0.05)  # of the nodes that there are, the likeliest
+    assert estimator.accepted(1, 2, 3) == pytest.approx(1.0, abs=0.1)
+    assert estimator.accepted(1, 5, 5) > 2  # as deeper levels go on
 
 
 def test_a_narrow_search_leaves_what_is_known_of_a_wide_one():
-    promise = Promise(0.5)
+    estimator = AcceptanceEstimator(0.5)
     for _ in range(60):
-        promise.observe(4, 5, outcomes(2, likely=12, accepted=2, likelihood=7))
-    assert sum(promise.levels[0]) == pytest.approx(3, rel=0.1)
+        estimator.observe(4, 5, outcomes(2, likely=12, accepted=2, likelihood=7))
+    assert sum(estimator.levels[0]) == pytest.approx(3, rel=0.1)
     for _ in range(60):
-        promise.observe(4, 1, outcomes(2, likely=4, accepted=1, likelihood=7))
-    assert sum(promise.levels[0]) == pytest.approx(3, rel=0.1)
+        estimator.observe(4, 1, outcomes(2, likely=4, accepted=1, likelihood=7))
+    assert sum(estimator.levels[0]) == pytest.approx(3, rel=0.1)
 
 
 def choice(
