@@ -18,7 +18,7 @@ from torch import Tensor
 
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.to_device import to_device
-from redrafter.drafting.policy import DraftPolicy, StepRows
+from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy, StepRows
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import Proposer, State, step_tokens
 from redrafter.drafting.vocabulary_map import VocabularyMap
@@ -163,7 +163,7 @@ class RunningBatch:
         # Batch size of a step by number of sequences; a captured step may have padding rows.
         self._sizes = {n: min(bucket(n), self._all_rows) if self._graphs else n for n in range(1, rows + 1)}
         nothing = dict.fromkeys(self.sizes, models.plain)
-        self.policy = models.draft_policy(self.sizes, self._graphs) if speculate else DraftPolicy(nothing)
+        self.policy = models.draft_policy(self.sizes, self._graphs) if speculate else FixedTreePolicy(nothing)
         every = self.policy.proposers
         self.depth = max(proposer.depth for proposer in every)
         copies = any(proposer.without_text or isinstance(proposer, PromptLookupProposer) for proposer in every)
