@@ -13,7 +13,7 @@ import torch
 
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.estimates import SHARING_ROWS
-from redrafter.drafting.policy import DraftPolicy
+from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy
 from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.engine.call import Call
 from redrafter.engine.engine import Engine
@@ -78,12 +78,12 @@ class OneProposer:
         self.target, self.plain, self.proposer, self.draft_model = engine.target, engine.plain, proposer, proposer.model
         self.draft_vocabulary = None if proposer.model is None else engine.draft_vocabulary
         self.rejection_sampling = engine.rejection_sampling
-        # Proposers by number of rows. Captured steps are cached by the proposer object, so it must be reused.
+        # Proposers by batch size. Captured steps are cached by the proposer object, so it must be reused.
         self._made: dict[int, Proposer] = {}
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return a policy that drafts with the single proposer in every step."""
-        return DraftPolicy({size: self._made.setdefault(size, at_size(self.proposer, size)) for size in sizes})
+        return FixedTreePolicy({size: self._made.setdefault(size, at_size(self.proposer, size)) for size in sizes})
 
 
 def at_size(proposer: Proposer, rows: int) -> Proposer:

@@ -1,6 +1,6 @@
-"""What the policy of drafting knows: the time of steps, what their drafts promise, and so which trees are worth trying.
+"""Estimates of step times and of draft acceptance, and the draft trees that are best by both.
 
-The time of a step follows from the tokens of its forward and from what is drafted before it.
+The time of a step depends on the number of tokens of its forward pass and on the search that precedes the forward pass.
 """
 
 from bisect import bisect_right
@@ -18,10 +18,11 @@ from redrafter.tree.sizes import MAX_BEAMS, TreeShape
 Clock = Callable[[], float]
 
 Curve = tuple[tuple[int, float], ...]
-"""Times by a number, which rises from point to point; straight between points and after the last two."""
+"""Pairs of a number and a time, in ascending order of the number, that define a piecewise linear function."""
 
-# A step without drafts by its tokens, in such steps of one token, and one whose rows have several tokens each: a bf16
-# 8B model on an H200, and the boxed pair on one core, where each row takes time of its own.
+# The time of an undrafted step by its tokens, and of a step whose rows have several tokens each, relative to an
+# undrafted step of one token. Measured with a bf16 8B model on an H200, and with the boxed pair on one CPU core, where
+# each row adds time.
 ASSUMED_STEPS: Mapping[str, Curve] = {
     "cuda": ((1, 1.0), (26, 1.02), (64, 1.06), (128, 1.15), (208, 1.45), (256, 1.75), (512, 3.1), (1024, 5.9)),
     "cpu": ((1, 1.0), (8, 1.05), (16, 1.12), (32, 1.28), (64, 1.65), (128, 2.5), (256, 4.3)),
@@ -30,60 +31,67 @@ ASSUMED_TREES: Mapping[str, Curve] = {
     "cuda": ASSUMED_STEPS["cuda"],
     "cpu": ((1, 1.0), (12, 1.06), (32, 1.2), (64, 1.48), (128, 2.0), (256, 3.2)),
 }
-# What the levels of a search add together at least where a GPU drafts, which reads weights there.
+# Minimum time that a whole search adds on a GPU, where the search reads the drafter's weights.
 ASSUMED_DRAFT = 0.2
-# Of the boxed pair on one core: a search of one level by its rows, and each further level by the beams of all rows.
+# The time of a search of one level by its rows, and of each further level by the beams of all rows. Measured with the
+# boxed pair on one CPU core.
 ASSUMED_SEARCHES: Curve = ((1, 0.12), (8, 0.14), (32, 0.25), (64, 0.4))
 ASSUMED_LEVELS: Curve = ((1, 0.04), (8, 0.06), (40, 0.2), (160, 0.6))
-# A step of a model whose weights are far larger than a CPU's caches, by its tokens and the bytes of a weight:
-# SmolLM2-135M on one core. In float32, products of two and three tokens take longer there than those of four.
+# The time of a step by its tokens, for models whose weights are much larger than a CPU's caches, by the bytes of a
+# weight. Measured with SmolLM2-135M on one CPU core. In float32, matrix products of two and three tokens take longer
+# than matrix products of four.
 LARGE_STEPS: Mapping[int, Curve] = {
     4: ((1, 1.0), (2, 1.4), (4, 1.4), (6, 1.6), (12, 1.8), (26, 2.6), (64, 5.0), (256, 18.0)),
     2: ((1, 1.0), (2, 1.02), (4, 1.18), (6, 1.2), (12, 1.45), (26, 2.2), (64, 4.5), (256, 16.0)),
 }
-LARGE_BYTES = 2e8  # of such a model
-CURVES = ("steps", "trees", "searches", "levels")  # of `StepCosts`
+LARGE_BYTES = 2e8  # bytes of the weights of such a model
+CURVES = ("steps", "trees", "searches", "levels")  # fields of `StepCosts` that are curves
 
-SAMPLES = 4  # steps of a kind that are timed, of which the shortest counts: others were stretched by other work
-ENOUGH = 2  # of these, before they count
+# Maximum number of timed steps of a kind. The shortest time counts, since other programs lengthen the others.
+SAMPLES = 4
+ENOUGH = 2  # minimum number of timed steps of a kind before their time counts
 
-# Drafts of each likelihood that are taken to be accepted as the drafter's others are, and those, next to what was seen.
+# Weights of the priors of an acceptance rate, in drafts: of the prior for a single likelihood class, and of the prior
+# for the ratio of accepted drafts to the drafter's likelihood over all classes.
 PRIOR_OF_EACH, PRIOR_OF_ALL = 4.0, 8.0
-PRIOR_ROWS = 8  # rows of steps that what is taken of a drafter, or known from earlier sequences, counts as
-VERIFIED_ROWS, VERIFIED_STEPS = 256, 64  # rows of steps, and steps, by which drafts of a likelihood are judged
-WINDOW = 32  # rows of steps that count as much as all that was known before them
-LEAST_SHARE = 0.1  # of what a step's drafts say of those that may come, in addition to what earlier ones said
-FORGOTTEN = 0.7  # part of what is known of drafts that still counts for another batch
-UNLIKELY = 0.004  # part of the drafts that is accepted of those that are less likely than all `LIKELIHOODS`
-RECALL = 0.01  # by how much levels that a step did not search turn to what those above them promise
-QUALITY = 0.65  # of `Promise`, that a drafter is taken to have before any step
-# By likelihood, what those between two bounds are about.
+PRIOR_ROWS = 8  # weight of the initial counts of searched drafts, and of counts from earlier batches, in drafted rows
+VERIFIED_ROWS, VERIFIED_STEPS = 256, 64  # window of the acceptance rates, in drafted rows and in steps
+WINDOW = 32  # window of all other running means, in drafted rows
+LEAST_SHARE = 0.1  # minimum weight of one step in these running means
+FORGOTTEN = 0.7  # factor that a new batch applies to the weight of earlier acceptance counts
+UNLIKELY = 0.004  # acceptance rate of drafts that are less likely than all `LIKELIHOODS`
+RECALL = 0.01  # rate per step at which an estimate without new evidence returns to its prior
+QUALITY = 0.65  # assumed quality of a drafter before any step; see `AcceptanceEstimator`
+# A typical likelihood of each likelihood class: the geometric mean of the bounds of the class.
 TYPICAL = [0.95, *((a * b) ** 0.5 for a, b in pairwise(LIKELIHOODS))]
-# Drafts of a row's first level, in addition to the one that is likely: of the boxed pair, sampled, without the best.
+# Initial number of alternative drafts of a row's first level by likelihood class, excluding the best draft. Measured
+# with the boxed pair while sampling. They are scaled by `OTHERS_SCALE` minus the quality of the drafter.
 OTHERS = (0.0, 0.0, 0.0, 0.0, 0.1, 0.15, 0.4, 0.7, 1.2, 1.0)
+OTHERS_SCALE = 1.5
 
-WIDTHS = (1, 2, 3, 5)  # of searches that are looked at, in addition to the widest one
-DEPTHS = (1, 2, 3, 4, 5, 7)  # likewise, in addition to the deepest one
-NODES = (2, 3, 4, 6, 8, 12, 16, 24)  # of each row, in addition to all that are searched
-SHARED = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0)  # of each row on average, where rows share
-# From which on rows share nodes, where a forward computes ragged trees; with fewer, each has nodes enough for what is
-# likely, and drafts that are copied from its sequence, which rows that share nodes go without.
+# The searches that `best_trees` compares, in addition to the widest and the deepest one.
+WIDTHS = (1, 2, 3, 5)  # beams
+DEPTHS = (1, 2, 3, 4, 5, 7)  # levels
+NODES = (2, 3, 4, 6, 8, 12, 16, 24)  # nodes per row, in addition to all nodes of the search
+SHARED = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0)  # mean nodes per row, for rows that share nodes
+# Minimum batch size at which rows share nodes, if the forward pass supports ragged trees. In smaller batches each row
+# can verify its likely drafts and drafts that are copied from its sequence; rows that share nodes copy none.
 SHARING_ROWS = 32
-# Qualities of drafters, as `Promise` has them, for each of which the best tree is at hand. On a GPU each kind of step
-# is captured when it is first taken, which takes as long as many steps.
+# Drafter qualities, as defined by `AcceptanceEstimator`, for which a policy has the best tree as a candidate. A GPU
+# captures each kind of step at its first use, which takes as long as many steps.
 QUALITIES = {"cpu": (0.35, 0.5, 0.65, 0.8, 0.92), "cuda": (0.65,)}
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The time of steps, in any unit.
+    """Models the time of steps, in an arbitrary unit.
 
     Attributes:
-        steps: Time of a step without drafts, by its rows.
-        trees: Time of a step whose rows have several tokens each, and that searches none of them, by all these tokens.
-        searches: Time that a search of one level adds to a step, by its rows.
-        levels: Time that each further level adds, by the beams of all rows.
-        reading: Time that each token in the cache adds, whatever is drafted.
+        steps: Time of an undrafted step, by its rows.
+        trees: Time of a step whose rows have several tokens each, excluding the search, by the tokens of all rows.
+        searches: Time that a search of one level adds to a step, by the rows of the step.
+        levels: Time that each further level of a search adds, by the beams of all rows.
+        reading: Time that each token in the KV cache adds to any step.
     """
 
     steps: Curve
@@ -100,26 +108,32 @@ class StepCosts:
             numbers = [number for number, _ in curve]
             if not curve or numbers[0] < 1 or any(a >= b for a, b in pairwise(numbers)) or not curve[0][1] >= 0:
                 raise ValueError(f"{name} must be times by rising numbers, got {curve!r}")
-            # More work is never cheaper: what was measured before it took too long, as other programs ran beside it.
+            # More work never takes less time. Where a measured time falls, the earlier times are too long, because
+            # other programs ran at the same time.
             times = [*accumulate((float(time) for _, time in reversed(curve)), min)][::-1]
             object.__setattr__(self, name, tuple(zip(numbers, times, strict=True)))
 
     @classmethod
     def assumed(cls, device: str, draft: float, forward: float, depth: int, itemsize: int = 2) -> "StepCosts":
-        """Return what steps are taken to cost where nothing was measured.
+        """Return the costs to assume if no step was measured.
 
         Args:
             device: Type of the device.
-            draft: Bytes of the weights that a draft reads.
-            forward: Bytes of the weights that a forward of the target reads.
-            depth: Levels of that draft.
+            draft: Bytes of the weights that a search of `depth` levels reads.
+            forward: Bytes of the weights that a forward pass of the target reads.
+            depth: Levels of the search.
             itemsize: Bytes of a weight.
         """
         share = draft / forward
         if device == "cpu":
             large, much = LARGE_STEPS[4 if itemsize >= 4 else 2], min(forward / LARGE_BYTES, 1.0)
             search = tuple((n, share / depth * time) for n, time in large)
-            light = ASSUMED_STEPS["cpu"], ASSUMED_TREES["cpu"], ASSUMED_SEARCHES, ASSUMED_LEVELS  # in its caches
+            light = (
+                ASSUMED_STEPS["cpu"],
+                ASSUMED_TREES["cpu"],
+                ASSUMED_SEARCHES,
+                ASSUMED_LEVELS,
+            )  # weights in the caches
             pairs = zip(light, (large, large, search, search), strict=True)
             steps, trees, searches, levels = (_between(small, more, much) for small, more in pairs)
             return cls(steps, trees, searches, levels)
@@ -128,7 +142,7 @@ class StepCosts:
 
     @classmethod
     def from_dict(cls, document: Any) -> "StepCosts":
-        """Read what `to_dict` wrote; `ValueError` or `TypeError` for anything else."""
+        """Create the costs from the output of `to_dict`. Raises `ValueError` or `TypeError` for other values."""
         if not isinstance(document, dict) or set(document) | {"reading"} != {*CURVES, "reading"}:
             raise TypeError(f"costs must be an object of {', '.join(CURVES)} and reading")
         curves = (tuple((int(n), float(time)) for n, time in document[name]) for name in CURVES)
@@ -136,24 +150,28 @@ class StepCosts:
         return cls(steps, trees, searches, levels, float(document.get("reading", 0.0)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the costs as JSON has them, curves as lists of pairs."""
+        """Return the costs as a JSON object, with curves as lists of pairs."""
         return {name: [list(point) for point in getattr(self, name)] for name in CURVES} | {"reading": self.reading}
 
     def of_tree(self, rows: int, beams: int, depth: int, tokens: int) -> float:
-        """Return the time of a step of `rows` rows whose trees, and parts of prompts, have so many tokens together.
+        """Return the time of a step.
 
-        Trees without beams are copied, not searched.
+        Args:
+            rows: Rows of the step.
+            beams: Beams of the search; 0 for trees that are copied without a search.
+            depth: Levels of the trees; 0 for an undrafted step.
+            tokens: Tokens of the forward pass: the nodes of all trees plus prefilled prompt tokens.
         """
         if not depth:
             return time_at(self.steps, tokens)
-        # A tree of few tokens is hardly ever cheaper than none.
+        # A tree of few tokens is rarely cheaper than an undrafted step.
         verified = max(time_at(self.trees, tokens), time_at(self.steps, rows))
         if not beams:
             return verified
         return verified + time_at(self.searches, rows) + (depth - 1) * time_at(self.levels, rows * beams)
 
     def of(self, proposer: Proposer, rows: int, more: int = 0) -> float:
-        """Return the time of a step of `rows` rows that also reads `more` tokens of prompts."""
+        """Return the time of a step of `rows` rows that also prefills `more` prompt tokens."""
         search = proposer.without_text or proposer
         beams = search.beams if isinstance(search, SearchProposer) else 0
         depth = search.depth or proposer.depth
@@ -161,7 +179,7 @@ class StepCosts:
 
 
 def time_at(curve: Curve, number: int) -> float:
-    """Return the time at a number: that of the first point before it, on a straight line elsewhere."""
+    """Return the time at a number: constant before the first point, linear between points and after the last one."""
     if number <= curve[0][0] or len(curve) == 1:
         return curve[0][1]
     after = min(bisect_right(curve, number, key=lambda point: point[0]), len(curve) - 1)
@@ -170,22 +188,25 @@ def time_at(curve: Curve, number: int) -> float:
 
 
 def _between(first: Curve, second: Curve, share: float) -> Curve:
-    """Return the curve that is so far from the first to the second."""
+    """Return the linear interpolation between two curves: the first for `share` 0, the second for 1."""
     numbers = sorted({number for number, _ in (*first, *second)})
     return tuple((n, (1 - share) * time_at(first, n) + share * time_at(second, n)) for n in numbers)
 
 
 class StepTimes:
-    """The time of steps by their rows and proposers: by `StepCosts`, corrected by what was measured of each kind.
+    """Estimates the time of steps by `StepCosts`, corrected by the measured times of each kind of step.
 
-    A kind of step that was not measured costs as much more than a step without drafts as `StepCosts` has it, times what
-    that was wrong by for the kind most like it. Nothing runs only to be measured, as a large model's step may take
-    seconds: the first few steps of each kind are timed. After that its time stays as it is, so that what is drafted
-    follows from the costs and the tokens alone.
+    A kind of step is a batch size and a proposer. Its excess is its time minus the time of an undrafted step, relative
+    to the latter. The estimated excess of a kind without measurements is its assumed excess, scaled by the ratio of
+    measured to assumed excess of the most similar measured kind.
+
+    No step runs only for a measurement, since a step of a large model may take seconds. Instead, the first few steps of
+    each kind are timed. Afterwards the estimate of the kind is fixed, so that the choice of drafts depends only on
+    costs and tokens.
 
     Attributes:
         plain: The proposer that drafts nothing.
-        clock: Gives the time in seconds; None to measure nothing.
+        clock: Returns the time in seconds; None to measure nothing.
     """
 
     def __init__(
@@ -195,27 +216,30 @@ class StepTimes:
         clock: Clock | None = None,
         known: Iterable[tuple[int, Proposer, float]] = (),
     ):
-        """Begin with costs that are assumed.
+        """Create the estimates.
 
         Args:
-            assumed: These costs.
+            assumed: Costs to assume for kinds of steps that were not measured.
             plain: The proposer that drafts nothing.
-            clock: As the attribute.
-            known: What was measured before: rows, a proposer, and the time of such a step in steps without drafts.
+            clock: Returns the time in seconds; None to measure nothing.
+            known: Earlier measurements: rows, proposer, and the time of the step relative to an undrafted step.
         """
-        self._assumed, self.plain, self.clock = assumed, plain, clock
+        self._assumed = assumed
+        self.plain = plain
+        self.clock = clock
         self._samples: dict[tuple[int, int], list[float]] = defaultdict(list)  # by rows and id of the proposer
         self._timed: dict[int, Proposer] = {}  # by id
-        self._excess: dict[tuple[int, int], tuple[float, float]] = {}  # over a plain step: assumed, and measured
+        # Assumed and measured excess, by rows and id of the proposer.
+        self._excess: dict[tuple[int, int], tuple[float, float]] = {}
         for rows, proposer, ratio in known:
             self._know(rows, proposer, ratio)
 
     def wants(self, rows: int, proposer: Proposer, count: int = SAMPLES) -> bool:
-        """Return whether fewer than `count` steps of this kind were timed, where any are."""
+        """Return whether there is a clock and fewer than `count` steps of this kind were timed."""
         return self.clock is not None and len(self._samples[rows, id(proposer)]) < count
 
     def observe(self, rows: int, proposer: Proposer, seconds: float) -> None:
-        """Record the time of a step."""
+        """Record the measured time of a step, and update the excess of all kinds with the same number of rows."""
         self._timed[id(proposer)] = proposer
         self._samples[rows, id(proposer)].append(seconds)
         if self.wants(rows, self.plain, ENOUGH):
@@ -226,14 +250,18 @@ class StepTimes:
                 self._know(rows, each, min(self._samples[rows, key]) / without if without > 0 else 1.0)
 
     def _know(self, rows: int, proposer: Proposer, ratio: float) -> None:
-        self._timed[id(proposer)] = proposer  # so that no other one has its id
+        self._timed[id(proposer)] = proposer  # keeps the proposer alive, so that its id stays unique
         expected = self._assumed.of(proposer, rows) / self._assumed.of(self.plain, rows)
         self._excess[rows, id(proposer)] = expected - 1, ratio - 1
 
     def of(self, proposer: Proposer, rows: int, more: int = 0, cached: int = 0) -> float:
-        """Return the time of a step of `rows` rows, in the costs' unit.
+        """Return the estimated time of a step, in the unit of the costs.
 
-        It also reads `more` tokens of prompts; `cached` tokens of all rows are in the cache.
+        Args:
+            proposer: Proposer of the step.
+            rows: Rows of the step.
+            more: Prompt tokens that the step prefills.
+            cached: Tokens of all rows in the KV cache.
         """
         assumed = self._assumed.of(proposer, rows, more) + self._assumed.reading * cached
         if proposer is self.plain or not self._excess:
@@ -242,37 +270,54 @@ class StepTimes:
         excess = alone / plain - 1
         measured = self._excess.get((rows, id(proposer)))
         if measured is None:
-            likest = min(self._excess, key=lambda key: (abs(log2(key[0] / rows)), abs(self._excess[key][0] - excess)))
-            expected, found = self._excess[likest]
+            nearest = min(self._excess, key=lambda key: (abs(log2(key[0] / rows)), abs(self._excess[key][0] - excess)))
+            expected, found = self._excess[nearest]
             measured = excess, excess * max(found, 0.0) / max(expected, 1e-3)
         return assumed - alone + plain * (1 + measured[1])
 
 
-class Promise:
-    """Estimates how many drafts of a tree are accepted on average, from what became of earlier ones.
+class AcceptanceEstimator:
+    """Estimates the mean number of accepted drafts of a tree from the outcomes of earlier trees.
+
+    Drafts are counted in likelihood classes, which are the intervals between successive `LIKELIHOODS` of the drafter's
+    probability for the path to the draft. The estimator tracks the number of drafts per class in each level of a
+    search, and the acceptance rate of each class. One kind of tree therefore gives evidence about all others.
+
+    The quality of a drafter is the approximate probability that its best draft of a level is correct.
 
     Attributes:
-        levels: Drafts of each level of a row's search by their likelihood, `TYPICAL`.
-        rates: The part of the drafts of each likelihood that is accepted.
+        levels: Mean number of drafts of a row's search in each class, by level.
+        rates: Acceptance rate of each class.
     """
 
     def __init__(self, quality: float):
-        """Begin with a drafter whose best draft of each level is right with probability `quality`, about."""
-        likely = [0.7 * quality**2, 0.3 * quality**2, *(2 * [quality * (1 - quality) / 2]), *(6 * [0.0])]
-        first = [n + (1.5 - quality) * other for n, other in zip(likely, OTHERS, strict=True)]
-        self.levels, self._ratio = [first], quality
-        self._seen = 0.0  # rows of steps
-        self._verified, self._accepted = [0.0] * len(TYPICAL), [0.0] * len(TYPICAL)
+        """Create the estimator with the assumed distribution of a drafter of the given quality."""
+        # The share quality**2 of the best drafts is in the two likeliest classes, quality * (1 - quality) in the next
+        # two.
+        likely, unsure = quality**2, quality * (1 - quality)
+        best = [0.7 * likely, 0.3 * likely, unsure / 2, unsure / 2, *(6 * [0.0])]
+        self.levels = [[n + (OTHERS_SCALE - quality) * other for n, other in zip(best, OTHERS, strict=True)]]
+        self._ratio = quality  # correct drafts of a level, relative to the level above
+        self._seen = 0.0  # drafted rows since the last `forget`
+        self._verified = [0.0] * len(TYPICAL)  # decayed counts by class
+        self._accepted = [0.0] * len(TYPICAL)
         self.rates = self._rates()
 
     def _rates(self) -> list[float]:
+        """Return the acceptance rate of each class, regularized by the typical likelihood of the class."""
         expected = sum(n * likely for n, likely in zip(self._verified, TYPICAL, strict=True))
         trust = (sum(self._accepted) + PRIOR_OF_ALL) / (expected + PRIOR_OF_ALL)
         counts = zip(self._accepted, self._verified, TYPICAL, strict=True)
         return [min((a + PRIOR_OF_EACH * trust * p) / (n + PRIOR_OF_EACH), 1.0) for a, n, p in counts]
 
     def accepted(self, beams: int, depth: int, drafts: float) -> float:
-        """Return how many drafts of a row are accepted, where so many of a search are verified in each on average."""
+        """Return the expected number of accepted drafts per row.
+
+        Args:
+            beams: Beams of the search.
+            depth: Levels of the search.
+            drafts: Mean number of verified drafts per row, which are the likeliest drafts of the search.
+        """
         self._deepen(depth)
         found = [0.0] * len(TYPICAL)
         for level in self.levels[:depth]:
@@ -283,12 +328,19 @@ class Promise:
         return sum(n * rate for n, rate in zip(likely, self.rates, strict=True)) + UNLIKELY * max(unlikely, 0.0)
 
     def _deepen(self, depth: int) -> None:
-        """Take levels that no step has searched yet to go on as those above them do."""
+        """Extrapolate levels that no step has searched yet from the level above."""
         while len(self.levels) < depth:
             self.levels.append([self._ratio * count for count in self.levels[-1]])
 
     def observe(self, rows: int, beams: int, outcomes: Sequence[Sequence[int]]) -> None:
-        """Take note of a step's `count_outcomes`: of so many rows, at least 1, whose search had so many beams."""
+        """Update the estimates with the outcome of a step.
+
+        Args:
+            rows: Drafted rows of the step, at least 1.
+            beams: Beams of the search.
+            outcomes: Output of `count_outcomes`, summed over the rows.
+        """
+        # The counts are cumulative over likelihoods: their differences are the counts of the classes.
         verified, accepted, *searched = ([b - a for a, b in pairwise((0, *counts))] for counts in outcomes)
         keep = min(max(1 - rows / VERIFIED_ROWS, 0.5), 1 - 1 / VERIFIED_STEPS)
         self._verified = [keep * old + new for old, new in zip(self._verified, verified, strict=True)]
@@ -298,7 +350,7 @@ class Promise:
         share = min(max(rows / (PRIOR_ROWS + self._seen + rows), rows / WINDOW, LEAST_SHARE), 1.0)
         self._seen += rows
         for level, counts in zip(self.levels, searched, strict=False):
-            narrow = _first(level, beams)  # what is less likely than all beams of this search stays as it was
+            narrow = _first(level, beams)  # a narrow search gives no evidence about drafts beyond its beams
             for at, count in enumerate(counts):
                 level[at] += share * (count / rows - narrow[at])
         sums = [1.0, *(sum(n * p for n, p in zip(level, TYPICAL, strict=True)) for level in self.levels)]
@@ -309,14 +361,18 @@ class Promise:
             below[:] = [n + RECALL * (self._ratio * more - n) for n, more in zip(below, above, strict=True)]
 
     def forget(self, kept: float = FORGOTTEN) -> None:
-        """Trust less in what became of drafts so far, since other texts follow, or none were tried for a while."""
+        """Reduce the weight of earlier outcomes, for other sequences or after a pause of drafting.
+
+        Args:
+            kept: Factor of the weight of earlier acceptance counts.
+        """
         self._seen = 0.0
         self._verified, self._accepted = ([kept * n for n in counts] for counts in (self._verified, self._accepted))
         self.rates = self._rates()
 
 
 def _first(counts: Sequence[float], most: float) -> list[float]:
-    """Return how many drafts of each likelihood are among the `most` likeliest."""
+    """Return the counts of each likelihood class among the `most` likeliest drafts."""
     taken = []
     for count in counts:
         taken.append(min(max(count, 0.0), most))
@@ -327,32 +383,32 @@ def _first(counts: Sequence[float], most: float) -> list[float]:
 def best_trees(
     costs: StepCosts, whole: SearchProposer, rows: int, share: bool, qualities: Iterable[float]
 ) -> list[TreeShape]:
-    """Return the trees with which steps promise most tokens for their time, one for each quality of a drafter.
+    """Return the trees with the most expected tokens per unit of time, without duplicates.
 
-    Qualities for which no tree beats steps without drafts have none.
+    There is one tree for each drafter quality, except for qualities at which no tree is faster than undrafted decoding.
 
     Args:
-        costs: What steps take.
-        whole: The widest and deepest search that may be made, and the most nodes of a row.
+        costs: Costs of steps.
+        whole: The search with the maximum number of beams, levels and nodes per row.
         rows: Rows of the batch.
         share: Whether rows may share nodes.
-        qualities: Qualities of drafters, as `Promise` has them.
+        qualities: Drafter qualities, as defined by `AcceptanceEstimator`.
     """
-    looked_at = trees(
+    compared = trees(
         {min(width, whole.beams) for width in (*WIDTHS, whole.beams)},
         {min(each, whole.depth) for each in (*DEPTHS, whole.depth)},
         (*NODES, whole.nodes),
         SHARED if share else (),
         rows,
     )
-    usable = [(shape, (shape.shared_nodes or rows * shape.nodes) / rows) for shape in looked_at]
+    usable = [(shape, (shape.shared_nodes or rows * shape.nodes) / rows) for shape in compared]
     found: dict[TreeShape, None] = {}
     for quality in qualities:
-        promise, best, most = Promise(quality), None, rows / costs.of_tree(rows, 0, 0, rows)
+        estimator, best, most = AcceptanceEstimator(quality), None, rows / costs.of_tree(rows, 0, 0, rows)
         for shape, nodes in usable:
             if shape.shared_nodes is None and nodes > whole.nodes:
                 continue
-            gained = promise.accepted(shape.beams, shape.depth, nodes - 1)
+            gained = estimator.accepted(shape.beams, shape.depth, nodes - 1)
             value = rows * (1 + gained) / costs.of_tree(rows, shape.beams, shape.depth, int(rows * nodes))
             if value > most:
                 best, most = shape, value
@@ -364,21 +420,21 @@ def best_trees(
 def trees(
     widths: Iterable[int], depths: Iterable[int], budgets: Iterable[int], means: Iterable[float] = (), rows: int = 1
 ) -> Iterator[TreeShape]:
-    """Yield trees of these searches: with the best nodes of each row, and with nodes that rows share.
+    """Yield the shapes of candidate trees, both with a fixed number of nodes per row and with nodes that rows share.
 
-    A tree that has no more nodes than levels is left out, as a shorter search finds the same one; so is a chain without
-    its end.
+    Trees without more nodes than levels are omitted, since a shorter search finds the same tree. Truncated chains are
+    omitted for the same reason.
 
     Args:
-        widths: Beams of the searches.
-        depths: Levels of the searches.
-        budgets: Nodes of each row, in addition to all that a search finds.
-        means: Nodes of each row on average, where rows share nodes.
-        rows: Rows that share them.
+        widths: Numbers of beams.
+        depths: Numbers of levels.
+        budgets: Numbers of nodes per row, in addition to all nodes of each search.
+        means: Mean numbers of nodes per row, for rows that share nodes.
+        rows: Number of rows that share nodes.
     """
     for beams in sorted({*widths}):
         for depth in sorted({*depths}):
-            lattice = 1 + beams * depth
+            lattice = 1 + beams * depth  # all nodes of the search
             for mean in means:
                 if mean < lattice and rows < (total := int(mean * rows)) <= MAX_BEAMS:
                     yield TreeShape(beams, depth, lattice, total)

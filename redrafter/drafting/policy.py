@@ -1,50 +1,65 @@
-"""The policy: which drafts the next step verifies, or none.
+"""Draft policies, which choose the proposer of each decoding step.
 
-A policy knows the trees that steps of each number of rows may have. It chooses one by what steps cost and by what
-became of earlier drafts, as `estimates.py` has both, and is given what became of the drafts of each step. Whatever it
-chooses changes no token, as a draft counts only if it is what the target draws itself.
+A policy holds the proposers that are available for each batch size. It chooses one by the cost of a step and by the
+acceptance of earlier drafts, both from `estimates.py`, and records the outcome of each drafted step. The choice affects
+speed only, since the target verifies every draft.
 """
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from redrafter.drafting.estimates import ENOUGH, LEAST_SHARE, QUALITY, RECALL, WINDOW, Promise, StepCosts, StepTimes
+from redrafter.drafting.estimates import (
+    ENOUGH,
+    LEAST_SHARE,
+    QUALITY,
+    RECALL,
+    WINDOW,
+    AcceptanceEstimator,
+    StepCosts,
+    StepTimes,
+)
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
 
-# What drafts may lose before they have gained anything, in steps without drafts, and what each such step adds to it.
+# `DraftLossBudget`, in units of the time of one undrafted step: its initial and maximum value, and the amount that each
+# undrafted step adds.
 ALLOWED, ALLOWED_SHARE = 3.0, 0.01
-FEWEST = 5  # rows of steps before drafts are judged
-# Steps at least between two that try drafts which do not pay, or as many as rows that were seen in vain. Each time they
-# are twice as many as the time before, while nothing is gained.
+FEWEST = 5  # minimum number of drafted rows before the budget may judge that drafts do not pay
+# Minimum and maximum number of steps between two retries of drafts that do not pay. The interval doubles with each
+# retry, until a drafted step gains time.
 RETRY, LONGEST_RETRY = 8, 128
-RECHECK = 4  # steps after which other kinds of steps are looked at again
-MARGIN = 1.05  # times the tokens per time of the kind in use, or of steps without drafts, that another must promise
-FORGOTTEN_BY_RETRY = 0.9  # part of what is known of drafts that still counts where they are tried after a while
-PRIOR_COPIED = 1.0  # drafts of a match that are taken to be accepted
-COPIES_COST = 0.1  # time of a step that copies are added to, in addition to that of the step alone
+RECHECK = 4  # drafted steps between two selections of the best candidate
+MARGIN = 1.05  # minimum speedup that a proposer must be expected to give before it replaces another
+FORGOTTEN_BY_RETRY = 0.9  # factor that a retry applies to the weight of earlier acceptance counts
+PRIOR_COPIED = 1.0  # accepted drafts per row that are assumed for a matching sequence
+COPIES_COST = 0.1  # time that copied drafts add to a step, relative to the step without them
 
-# Tokens of all rows, up to which drafts are added that are copied from texts. The matrix products of a bf16 8B model on
-# an H200 take, for 1/26/64/128/208/256 tokens, 3.97/4.04/4.24/4.64/6.0/7.3 ms: memory sets the time up to about 128.
+# Maximum number of tokens of all rows in a step to which copied drafts are added. The matrix products of a bf16 8B
+# model on an H200 take 3.97/4.04/4.24/4.64/6.0/7.3 ms for 1/26/64/128/208/256 tokens: up to about 128 they are
+# memory-bound.
 COPYING_TOKENS = {"cuda": 128, "cpu": 64}
-COPYING_COST = 1.25  # most time of such a step, in steps of one token, where it is measured: FP8 weights end sooner
-MOST_COPIED, LEAST_COPIED = 16, 4  # drafts that are copied from a sequence in one step
+# Maximum measured time of a step with copied drafts, relative to a step of one token. FP8 weights become compute-bound
+# at fewer tokens.
+COPYING_COST = 1.25
+MOST_COPIED, LEAST_COPIED = 16, 4  # maximum and minimum number of drafts to copy for a row in one step
 
-DECAY_PER_STEP = 0.9  # weight of older drafts of a row after each step, where their length is chosen
-PRIOR_ACCEPTED, PRIOR_JUDGED = 3.0, 4.0  # drafts that a new row counts as accepted and as judged
+# `DraftLengthPolicy`: the decay of a row's counts per step, and the initial counts of accepted and judged drafts.
+DECAY_PER_STEP = 0.9
+PRIOR_ACCEPTED, PRIOR_JUDGED = 3.0, 4.0
 
 
 def text_nodes(size: int, nodes: int, device: str = "cuda", measured: StepCosts | None = None) -> int:
-    """Return how many drafts to copy from each row's text in addition to a tree; 0 where they would cost time.
+    """Return how many copied drafts to add to each row's tree, or 0 if they would slow the step down.
 
     Args:
-        size: Rows that the step is made for.
+        size: Batch size of the step.
         nodes: Nodes of each row's tree.
         device: Type of the device.
-        measured: What steps take, where that was measured. It counts on a GPU alone, as a CPU's steps search and copy
-            only where a text has a match.
+        measured: Measured step costs, if any. They are ignored on a CPU, whose steps copy drafts only when a sequence
+            has a match.
     """
     tokens = COPYING_TOKENS[device]
     if measured is not None and device != "cpu":
@@ -55,16 +70,16 @@ def text_nodes(size: int, nodes: int, device: str = "cuda", measured: StepCosts 
 
 
 class StepRows(NamedTuple):
-    """The rows of the next step.
+    """Describes the rows of the next step.
 
     Attributes:
-        size: Rows that the step is made for.
-        rows: How many of them there are.
-        drafting: How many of those take drafts.
-        prompt_tokens: Tokens of prompts that it reads.
-        cached: Tokens of all rows that are in the cache.
-        match: Whether a text has something to copy; None where that is not known.
-        indices: Number of each row's sequence among those of its call.
+        size: Batch size of the step, including padding rows.
+        rows: Rows that hold a sequence.
+        drafting: Rows whose sequences accept drafts.
+        prompt_tokens: Prompt tokens that the step prefills.
+        cached: Tokens of all rows in the KV cache.
+        match: Whether any sequence has a match to copy drafts from; None if unknown.
+        indices: Index of each row's sequence within its call.
     """
 
     size: int
@@ -77,17 +92,17 @@ class StepRows(NamedTuple):
 
 
 class DraftedStep(NamedTuple):
-    """A step with drafts, and what became of these.
+    """Describes a drafted step and the outcome of its drafts.
 
     Attributes:
-        size: Rows that the step was made for.
-        rows: How many of them there were.
-        proposer: What drafted.
-        accepted: Drafts that were accepted of each row that took some, of which there is at least 1.
-        copied: Those of them all that only the text had.
-        outcomes: What became of the drafts by their likelihood, as `count_outcomes` has it.
-        levels: Levels of drafts.
-        indices: Number of the sequence of each row in `accepted` among those of its call.
+        size: Batch size of the step, including padding rows.
+        rows: Rows that held a sequence.
+        proposer: The proposer of the drafts.
+        accepted: Accepted drafts of each row that took drafts. It has at least one entry.
+        copied: Accepted drafts of all rows that were copied from the sequence and that the search did not find.
+        outcomes: Counts of drafts by likelihood, from `count_outcomes`.
+        levels: Depth of the draft tree.
+        indices: Index within its call of the sequence of each row in `accepted`.
     """
 
     size: int
@@ -100,42 +115,53 @@ class DraftedStep(NamedTuple):
     indices: Sequence[int] = ()
 
 
-class Allowance:
-    """Bounds the time that drafts lose, so that decoding with them is hardly ever slower than without.
+class DraftLossBudget:
+    """Bounds the time that rejected drafts lose, relative to undrafted decoding.
 
-    Drafts may lose some steps' time, and a small part of the time of all later steps; what they gain pays that back.
-    A few unlucky steps so cost a text none of its drafts, and drafts that go on losing are left out of most steps.
+    Drafts may lose the time of a few steps, plus a small part of the time of every undrafted step. Gains refill the
+    budget. A few unlucky steps therefore do not stop drafting, while a drafter that keeps losing is skipped in most
+    steps.
+
+    Attributes:
+        pays: Whether drafts are expected to pay.
     """
 
     def __init__(self) -> None:
-        """Begin with all that may be lost."""
-        self._left, self._waited, self._rows, self._retry, self.pays = ALLOWED, 0, 0, RETRY, True
+        """Create a full budget."""
+        self.pays = True
+        self._left = ALLOWED  # remaining loss, in undrafted steps
+        self._rows = 0  # drafted rows so far
+        self._retry = RETRY  # steps until the next retry
+        self._waited = 0  # steps since the last retry
 
-    def drafts(self, rows: int, loss: float) -> bool:
-        """Decide whether the next step drafts; to be called once for each step.
+    def allows_drafts(self, rows: int, loss: float) -> bool:
+        """Return whether the next step may draft. Call this exactly once per step.
 
         Args:
-            rows: Rows of the step. Those of one step are as much evidence as so many steps of one row.
-            loss: What a step that tries drafts in vain loses, in steps without drafts.
+            rows: Rows of the step. A step of n rows gives as much evidence as n steps of one row, so a retry waits for
+                at least n steps.
+            loss: Time that the step loses if all of its drafts are rejected, in undrafted steps.
         """
         self._waited += 1
         if self._left > 0 and self.pays:
             return True
         if self._waited > max(self._retry, rows) and self._left >= loss:
-            self._waited, self._retry = 0, min(2 * self._retry, LONGEST_RETRY)
+            self._waited = 0
+            self._retry = min(2 * self._retry, LONGEST_RETRY)
             return True
         self._left = min(self._left + ALLOWED_SHARE, ALLOWED)
         return False
 
     def observe(self, rows: int, gained: float, *, pays: bool) -> None:
-        """Record a step with drafts of so many rows.
+        """Record the outcome of a drafted step.
 
         Args:
             rows: Rows that took drafts.
-            gained: What it has gained, in steps without drafts; less than 0 for a loss.
-            pays: Whether drafts promise to pay from now on.
+            gained: Time that the step gained, in undrafted steps; negative for a loss.
+            pays: Whether drafts are expected to pay in later steps.
         """
-        self._left, self._rows = min(self._left + gained, ALLOWED), self._rows + rows
+        self._left = min(self._left + gained, ALLOWED)
+        self._rows += rows
         self.pays = pays or self._rows < FEWEST
         if gained > 0:
             self._retry = RETRY
@@ -143,96 +169,135 @@ class Allowance:
             self._waited = 0
 
 
-class Experience:
-    """What became of earlier drafts, with which an engine's later batches begin.
+class AcceptanceHistory:
+    """Stores the acceptance of an engine's drafts across batches.
 
     Attributes:
-        promise: What is known of a search's drafts.
-        copied: Drafts that were accepted of a row, and that only the text had, in steps that copy beside a search.
-        copied_alone: The same in all steps that copy, which is what copying alone may rely on.
-        allowances: Of numbers of rows that are alike.
+        estimator: Estimates the accepted drafts of a search.
+        copied: Running mean of the accepted drafts per row that only copying found, over steps that copy drafts in
+            addition to a search.
+        copied_alone: Running mean of the same count over all steps that copy drafts. It estimates the gain of steps
+            that copy drafts without a search.
+        budgets: Loss budgets, by the logarithm of the batch size.
     """
 
     def __init__(self, quality: float = QUALITY, copied: float = 0.0):
-        """Begin with a drafter of some quality, as `Promise` has it, and with what copies are taken to bring."""
-        self.promise, self.copied, self.copied_alone = Promise(quality), copied, copied
-        self.allowances: dict[int, Allowance] = defaultdict(Allowance)
+        """Create a history without observations.
 
-    def allowance(self, size: int) -> Allowance:
-        """Return that of steps of so many rows."""
-        return self.allowances[(size - 1).bit_length()]
+        Args:
+            quality: Initial quality of the drafter; see `AcceptanceEstimator`.
+            copied: Initial value of `copied` and `copied_alone`.
+        """
+        self.estimator = AcceptanceEstimator(quality)
+        self.copied = copied
+        self.copied_alone = copied
+        self.budgets: dict[int, DraftLossBudget] = defaultdict(DraftLossBudget)
+
+    def budget_for(self, size: int) -> DraftLossBudget:
+        """Return the loss budget of a batch size, which batch sizes up to the same power of two share."""
+        return self.budgets[(size - 1).bit_length()]
 
 
-class DraftPolicy:
-    """Decides what each step drafts: here one tree for each number of rows.
-
-    Copies that are added to a tree are left out where steps know that no text has a match, and while they do not pay.
+class DraftPolicy(ABC):
+    """Interface of the policies that choose the proposer of each step.
 
     Attributes:
-        times: What times steps, where the policy has to know their costs; else None.
+        times: Times the steps, if the policy depends on measured times; None otherwise.
     """
 
     times: StepTimes | None = None
 
+    @property
+    @abstractmethod
+    def proposers(self) -> list[Proposer]:
+        """All proposers that the policy may choose, for any batch size."""
+
+    @abstractmethod
+    def first(self, size: int) -> Proposer:
+        """Return the proposer that the policy currently prefers for a batch size, regardless of pauses."""
+
+    @abstractmethod
+    def choose(self, step: StepRows) -> Proposer:
+        """Return the proposer of the next step. Call this exactly once per step."""
+
+    @abstractmethod
+    def record(self, step: DraftedStep) -> None:
+        """Record the outcome of a drafted step."""
+
+
+class FixedTreePolicy(DraftPolicy):
+    """Drafts the same tree in every step of a batch size.
+
+    Copied drafts are omitted from the tree in steps without a match, and while they do not pay.
+    """
+
     def __init__(self, trees: Mapping[int, Proposer]):
-        """Begin with what drafts for each number of rows that steps are made for."""
+        """Create the policy from one proposer per batch size."""
         self._trees = dict(trees)
-        self._allowance, self._copied = Allowance(), 2 * COPIES_COST
+        self._budget = DraftLossBudget()  # of copied drafts
+        self._copied = 2 * COPIES_COST  # running mean of accepted copied drafts per row
 
     @property
     def proposers(self) -> list[Proposer]:
-        """All that may draft, whatever the number of rows."""
+        """All proposers that the policy may choose, for any batch size."""
         return list(self._trees.values())
 
     def first(self, size: int) -> Proposer:
-        """Return what the next step of so many rows drafts with, if it does not pause."""
+        """Return the proposer of a batch size."""
         return self._trees[size]
 
     def choose(self, step: StepRows) -> Proposer:
-        """Return the proposer of the next step; to be called once for each step."""
+        """Return the proposer of the batch size, without copied drafts where they are omitted."""
         tree = self._trees[step.size]
+        # Matches are unknown on a GPU. Omitting copied drafts would need another captured step there, which costs more
+        # than verifying copied drafts that are rejected.
         if tree.without_text is None or step.match is None:
-            return tree  # a GPU would have to capture another step, which costs more than nodes that are copied in vain
-        return tree if step.match and self._allowance.drafts(step.drafting, COPIES_COST) else tree.without_text
+            return tree
+        return tree if step.match and self._budget.allows_drafts(step.drafting, COPIES_COST) else tree.without_text
 
     def record(self, step: DraftedStep) -> None:
-        """Record what became of a step's drafts."""
-        if step.proposer.without_text is not None:
-            gained, rows = step.copied / len(step.accepted), len(step.accepted)
-            self._copied += _share(rows) * (gained - self._copied)
-            self._allowance.observe(rows, gained - COPIES_COST, pays=self._copied >= COPIES_COST)
+        """Record the accepted copied drafts of a step."""
+        if step.proposer.without_text is None:
+            return
+        rows = len(step.accepted)
+        gained = step.copied / rows
+        self._copied += _weight(rows) * (gained - self._copied)
+        self._budget.observe(rows, gained - COPIES_COST, pays=self._copied >= COPIES_COST)
 
 
 class DraftLengthPolicy(DraftPolicy):
-    """Chooses the length of a second model's drafts that is expected to give most tokens per unit of time.
+    """Chooses the draft length of a draft model that maximizes the expected tokens per unit of time.
 
-    A row whose drafts are each accepted with probability a gains 1 + a + ... + a^K tokens in a step that is K drafts
-    deep and takes time 1 + K * cost. Each row has its own a, estimated from its own drafts, with more weight on the
-    latest. The rows of a batch share a step, so their tokens are added up. Only drafts that have been judged count, so
-    samples are not biased.
+    A row whose drafts are each accepted with probability a gains 1 + a + ... + a^K tokens in a step of draft length K,
+    which takes time 1 + K * cost. The policy estimates a for each row from the row's own drafts, with more weight on
+    recent ones, and adds up the tokens of all rows of the batch. Only drafts that the target judged count, so the
+    estimate is unbiased.
     """
 
-    def __init__(self, lengths: Mapping[int, Proposer], sizes: Sequence[int], cost: Callable[[int], float]):
-        """Begin with the prior for every row.
+    def __init__(self, lengths: Mapping[int, Proposer], cost: Callable[[int], float]):
+        """Create the policy with prior counts for every row.
 
         Args:
-            lengths: The proposers to choose from, by draft length.
-            sizes: Numbers of rows that steps are made for.
-            cost: Gives the time that one more draft adds to a step of so many rows, as a part of the time of a step
-                without drafts.
+            lengths: Proposers by draft length.
+            cost: Returns, for a number of rows, the time that one more draft adds to a step, relative to an undrafted
+                step.
         """
-        super().__init__(dict.fromkeys(sizes, lengths[max(lengths)]))
-        self._lengths, self._cost = lengths, cost
+        self._lengths = lengths
+        self._cost = cost
         self._accepted: dict[int, float] = defaultdict(lambda: PRIOR_ACCEPTED)  # by the index of a sequence
         self._judged: dict[int, float] = defaultdict(lambda: PRIOR_JUDGED)
 
     @property
     def proposers(self) -> list[Proposer]:
-        """All that may draft, whatever the number of rows."""
+        """All proposers that the policy may choose, for any batch size."""
         return list(self._lengths.values())
 
+    def first(self, size: int) -> Proposer:
+        """Return the proposer of the longest drafts."""
+        return self._lengths[max(self._lengths)]
+
     def choose(self, step: StepRows) -> Proposer:
-        """Return the proposer of the length that promises most; see `DraftPolicy.choose`."""
+        """Return the proposer whose draft length gives the most expected tokens per unit of time."""
         chances = [self._accepted[index] / self._judged[index] for index in step.indices]
 
         def tokens_per_time(length: int) -> float:
@@ -242,9 +307,9 @@ class DraftLengthPolicy(DraftPolicy):
         return self._lengths[max(self._lengths, key=tokens_per_time)]
 
     def record(self, step: DraftedStep) -> None:
-        """Update the estimate of each row that took drafts.
+        """Update the acceptance estimate of each row that took drafts.
 
-        A step judges a row's accepted drafts and the first rejected one; nothing is known of the drafts after it.
+        A step judges a row's accepted drafts and the first rejected draft, but not the drafts after it.
         """
         for index, accepted in zip(step.indices, step.accepted, strict=True):
             self._accepted[index] = DECAY_PER_STEP * self._accepted[index] + accepted
@@ -252,128 +317,176 @@ class DraftLengthPolicy(DraftPolicy):
 
 
 class CostPolicy(DraftPolicy):
-    """Chooses what each step drafts by what steps cost and by what became of the drafts of earlier ones.
+    """Chooses the proposer with the most expected tokens per unit of time, from step costs and earlier acceptance.
 
-    Steps that search nothing say nothing of a search's drafts. So while these promise fewer tokens for their time, they
-    are tried again as often as `Allowance` permits. Other steps copy drafts from the text where that pays, and draft
-    nothing elsewhere. What is decided follows from the costs and from the tokens of earlier steps alone.
+    Steps without a search give no evidence about the drafter. While a search does not pay, the policy therefore retries
+    it as often as `DraftLossBudget` allows. In the other steps it copies drafts from the sequences if that pays, or
+    drafts nothing. The choice depends only on the costs and on the tokens of earlier steps.
     """
 
     def __init__(
         self,
         times: StepTimes,
-        kinds: Mapping[int, Sequence[Proposer]],
-        experience: Experience | None = None,
+        candidates: Mapping[int, Sequence[Proposer]],
+        history: AcceptanceHistory | None = None,
         copying: Mapping[int, Proposer] | None = None,
         *,
         knows_matches: bool = False,
     ):
-        """Begin with what is best by the experience.
+        """Create the policy, and select the best candidate of each batch size by the history.
 
         Args:
-            times: What steps take.
-            kinds: What may draft for each number of rows that steps are made for; nothing where drafts never pay.
-            experience: What became of drafts in earlier batches; None for nothing.
-            copying: What copies drafts from the text and searches none, by rows; None for nothing.
-            knows_matches: Whether steps know if a text has something to copy. Only those that have copy then.
+            times: Times of steps.
+            candidates: Proposers to choose from, by batch size; empty for a batch size at which drafts never pay.
+            history: Acceptance of drafts in earlier batches; None to start without observations.
+            copying: Proposers that only copy drafts from the sequences, by batch size; None for no such proposers.
+            knows_matches: Whether `StepRows.match` is known. If so, only steps with a match copy drafts.
         """
-        self._times, self._plain, self._knows_matches = times, times.plain, knows_matches
-        self.times, self._cached = times, 0  # tokens in the cache, before the step that was chosen last
-        self._copying, self._experience = copying or {}, experience or Experience()
-        self._with_text: dict[tuple[int, int], Proposer] = {}  # by rows and id of the kind without what is copied
+        self.times: StepTimes = times
+        self._plain = times.plain
+        self._copying = copying or {}
+        self._history = history or AcceptanceHistory()
+        self._knows_matches = knows_matches
+        # Proposers that copy drafts in addition to a search, by batch size and id of the proposer of the search alone.
+        self._with_copies: dict[tuple[int, int], Proposer] = {}
         if knows_matches:
-            pairs = [(size, each) for size, of in kinds.items() for each in of if each.without_text]
-            self._with_text = {(size, id(each.without_text)): each for size, each in pairs}
-            kinds = {size: [_search(each) for each in of] for size, of in kinds.items()}
-        self._kinds = kinds
-        self._experience.promise.forget()
-        self._steps: dict[int, int] = defaultdict(int)
-        best = {size: max(of, key=partial(self._value, StepRows(size, size, size))) for size, of in kinds.items() if of}
-        super().__init__(best)
+            pairs = [(size, each) for size, listed in candidates.items() for each in listed if each.without_text]
+            self._with_copies = {(size, id(each.without_text)): each for size, each in pairs}
+            candidates = {size: [_without_copies(each) for each in listed] for size, listed in candidates.items()}
+        self._candidates = candidates
+        self._cached = 0  # tokens in the KV cache before the last chosen step
+        self._steps: dict[int, int] = defaultdict(int)  # steps with drafts that pay, by batch size
+        self._history.estimator.forget()
+        self._selected = {  # by batch size
+            size: max(listed, key=partial(self._tokens_per_time, StepRows(size, size, size)))
+            for size, listed in candidates.items()
+            if listed
+        }
 
     @property
     def proposers(self) -> list[Proposer]:
-        """All that may draft, whatever the number of rows."""
-        kinds = chain.from_iterable(self._kinds.values())
-        return [self._plain, *self._copying.values(), *self._with_text.values(), *kinds]
+        """All proposers that the policy may choose, for any batch size."""
+        candidates = chain.from_iterable(self._candidates.values())
+        return [self._plain, *self._copying.values(), *self._with_copies.values(), *candidates]
 
     def first(self, size: int) -> Proposer:
-        """Return what the next step of so many rows drafts with, if it does not pause."""
-        return self._trees.get(size, self._plain)
+        """Return the selected candidate of a batch size, regardless of pauses."""
+        return self._selected.get(size, self._plain)
 
     def choose(self, step: StepRows) -> Proposer:
-        """Return the proposer of the next step; to be called once for each step."""
-        self._cached, size, match = step.cached, step.size, step.match is not False
-        if self._times.wants(size, self._plain, ENOUGH):
-            return self._plain  # all other steps are compared with it
-        value, kinds = partial(self._value, step), self._kinds.get(size, ())
-        cheapest = min(kinds, key=partial(self._cost, size), default=self._plain)
-        usable = cheapest.depth and (match or isinstance(_search(cheapest), SearchProposer))
-        allowance = self._experience.allowance(size)
-        if not usable or not allowance.drafts(step.rows, self._cost(size, cheapest) - 1):
-            copying = self._copying.get(size, self._plain) if match else self._plain
-            return copying if value(copying) >= MARGIN * value(self._plain) else self._plain
-        if not allowance.pays:  # the cheapest kind tells as much of what others promise
-            self._experience.promise.forget(FORGOTTEN_BY_RETRY)
+        """Return the proposer of the next step. Call this exactly once per step."""
+        self._cached = step.cached
+        if self.times.wants(step.size, self._plain, ENOUGH):
+            return self._plain  # calibration: the times of all other steps are relative to undrafted steps
+        cheapest = self._cheapest_candidate(step)
+        budget = self._history.budget_for(step.size)
+        if cheapest is None or not budget.allows_drafts(step.rows, self._relative_cost(step.size, cheapest) - 1):
+            return self._choose_without_search(step)
+        if not budget.pays:  # retry: the cheapest candidate gives as much evidence as the others
+            self._history.estimator.forget(FORGOTTEN_BY_RETRY)
             return cheapest
+        chosen = self._add_copies(step, self._reselect(step))
+        if step.prompt_tokens:
+            # Prefill may make drafts too expensive. Other candidates are not compared: each would be a step of another
+            # shape, used only while prompts are read.
+            chosen = max(chosen, self._plain, key=partial(self._tokens_per_time, step))
+        return chosen
+
+    def _cheapest_candidate(self, step: StepRows) -> Proposer | None:
+        """Return the candidate whose step takes the least time; None if it drafts nothing in this step."""
+        candidates = self._candidates.get(step.size, ())
+        cheapest = min(candidates, key=partial(self._relative_cost, step.size), default=self._plain)
+        searches = isinstance(_without_copies(cheapest), SearchProposer)
+        return cheapest if cheapest.depth and (searches or step.match is not False) else None
+
+    def _choose_without_search(self, step: StepRows) -> Proposer:
+        """Return the proposer that only copies drafts if it pays, and the undrafted one otherwise."""
+        copying = self._copying.get(step.size, self._plain) if step.match is not False else self._plain
+        copied_value = self._tokens_per_time(step, copying)
+        return copying if copied_value >= MARGIN * self._tokens_per_time(step, self._plain) else self._plain
+
+    def _reselect(self, step: StepRows) -> Proposer:
+        """Select the best candidate again every `RECHECK` steps, and return the selected one."""
+        size = step.size
+        candidates = self._candidates[size]
         self._steps[size] += 1
-        used = self._trees[size]
-        if self._steps[size] % RECHECK == 0 and len(kinds) > 1:
-            best = max(kinds, key=partial(self._value, step._replace(prompt_tokens=0)))
-            if value(best) > MARGIN * value(used):
-                self._trees[size] = used = best
-        if match and (both := self._with_text.get((size, id(used)))) is not None:
-            best = max(used, both, self._copying.get(size, used), key=value)
-            if best is used:
-                self._experience.copied += RECALL * (PRIOR_COPIED - self._experience.copied)
-            used = best
-        # Other trees would be steps of other shapes, for as long as prompts are read alone.
-        return max(used, self._plain, key=value) if step.prompt_tokens else used
+        if self._steps[size] % RECHECK == 0 and len(candidates) > 1:
+            # The selection outlasts the prompts that this step prefills.
+            best = max(candidates, key=partial(self._tokens_per_time, step._replace(prompt_tokens=0)))
+            if self._tokens_per_time(step, best) > MARGIN * self._tokens_per_time(step, self._selected[size]):
+                self._selected[size] = best
+        return self._selected[size]
+
+    def _add_copies(self, step: StepRows, search: Proposer) -> Proposer:
+        """Return the best of a search, the search with copied drafts, and copied drafts alone.
+
+        Copied drafts are considered only in steps with a match.
+        """
+        both = self._with_copies.get((step.size, id(search)))
+        if step.match is False or both is None:
+            return search
+        copying = self._copying.get(step.size, search)
+        best = max(search, both, copying, key=partial(self._tokens_per_time, step))
+        if best is search:  # without new evidence, the estimate returns slowly to the prior, so that copies are retried
+            self._history.copied += RECALL * (PRIOR_COPIED - self._history.copied)
+        return best
 
     def record(self, step: DraftedStep) -> None:
-        """Record what became of a step's drafts."""
-        known, search, drafting = self._experience, _search(step.proposer), len(step.accepted)
-        share, accepted = _share(drafting), sum(step.accepted)
-        gained = accepted
+        """Record the outcome of a drafted step in the history and in the loss budget of its batch size."""
+        self._update_history(step)
+        if self._candidates.get(step.size):
+            self._update_budget(step)
+
+    def _update_history(self, step: DraftedStep) -> None:
+        """Update the estimates of accepted drafts, from a search and from copying."""
+        history = self._history
+        search = _without_copies(step.proposer)
+        drafting = len(step.accepted)
+        weight = _weight(drafting)
+        copied = sum(step.accepted)
         if isinstance(search, SearchProposer):
-            gained = step.copied
-            known.promise.observe(drafting, search.beams, step.outcomes)
+            copied = step.copied
+            history.estimator.observe(drafting, search.beams, step.outcomes)
             if search is not step.proposer:
-                known.copied += share * (step.copied / drafting - known.copied)
-        known.copied_alone += share * (gained / drafting - known.copied_alone)
-        if not (kinds := self._kinds.get(step.size)):
-            return
-        value = partial(self._value, StepRows(step.size, step.rows, drafting))
-        # Where steps know of matches, copies are no rival of a search: it is left out in steps that have some to copy.
+                history.copied += weight * (copied / drafting - history.copied)
+        history.copied_alone += weight * (copied / drafting - history.copied_alone)
+
+    def _update_budget(self, step: DraftedStep) -> None:
+        """Charge or refill the loss budget by the time that the step gained."""
+        drafting = len(step.accepted)
+        value = partial(self._tokens_per_time, StepRows(step.size, step.rows, drafting))
+        # If matches are known, copying does not compete with a search: `_add_copies` compares the two in each step that
+        # has a match.
         copying = self._plain if self._knows_matches else self._copying.get(step.size, self._plain)
-        pays = max(map(value, kinds)) >= MARGIN * max(value(self._plain), value(copying))
-        gained_steps = (step.rows + accepted) / step.rows - self._cost(step.size, step.proposer)
-        known.allowance(step.size).observe(drafting, gained_steps, pays=pays)
+        pays = max(map(value, self._candidates[step.size])) >= MARGIN * max(value(self._plain), value(copying))
+        gained = (step.rows + sum(step.accepted)) / step.rows - self._relative_cost(step.size, step.proposer)
+        self._history.budget_for(step.size).observe(drafting, gained, pays=pays)
 
-    def _cost(self, size: int, proposer: Proposer) -> float:
-        """Return the time of a step with a proposer, in steps without drafts."""
-        return self._times.of(proposer, size, 0, self._cached) / self._times.of(self._plain, size, 0, self._cached)
+    def _relative_cost(self, size: int, proposer: Proposer) -> float:
+        """Return the time of a step, in undrafted steps of the same batch size."""
+        return self.times.of(proposer, size, 0, self._cached) / self.times.of(self._plain, size, 0, self._cached)
 
-    def _value(self, step: StepRows, proposer: Proposer) -> float:
-        """Return the tokens that a step with a proposer promises, per time."""
-        known, search = self._experience, _search(proposer)
-        cost = self._times.of(proposer, step.size, step.prompt_tokens, self._cached)
+    def _tokens_per_time(self, step: StepRows, proposer: Proposer) -> float:
+        """Return the expected tokens per unit of time of a step with a proposer."""
+        history = self._history
+        search = _without_copies(proposer)
+        time = self.times.of(proposer, step.size, step.prompt_tokens, self._cached)
         if not isinstance(search, SearchProposer):
-            return (step.rows + step.drafting * known.copied_alone * bool(proposer.depth)) / cost
+            return (step.rows + step.drafting * history.copied_alone * bool(proposer.depth)) / time
         drafts = search.nodes - 1.0
         if search.shared_nodes is not None:
             drafts = (step_tokens(search, step.size) - step.size) / max(step.drafting, 1)
-        gained = known.promise.accepted(search.beams, search.depth, drafts)
+        gained = history.estimator.accepted(search.beams, search.depth, drafts)
         if search is not proposer:
-            gained += known.copied
-        return (step.rows + step.drafting * gained) / cost
+            gained += history.copied
+        return (step.rows + step.drafting * gained) / time
 
 
-def _search(proposer: Proposer) -> Proposer:
-    """Return what drafts but for what is copied beside it."""
+def _without_copies(proposer: Proposer) -> Proposer:
+    """Return the proposer without its copied drafts, or the proposer itself if it copies none."""
     return proposer.without_text or proposer
 
 
-def _share(drafting: int) -> float:
-    """Return how much a step of so many rows counts beside those before it."""
-    return min(max(drafting / WINDOW, LEAST_SHARE), 1.0)
+def _weight(rows: int) -> float:
+    """Return the weight of the outcome of a step with `rows` drafted rows in a running mean."""
+    return min(max(rows / WINDOW, LEAST_SHARE), 1.0)

@@ -204,13 +204,13 @@ class DraftTarget(Engine):
         return engine
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
-        """Return what decides what each step of such numbers of rows drafts."""
+        """Return the policy that chooses the drafts of steps of these batch sizes."""
         if not self.adaptive:
             return super().draft_policy(sizes, memory)
-        # Where drafts end in doubt too, only those that promise something are made, about every other one.
+        # If drafting also stops at low confidence, about half of the drafts are made.
         share = 1.0 if self._by_length[self.draft_len].confidence is None else 0.5
         cost, node_cost = share * self._draft_cost, self._node_cost
-        return DraftLengthPolicy(self._by_length, sizes, lambda rows: cost + node_cost * (rows - 1))
+        return DraftLengthPolicy(self._by_length, lambda rows: cost + node_cost * (rows - 1))
 
     def _doubt(self, rows: int) -> float:
         """Return the probability that a draft must have to be worth another one after it, in a step of `rows` rows."""

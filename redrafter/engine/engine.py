@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from redrafter.cache.to_device import made_on_host
 from redrafter.checkpoints.adapters import read_adapter
 from redrafter.drafting.estimates import Clock, StepCosts, StepTimes
-from redrafter.drafting.policy import DraftPolicy
+from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy
 from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
@@ -117,8 +117,8 @@ class Engine(Changeable):
         return self.proposer
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
-        """Return what decides what each step of such numbers of rows drafts."""
-        return DraftPolicy({size: self.proposer_for(size) for size in sizes})
+        """Return the policy that chooses the drafts of steps of these batch sizes."""
+        return FixedTreePolicy({size: self.proposer_for(size) for size in sizes})
 
     @cached_property
     def _times(self) -> StepTimes:

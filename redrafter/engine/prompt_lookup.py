@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.models import bind, locate_gguf
-from redrafter.drafting.policy import PRIOR_COPIED, CostPolicy, DraftPolicy, Experience
+from redrafter.drafting.policy import PRIOR_COPIED, AcceptanceHistory, CostPolicy, DraftPolicy
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import split_keywords, takes_options
@@ -25,14 +25,14 @@ class PromptLookup(Engine):
         ```
     """
 
-    _experience: Experience | None = None
+    _history: AcceptanceHistory | None = None
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
-        """Return what leaves drafts out of a CPU's steps while they do not pay; of no step with `pauses` off."""
+        """Return a policy that omits drafts while they do not pay on a CPU, and never with `pauses` off."""
         if not self.pauses or self.target.device.type != "cpu":
             return super().draft_policy(sizes, memory)
-        self._experience = self._experience or Experience(copied=PRIOR_COPIED)
-        return CostPolicy(self._times, {size: [self.proposer] for size in sizes}, self._experience)
+        self._history = self._history or AcceptanceHistory(copied=PRIOR_COPIED)
+        return CostPolicy(self._times, {size: [self.proposer] for size in sizes}, self._history)
 
     @classmethod
     @takes_options

@@ -13,7 +13,7 @@ from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
 from redrafter.drafting.drafter_model import check_draft_ids
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.estimates import QUALITIES, QUALITY, SHARING_ROWS, StepCosts, StepTimes, best_trees, time_at
-from redrafter.drafting.policy import PRIOR_COPIED, CostPolicy, DraftPolicy, Experience, text_nodes
+from redrafter.drafting.policy import PRIOR_COPIED, AcceptanceHistory, CostPolicy, DraftPolicy, text_nodes
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import Proposer, SearchProposer, step_tokens
 from redrafter.engine.arguments import check_bound
@@ -89,7 +89,7 @@ class ReDrafter(Engine):
             target.store_drafter_layer(layer)
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
         self._measured: StepCosts | None = None
-        self._experience: Experience | None = None  # of the drafter, with earlier texts
+        self._history: AcceptanceHistory | None = None  # of the current drafter
         self._best: dict[tuple[StepCosts, int, bool, tuple[float, ...]], list[TreeShape]] = {}
         self._proposers: dict[TreeShape, SearchProposer] = {}
         self._with_text: dict[tuple[int, int], TextBeside] = {}
@@ -190,14 +190,14 @@ class ReDrafter(Engine):
     def derive(self) -> None:
         """Rebuild the drafter's tables from its weights."""
         super().derive()
-        self._experience = None
+        self._history = None
         self.drafter.prepare(self.target)
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
-        """Return what decides what each step of such numbers of rows drafts.
+        """Return the policy that chooses the drafts of steps of these batch sizes.
 
-        A shape that was asked for, or tuned, is drafted or not; else steps choose among several. With `pauses` off,
-        each drafts the tree of `proposer_for`.
+        With a requested or tuned tree shape, a step drafts this tree or nothing; otherwise it chooses among several
+        trees. With `pauses` off, each step drafts the tree of `proposer_for`.
         """
         if not self.pauses:
             return super().draft_policy(sizes, memory)
@@ -214,12 +214,12 @@ class ReDrafter(Engine):
                 known += [(size, each.without_text or each, ratio) for each in kinds[size]]
             if (copies := self._with_copies(self.plain, size)).depth:
                 copying[size] = copies
-        if self._experience is None:
-            self._experience = Experience(copied=PRIOR_COPIED if on_cpu else 0.0)
+        if self._history is None:
+            self._history = AcceptanceHistory(copied=PRIOR_COPIED if on_cpu else 0.0)
         unknown = on_cpu and self._tuned_costs is None and not known
         times = self._times if unknown else StepTimes(costs, self.plain, known=known)
         # A CPU's steps know whether a text has something to copy.
-        return CostPolicy(times, kinds, self._experience, copying, knows_matches=on_cpu)
+        return CostPolicy(times, kinds, self._history, copying, knows_matches=on_cpu)
 
     def step_costs(self, memory: PagedMemory | None) -> StepCosts:
         """Return what steps take: by the tuning, else as measured once on a GPU's paged cache, else assumed."""

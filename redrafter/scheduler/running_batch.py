@@ -18,7 +18,7 @@ from torch import Tensor
 
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.to_device import to_device
-from redrafter.drafting.policy import DraftPolicy, StepRows
+from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy, StepRows
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import Proposer, State, step_tokens
 from redrafter.drafting.vocabulary_map import VocabularyMap
@@ -60,12 +60,12 @@ class Models(Protocol):
         """Tell whether sampled drafts are kept by rejection sampling."""
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
-        """Return what decides what each step of such numbers of rows drafts."""
+        """Return the policy that chooses the drafts of steps of these batch sizes."""
 
 
 # Positions that the buffers of each row and the window of a step have at least, by type of device.
 MIN_POSITIONS = {"cpu": 256, "cuda": 2048}
-# Captured steps of one batch; those that were used least recently are forgotten. Seven numbers of rows, eight kinds of
+# Captured steps of one batch; those that were used least recently are forgotten. Seven batch sizes, eight kinds of
 # sampling and four sizes of chunks make 224 for one window and one proposer.
 MAX_CAPTURED_STEPS = 1024
 GRAPH_BYTES = 2 << 20  # that a captured step is taken to hold beside its output: some hundred kernels and arguments
@@ -102,14 +102,14 @@ class StepKey(NamedTuple):
     adapters: int
 
 
-class Asked(NamedTuple):
-    """Notes what the sequences of all rows ask for together, which changes only where one comes or goes.
+class BatchRequirements(NamedTuple):
+    """Combines the requirements of the sequences of all rows. They change only when a sequence is added or removed.
 
     Attributes:
-        sampling: What sampling depends on; see `SamplingTensors.kind`.
-        speculate: How many take drafts.
-        logits: Whether any needs logits or processed scores beside its tokens.
-        adapters: Whether any has an adapter.
+        sampling: Key of the sampling operations that a step runs, from `SamplingTensors.kind`.
+        speculate: Number of sequences that take drafts.
+        logits: Whether any sequence needs logits or processed scores in addition to its tokens.
+        adapters: Whether any sequence has an adapter.
     """
 
     sampling: Hashable
@@ -151,7 +151,7 @@ class RunningBatch:
         self._given: dict[TokenSequence, Piece] = {}  # pieces that are not in the rows yet
         self.rows: list[TokenSequence] = []
         self.captured_steps: dict[StepKey, CapturedStep] = {}
-        self._asked: Asked | None = None  # None after the rows have changed
+        self._requirements: BatchRequirements | None = None  # None after the rows have changed
         self._positions = 0  # of a row's buffers
         self._state: State | None = None
         self._chunk_buffers: ChunkBuffers | None = None
@@ -160,10 +160,10 @@ class RunningBatch:
         """Set what drafts in later steps, while there are no sequences."""
         assert not self.rows, "rows are drafted for already"
         self._plain, self._rejection_sampling = models.plain, models.rejection_sampling
-        # By number of sequences; a captured step for so many may have more rows.
+        # Batch size of a step by number of sequences; a captured step may have padding rows.
         self._sizes = {n: min(bucket(n), self._all_rows) if self._memory else n for n in range(1, rows + 1)}
         nothing = dict.fromkeys(self.sizes, models.plain)
-        self.policy = models.draft_policy(self.sizes, self._memory) if speculate else DraftPolicy(nothing)
+        self.policy = models.draft_policy(self.sizes, self._memory) if speculate else FixedTreePolicy(nothing)
         every = self.policy.proposers
         self.depth = max(proposer.depth for proposer in every)
         copies = any(proposer.without_text or isinstance(proposer, PromptLookupProposer) for proposer in every)
@@ -173,7 +173,7 @@ class RunningBatch:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of rows that steps are made for, the smallest first."""
+        """Batch sizes of steps, including padding rows, in ascending order."""
         return sorted(set(self._sizes.values()))
 
     @property
@@ -223,7 +223,7 @@ class RunningBatch:
             return
         self.reserve(max(sequence.max_length for sequence in sequences))
         self.rows += sequences
-        self._asked = None
+        self._requirements = None
         rows = slice(first, len(self.rows))
         for row, sequence in enumerate(sequences, start=first):
             sequence.row = row
@@ -256,7 +256,7 @@ class RunningBatch:
         """Remove a sequence. The last row moves into its place."""
         row = sequence.row
         assert row is not None
-        sequence.row = self._asked = None
+        sequence.row = self._requirements = None
         last = len(self.rows) - 1
         if row != last:
             for tensor in self.state.tensors:  # `active` too: both rows step
@@ -295,9 +295,9 @@ class RunningBatch:
         if self._given:
             write_pieces(self.state.pieces, {s.row: each for s, each in self._given.items() if s.row is not None})
             self._given.clear()
-        asked = self._asked or self._look_at_rows()
+        requirements = self._requirements or self._combine_requirements()
         # Without rows, one stands still.
-        rows, proposer = self._sizes[max(len(self.rows), 1)], self._choose_proposer(asked, chunks)
+        rows, proposer = self._sizes[max(len(self.rows), 1)], self._choose_proposer(requirements, chunks)
 
         # 1. How much of the texts the step sees.
         ahead = self.depth + 1  # tokens by which each step that was launched may advance a row
@@ -318,11 +318,15 @@ class RunningBatch:
                 self._chunk_buffers = ChunkBuffers(self._positions // BLOCK_SIZE, self.target)
             room = self._chunk_buffers.load(chunks)
         version, stacks = 0, self.target.adapters.stacks
-        if stacks is not None and (asked.adapters or any(sequence.adapter is not None for sequence, _ in chunks)):
+        if stacks is not None and (
+            requirements.adapters or any(sequence.adapter is not None for sequence, _ in chunks)
+        ):
             version = stacks.version
 
         # 3. The step that was captured for all this, or a new one.
-        key = StepKey(rows, window, asked.sampling, id(proposer), room.count if room else 0, asked.logits, version)
+        key = StepKey(
+            rows, window, requirements.sampling, id(proposer), room.count if room else 0, requirements.logits, version
+        )
         step = self.captured_steps.pop(key, None)
         if step is None:
             step = self._make_step(key, proposer, room)
@@ -333,20 +337,20 @@ class RunningBatch:
             self.target.reread(state.tokens, at_switch, step.cache, state.inputs)
         return step
 
-    def _look_at_rows(self) -> Asked:
-        """Let sampling look at the sequences of the rows, and note what these ask for."""
+    def _combine_requirements(self) -> BatchRequirements:
+        """Load the sequences of the rows into the sampling state, and combine their requirements."""
         self.sampling.load_texts(self.rows)
-        self._asked = Asked(
+        self._requirements = BatchRequirements(
             self.sampling.kind(self.rows),
             sum(sequence.params.speculate for sequence in self.rows),
             any(sequence.keeps or sequence.params.logprobs is not None for sequence in self.rows),
             any(sequence.adapter is not None for sequence in self.rows),
         )
-        return self._asked
+        return self._requirements
 
-    def _choose_proposer(self, asked: Asked, chunks: Sequence[Chunk]) -> Proposer:
+    def _choose_proposer(self, requirements: BatchRequirements, chunks: Sequence[Chunk]) -> Proposer:
         """Return the proposer of the next step."""
-        if not asked.speculate:
+        if not requirements.speculate:
             return self._plain
         match = None
         if self._knows_matches:  # a CPU's step is read before the next one, so all tokens are known
@@ -357,7 +361,7 @@ class RunningBatch:
         step = StepRows(
             self._sizes[len(self.rows)],
             len(self.rows),
-            asked.speculate,
+            requirements.speculate,
             prompt_tokens=room_for(chunks) * TOKENS_PER_CHUNK,
             cached=sum(len(sequence.tokens) for sequence in self.rows),
             match=match,

@@ -12,8 +12,8 @@ from helpers.models import DRAFTER_ALONE, paged, tiny_drafter, tiny_model, uneve
 from helpers.scheduling import random_sequences, run_as_alone, scheduler, without_drafts
 from redrafter import ReDrafter
 from redrafter.drafting import estimates, policy
-from redrafter.drafting.estimates import Promise, StepCosts, StepTimes, best_trees, time_at
-from redrafter.drafting.policy import CostPolicy, DraftedStep, DraftPolicy, Experience, StepRows
+from redrafter.drafting.estimates import AcceptanceEstimator, StepCosts, StepTimes, best_trees, time_at
+from redrafter.drafting.policy import AcceptanceHistory, CostPolicy, DraftedStep, DraftPolicy, FixedTreePolicy, StepRows
 from redrafter.drafting.prompt_lookup import TextBeside
 from redrafter.drafting.proposer import PlainProposer, SearchProposer
 from redrafter.engine.step_timing import time_to_read
@@ -89,31 +89,33 @@ def test_the_host_reads_what_became_of_drafts_after_the_rows():
     assert packed[3:].flatten()[:24].tolist() == known.flatten().tolist()
 
 
-def test_a_promise_comes_to_what_drafts_have_kept():
-    promise = Promise(0.9)
+def test_an_estimate_converges_to_the_rate_of_accepted_drafts():
+    estimator = AcceptanceEstimator(0.9)
     for _ in range(60):
-        promise.observe(4, 1, outcomes(3, likely=4, accepted=6))  # of 12, all likely
-    assert promise.rates[0] == pytest.approx(0.5, abs=0.02)
-    assert promise.accepted(1, 3, 3) == pytest.approx(1.5, abs=0.1)
-    assert promise.accepted(1, 3, 1) == pytest.approx(0.5, abs=0.05)  # of the nodes that there are, the likeliest
-    assert promise.accepted(1, 2, 3) == pytest.approx(1.0, abs=0.1)
-    assert promise.accepted(1, 5, 5) > 2  # as deeper levels go on
+        estimator.observe(4, 1, outcomes(3, likely=4, accepted=6))  # of 12, all likely
+    assert estimator.rates[0] == pytest.approx(0.5, abs=0.02)
+    assert estimator.accepted(1, 3, 3) == pytest.approx(1.5, abs=0.1)
+    assert estimator.accepted(1, 3, 1) == pytest.approx(0.5, abs=0.05)  # of the nodes that there are, the likeliest
+    assert estimator.accepted(1, 2, 3) == pytest.approx(1.0, abs=0.1)
+    assert estimator.accepted(1, 5, 5) > 2  # as deeper levels go on
 
 
 def test_a_narrow_search_leaves_what_is_known_of_a_wide_one():
-    promise = Promise(0.5)
+    estimator = AcceptanceEstimator(0.5)
     for _ in range(60):
-        promise.observe(4, 5, outcomes(2, likely=12, accepted=2, likelihood=7))
-    assert sum(promise.levels[0]) == pytest.approx(3, rel=0.1)
+        estimator.observe(4, 5, outcomes(2, likely=12, accepted=2, likelihood=7))
+    assert sum(estimator.levels[0]) == pytest.approx(3, rel=0.1)
     for _ in range(60):
-        promise.observe(4, 1, outcomes(2, likely=4, accepted=1, likelihood=7))
-    assert sum(promise.levels[0]) == pytest.approx(3, rel=0.1)
+        estimator.observe(4, 1, outcomes(2, likely=4, accepted=1, likelihood=7))
+    assert sum(estimator.levels[0]) == pytest.approx(3, rel=0.1)
 
 
 def choice(
     costs: StepCosts, *kinds: SearchProposer, size: int = 1, quality: float = 0.5, reading: float = 0.0
 ) -> CostPolicy:
-    return CostPolicy(StepTimes(replace(costs, reading=reading), PlainProposer()), {size: kinds}, Experience(quality))
+    return CostPolicy(
+        StepTimes(replace(costs, reading=reading), PlainProposer()), {size: kinds}, AcceptanceHistory(quality)
+    )
 
 
 def choose(chosen: CostPolicy, size: int = 1, cached: int = 0, more: int = 0):
@@ -190,7 +192,7 @@ def test_steps_of_a_pause_copy_from_the_text_where_that_alone_pays(searched, cop
     both = TextBeside(search(1, 3, 4), 4)
     alone = TextBeside(PlainProposer(), 4)
     costs = priced(((1, 1.0), (5, 1.1), (9, 1.15)), ((1, 0.3),), FREE)
-    chosen = CostPolicy(StepTimes(costs, PlainProposer()), {1: [both]}, Experience(0.5), {1: alone})
+    chosen = CostPolicy(StepTimes(costs, PlainProposer()), {1: [both]}, AcceptanceHistory(0.5), {1: alone})
     dice, taken = random.Random(0), []
     for _ in range(400):
         proposer = choose(chosen)
@@ -207,7 +209,7 @@ def test_steps_of_a_pause_copy_from_the_text_where_that_alone_pays(searched, cop
 def test_a_text_that_repeated_itself_does_not_keep_later_ones_from_being_drafted_for():
     both, alone = TextBeside(search(1, 3, 4), 4), TextBeside(PlainProposer(), 4)
     costs = priced(((1, 1.0), (5, 1.1), (9, 1.15)), ((1, 0.3),), FREE)
-    chosen, taken = CostPolicy(StepTimes(costs, PlainProposer()), {1: [both]}, Experience(0.5), {1: alone}), []
+    chosen, taken = CostPolicy(StepTimes(costs, PlainProposer()), {1: [both]}, AcceptanceHistory(0.5), {1: alone}), []
     for step in range(600):
         repeats = step < 200
         taken.append(proposer := choose(chosen))
@@ -221,7 +223,7 @@ def test_a_text_that_repeated_itself_does_not_keep_later_ones_from_being_drafted
     assert taken[-200:].count(both) == 200
 
 
-def test_numbers_of_rows_pause_apart():
+def test_batch_sizes_pause_independently():
     times = StepTimes(priced(FLAT, ((1, 0.5),), FREE), PlainProposer())
     chosen = CostPolicy(times, {2: [search(1, 1, 2)], 64: [search(1, 1, 2)]})
     steps(chosen, 4, accepted=0.0, size=64)
@@ -328,8 +330,8 @@ def copies(drafting: DraftPolicy, count: int, copied: int, match: bool | None = 
     return taken
 
 
-def copying() -> DraftPolicy:
-    return DraftPolicy({1: TextBeside(search(1, 3, 4), 4)})
+def copying() -> FixedTreePolicy:
+    return FixedTreePolicy({1: TextBeside(search(1, 3, 4), 4)})
 
 
 def test_copies_beside_one_tree_are_left_out_while_they_gain_nothing_and_tried_again():

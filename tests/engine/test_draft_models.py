@@ -72,7 +72,7 @@ def drafted_step(accepted: dict[int, int], levels: int) -> DraftedStep:
 
 def test_a_row_whose_drafts_are_kept_is_drafted_far():
     def after(*accepted, cost=0.1, rows=None, drafted=8):
-        lengths = DraftLengthPolicy({length: length for length in range(1, 9)}, [1], lambda rows: cost * rows)
+        lengths = DraftLengthPolicy({length: length for length in range(1, 9)}, lambda rows: cost * rows)
         for _ in range(40):
             judged = {row: kept for row, kept in enumerate(accepted) if kept is not None}
             lengths.record(drafted_step(judged, drafted))
@@ -91,7 +91,7 @@ def test_a_row_whose_drafts_are_kept_is_drafted_far():
 
 
 def test_how_long_ago_decides_what_a_draft_counts():
-    lengths = DraftLengthPolicy({length: length for length in (1, 2, 4, 8)}, [1], lambda rows: 0.1)
+    lengths = DraftLengthPolicy({length: length for length in (1, 2, 4, 8)}, lambda rows: 0.1)
     step = StepRows(1, 1, 1, indices=[0])
     for _ in range(30):
         lengths.record(drafted_step({0: 8}, 8))

@@ -11,7 +11,7 @@ from redrafter.app.engines import PLAIN, can_draft
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.tokenizers import end_tokens
-from redrafter.drafting.policy import DraftPolicy
+from redrafter.drafting.policy import FixedTreePolicy
 from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.engine import Engine
 from redrafter.engine.redrafter import ReDrafter
@@ -134,9 +134,9 @@ def _sampling_defaults(engine: Engine) -> dict[str, Any]:
 
 
 def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
-    """Decode sequences that nobody reads: prompts of many lengths, and steps of every number of rows.
+    """Decode sequences that nobody reads: prompts of many lengths, and steps of every batch size.
 
-    For each number of rows, these take the likeliest token, sample, or draw as the model's defaults have it. The first
+    For each batch size, these take the likeliest token, sample, or draw as the model's defaults have it. The first
     rows that draw otherwise wait for their own steps, as do the first that come to `MIN_POSITIONS` and to each power of
     two after it: one step is captured in a tenth of a second, and steps of all kinds were half of a start. The
     scheduler has no sequences yet; all of these have the same adapter, or none.
@@ -144,7 +144,8 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     began = time.monotonic()
     limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
     policy = scheduler.batch.policy
-    scheduler.batch.policy = DraftPolicy({size: policy.first(size) for size in scheduler.batch.sizes})  # never pauses
+    # A policy that never pauses, so that all drafted steps are captured.
+    scheduler.batch.policy = FixedTreePolicy({size: policy.first(size) for size in scheduler.batch.sizes})
     longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
     # Tokens that need each room at least: beside rows, and without any.
     mixed = scheduler.mixed_prefill
