@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,17 +15,37 @@ from redrafter.drafting.drafter_types import Drafter, open_drafter_model
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
 from redrafter.features import ENGINE_CHANGES, WEIGHT_UPDATES
 from redrafter.formats.sources import load_foreign
+from redrafter.model.target import Target
 from redrafter.model.weights import NewWeights, ParkedMemory, snapshot
 from redrafter.scheduler.engine_change import EngineChange
 from redrafter.scheduler.paged_memory import PagedMemory
-
-if TYPE_CHECKING:
-    from redrafter.engine.changeable import Changeable
 
 # Fields of a drafter's config that say how it was trained and is used by default, and do not affect its computation.
 NOT_OF_FORM = frozenset(
     {"draft_beams", "draft_len_per_beam", "trained_draft_len", "base_model", "base_embedding_norms"}
 )
+
+
+class ChangeableModels(Protocol):
+    """The models of an engine that a change reads and writes; `Changeable` implements it."""
+
+    target: Target
+    drafter: Drafter | None
+    previous_drafter: Mapping[str, Tensor] | None
+
+    @property
+    def targets(self) -> list[Target]:
+        """The target, and the draft model if there is one."""
+
+    @property
+    def modules(self) -> list[Any]:
+        """All modules with weights: the models, and the drafter if there is one."""
+
+    def derive(self) -> None:
+        """Rebuild the copies and tables derived from the weights of the target and the drafter."""
+
+    def follow_changes(self, *, speculate: bool = True) -> None:
+        """Detect changes of the models, and rebuild the tensors derived from their weights."""
 
 
 class Sleep(EngineChange):
@@ -34,7 +54,7 @@ class Sleep(EngineChange):
     asleep = True
     same_models = True
 
-    def __init__(self, engine: "Changeable"):
+    def __init__(self, engine: ChangeableModels):
         """Raise `UnsupportedError` for an engine that several processes share."""
         check_changeable(engine, asleep=None)
         self._engine = engine
@@ -62,7 +82,7 @@ class Wake(EngineChange):
 
     same_models = True
 
-    def __init__(self, engine: "Changeable"):
+    def __init__(self, engine: ChangeableModels):
         """Make the change, which does nothing for an engine that is awake."""
         self._engine = engine
 
@@ -82,7 +102,7 @@ class Wake(EngineChange):
 class UpdateWeights(EngineChange):
     """Writes new weights of the target over the old ones, and rebuilds tensors derived from these."""
 
-    def __init__(self, engine: "Changeable", weights: "str | Path | Mapping[str, Tensor]"):
+    def __init__(self, engine: ChangeableModels, weights: str | Path | Mapping[str, Tensor]):
         """Read the weights and find them to fit; see `Changeable.update_weights`."""
         check_changeable(engine, asleep=False)
         target = engine.target
@@ -104,7 +124,7 @@ class UpdateWeights(EngineChange):
 class ChangeDrafter(EngineChange):
     """Writes the weights of another drafter of the same form in the place of those that draft now."""
 
-    def __init__(self, engine: "Changeable", drafter: Drafter | str | Path | None):
+    def __init__(self, engine: ChangeableModels, drafter: Drafter | str | Path | None):
         """Load a drafter and find it to fit; see `Changeable.change_drafter`."""
         check_changeable(engine, asleep=False)
         self._engine, mine = engine, engine.drafter
@@ -143,7 +163,7 @@ class ChangeDrafter(EngineChange):
         return False
 
 
-def check_changeable(engine: "Changeable", *, asleep: bool | None) -> None:
+def check_changeable(engine: ChangeableModels, *, asleep: bool | None) -> None:
     """Raise unless an engine is one process's own, and asleep or awake as it must be; None for either."""
     engine.target.features.check(ENGINE_CHANGES)
     if asleep is False and engine.target.parked is not None:
