@@ -15,6 +15,7 @@ from redrafter.app.program import print_message
 from redrafter.cli.generate import WARM_UP_TOKENS
 from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.run import RepeatedRuns, Run
 
 COMMANDS = ("/exit", "/reset", "/stats")
@@ -61,10 +62,13 @@ def run_checked(args: argparse.Namespace) -> int:
             plain.append(decode(ids, replace(options, speculate=False), streamer=printer, **seeds))
         drafted, undrafted = RepeatedRuns([runs]), RepeatedRuns([plain])
         same = sum(a.tokens == b.tokens for a, b in zip(runs, plain, strict=True))
+        dtype = dtype_name(pair.engine.target.dtype)
+        # A forward over several tokens rounds differently from one over a single token.
+        why = "" if same == len(runs) or dtype == "float32" else f": {dtype} decides near-ties, float32 is exact"
         return (
             f"with drafts {drafted.tokens_per_second[0]:.1f} tokens/s, {drafted.stats.tokens_per_step:.2f} tokens per "
             f"step; without {undrafted.tokens_per_second[0]:.1f} tokens/s: {drafted.speedup(undrafted):.2f}x as fast, "
-            f"{same} of {len(runs)} answers with the same tokens"
+            f"{same} of {len(runs)} answers with the same tokens{why}"
         )
 
     if args.compare:  # warm up: first calls capture and compile
