@@ -3,7 +3,7 @@
 Arguments are known, or refused by name, and translated to transformers' names. Models with an encoder in addition to
 their decoder are given its inputs in every call, from transformers' `generate` or from a processor, and some get a
 position for each axis of an image. For text alone, all of it says what ids and mask say already. Images are taken by
-models that can be given what was encoded of them; anything more is refused by name.
+models that accept encoded images; any other input is rejected by name.
 """
 
 import copy
@@ -113,7 +113,7 @@ def _loader(engine: type) -> str:
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `generate` without those that ask for nothing.
+    """Return the arguments of `generate` without arguments that have no effect.
 
     Raises:
         ArgumentError: Naming one that is unknown.

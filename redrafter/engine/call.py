@@ -131,7 +131,7 @@ class Call:
 
     @contextmanager
     def queued(self, scheduler: Scheduler) -> Iterator[None]:
-        """Queue the rows in a scheduler without sequences, and release what they still hold at the end.
+        """Queue the rows in a scheduler without sequences, and release their slots and blocks at the end.
 
         Within the context an exception in a round is raised by that round.
         """

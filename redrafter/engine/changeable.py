@@ -35,10 +35,10 @@ class Changeable:
         self._derived_of = self.target.version  # what `derive` has made was made of these weights
 
     def update_weights(self, weights: str | Path | Mapping[str, Tensor]) -> list[str]:
-        """Write new weights of the target in the place of the old ones, so that captured steps are kept.
+        """Write new weights of the target in place, so that captured steps remain valid.
 
         Copies of the old weights are rebuilt (FP8 copies, and tables of drafters); stored prefixes are
-        forgotten. Whatever drafts, drafts on as it is: texts are the new model's, and its drafts are kept less often.
+        dropped. The proposer is unchanged: output is the new model's, but fewer drafts may be accepted.
 
         Args:
             weights: A directory that `save_pretrained` wrote or a .safetensors file, or tensors by the names of the
@@ -47,7 +47,7 @@ class Changeable:
 
         Returns:
             Names of tensors in which numbers are NaN or infinite, as where training has diverged. They are written:
-            texts that need these numbers end with `NotFiniteError`.
+            sequences that need these numbers end with `NotFiniteError`.
 
         Raises:
             ArgumentError: A call of `generate` runs, or the engine is asleep.
@@ -80,7 +80,7 @@ class Changeable:
         return list(change.not_finite)
 
     def sleep(self) -> None:
-        """Give memory back until `wake`: that of keys and values and, on a GPU, of weights, which go to the host.
+        """Release memory until `wake`: the KV cache and, on a GPU, the weights, which move to the host.
 
         All engines on the target sleep then. Raises as `update_weights` does; asleep already, it does nothing.
         """

@@ -49,7 +49,7 @@ class ChangeableModels(Protocol):
 
 
 class Sleep(EngineChange):
-    """Gives back the memory of keys and values and, on a GPU, that of weights, which go to the host."""
+    """Releases the memory of the KV cache and, on a GPU, of the weights, which move to the host."""
 
     asleep = True
     same_models = True
@@ -122,7 +122,7 @@ class UpdateWeights(EngineChange):
 
 
 class ChangeDrafter(EngineChange):
-    """Writes the weights of another drafter of the same form in the place of those that draft now."""
+    """Writes the weights of another drafter of the same architecture over the active ones."""
 
     def __init__(self, engine: ChangeableModels, drafter: Drafter | str | Path | None):
         """Load a drafter and find it to fit; see `Changeable.change_drafter`."""
@@ -171,7 +171,7 @@ def check_changeable(engine: ChangeableModels, *, asleep: bool | None) -> None:
 
 
 def check_same_form(running: Drafter, other: Drafter, name: str) -> None:
-    """Raise `MismatchError` unless two drafters compute the same of their weights; `name` is what the second is called.
+    """Raise `MismatchError` unless two drafters have the same architecture; `name` identifies the second in the error.
 
     So captured steps and cached entries are valid for both.
     """

@@ -9,7 +9,7 @@ from redrafter.errors import ReDrafterError, first_line
 CONTEXT_TOKENS = 8  # before a new one that it is decoded with, for the sake of leading spaces and split characters
 MAX_WINDOW_TOKENS = 64  # after which bytes that still make no character are let go
 MAX_PARTIAL_BYTES = 3  # that may yet become a character
-REPLACEMENT = "\ufffd"  # what a tokenizer prints for bytes that are no character, or not yet
+REPLACEMENT = "\ufffd"  # decoded form of invalid or incomplete UTF-8
 
 
 class DecodingError(ReDrafterError):
@@ -17,7 +17,7 @@ class DecodingError(ReDrafterError):
 
 
 def decode_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-    """Return the text of token ids. Ids that the tokenizer does not know, as a padded embedding has, are nothing.
+    """Return the text of token ids. Ids unknown to the tokenizer, as from a padded embedding, decode to nothing.
 
     Raises:
         DecodingError: The tokenizer's own code has failed.

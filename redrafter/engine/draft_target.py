@@ -31,11 +31,11 @@ Acceptance = Literal["match", "rejection"]
 ACCEPTANCE: tuple[Acceptance, ...] = ("match", "rejection")
 
 CAPTURED_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # that steps are captured for, of those up to the longest
-# Costs of a forward besides reading weights, by device: each layer, in parameters that could be read meanwhile; each
+# Costs of a forward other than reading weights, by device: each layer, in parameters that could be read meanwhile; each
 # further node in one row, in forwards of one node. Measured on two cores of a Xeon in float32 and an H200 in bfloat16.
 LAYER_COST_PARAMETERS = {"cpu": 6e6, "cuda": 70e6}
 NODE_COST_FORWARDS = {"cpu": 0.05, "cuda": 0.0}
-TOKENS_PER_FORWARD = 1.2  # what a target's forward is worth when drafting pays
+TOKENS_PER_FORWARD = 1.2  # tokens that a forward of the target yields where drafting pays
 
 
 class DraftTarget(Engine):
@@ -107,7 +107,7 @@ class DraftTarget(Engine):
         self._with_text: dict[int, TextBeside] = {}
 
     def proposer_for(self, rows: int) -> Proposer:
-        """Return the proposer for a batch of `rows` rows, with drafts copied from the text where allowed."""
+        """Return the proposer for a batch of `rows` rows, with drafts copied from the sequence where allowed."""
         proposer, target = self._by_length[self.draft_len], self.target
         states = RECURRENT_STATES in proposer.model.features
         states = states or (RECURRENT_STATES in target.features and target.device.type != "cpu")
@@ -154,7 +154,7 @@ class DraftTarget(Engine):
             num_beams: Above 1, the draft model's likeliest continuations make a tree.
             node_budget: Nodes of that tree verified per step, 1 + num_beams * draft_len at most; None for as many as
                 suit the device.
-            acceptance: "match" keeps a draft that is what the target draws itself, so the tokens are those of plain
+            acceptance: "match" accepts a draft that equals the target's own draw, so the tokens are those of plain
                 decoding, seed by seed; "rejection" keeps it by its odds in both models, so they are other tokens of the
                 same distribution (greedy decoding is the same in both).
             adaptive: Draft at most draft_len tokens, fewer where drafts were not kept of late or where the draft model

@@ -59,10 +59,10 @@ class Engine(Changeable):
     """A target and the proposer that drafts for it. Threads may share an engine.
 
     Between requests it keeps only what makes the next one faster: on a GPU the captured steps, and keys and values of
-    texts that a prompt may begin with again.
+    prefixes that a later prompt may share.
 
     Attributes:
-        target: The bound model whose text is wanted.
+        target: The bound model to generate with.
         proposer: Its proposer, for one row.
         options: Limits of memory and lengths; None, when the engine is made, for the defaults.
         plain: The proposer that drafts nothing.
@@ -216,8 +216,8 @@ class Engine(Changeable):
     def load_adapter(self, name: str, path: str | Path | LoraWeights) -> None:
         """Load a LoRA adapter of the model, for sequences that request it by name.
 
-        Engines on one target share its adapters. What drafts stays as it is: it changes no token, but where an adapter
-        writes other texts, fewer drafts are accepted.
+        Engines on one target share its adapters. The proposer is unchanged, which affects no token: if an adapter
+        changes the output, fewer drafts are accepted.
 
         Args:
             name: Name of the adapter.
@@ -286,12 +286,12 @@ class Engine(Changeable):
             adapter: Name of a LoRA adapter that `load_adapter` has loaded, or a list of one or None per prompt; None
                 for the model alone.
             speculate: False for plain decoding in the same engine.
-            progress: Whether to show a bar of the texts that have ended.
-            return_dict_in_generate: Whether to return a `GenerateOutput`; None for what the config says.
+            progress: Whether to show a progress bar of finished sequences.
+            return_dict_in_generate: Whether to return a `GenerateOutput`; None for the config's value.
             generation_kwargs: Hugging Face's names, with its meanings (`use_cache` changes nothing: keys and values are
-                always kept). Besides, `temperature` may be a list with one value per output row; `frequency_penalty`,
+                always kept). Also, `temperature` may be a list with one value per output row; `frequency_penalty`,
                 `presence_penalty` and `logit_bias` (a dict from ids) are OpenAI's; `grammar` is a `Grammar` that the
-                texts follow, or what `Grammar.of` reads, with `tokenizer`, or a list of one or None per output row.
+                output follows or an input of `Grammar.of`, with `tokenizer`, or a list of one or None per output row.
                 A model that sees images takes the other outputs of its processor (`pixel_values`, ...).
 
         Returns:
@@ -301,7 +301,7 @@ class Engine(Changeable):
             ArgumentError: For arguments that are unknown, out of range or of the wrong shape.
             UnsupportedError: For modes that cannot be honoured (beam search, classifier-free guidance, ...).
         """
-        # 1. Read the arguments: drop those that ask for nothing, refuse those that cannot be honoured.
+        # 1. Read the arguments: drop those without effect, reject unsupported ones.
         theirs = streamer if takes_columns(streamer) else None
         kwargs, images = separate_inputs(generation_kwargs, self.target)
         kwargs = read_arguments(kwargs)

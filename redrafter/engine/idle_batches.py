@@ -19,8 +19,8 @@ class IdleBatches:
     """Lends each call a running batch of its own, if possible one that an earlier call has left.
 
     A batch serves calls of any parameters, which are loaded. One whose steps run code on the host is made for one call
-    alone, as is a dense cache, which is as large as its texts. Where idle batches hold more than `MAX_IDLE_BYTES`,
-    those that were used least recently are given up with their captured steps.
+    alone, as is a dense cache, which is as large as its sequences. Where idle batches hold more than `MAX_IDLE_BYTES`,
+    the least recently used are dropped with their captured steps.
     """
 
     def __init__(self) -> None:

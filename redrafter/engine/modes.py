@@ -33,12 +33,12 @@ def set_modes(target: Target, draft_model: Target | None, options: EngineOptions
 def make_batch_invariant(target: Target, draft_model: Target | None, *, compile: bool) -> None:
     """Make the target of an engine batch-invariant, and let its draft model, if it has one, share its kind of cache.
 
-    Drafts change no text, so the draft model is computed as usual.
+    Drafts do not change the output, so the draft model is computed as usual.
 
     Raises:
         ArgumentError: The target was compiled before.
         UnsupportedError: The target cannot be computed so, as on a GPU without `compile`, or the draft model not
-            beside it.
+            with it.
     """
     if target.device.type == "cuda" and not compile:
         FeatureSet(target.name, EAGER_FORWARD).check(BATCH_INVARIANCE)

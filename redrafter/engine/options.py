@@ -39,7 +39,7 @@ class EngineOptions(ModelOptions, CacheOptions):
 
 @dataclass(frozen=True)
 class LoadArguments:
-    """How a target is loaded: each field is an argument of every `from_pretrained`; that of `ReDrafter` explains it."""
+    """Options to load a target. Each field is an argument of every `from_pretrained`, documented at `ReDrafter`."""
 
     dtype: Union[str, "torch.dtype"] = "auto"
     device: Union[str, "torch.device", None] = None
@@ -55,7 +55,7 @@ def takes_options(function: Function) -> Function:
     *first, rest = signature.parameters.values()
     ours = [item for kind in (LoadArguments, EngineOptions) for item in inspect.signature(kind).parameters.values()]
     shown = [*first, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in ours)]
-    shown.append(rest.replace(name="model_kwargs"))  # what is left for transformers
+    shown.append(rest.replace(name="model_kwargs"))  # the remaining arguments, for transformers
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return function
 

@@ -1,4 +1,4 @@
-"""PromptLookup: a Hugging Face model whose own text drafts for it."""
+"""PromptLookup: a Hugging Face model with drafts copied from its own sequence."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from redrafter.scheduler.paged_memory import PagedMemory
 
 
 class PromptLookup(Engine):
-    """A target that drafts for itself from its own text: no second model, and no gain but on text that repeats.
+    """A target with drafts copied from its own sequence: needs no second model, but gains only on repetitive output.
 
     Example:
         ```python
@@ -48,7 +48,7 @@ class PromptLookup(Engine):
 
         Args:
             model: A hub id, a directory, a GGUF file, or a model that is loaded or bound.
-            ngram: Last tokens of the text that are looked for earlier in it, at most.
+            ngram: Greatest number of last tokens to search for earlier in the sequence.
             draft_len: Tokens drafted per step.
             keywords: `dtype`, `device`, `tp_size`, `trust_remote_code`, `quantization` and `adapters`, as in
                 `ReDrafter.from_pretrained`; fields of `EngineOptions`; all others are for `AutoModelForCausalLM`.

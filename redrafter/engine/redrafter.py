@@ -173,7 +173,7 @@ class ReDrafter(Engine):
     def proposer_for(self, rows: int) -> Proposer:
         """Return the proposer for a batch of `rows` rows, before anything is known of how drafts are accepted.
 
-        Its shape follows from the tuning, if there is one; else from what a forward over so many nodes is taken to cost
+        Its shape follows from the tuning, if there is one; else from the assumed cost of a forward by nodes
         on the device, unless a node budget was asked for.
         """
         shape: TreeShape | None = self.shape
@@ -222,7 +222,7 @@ class ReDrafter(Engine):
         return CostPolicy(times, kinds, self._history, copying, knows_matches=on_cpu)
 
     def step_costs(self, memory: PagedMemory | None) -> StepCosts:
-        """Return what steps take: by the tuning, else as measured once on a GPU's paged cache, else assumed."""
+        """Return the costs of steps: from the tuning, else measured once on a GPU's paged cache, else assumed."""
         if self._tuned_costs is not None:
             return self._tuned_costs
         if memory is None or self.target.device.type == "cpu":

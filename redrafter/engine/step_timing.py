@@ -1,4 +1,4 @@
-"""Measures what steps take, once for an engine: steps that nobody reads, in memory that belongs to nobody."""
+"""Measure the costs of steps once for an engine, with inactive rows on the unowned block of the cache."""
 
 import time
 from collections.abc import Iterable
@@ -62,13 +62,13 @@ def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts
     if target.device.type == "cuda":
         torch.cuda.empty_cache()  # of the logits of many tokens
     reading = 0.0  # a CPU reads keys and values again for each node
-    if target.device.type == "cuda":  # these texts are short
+    if target.device.type == "cuda":  # these sequences are short
         reading = time_to_read(memory, steps[0][1])
     return target.ranks.from_first(StepCosts(steps, trees, searches, levels, reading))
 
 
 def time_to_read(memory: PagedMemory, step: float) -> float:
-    """Return the time that each token in the cache adds to a step, by that of a step that reads little but weights.
+    """Return the time that each token in the cache adds to a step, given the time of a step on a short cache.
 
     A GPU reads weights, keys and values at about one rate, those of a token once for all nodes
     that attend to it. Layers with a window are left out: they read no more of a long text than of a short one.
@@ -93,7 +93,7 @@ class _Repeated:
 
 
 class _Steps:
-    """Times steps of rows that stand still on the block that belongs to nobody."""
+    """Times steps of inactive rows, which write only to the unowned block."""
 
     def __init__(self, memory: PagedMemory):
         self._memory, self._target = memory, memory.target

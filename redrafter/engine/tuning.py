@@ -1,7 +1,7 @@
 """Which tree to search at which batch size, measured on one device for one pair.
 
 `redrafter tune` writes a tuning and `ReDrafter.from_pretrained` picks it up. It is a small JSON document that a person
-may edit; what it says changes how fast a text comes, never the text.
+may edit; it affects the speed of decoding, never the output.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from redrafter.tree.sizes import TreeShape
 
 @dataclass(frozen=True)
 class Tuning:
-    """Tree shapes by batch size, and what they were measured on, as `measured_on` names it."""
+    """Tree shapes by batch size, and the device and models that they were measured on, as `measured_on` returns."""
 
     shapes: Mapping[int, TreeShape | None]  # by batch size; None where speculation loses and is off
     device: str
@@ -41,10 +41,10 @@ class Tuning:
     # By batch size, the time of a step with its shape, in steps of undrafted decoding. Sizes without a shape have none,
     # and older files none at all.
     step_costs: Mapping[int, float] = field(default_factory=dict)
-    costs: StepCosts | None = None  # what steps take, in seconds; older files have none
+    costs: StepCosts | None = None  # costs of steps in seconds; absent in older files
     prompts: str = ""  # name of the file of prompts
     date: str = ""  # when it was measured
-    measured: tuple[Mapping[str, Any], ...] = ()  # what was timed, for the record
+    measured: tuple[Mapping[str, Any], ...] = ()  # raw measurements, for reference
     path: Path | None = field(default=None, compare=False)  # file that it was read from; not part of the document
 
     def __post_init__(self) -> None:
@@ -167,7 +167,7 @@ def tunings_of(target: str, drafter: str) -> list[Tuning]:
 
 
 def measured_on(target: Target, drafter: Drafter) -> dict[str, str]:
-    """Return what a tuning is for: names of the device and of the target's dtype, and fingerprints of both models."""
+    """Return the key of a tuning: names of the device and of the target's dtype, and fingerprints of both models."""
     return {
         "device": device_name(target.device),
         "dtype": dtype_name(target.dtype) + ("-fp8" if has_float8_layers(target.model) else ""),
@@ -184,7 +184,7 @@ def device_name(device: torch.device) -> str:
 
 
 def target_fingerprint(target: Target) -> str:
-    """Return a digest of the model's sizes and a few norms, which tell it from another model of the same sizes."""
+    """Return a digest of the model's sizes and a few norms, which distinguish it from other models of these sizes."""
     layers, norms = getattr(target.config, "num_hidden_layers", None), embedding_norms(target.embedding)
     return fingerprint_of_sizes(target.hidden_size, target.vocab_size, layers, norms)
 
@@ -195,7 +195,7 @@ def fingerprint_of_sizes(hidden_size: int, vocab_size: int, layers: int | None, 
 
 
 def drafter_fingerprint(drafter: Drafter) -> str:
-    """Return a digest of a drafter, which one that was trained anew does not share: it needs a tuning of its own."""
+    """Return a digest of a drafter's weights: a retrained drafter has another digest, and needs a new tuning."""
     scheme = ["fp8"] if has_float8_layers(drafter) else []
     return _digest([*drafter.identity(), *_rounded(embedding_norms(cast(Any, drafter.told_by))), *scheme])
 

@@ -1,1 +1,1 @@
-"""Extensions of the server, which no call of an engine needs. Each package has an `EXTENSION`, by which it is found."""
+"""Extensions of the server, which the engine does not depend on. The server discovers each package's `EXTENSION`."""

@@ -90,7 +90,7 @@ class CapturedStep:
     """A step over buffers that stay where they are: write to them, replay, read the report.
 
     Attributes:
-        state: Buffers of the rows; a row that is not active stands still on the block that belongs to nobody.
+        state: Buffers of the rows; an inactive row does not advance, and writes only to the unowned block 0.
         proposer: The proposer.
         target: The model that verifies.
         cache: The target's keys and values of the rows.
@@ -170,14 +170,14 @@ def new_state(target: Target, rows: int, width: int, piece: int = 0) -> State:
 
 
 class GraphCapturer:
-    """Captures steps of one target. Graphs share memory: what a step drew is copied before another is launched."""
+    """Captures steps of one target. Graphs share memory: copy a step's output before another step is launched."""
 
     def __init__(self, target: Target):
         self._target, self._capturable = target, True
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def capture(self, step: CapturedStep) -> None:
-        """Capture a step where possible; elsewhere it runs as it is. The rows of its buffers must stand still."""
+        """Capture a step if possible, else return it uncaptured. All rows of its buffers must be inactive."""
         if not step.sampler.capturable or not self._capturable or self._target.device.type != "cuda":
             return
         if self._target.hooked:  # a hook of a draft model changes no token
@@ -211,7 +211,7 @@ class LaunchedStep:
         logprobs: The results of `score_drawn` for the rows whose sequences want them: of K+1 tokens each, or of those
             drawn where the report is on the host. None if there are no such rows.
         levels: Levels of drafts.
-        grafted: Nodes of each row's tree that were copied from the text.
+        grafted: Nodes of each row's tree that were copied from the sequence.
         size: Rows that it was made for.
         proposer: The proposer of the drafts; None for the draws after prompts.
     """

@@ -1,9 +1,9 @@
-"""Texts that have ended, kept for a while so that later ones with the same salt can be drafted from them.
+"""Store finished sequences for a while, so that later sequences with the same salt can be drafted from them.
 
-The same prompt is asked twice, an answer is asked for again with a small change, a report is written every day: what
-follows then was written before. The host looks up the last tokens of a running sequence, and gives its row a piece of
-the text that had them. Where in that piece the row is, each step finds for itself (`drafting/prompt_lookup.py`): so
-nothing is looked up while copies are accepted, and a captured step reads tensors of one shape.
+A prompt is repeated, an answer is requested again with a small change, a report is written every day: the continuation
+was generated before. The host looks up the last tokens of a running sequence, and copies the matching piece of a
+finished sequence to its row. Each step finds the row's position within that piece (`drafting/prompt_lookup.py`): so no
+lookup is needed while copies are accepted, and a captured step reads tensors of one shape.
 """
 
 from array import array
@@ -19,14 +19,14 @@ from redrafter.cache.to_device import to_device
 # alike, few where a text was changed a moment ago.
 KEYS = (16, 4)
 PIECE = 512  # tokens that a row is given
-LEAST_LEFT = 64  # of them that must be left, or the row is given those that follow
+LEAST_LEFT = 64  # tokens of a piece that must be left; with fewer, the row gets the next piece
 MOST_TOKENS = 1 << 17  # of all salts together, about 25 MB with their index
 MOST_TOKENS_OF_SALT = 1 << 15
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a finished text: the text's number, the offset of the part in it, and its tokens."""
+    """A part of a finished sequence: the sequence's number, the part's offset, and its tokens."""
 
     text: int
     begin: int
@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass
 class _Texts:
-    """The texts of one salt, the oldest first, and an index of their positions by the tokens before."""
+    """The finished sequences of one salt, oldest first, with an index of positions by the preceding tokens."""
 
     texts: "OrderedDict[int, array[int]]" = field(default_factory=OrderedDict)
     places: dict[int, tuple[int, int]] = field(default_factory=dict)  # number of a text, and where the next token is
@@ -62,7 +62,7 @@ def _keys(text: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class FinishedTexts:
-    """Keeps the latest finished texts, by salt. No text of one salt is found under another.
+    """Keeps the latest finished sequences by salt. A lookup never crosses salts.
 
     Attributes:
         tokens: Number of tokens that are kept.
@@ -79,7 +79,7 @@ class FinishedTexts:
 
     def add(self, salt: Hashable, prompt: Sequence[int], text: Sequence[int]) -> None:
         """Keep a text and the end of the prompt before it, and forget others where they are too many."""
-        # The end of the prompt too, by which the text's first tokens are found.
+        # Include the end of the prompt, which precedes and so identifies the first generated tokens.
         kept = [*prompt[-KEYS[0] :], *text][:MOST_TOKENS_OF_SALT]
         self._number += 1
         texts = self._by_salt.setdefault(salt, _Texts())
@@ -112,7 +112,7 @@ class FinishedTexts:
         return None
 
     def clear(self) -> None:
-        """Forget all texts."""
+        """Remove all sequences."""
         self._by_salt.clear()
         self.tokens = 0
 

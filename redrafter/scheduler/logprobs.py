@@ -28,7 +28,7 @@ class PromptScore:
 
 
 def score_prompt(logits: Tensor, following: Sequence[int], count: int) -> Iterator[PromptScore]:
-    """Score the tokens of a prompt that follow those that a forward read.
+    """Score prompt tokens with the logits of the tokens before them.
 
     Args:
         logits: Logits of n successive prompt tokens, `[n, V]`.

@@ -47,11 +47,11 @@ class PagedMemory:
         draft_store: A draft model's keys and values, or None.
         blocks: Which blocks are free, taken, and hold a prefix.
         draft_blocks: The same for a draft model with another vocabulary, unused with any other; None without one.
-        host: Blocks on the host that hold texts of `blocks` once they are evicted; None if they are dropped.
+        host: Host blocks that receive the contents of evicted `blocks`; None drops them.
         draft_host: The same for those of `draft_blocks`.
         capturer: Captures steps over this memory.
         lock: Guards `blocks`, and whatever is launched, against schedulers in several threads: graphs share memory, so
-            what a step drew must be copied before another step is launched.
+            a step's output must be copied before another step is launched.
         released: Condition on `lock`, notified when blocks are given back or `turns` changes.
         turns: Those who wait for blocks that others hold, the first to come first. While anyone waits, nobody else
             takes blocks for another sequence, so that a call of many prompts cannot keep a later one waiting.
@@ -185,7 +185,7 @@ class PagedMemory:
             target: The model that verifies.
             draft_model: A model that drafts on the same device, or None.
             options: How much memory keys and values may take, of the device and of the host, and their format.
-            max_seq_len: Most tokens of a text, where the model's context does not say less; None for what it says.
+            max_seq_len: Most tokens of a sequence; None for the model's context, which is an upper limit.
             rows: Rows of the longest text that memory is taken for, at most.
             max_rows: Most rows at once, whose recurrent states memory is taken for.
             compile: Whether forwards are compiled.
@@ -199,7 +199,7 @@ class PagedMemory:
         longest = min((x for x in (target.context, max_seq_len) if x is not None), default=MAX_TEXT_TOKENS)
         tokens = max(rows * (min(longest, MAX_TEXT_TOKENS) + EXTRA_SLOTS), longest + EXTRA_SLOTS)
         models = [target] if draft_model is None else [target, draft_model]
-        # Where a mixer does not continue, what follows a prefix would be read token by token, slower than all at once.
+        # A mixer that cannot continue would read the rest after a prefix token by token, slower than the whole at once.
         keeps = reuse and all(mixer.continues for model in models for mixer in model.traits.mixers)
         stores = KVCachePool.in_free_memory(
             [stored_as(model.paged_shapes, options.kv_dtype) for model in models],
@@ -319,7 +319,7 @@ class SequenceBlocks:
         return self._memory.blocks.num_free_blocks
 
     def could_hold(self, sequence: TokenSequence, slots: int) -> bool:
-        """Return whether so many positions of a sequence fit into an empty cache."""
+        """Return whether this number of positions of a sequence fits into an empty cache."""
         fits = slots <= self._memory.blocks.num_blocks * BLOCK_SIZE
         if sequence.draft_text is None or self._memory.draft_blocks is None:
             return fits
@@ -327,7 +327,7 @@ class SequenceBlocks:
 
     @property
     def have_turn(self) -> bool:
-        """Return whether nobody waits for blocks of the same cache who came before."""
+        """Return whether no earlier waiter needs blocks of the same cache."""
         turns = self._memory.turns[:1]
         return not turns or turns[0] is self
 
@@ -348,7 +348,7 @@ class SequenceBlocks:
                 self._memory.released.notify_all()
 
     def allocate(self, sequence: TokenSequence, slots: int) -> None:
-        """Give an admitted sequence blocks for so many positions, with the longest cached prefix of its tokens.
+        """Allocate blocks for this number of positions of an admitted sequence, reusing its longest cached prefix.
 
         Raises:
             CacheFullError: Too few blocks are free; the sequence is unchanged.
@@ -412,7 +412,7 @@ class SequenceBlocks:
         return blocks.admit(text.ids[: found + 1], draft_slots, reuse, sequence.cache_salt)
 
     def grow(self, sequence: TokenSequence, slots: int) -> bool:
-        """Give a sequence blocks for at least so many positions, and return whether it needed more than it had.
+        """Allocate blocks for at least this number of positions, and return whether more blocks were needed.
 
         Raises:
             CacheFullError: Too few blocks are free. The sequence is unchanged, but for blocks of the target that it was
@@ -472,7 +472,7 @@ class SequenceBlocks:
         sequence.block_table = sequence.draft_block_table = None
 
     def _is_steady(self, sequence: TokenSequence) -> bool:
-        """Return whether a sequence's blocks hold what those of any sequence with the same tokens would hold.
+        """Return whether a sequence's blocks depend on its tokens alone, so that others may share them.
 
         The ids of two prompts with different images are the same.
         """

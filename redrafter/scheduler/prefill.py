@@ -52,7 +52,7 @@ class PrefillPace:
         self.tokens = min(FIRST_FORWARD_TOKENS.get(device, FIRST_FORWARD_TOKENS["cuda"]), max_num_tokens)
 
     def measure(self, tokens: int, seconds: float) -> None:
-        """Adapt the size of the next forward to the duration of one over so many tokens."""
+        """Adapt the size of the next forward to the measured duration of one over this number of tokens."""
         fitting = tokens * TARGET_SECONDS / max(seconds, 1e-6)
         if seconds <= TARGET_SECONDS and 2 * tokens < self.tokens:
             return  # that few tokens are fast says nothing of many
@@ -89,7 +89,7 @@ def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool
     """Choose which prompts are read next, and how many tokens of each.
 
     Half of a forward is for the prompts that have the fewest tokens left, so that a short one never waits for the
-    chunks of a long one. The rest is for those that were admitted first, so that a long one advances in any case.
+    chunks of a long one. The rest goes to the sequences admitted first, so that a long prompt always advances.
     Prompts of lower priority numbers come first in both halves.
 
     With `padded`, each sequence costs the tokens of the longest one. Without `chunked`, prompts are read
@@ -367,7 +367,7 @@ def _left(sequences: Sequence[TokenSequence]) -> int:
 
 
 def _take_note(chunks: Sequence[Chunk]) -> list[int]:
-    """Count chunks as read, and return the indices of those that complete their prompts."""
+    """Count chunks as read, and return the indices of chunks that complete their prompts."""
     for sequence, count in chunks:
         sequence.prefilled += count
     return [row for row, (sequence, _) in enumerate(chunks) if sequence.prefilled == sequence.prefill_length]

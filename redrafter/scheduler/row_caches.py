@@ -65,14 +65,14 @@ class PagedRows:
         self.state_rows = torch.zeros(0, 2, dtype=torch.long, device=memory.target.device)
 
     def reserve(self, rows: int, positions: int) -> None:
-        """Make sure that so many rows can have so many positions each."""
+        """Grow the tables to at least this number of rows and of positions per row."""
         self.tables = _enlarged(self.tables, rows, positions // BLOCK_SIZE)
         if self.draft_tables is not None:
             self.draft_tables = _enlarged(self.draft_tables, rows, self._draft_blocks(positions))
         self.state_rows = pad(self.state_rows, (0, 0, 0, rows - len(self.state_rows)))
 
     def _draft_blocks(self, positions: int) -> int:
-        """Return how many blocks of the draft model a sequence of so many positions has at most."""
+        """Return the most draft-model blocks that a sequence of this number of positions needs."""
         if self._vocabulary is None:
             return positions // BLOCK_SIZE
         slots = len(self._vocabulary.start) + self._vocabulary.max_pieces * positions
@@ -131,13 +131,13 @@ class PagedRows:
         return to_device(rows, self.tables.device, torch.long)
 
     def move(self, source: int, to: int) -> None:
-        """Copy what one row holds to another."""
+        """Copy the caches and tables of one row to another."""
         for tables in self._all_tables():
             tables[to] = tables[source]
         self.state_rows[to] = self.state_rows[source]
 
     def clear(self, row: int) -> None:
-        """Let nobody find what a row holds: it writes to block 0, which belongs to nobody."""
+        """Detach a row from its blocks: it then writes to block 0, which no sequence owns."""
         for tables in self._all_tables():
             tables[row] = 0
         self.state_rows[row] = 0
@@ -188,7 +188,7 @@ class DenseRows:
         """Return empty caches with space for the prompts."""
         slots = max(sequence.prefill_length for sequence in sequences)
         draft_slots = max(sequence.draft_length(sequence.prefill_length) for sequence in sequences)
-        # What the first prompts are read into becomes the caches of all rows.
+        # The caches that the first prompts are read into become the caches of all rows, so they have all rows.
         rows = len(sequences) if self._caches else self._all_rows
         return self._make(rows, len(sequences), slots, draft_slots)
 
@@ -248,7 +248,7 @@ RowCaches: TypeAlias = PagedRows | DenseRows
 
 
 def _enlarged(tables: Tensor, rows: int, blocks: int) -> Tensor:
-    """Return tables of so many rows and blocks that begin with those of `tables`; 0 elsewhere."""
+    """Return a copy of the tables, padded with 0 to this number of rows and blocks."""
     larger = torch.zeros(rows, blocks, dtype=tables.dtype, device=tables.device)
     larger[: tables.shape[0], : tables.shape[1]] = tables
     return larger

@@ -1,11 +1,11 @@
-"""The running batch: sequences side by side in one step, each in a row of its own.
+"""The running batch: sequences that are decoded together in one step, each in one row.
 
-All buffers stay where they are, so that a step over the first 1, 2, 4, ... rows is captured once and serves whichever
+All buffers keep their addresses, so that a step over the first 1, 2, 4, ... rows is captured once and serves whichever
 sequences occupy them.
 
-Buffers are as long as the longest sequence may become, and stay so. A step sees only a window of them, the first
-positions: as many as the sequences have reached, rounded up to a power of two. So a step costs what the text that is
-there costs, within a factor of two, and is captured once for each window.
+Buffers are allocated once for the longest possible sequence. A step sees only a window of them, the first positions:
+the longest current sequence, rounded up to a power of two. So a step costs what the current lengths cost, within a
+factor of two, and is captured once for each window.
 """
 
 from collections.abc import Hashable, Sequence
@@ -37,7 +37,7 @@ from redrafter.step import StepOutput, draw_first_tokens
 
 
 class Models(Protocol):
-    """A target and what drafts for it; an engine is one."""
+    """A target with its proposer. Engines implement this protocol."""
 
     @property
     def target(self) -> Target:
@@ -49,7 +49,7 @@ class Models(Protocol):
 
     @property
     def draft_vocabulary(self) -> VocabularyMap | None:
-        """What that model has for each of the target's tokens; None where its ids are the target's."""
+        """Map from the target's tokens to the draft model's; None if their ids are equal."""
 
     @property
     def plain(self) -> Proposer:
@@ -57,7 +57,7 @@ class Models(Protocol):
 
     @property
     def rejection_sampling(self) -> bool:
-        """Tell whether sampled drafts are kept by rejection sampling."""
+        """Whether sampled drafts are accepted by rejection sampling."""
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
         """Return the policy that chooses the drafts of steps of these batch sizes."""
@@ -65,10 +65,10 @@ class Models(Protocol):
 
 # Positions that the buffers of each row and the window of a step have at least, by type of device.
 MIN_POSITIONS = {"cpu": 256, "cuda": 2048}
-# Captured steps of one batch; those that were used least recently are forgotten. Seven batch sizes, eight kinds of
+# Captured steps of one batch; the least recently used are dropped. Seven batch sizes, eight kinds of
 # sampling and four sizes of chunks make 224 for one window and one proposer.
 MAX_CAPTURED_STEPS = 1024
-GRAPH_BYTES = 2 << 20  # that a captured step is taken to hold beside its output: some hundred kernels and arguments
+GRAPH_BYTES = 2 << 20  # estimate for a captured step without its output: some hundred kernels and arguments
 
 
 def overshoot(proposer: Proposer) -> int:
@@ -81,7 +81,7 @@ def overshoot(proposer: Proposer) -> int:
 
 
 class StepKey(NamedTuple):
-    """What a captured step was made for.
+    """Key of a captured step.
 
     Attributes:
         rows: How many rows.
@@ -121,15 +121,15 @@ class BatchRequirements(NamedTuple):
 class RunningBatch:
     """The running batch: `rows[i]` occupies row i, and there are no gaps.
 
-    Nothing here waits for the device: rows are changed by work that is launched behind the steps before.
+    No method waits for the device: rows are changed by operations that are enqueued after the previous steps.
 
     Attributes:
         target: The model that verifies.
         sampling: How the rows draw.
         rows: Sequence of each row.
         depth: Greatest number of successive drafts of any of the proposers.
-        overshoot: Positions behind the last token of a sequence that a step may write to.
-        policy: Decides what each step drafts.
+        overshoot: Positions after the last token of a sequence that a step may write to.
+        policy: Decides the draft tree of each step.
         captured_steps: The steps so far, the one used last at the end.
     """
 
@@ -157,7 +157,7 @@ class RunningBatch:
         self._chunk_buffers: ChunkBuffers | None = None
 
     def draft_with(self, models: Models, rows: int, *, speculate: bool) -> None:
-        """Set what drafts in later steps, while there are no sequences."""
+        """Set the proposers of later steps. Call only while there are no sequences."""
         assert not self.rows, "rows are drafted for already"
         self._plain, self._rejection_sampling = models.plain, models.rejection_sampling
         # Batch size of a step by number of sequences; a captured step may have padding rows.
@@ -266,7 +266,7 @@ class RunningBatch:
             self.rows[row] = self.rows[last]
             self.rows[row].row = row
         self.rows.pop()
-        # The row behind the others stands still. Not `[last] = ...`: to write one element so waits for the device.
+        # Deactivate the row after the last one. `fill_`, since `[last] = ...` for one element waits for the device.
         self.state.active[last].fill_(False)
         self.state.length[last].fill_(0)
         self.caches.clear(last)
@@ -296,10 +296,10 @@ class RunningBatch:
             write_pieces(self.state.pieces, {s.row: each for s, each in self._given.items() if s.row is not None})
             self._given.clear()
         requirements = self._requirements or self._combine_requirements()
-        # Without rows, one stands still.
+        # Without sequences, the step has one inactive row.
         rows, proposer = self._sizes[max(len(self.rows), 1)], self._choose_proposer(requirements, chunks)
 
-        # 1. How much of the texts the step sees.
+        # 1. The window of positions that the step sees.
         ahead = self.depth + 1  # tokens by which each step that was launched may advance a row
         # The most committed tokens that a row can have, and those of them as the draft model reads them.
         lengths = (len(row.tokens) - 1 + ahead * row.launched for row in self.rows)
@@ -311,7 +311,7 @@ class RunningBatch:
         window = min(self._round_up(longest + reach), self._positions)
         self.caches.prepare(rows, longest, longest_draft, proposer)
 
-        # 2. What it reads of prompts.
+        # 2. The chunks of prompts that it reads.
         room: PromptChunks | None = None
         if chunks:
             if self._chunk_buffers is None:
@@ -393,27 +393,27 @@ class RunningBatch:
         return step
 
     def reserve(self, longest: int) -> None:
-        """Make sure that rows have buffers for texts of `longest` tokens. Larger buffers need new captured steps."""
+        """Grow the buffers of rows to `longest` tokens if needed, which invalidates captured steps."""
         positions = longest + self.overshoot
         if positions <= self._positions:
             return
         size = self._round_up(positions)
         self._wait_for_device()
-        # First: where there is no memory for all of the buffers, the rows go on in some that are larger than before.
+        # Clear first: if an allocation below fails, captured steps would not fit the partly grown buffers.
         self.captured_steps.clear()
         self._chunk_buffers = None
         larger = new_state(self.target, self._all_rows, size, self._piece)
         if self._state is not None:
             larger.tokens[:, : self._state.tokens.shape[1]] = self._state.tokens
-            # All else of a state has the same shape for sequences of any length.
+            # The other tensors of the state have the same shape for all lengths.
             larger = replace(self._state, tokens=larger.tokens)
         self.caches.reserve(self._all_rows, size)
         self._state, self._positions = larger, size
 
     def _round_up(self, positions: int) -> int:
-        """Return how many positions are provided where some are needed: few numbers, and no more than a text can have.
+        """Round a number of positions up to one of few sizes, at most the longest possible sequence.
 
-        They are a multiple of the size of a block.
+        The result is a multiple of the block size.
         """
         whole = -(-positions // BLOCK_SIZE) * BLOCK_SIZE
         size = max(MIN_POSITIONS.get(self.target.device.type, 0), 1 << (whole - 1).bit_length())
@@ -424,7 +424,7 @@ class RunningBatch:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the batch holds for texts and for captured steps; what sampling holds is not counted."""
+        """Bytes that the batch holds for sequences and captured steps, without the tensors of sampling."""
         texts = 0 if self._state is None else self._state.tokens.nbytes + self.caches.num_bytes
         return texts + sum(
             step.num_bytes + GRAPH_BYTES * (step.graph is not None) for step in self.captured_steps.values()

@@ -31,9 +31,9 @@ Settle = Callable[[], bool]
 
 
 class RunningSet:
-    """Sequences from their arrival to their end: those that wait, and those that hold slots and blocks.
+    """Tracks sequences from arrival to end: waiting ones, and ones that hold slots and blocks.
 
-    `enqueue` and `cancel` may be called from any thread, all else from the one that runs the rounds.
+    `enqueue` and `cancel` may be called from any thread, all other methods only from the thread that runs the rounds.
 
     Attributes:
         prefilling: Sequences with a slot whose prompts are being read, in the order of their admission.
@@ -46,7 +46,7 @@ class RunningSet:
         Args:
             batch: The rows of the sequences that step.
             blocks: The blocks of the cache; None for a dense one, which has room for every slot.
-            finished: Store of finished texts to draft from; None for none.
+            finished: Store of finished sequences to draft from, or None.
         """
         self._batch, self._blocks, self._finished = batch, blocks, finished
         self.prefilling: dict[TokenSequence, None] = {}
@@ -67,7 +67,7 @@ class RunningSet:
 
     @property
     def running(self) -> int:
-        """Number of sequences that hold a slot: those that step and those whose prompts are being read."""
+        """Number of sequences that hold a slot, whether they are decoding or their prompts are being read."""
         return len(self.prefilling) + len(self._batch.rows)
 
     @property
@@ -98,7 +98,7 @@ class RunningSet:
                 self._queue.add(sequence)
 
     def cancel(self, sequences: Sequence[TokenSequence]) -> None:
-        """Let `end_cancelled` end sequences, except those that have ended or were never queued."""
+        """Let `end_cancelled` end sequences, except sequences that have ended or were never queued."""
         with self._lock:
             for sequence in sequences:
                 if sequence.ended or sequence.cancelled or not sequence.arrival:
@@ -198,7 +198,7 @@ class RunningSet:
     def _free_a_slot(
         self, sequence: TokenSequence, limits: Limits, settle: Settle, slotless: bool, positions: int = 0
     ) -> bool:
-        """Preempt a sequence for one that waits, and return whether there was one to preempt.
+        """Preempt a sequence in favour of a waiting one, and return whether there was one to preempt.
 
         One of a higher priority number gives way, however briefly it has had its slot. One of the same number does only
         for a client without any slot of that number: never another client's only one, and none that has had its slot
@@ -297,7 +297,7 @@ class RunningSet:
             self._queue.charge(sequence, tokens)
 
     def end(self, sequence: TokenSequence, delta: SequenceDelta, keep: bool = True) -> None:
-        """Take back what a sequence holds, and report its last delta.
+        """Release the slot and blocks of a sequence, and report its last delta.
 
         Its keys and values may be reused if `keep` says so, which they may not after an error.
         """
@@ -316,7 +316,7 @@ class RunningSet:
         sequence.sink(sequence, delta)
 
     def abandon(self) -> None:
-        """Take back what sequences hold, without reporting anything to them."""
+        """Release the slots and blocks of sequences, without reporting deltas."""
         for sequence in self.sequences:
             self._take_back(sequence, keep=False)
         self._queue.clear()

@@ -28,7 +28,7 @@ from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.captured_step import bucket
 from redrafter.scheduler.sequence import TokenSequence
 
-FEW = 8  # a step that sorts the scores of few rows sorts one in so many
+FEW = 8  # a captured step that sorts few rows' scores has room for one row in eight
 # Each row's numbers, by the dtype of their columns. transformers counts probabilities of top-p in float64.
 _TABLES = ("logit_bias", "stop_token_ids")  # which have a line of the vocabulary for each row
 _KINDS: tuple[type[RowProcessor], ...] = (*EDITS, RowTemperature, *CUTS)
@@ -84,9 +84,9 @@ class CallKind(NamedTuple):
 
 
 class SamplingTensors:
-    """Sampling parameters of R rows, one tensor for each parameter, of any sequences side by side.
+    """Sampling parameters of R rows, one tensor for each parameter, of any combination of sequences.
 
-    Parameters of one dtype are side by side in memory, so that rows are written and moved in few launches.
+    Parameters of one dtype are contiguous in memory, so that rows are written and moved in few launches.
     """
 
     def __init__(
@@ -202,11 +202,11 @@ class SamplingTensors:
 
         Args:
             rows: How many rows.
-            sequences: The sequences in them, at most as many; rows after them stand still.
+            sequences: The sequences in the first rows; later rows are inactive.
             keep_scores: Whether a step needs the processed logits too, as rejection sampling does.
         """
         kind = self.kind(sequences)
-        if kind is None:  # all rows stand still
+        if kind is None:  # all rows are inactive
             columns = {name: self._columns[name][:rows] for name in ("temperature", "prompt", "limit")}
             return Sampler(seeds=None, processors=(), ids=self.ids, **columns)
         self.load_texts(sequences)

@@ -46,7 +46,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Decodes sequences of any kind side by side, round by round.
+    """Decodes sequences of any kind in one batch, round by round.
 
     `submit` and `cancel` may be called from any thread, all else from the one that runs the rounds. Nobody else may
     decode on the same memory.
@@ -61,7 +61,7 @@ class Scheduler:
             at once the launched work, as a CPU does.
         mixed_prefill: Whether steps read chunks of prompts too. It gains nothing where each token of a forward takes
             its time, as on a CPU.
-        finished: Texts that have ended, which others are drafted from; None where none are kept.
+        finished: Finished sequences to draft from; None if none are kept.
         asleep: Whether nothing is computed now, since the engine sleeps: sequences wait.
         on_failure: Called with an exception that ended sequences, and how many there were.
     """
@@ -84,7 +84,7 @@ class Scheduler:
             limits: Limits of the sequences that run and wait.
             speculate: Whether any row verifies drafts.
             batch: An empty running batch; None for one of sequences of any kind.
-            finished: Store of finished texts to draft from; None for none. Not for a batch that is given.
+            finished: Store of finished sequences to draft from, or None. Not for a batch that is given.
 
         Raises:
             UnsupportedError: Sequences of any kind need a paged cache, and a model cannot run on one, or the two are on
@@ -144,7 +144,7 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Number of sequences that hold a slot: those that step and those whose prompts are being read."""
+        """Number of sequences that hold a slot, whether they are decoding or their prompts are being read."""
         return self._running.running
 
     @property
@@ -183,7 +183,7 @@ class Scheduler:
         self._running.enqueue(sequences, self.limits)
 
     def cancel(self, *sequences: TokenSequence) -> None:
-        """End sequences before their next step, except those that have ended or were never submitted."""
+        """End sequences before their next step, except sequences that have ended or were never submitted."""
         self._running.cancel(sequences)
 
     def cancel_all(self) -> None:
@@ -191,7 +191,7 @@ class Scheduler:
         self._running.cancel_all()
 
     def abandon(self) -> None:
-        """Take back what sequences hold, without reporting anything to them. For the thread that runs the rounds."""
+        """Release the slots and blocks of sequences without reporting deltas. For the thread that runs the rounds."""
         self._launched.clear()
         self._running.abandon()
 

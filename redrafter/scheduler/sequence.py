@@ -29,8 +29,8 @@ class Stats:
         steps: Steps taken, those without drafts included.
         drafted: Drafts verified.
         accepted: Drafts that became output.
-        copied: Those of them that were copied from the text, and that no drafter had.
-        copies: Drafts verified that were copied from the text.
+        copied: Number of these that were copied from the sequence and that no drafter proposed.
+        copies: Number of verified drafts that were copied from the sequence.
         emitted: Tokens that steps added to the output.
         accepted_by_depth: Entry d counts the steps in which at least d + 1 drafts became output.
         plain_steps: Steps for which nothing was drafted, because drafting was off or had paused. A step in which the
@@ -239,7 +239,7 @@ class TokenSequence:
         return count if self.draft_text is None else self.draft_text.length(self.tokens, count)
 
     def draft_bound(self, positions: int) -> int:
-        """Return the most tokens of the draft model that the sequence can be at so many positions."""
+        """Return the most draft-model tokens that the sequence can have at this number of positions."""
         return positions if self.draft_text is None else self.draft_text.bound(self.tokens, positions)
 
     def append(self, drawn: SequenceDelta) -> SequenceDelta:

@@ -13,10 +13,10 @@ The second is the virtual token counter of "Fairness in Serving Large Language M
 fair queueing in routers, but without a guess of how long a sequence will become, since tokens are counted when they are
 drawn. It also decides between several clients without a slot.
 
-A client that comes, or comes back, has no claim to what it did not ask for: its account starts at the fair account,
-which is what a client would have by now that always asked for more than it got. The fair account grows with each token
-by the share of one client. So it overtakes every account in time, and no number of new clients can keep an older one
-from its turn. What a client had used beyond the fair account when it left is remembered for a while.
+A client that arrives or returns has no claim to unused capacity: its account starts at the fair account, the account
+of a client that always requested more than it received. The fair account grows with each token by the share of one
+client. So it overtakes every account in time, and no number of new clients can keep an older one from its turn. A
+client's usage above the fair account is remembered for a while after it leaves.
 
 How many may wait and run at all is said by `Limits`.
 """
@@ -92,7 +92,7 @@ class _Client:
 class _AccountHeap:
     """A heap of clients, the one with the smallest account first.
 
-    Accounts only grow, so an entry that is out of date stands too early: it is updated, or dropped, when it comes
+    Accounts only grow, so a stale entry is too early in the heap: it is updated, or dropped, when it comes
     first. Among equal accounts, the client whose entry is the oldest comes first.
     """
 
@@ -318,7 +318,7 @@ class WaitingQueue:
         return self._queues[sequence.priority].running(sequence.client)
 
     def refuse_if_full(self, limits: Limits, running: int, client: str, count: int) -> None:
-        """Raise `QueueFullError` if so many more sequences of a client may not wait.
+        """Raise `QueueFullError` if the queue has no room for this number of further sequences of a client.
 
         Only sequences count that cannot begin at once for want of a slot. A client alone may use all of
         `max_queue_size`. When that is used up, other clients may wait too, up to as many sequences again: each up
@@ -399,7 +399,7 @@ class WaitingQueue:
             del self._waiting[sequence.client]
 
     def _drop_idle(self) -> None:
-        """Drop queues without any sequence, with the accounts in them, except that of priority 0, which most use."""
+        """Drop empty queues and their accounts, except the queue of priority 0, which most requests use."""
         self._queues = {number: queue for number, queue in self._queues.items() if queue.clients or number == 0}
         self._listed = {number for number, queue in self._queues.items() if queue}
         self._heap = sorted(self._listed)

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: requests of every kind share the steps of one engine."""
+"""The OpenAI-compatible server: requests of all protocols are batched into the steps of one engine."""

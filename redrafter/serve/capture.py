@@ -1,12 +1,12 @@
-"""Served texts as rows to train a drafter on: bounded files in a directory that its owner alone may read.
+"""Store served sequences as training rows for a drafter: bounded files in a directory that only its owner may read.
 
-A row holds the token ids of a prompt and of the text that was written after it, and which of them were written; no
-key, no address, no time. `redrafter train --data DIR` takes them. A file has a temporary name until it is finished, so
-that whoever reads the directory finds whole files. Each row is written by one call, without a buffer of ours: a process
-that is killed loses the row that is being written, and the next server finishes the file that was left.
+A row holds the token ids of a prompt and of the sequence generated for it, and which of them were generated; no key,
+no address, no time. `redrafter train --data DIR` reads these files. A file has a temporary name until it is finished,
+so readers of the directory find only whole files. Each row is a single unbuffered write: a process that is killed loses
+at most the row being written, and the next server finishes the file that was left.
 
-A thread of its own writes, so that nothing that is served waits for a disk. Where rows cannot be written, as on a full
-disk, they are counted and lost, and serving continues.
+A separate thread writes, so that serving never waits for the disk. Rows that cannot be written, for example to a full
+disk, are counted and dropped; serving continues.
 """
 
 import fcntl
@@ -27,24 +27,24 @@ from redrafter.data.rows import fingerprint
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
 
-if TYPE_CHECKING:  # where folders are checked nothing waits for torch
+if TYPE_CHECKING:  # checking a directory at startup must not wait for the import of torch
     from redrafter.scheduler.sequence import SequenceDelta
     from redrafter.serve.engine_process.client import ServedSequence
 
 _LOG = logging.getLogger(__name__)
 PREFIX, FINISHED, OPEN = "capture-", ".jsonl", ".jsonl.part"
-FILE_SECONDS = 60.0  # after its first row, a file is finished
-FILES = 16  # a file is finished when it has this share of the bytes that all may have
-MAX_WAITING_ROWS = 1024  # of a disk that is slower than the engine: more are lost
-CLOSE_SECONDS = 5.0  # in which the last rows are written
-MIN_WRITTEN = 2  # tokens of a text that says something of drafts
+FILE_SECONDS = 60.0  # age of the first row after which a file is finished
+FILES = 16  # a file is finished when it reaches this fraction of the total byte limit
+MAX_WAITING_ROWS = 1024  # rows queued for a slow disk; further rows are dropped
+CLOSE_SECONDS = 5.0  # time limit for writing the last rows
+MIN_WRITTEN = 2  # shortest sequence that is useful to train on
 
 
 def prepare_folder(folder: str) -> Path:
-    """Make a directory for its owner alone, or check that one is; finish the files that a killed server has left.
+    """Create a private directory, or check that it is private; finish files that a killed server left.
 
     Raises:
-        ArgumentError: It cannot be made or written to, or others may enter it.
+        ArgumentError: The directory cannot be created or written to, or other users may enter it.
     """
     path = Path(folder).absolute()
     try:
@@ -71,13 +71,13 @@ def prepare_folder(folder: str) -> Path:
 
 
 def _finish_left(path: Path) -> None:
-    """Keep the whole rows of a file that nobody writes to any more, under the name of a finished one."""
+    """Truncate an abandoned file to its whole rows, and rename it to a finished file."""
     file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return  # another server's
+            return  # another server still writes this file
         end = 0
         if os.fstat(file).st_size:
             with mmap(file, 0, access=ACCESS_READ) as rows:
@@ -92,15 +92,15 @@ def _finish_left(path: Path) -> None:
 
 
 class Capture:
-    """Writes the texts of a server to a directory, but for those of keys that are left out.
+    """Writes a server's sequences to a directory, except those of excluded keys.
 
     Attributes:
-        rows: Rows that were written.
-        lost: Rows that could not be.
+        rows: Number of rows written.
+        lost: Number of rows dropped.
     """
 
     def __init__(self, options: ServeOptions, tokenizer: Any):
-        """Begin to write; raises as `prepare_folder` does."""
+        """Start the writing thread; raise the errors of `prepare_folder`."""
         assert options.capture is not None, "there is a directory"
         self._folder, self._most = prepare_folder(options.capture), options.capture_max_bytes
         self._left_out, self._tokenizer = frozenset(options.capture_except), fingerprint(tokenizer)
@@ -113,11 +113,11 @@ class Capture:
         self._thread.start()
 
     def wants(self, client: str) -> bool:
-        """Tell whether texts of a client are written; `client` is the name of its key, or its address."""
+        """Return whether to store sequences of a client; `client` is the name of its key, or its address."""
         return client not in self._left_out
 
     def describe(self) -> str:
-        """Return what is stored, for whoever starts a server."""
+        """Describe what is stored, for the startup log."""
         but = f" but {', '.join(sorted(self._left_out))}" if self._left_out else ""
         return (
             f"capturing to {self._folder}: the token ids of prompts and answers of all clients{but}, {self._most:,} "
@@ -125,7 +125,7 @@ class Capture:
         )
 
     def observe(self, sequence: "ServedSequence", delta: "SequenceDelta") -> None:
-        """Record a delta of a text, in the thread that receives them. Never waits."""
+        """Record a delta of a sequence, in the thread that receives deltas. Never blocks."""
         if sequence.recorded is None:
             return
         sequence.recorded += delta.tokens
@@ -140,7 +140,7 @@ class Capture:
             self._lose("the disk is slower than the engine")
 
     def close(self) -> None:
-        """Write what waits, and finish the file."""
+        """Write the queued rows, and finish the file."""
         self._closed = True
         with suppress(queue.Full):
             self._waiting.put(None, timeout=CLOSE_SECONDS)
@@ -195,7 +195,7 @@ class Capture:
         assert self._file is not None
         try:
             written = os.write(self._file, row)
-            if written < len(row):  # the disk is full: half a row is no row
+            if written < len(row):  # the disk is full: truncate the partial row
                 raise OSError(28, os.strerror(28))
         except OSError:
             os.ftruncate(self._file, self._size)
@@ -203,7 +203,7 @@ class Capture:
         self._size += len(row)
 
     def _is_there(self, file: int) -> bool:
-        """Tell whether the open file still has its name: writes to one that was removed succeed and are lost."""
+        """Return whether the open file still exists under its name; writes to a removed file succeed, but are lost."""
         try:
             return os.path.samestat(os.fstat(file), os.lstat(self._path))
         except FileNotFoundError:
@@ -219,7 +219,7 @@ class Capture:
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _finish(self) -> None:
-        """Give the file the name of a finished one, where it has rows."""
+        """Close the file, and rename it to a finished file if it has rows."""
         file, self._file = self._file, None
         if file is None:
             return
@@ -234,7 +234,7 @@ class Capture:
             os.close(file)
 
     def _drop_oldest(self) -> None:
-        """Remove finished files, the oldest first, until another one has room."""
+        """Remove finished files, the oldest first, until another file fits."""
         files = sorted(self._folder.glob(f"{PREFIX}*{FINISHED}"))
         sizes = {file: file.stat().st_size for file in files}
         held = sum(sizes.values())

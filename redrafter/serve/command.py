@@ -46,7 +46,7 @@ def address(options: ServeOptions, listening: socket.socket) -> str:
 def listen(options: ServeOptions) -> socket.socket:
     """Return a bound socket, or raise `ArgumentError` with the option that cannot be used."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # asyncio sends small packets at once only on a socket of protocol TCP; else a first token may wait 40 ms.
+    # asyncio disables Nagle's algorithm only if the socket's protocol is TCP; otherwise a first token may wait 40 ms.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print("redrafter: the API keys are not shown", file=sys.stderr)
             print(json.dumps(shown, indent=2))
             return 0
-        request = LoadEngine(options, load, draft)  # which refuses what does not go together
+        request = LoadEngine(options, load, draft)  # validates the combination of options
         check_paths(options, load, draft, *added)
         for path in parse_lora_modules(options.lora_modules).values():
             check_adapter(path, "--lora-modules")
@@ -117,12 +117,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.otlp_traces_endpoint is not None:
             from redrafter.serve.traces import Traces
 
-            Traces(options.otlp_traces_endpoint).close()  # reports what it lacks before a model is loaded
+            Traces(options.otlp_traces_endpoint).close()  # report missing packages before a model is loaded
         launchers = (extension.launcher(group) for extension, group in zip(extensions(), added, strict=True))
         launch = next(filter(None, launchers), _serve)
         if process_rank() > 0 and launch is _serve:
             worker = import_libraries("redrafter.serve.engine_process.worker")
-            keys = collect_keys(options.api_key, options.api_key_file)  # so that all ranks draft alike
+            keys = collect_keys(options.api_key, options.api_key_file)  # all ranks must draft alike
             code: int = worker.follow(replace(request, options=options.with_keys(len(keys))))
             return code
         from redrafter.serve.log import start_logging
@@ -156,7 +156,7 @@ def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
     from redrafter.serve.network.server_process import ServerProcess
 
     def start() -> "tuple[Server, ASGIApp]":
-        module = import_libraries("redrafter.serve.server")  # torch, which the engine's process imports meanwhile too
+        module = import_libraries("redrafter.serve.server")  # import torch while the engine's process does the same
         from redrafter.serve.routes.app import server_app
 
         server: Server = module.load_server(engine, options, request.load, keys, operators)
@@ -168,7 +168,7 @@ def _serve(request: LoadEngine, keys: ApiKeys, operators: ApiKeys) -> None:
 
     options = request.options
     if options.capture is not None:
-        prepare_folder(options.capture)  # what is wrong with it is said before the model loads
+        prepare_folder(options.capture)  # report errors before the model loads
     with listen(options) as listening, closing(EngineProcess(request)) as engine:
         url = address(options, listening)
         process = ServerProcess(options, listening)

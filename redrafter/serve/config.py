@@ -1,4 +1,4 @@
-"""Options of `redrafter serve`, and the configuration files that set them, also those of TensorRT-LLM's server."""
+"""Options of `redrafter serve`, and configuration files for them, including those of TensorRT-LLM's server."""
 
 import json
 import re
@@ -18,14 +18,14 @@ from redrafter.serve.answers import thoughts
 from redrafter.serve.answers.call_forms import PARSERS
 from redrafter.serve.network.api_keys import KEY_VARIABLE, OPERATOR_KEY_VARIABLE
 
-# Keys of `runtime.json` and of the `runtime` part of `llgtrt.json5`, and the options of the same meaning here.
+# Keys of `runtime.json` and of the `runtime` part of `llgtrt.json5`, and the equivalent options here.
 _RUNTIME = {
     "enable_chunked_context": "chunked_context",
     "enable_kv_cache_reuse": "kv_cache_reuse",
     "kv_cache_free_gpu_mem_fraction": "kv_cache_free_gpu_memory_fraction",
     "kv_cache_host_memory_megabytes": "kv_host_cache_gib",
 }
-_UNITS = {"kv_cache_host_memory_megabytes": 1 / 1024}  # of their values, in those of our options
+_UNITS = {"kv_cache_host_memory_megabytes": 1 / 1024}  # factors from their units to the units of our options
 _NO_MEANING = frozenset(
     {
         "cross_kv_cache_fraction",
@@ -36,15 +36,15 @@ _NO_MEANING = frozenset(
         "secondary_offload_min_priority",
     }
 )
-# Parts of `llgtrt.json5` beside `runtime`, and why they are not read or what to use instead.
+# Parts of `llgtrt.json5` other than `runtime`, with the reason they are ignored or the replacement to use.
 _PARTS = {
     "llguidance": "the limits of grammars are this server's own",
     "py": "no Python scripts are run beside the server",
     "tokenizer": "the tokenizer is the one beside the model; its chat template is --chat-template FILE",
 }
 _KEY_NAME = re.compile(r"key-[1-9]\d*")
-CONFIG_FILES = ("runtime.json", "llgtrt.json5")  # read beside a model; the second takes precedence
-# Options that these may set: who made a model may decide how much of it runs at once, but not who may use it.
+CONFIG_FILES = ("runtime.json", "llgtrt.json5")  # read from the model's directory; the second takes precedence
+# Options that these files may set: a model's author may choose batching limits, but not who may access the server.
 LIMIT_OPTIONS = frozenset(
     {
         "chunked_context",
@@ -61,7 +61,7 @@ LIMIT_OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a server listens, and how much it serves at once."""
+    """Options of the server: where it listens, who may use it, and how many requests it serves at once."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all")
     port: int = option(8000, "port to listen on; 0 for any that is free")
@@ -236,7 +236,7 @@ class ServeOptions:
         parse_lora_modules(self.lora_modules)
 
     def with_keys(self, count: int) -> "ServeOptions":
-        """Return the options of a server with so many API keys: whether it drafts from answers is decided by them."""
+        """Resolve `draft_from_answers` for `count` API keys: several clients do not share answers by default."""
         if self.draft_from_answers != "auto":
             return self
         return replace(self, draft_from_answers="on" if count <= 1 else "off")
@@ -255,19 +255,19 @@ class ServeOptions:
 
 
 def config_beside(model: str) -> list[str]:
-    """Return the paths of those `CONFIG_FILES` that a model's directory or repository holds.
+    """Return the paths of the `CONFIG_FILES` that exist in a model's directory or repository.
 
-    Raises as `check_source` does.
+    Raises the errors of `check_source`.
     """
     check_source(model)
     return [file for name in CONFIG_FILES if (file := find_model_file(model, name)) is not None]
 
 
 def read_config(files: Sequence[str], options: Sequence[type], only: Collection[str] | None = None) -> dict[str, Any]:
-    """Read options of dataclasses by name from JSON or JSON5 files, of which later ones take precedence.
+    """Read options of dataclasses by name from JSON or JSON5 files, where later files take precedence.
 
     Keys are the flags' names, with dashes or underscores, or those of `runtime.json`, at the top or under `runtime`.
-    Each key without a meaning here causes a warning, and each that is not among `only`, if that is given.
+    A warning is logged for each key that has no equivalent here, or that is not in `only` if it is given.
 
     Raises:
         ArgumentError: A file cannot be read, or a key is unknown or has a wrong value.
@@ -279,7 +279,7 @@ def read_config(files: Sequence[str], options: Sequence[type], only: Collection[
             spelt = key.replace("-", "_")
             name = _RUNTIME.get(spelt, spelt)
             if spelt == "kv_cache_onboard_blocks" and value is True:
-                continue  # what is found on the host is copied to the GPU in any case
+                continue  # blocks found on the host are always copied to the GPU
             if spelt in _NO_MEANING or spelt in _PARTS:
                 reason = f": {_PARTS[spelt]}" if spelt in _PARTS else ""
                 warnings.warn(f"{file}: {key} means nothing here{reason}", stacklevel=2)
@@ -302,9 +302,9 @@ def _entries(file: str) -> list[tuple[str, Any]]:
 
 
 def parse_lora_modules(words: Sequence[str]) -> dict[str, str]:
-    """Return the directory of each adapter that `--lora-modules` names, by name.
+    """Parse `--lora-modules` into a mapping from adapter names to directories.
 
-    A word is `name=path`, or `{"name": "...", "path": "..."}` as JSON; raises `ArgumentError` for any other.
+    Each word is `name=path` or JSON `{"name": "...", "path": "..."}`; anything else raises `ArgumentError`.
     """
     modules: dict[str, str] = {}
     for word in words:

@@ -1,10 +1,10 @@
-"""Encode chats so that text of users never becomes a control token, while those of the chat template do.
+"""Encode chats so that user text never becomes a control token, while the chat template's control tokens do.
 
-1. A marker, a character that occurs nowhere else, is put into every control token that a user's text spells, and
-   wherever a user's text might form one together with the template's own text.
-2. The template renders the marked text. Control tokens that are still spelt whole were written by the template.
-3. These are renamed by a secret suffix, and the markers are removed.
-4. A copy of the tokenizer that knows control tokens only by the renamed spelling encodes the result.
+1. Choose a marker, a character that occurs nowhere else. Insert it into every control token that user text spells, and
+   wherever user text could form one together with the template's own text.
+2. Render the template with the marked text. Control tokens that are still spelt whole were written by the template.
+3. Rename these with a secret suffix, and remove the markers.
+4. Encode the result with a copy of the tokenizer that knows control tokens only by their renamed spelling.
 """
 
 import json
@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.serve.encoding import TextEncoder
 from redrafter.serve.protocol.requests import ApiError
 
-_MARKERS = range(0xE000, 0xF8FF)  # code points of private use
+_MARKERS = range(0xE000, 0xF8FF)  # private use area of Unicode
 _ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})")
 _TEXT_FIELDS = ("content", "reasoning_content", "name", "tool_call_id")  # of a message
 
 
 def choose_marker(*values: Any) -> str:
-    """Return a character that occurs in none of some JSON values, neither as it is nor as JSON escapes it."""
+    """Return a character that occurs in none of the JSON values, neither literally nor as a JSON escape."""
     text = json.dumps(values, ensure_ascii=False).lower()
     used = set(text) | {chr(int(code, 16)) for code in _ESCAPED.findall(text)}
     if (free := next((chr(code) for code in _MARKERS if chr(code) not in used), None)) is None:
@@ -42,8 +42,8 @@ def _remove_markers(text: str, marker: str) -> str:
 class ControlTokens:
     """The control tokens of a tokenizer.
 
-    Control tokens are the special tokens, and those other added tokens that the chat template spells, such as
-    `<tool_call>`. In messages of the assistant only special tokens are marked: the model writes the others itself.
+    Control tokens are the special tokens, and other added tokens that the chat template spells, such as `<tool_call>`.
+    In messages of the assistant only special tokens are marked, since the model generates the others itself.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, encoder: TextEncoder | None = None):
@@ -59,12 +59,12 @@ class ControlTokens:
         self._suffix = secrets.token_hex(8)
 
     def prepare(self) -> None:
-        """Make what the first text that spells a control token needs: it stops all threads for tenths of a second."""
-        with suppress(ApiError):  # no message is refused before it is sent
+        """Build the renamed tokenizer ahead of its first use; building it blocks all threads for tenths of a second."""
+        with suppress(ApiError):  # an unsupported tokenizer is an error only for a message that needs it
             self._renamed_tokenizer  # noqa: B018  # a cached property
 
     def mark_message(self, message: Mapping[str, Any], marker: str) -> dict[str, Any]:
-        """Return a message, as chat templates read it, with `marker` in the control tokens that it spells."""
+        """Return a message as chat templates read it, with `marker` inserted into control tokens that it spells."""
         pattern = self._special_pattern if message["role"] == "assistant" else self._any_pattern
 
         def mark_text(text: str) -> str:
@@ -72,7 +72,7 @@ class ControlTokens:
 
         marked: dict[str, Any] = {}
         for name, value in message.items():
-            if name == "content" and isinstance(value, list):  # of its parts, only texts come from a user
+            if name == "content" and isinstance(value, list):  # only text parts contain user text
                 marked[name] = [
                     part | {"text": mark_text(part["text"])} if part["type"] == "text" else part for part in value
                 ]
@@ -83,7 +83,7 @@ class ControlTokens:
         return marked
 
     def mark(self, value: Any, marker: str) -> Any:
-        """Return any JSON value with `marker` in the control tokens that its texts and keys spell."""
+        """Return a JSON value with `marker` inserted into the control tokens that its strings and keys spell."""
         if isinstance(value, str):
             return _break_names(value, marker, self._any_pattern)
         if isinstance(value, dict):
@@ -91,15 +91,15 @@ class ControlTokens:
         return [self.mark(item, marker) for item in value] if isinstance(value, list) else value
 
     def encode(self, text: str, marker: str) -> tuple[str, list[int]]:
-        """Encode a rendered chat, and return it without markers beside its token ids.
+        """Encode a rendered chat, and return its text without markers together with its token ids.
 
-        A marker inside the spelling of a control token, such as `<|im_end|>`, says that it comes from a user's text,
-        and it is encoded as plain text. A spelling without a marker was written by the chat template or by the model,
-        and gets the control token's id. The text is what the template rendered of marked messages.
+        A marker inside the spelling of a control token, such as `<|im_end|>`, shows that user text spelled it: it is
+        encoded as plain text. A spelling without a marker comes from the chat template or the model, and becomes the
+        control token's id. `text` is the template's rendering of marked messages.
 
         Raises:
-            ApiError: If the text has markers, and the tokenizer is not one of the `tokenizers` library, which alone can
-                be copied with control tokens renamed.
+            ApiError: The text has markers, and the tokenizer is not one of the `tokenizers` library, the only kind that
+                can be copied with renamed control tokens.
         """
         plain = _remove_markers(text, marker)
         if plain == text:
@@ -110,7 +110,7 @@ class ControlTokens:
         return plain, [original_ids.get(token, token) for token in tokens]
 
     def _mark_edges(self, text: str, marker: str) -> str:
-        """Put a marker where this text's edges might form a control token together with the template's text."""
+        """Insert a marker where the edges of this text could form a control token with the template's text."""
         middle = text.strip()
         if not middle:
             return text
@@ -123,7 +123,7 @@ class ControlTokens:
 
     @cached_property
     def _renamed_tokenizer(self) -> tuple[TextEncoder, dict[int, int]]:
-        """A copy of the tokenizer with renamed control tokens, and original ids of added tokens by ids in the copy."""
+        """Tokenizer copy with renamed control tokens, and a map from its ids of added tokens to the original ids."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
             raise ApiError(400, "a message spells a control token, which this model's tokenizer cannot read as text")
@@ -161,9 +161,9 @@ def _match_any(names: set[str]) -> re.Pattern[str]:
 
 
 def _branches(names: set[str]) -> str:
-    """Return a regular expression for names, as a tree of their common prefixes.
+    """Return a regular expression for names, built as a trie.
 
-    Without the tree, a text of many prefixes of names would take minutes to match.
+    Without the trie, a text with many prefixes of names would take minutes to match.
     """
     ends: dict[str, set[str]] = {}
     for name in names - {""}:

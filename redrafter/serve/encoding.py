@@ -1,4 +1,4 @@
-"""Encode texts without slowing others down: long ones in processes, and requests when it is their client's turn."""
+"""Encode texts without delaying other clients: long texts in processes, requests in turns by client."""
 
 import asyncio
 import time
@@ -16,9 +16,9 @@ from redrafter.sandbox.frames import receive_frame, send_frame
 from redrafter.sandbox.process import SandboxedProcess, Zygote, zygote_of
 from redrafter.serve.protocol.requests import ApiError
 
-LONG_TEXT = 1 << 13  # characters; a shorter one takes about 3 ms, twice as long as starting a process for it
+LONG_TEXT = 1 << 13  # characters; a shorter text takes up to 3 ms, about twice the cost of starting a process
 WAIT_SECONDS = 120.0  # wall-clock time to encode one text, on a machine that is busy
-# Requests that are encoded at once in all and of one client, by whether their bodies are large.
+# Requests encoded at once in total and per client, for small (False) and large (True) bodies.
 AT_ONCE = {False: (4, 2), True: (2, 1)}
 T = TypeVar("T")
 
@@ -26,9 +26,9 @@ T = TypeVar("T")
 class TextEncoder:
     """Encodes texts with one tokenizer.
 
-    Long texts are encoded in processes of low priority, since a thread of the server would take the engine's cores for
-    seconds, and Python's lock to make a list of each of the encoding's parts. Tokenizers that are not of the
-    `tokenizers` library, or that override how texts are encoded, encode in the calling thread.
+    Long texts are encoded in processes of low priority: a thread of the server would occupy the engine's cores for
+    seconds, and hold the GIL while it builds lists from the encoding. Tokenizers that do not belong to the `tokenizers`
+    library, or that override how texts are encoded, encode in the calling thread.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | Tokenizer):
@@ -43,14 +43,14 @@ class TextEncoder:
                 self._backend, self._splits_special = tokenizer.backend_tokenizer, tokenizer.split_special_tokens
 
     def encode(self, text: str, param: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of a text, which is about the field `param` of a request.
+        """Return the token ids of a text; errors name the field `param` of the request.
 
         Raises:
             ApiError: The text takes too long or too much memory.
         """
         if self._backend is not None and len(text) > LONG_TEXT:
             return self._encode_apart(text, param, add_special_tokens)
-        if isinstance(self._tokenizer, Tokenizer):  # as a batch: `encode` would keep the lock of all threads
+        if isinstance(self._tokenizer, Tokenizer):  # as a batch, which releases the GIL; `encode` would hold it
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
 
@@ -75,9 +75,9 @@ class TextEncoder:
 
 
 class ClientTurns:
-    """Says how many pieces of work run at once: so many in `all`, and fewer of each client.
+    """Semaphores that limit concurrent work: `all` in total, with a lower limit for each client.
 
-    So the work of others continues while one client has much of it.
+    The per-client limit keeps capacity free for other clients while one has much work.
     """
 
     def __init__(self, at_once: int, at_once_per_client: int):
@@ -86,12 +86,12 @@ class ClientTurns:
         self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     def of(self, client: str) -> asyncio.Semaphore:
-        """Return the turns of a client, which it takes before one of all."""
+        """Return the semaphore of a client, to be acquired before `all`."""
         return self._clients.setdefault(client, asyncio.Semaphore(self._at_once_per_client))
 
 
 class EncodingThreads:
-    """Threads in which requests are encoded, when it is their client's turn; those with large bodies have their own."""
+    """Threads that encode requests in turns by client; requests with large bodies have separate threads."""
 
     def __init__(self) -> None:
         self._turns = {large: ClientTurns(*counts) for large, counts in AT_ONCE.items()}
@@ -99,9 +99,10 @@ class EncodingThreads:
         self._threads = ThreadPoolExecutor(most, "redrafter-encoding")
 
     async def run(self, encode: Callable[[], T], client: str, large: bool) -> T:
-        """Return the result of encoding a request of a client, whose body is large or not.
+        """Encode a request of a client in a thread, and return the result.
 
-        After a large one, the client's next turn comes once as much time has passed as its thread has computed for.
+        After a large request, the client waits for as long as its thread has computed before its next turn, so that it
+        uses at most half of a thread.
         """
         turns = self._turns[large]
         own = turns.of(client)
@@ -123,7 +124,7 @@ class EncodingThreads:
                 try:
                     return await asyncio.shield(work)
                 except asyncio.CancelledError:
-                    await asyncio.gather(work, return_exceptions=True)  # its thread is free again
+                    await asyncio.gather(work, return_exceptions=True)  # wait until its thread is free
                     raise
         finally:
             loop.call_later(seconds if large else 0, own.release)

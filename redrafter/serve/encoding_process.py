@@ -1,6 +1,6 @@
-"""The process that encodes one long text. Its priority is low, so that those who wait for tokens keep their pace.
+"""The process that encodes one long text, at low priority so that decoding of other requests does not slow down.
 
-`redrafter.sandbox.child` forks it. It imports nothing but tokenizers, and ends where its limits of time and memory are.
+`redrafter.sandbox.child` forks it. It imports only tokenizers, and is killed at its limits of time and memory.
 """
 
 import os
@@ -13,14 +13,14 @@ from tokenizers import Tokenizer
 from redrafter.sandbox.child import bounded_work, limit_memory
 from redrafter.sandbox.frames import receive_frame, send_frame
 
-NICENESS = 10  # a tenth of the share of a process of the usual priority
+NICENESS = 10  # about a tenth of the CPU share of a process with default priority
 # Two megabytes of short words, some of which are special tokens, take 2.5 s and 700 MB.
 CPU_SECONDS, CPU_SECONDS_PER_CHARACTER = 2.0, 2e-5
 BYTES, BYTES_PER_CHARACTER = 64 << 20, 1 << 10
 
 
 def prepare(spec: bytearray, options: bytearray) -> Callable[[socket.socket], None]:
-    """Load a tokenizer, and return what a process does with its connection.
+    """Load a tokenizer, and return the function that serves a process's connection.
 
     `spec` is the tokenizer as JSON; `options` is `1` if it encodes special tokens as text, else `0`. The process
     receives `1` if special tokens are added, else `0`, and the text, and sends its token ids as native uint32.

@@ -1,8 +1,8 @@
 """The interface of extensions: packages that add routes, flags and changes of the engine to the server.
 
-An extension is a module with an `EXTENSION`, an instance of a subclass of `Extension`. The server finds those in the
-package `redrafter.extensions`, and those that entry points `redrafter.extensions` of other packages name; it imports
-none by name, except in the alias `redrafter.serve.replicas.application`.
+An extension is a module with an `EXTENSION`, an instance of a subclass of `Extension`. The server finds extensions in
+the package `redrafter.extensions`, and through entry points `redrafter.extensions` of other packages; it imports none
+by name, except in the alias `redrafter.serve.replicas.application`.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 GROUP = "redrafter.extensions"  # the package that is searched, and the entry points of others
 Respond = Callable[..., "Awaitable[Response]"]  # `respond` of `redrafter.serve.routes.app`
-MakeChange = Callable[["Engine", str | None], "EngineChange"]  # of the engine, and a path on its machine or None
-Launch = Callable[["LoadEngine", "ApiKeys", "ApiKeys"], None]  # of what to load, clients' keys and operators'
+MakeChange = Callable[["Engine", str | None], "EngineChange"]  # of the engine and a path on its machine
+Launch = Callable[["LoadEngine", "ApiKeys", "ApiKeys"], None]  # arguments: what to load, clients' keys, operators' keys
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class NoOptions:
 
 
 class Extension:
-    """What an extension adds to the server. A subclass overrides what it needs; by default nothing is added.
+    """Base of extensions of the server. A subclass overrides the hooks that it needs; the defaults add nothing.
 
     `redrafter serve --help` imports the module of each extension, so it imports neither torch nor FastAPI: the methods
     import what they need.
@@ -47,10 +47,10 @@ class Extension:
     Attributes:
         options: Dataclass whose fields are flags of `redrafter serve`, for `launcher`.
         options_title: Their heading in `--help`.
-        protocol_path: Path at and below which `format_error` makes the bodies of errors; None where they are OpenAI's.
-        error_event: Name of the event of an error within a stream at these paths; None where it has no name.
-        writing_paths: Paths of requests that have a `seed` and are answered with generated text.
-        ignored_marks: Prefixes of texts in requests that are not part of the prompt.
+        protocol_path: Path prefix whose errors `format_error` formats; None for OpenAI's format.
+        error_event: Event name of an error within a stream at these paths; None for an unnamed event.
+        writing_paths: Paths of generation requests, which have a `seed`.
+        ignored_marks: Prefixes of text blocks that are not part of the prompt, which routing by prefix ignores too.
     """
 
     options: type = NoOptions
@@ -61,13 +61,13 @@ class Extension:
     ignored_marks: tuple[str, ...] = ()
 
     def launcher(self, options: Any) -> Launch | None:
-        """Return what serves in place of this process's own server; None where that serves. options: of `options`."""
+        """Return a function that replaces this process's server, or None. `options` has the type `self.options`."""
         return None
 
     def routes(self, server: "Server", respond: Respond) -> "Sequence[BaseRoute]":
         """Return the routes of a server: each a `JsonRoute`, for clients, or an `OperatorRoute`, for operators.
 
-        `respond` makes a response of a dictionary or of a stream, and stops the work where the client leaves.
+        `respond` sends a dictionary or a stream, and cancels the work when the client disconnects.
         """
         return ()
 
@@ -76,9 +76,9 @@ class Extension:
         raise NotImplementedError
 
     def changes(self) -> Mapping[str, MakeChange]:
-        """Return what makes the changes of the engine that `EngineClient.change_engine` requests, by their kinds.
+        """Return factories of engine changes by kind, for `EngineClient.change_engine`.
 
-        The engine's process calls it. A change is found to be possible where it is made, and applied between two steps.
+        The engine's process calls this. A factory validates the change; the engine applies it between two steps.
         """
         return {}
 
@@ -105,12 +105,12 @@ def extensions() -> tuple[Extension, ...]:
 
 
 def make_change(kind: str, engine: "Engine", path: str | None) -> "EngineChange":
-    """Make a change of the engine, of a kind that an extension has."""
+    """Create a change of the engine of a kind that an extension registers."""
     makers = {name: make for extension in extensions() for name, make in extension.changes().items()}
     return makers[kind](engine, path)
 
 
 def protocol_at(path: str) -> Extension | None:
-    """Return the extension whose protocol is spoken at a path; None for OpenAI's."""
+    """Return the extension whose protocol a path belongs to; None for OpenAI's."""
     protocols = (extension for extension in extensions() if extension.protocol_path is not None)
     return next((each for each in protocols if f"{path}/".startswith(f"{each.protocol_path}/")), None)

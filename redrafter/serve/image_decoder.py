@@ -1,6 +1,6 @@
-"""The process that decodes the images of one request, of which a few kilobytes may take minutes.
+"""The process that decodes the images of one request; a few kilobytes of a malicious image may take minutes.
 
-`redrafter.sandbox.child` forks it. It imports nothing but Pillow, and ends where its limits of time and memory are.
+`redrafter.sandbox.child` forks it. It imports only Pillow, and is killed at its limits of time and memory.
 """
 
 import base64
@@ -18,28 +18,28 @@ from redrafter.errors import first_line
 from redrafter.sandbox.child import bounded_work, limit_memory
 from redrafter.sandbox.frames import receive_frame, send_frame
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # of an animation, the first picture is read
-MAX_RATIO = 50  # of an image's sides: a processor may enlarge it until the shorter one has hundreds of pixels
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # only the first frame of an animation is read
+MAX_RATIO = 50  # maximum aspect ratio: processors may scale the shorter side up to hundreds of pixels
 
-# The dearest images that are no attack (WebP with noise, CMYK) take 0.07 s and 23 MiB for a million pixels.
+# The most expensive legitimate images (WebP with noise, CMYK) take 0.07 s and 23 MiB for a million pixels.
 OPEN_CPU_SECONDS = 1.0
 CPU_SECONDS_PER_PIXEL = 4e-7
 BYTES, BYTES_PER_PIXEL = 64 << 20, 32
 
 
 class _Refusal(Exception):
-    """An image that is not decoded: a message and, if there is one, a code."""
+    """Raised for a rejected image, with a message and an optional error code."""
 
 
 def prepare(limits: bytearray) -> Callable[[socket.socket], None]:
-    """Load the decoders, and return what a process does with its connection. `limits` are the most `pixels`, as JSON.
+    """Load the decoders, and return the function that serves a process's connection. `limits`: JSON with `pixels`.
 
-    It receives the number of images and each one's base64, and sends the width, height and RGB pixels of each, or `-`
-    and a message with a code as JSON.
+    The function receives the number of images and each one's base64, and sends the width, height and RGB pixels of
+    each, or `-` and a message with a code as JSON.
     """
     pixels: int = json.loads(bytes(limits))["pixels"]
     Image.init()
-    Image.MAX_IMAGE_PIXELS = None  # the limits here are others
+    Image.MAX_IMAGE_PIXELS = None  # replaced by the limits here
 
     def run(connection: socket.socket) -> None:
         limit_memory(BYTES + BYTES_PER_PIXEL * pixels)
@@ -88,7 +88,7 @@ def _read(read: Callable[[], Any]) -> Any:
     try:
         return read()
     except MemoryError:
-        raise EOFError("the limit of memory") from None  # ends the process, as the limit of time does
-    except Exception as error:  # whatever a decoder of Pillow's raises
+        raise EOFError("the limit of memory") from None  # ends the process, like the time limit
+    except Exception as error:  # Pillow's decoders may raise anything
         what = f"an image cannot be read ({first_line(error)[:80]}): send {', '.join(FORMATS)}"
         raise _Refusal(what, None) from error

@@ -1,4 +1,4 @@
-"""Images in chats: decoded in processes of their own, and put into the prompt by the processor beside the model."""
+"""Decode images of chats in separate processes, and insert them into the prompt with the model's processor."""
 
 import asyncio
 import json
@@ -19,11 +19,11 @@ from redrafter.serve.protocol.requests import DATA_URL, ApiError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_AT_ONCE = 4  # requests whose images are decoded and cut up at once: decoded images are large
-MAX_AT_ONCE_PER_CLIENT = 2  # fewer, so that those of others go on beside one client's many
-# Bytes of images that were cut up and that the engine has not read yet; Qwen2-VL makes 294 MiB of 12.8 million pixels.
+MAX_AT_ONCE = 4  # requests whose images are processed concurrently: decoded images are large
+MAX_AT_ONCE_PER_CLIENT = 2  # lower, so that one client's images do not block others
+# Bytes of processed images that the engine has not read yet; Qwen2-VL makes 294 MiB of 12.8 million pixels.
 MAX_HELD_BYTES = 2 << 30
-POLL_SECONDS = 0.05  # after which a request that waits for room looks again
+POLL_SECONDS = 0.05  # polling interval of a request that waits for memory
 WAIT_SECONDS = 60.0  # wall-clock time to decode the images of one request, on a machine that is busy
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class ImageReader:
     """Reads the images of chats."""
 
     def __init__(self, processor: Any, names: Collection[str], options: ServeOptions | None = None):
-        """Make a reader of the processor beside a model, with the names of what the model takes of images."""
+        """Create a reader from a model's processor and the names of the model's image inputs."""
         self._processor, self._names, self.options = processor, frozenset(names), options or ServeOptions()
         self._turns = ClientTurns(MAX_AT_ONCE, MAX_AT_ONCE_PER_CLIENT)
         self._threads = ThreadPoolExecutor(MAX_AT_ONCE, "redrafter-images")
@@ -44,8 +44,8 @@ class ImageReader:
     async def run(self, encode: Callable[[SandboxedProcess], T], client: str) -> T:
         """Encode a request with images in a thread, when it is its turn.
 
-        A client with `MAX_AT_ONCE_PER_CLIENT` turns, or with half of `MAX_HELD_BYTES`, waits for its own requests. If
-        nobody waits for a request any more, its process is ended at once, and its turn when its thread is free again.
+        A client with `MAX_AT_ONCE_PER_CLIENT` requests or half of `MAX_HELD_BYTES` waits for its own requests.
+        If the caller is cancelled, the process is killed at once, and the turn is released when its thread is free.
         `encode` is called with a process that decodes the images. Raises `Stopped` once the reader is closed.
         """
         async with self._turns.of(client):
@@ -65,7 +65,7 @@ class ImageReader:
                         return await asyncio.shield(work)
                     except asyncio.CancelledError:
                         process.end()
-                        await asyncio.gather(work, return_exceptions=True)  # its thread is free again
+                        await asyncio.gather(work, return_exceptions=True)  # wait until its thread is free
                         raise
                 finally:
                     self._processes.discard(process)
@@ -74,7 +74,7 @@ class ImageReader:
     async def count(
         self, deltas: AsyncGenerator[T, None], inputs: Mapping[str, Any], client: str
     ) -> AsyncGenerator[T, None]:
-        """Yield what the engine writes, and count a client's images as held until the engine has read them."""
+        """Pass the engine's deltas through, and count a client's images as held until the engine has read them."""
         size = sum(value.nbytes for value in inputs.values() if hasattr(value, "nbytes"))
         self._held[client] += size
         try:
@@ -84,16 +84,16 @@ class ImageReader:
                 yield written
         finally:
             self._held[client] -= size
-            self._held += Counter()  # forgets clients without any
+            self._held += Counter()  # drops clients whose count is zero
             await deltas.aclose()
 
     def new_process(self) -> SandboxedProcess:
-        """Return a new process that decodes the images of one request."""
+        """Start a process that decodes the images of one request."""
         limits = json.dumps({"pixels": self.options.max_image_pixels}).encode()
         return SandboxedProcess(lambda: zygote_of(self, lambda: Zygote("redrafter.serve.image_decoder", [limits])))
 
     def close(self) -> None:
-        """End all processes: those who wait for one get `Stopped`, as does who comes later."""
+        """Kill all processes. Current and later calls raise `Stopped`."""
         self._closed = True
         for process in tuple(self._processes):
             process.end()
@@ -101,20 +101,20 @@ class ImageReader:
     def place(
         self, text: str, urls: Sequence[str], process: SandboxedProcess | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """Decode images, as `data:` URLs, and put the tokens that stand for them into a prompt.
+        """Decode images from `data:` URLs, and insert their placeholder tokens into a prompt.
 
         The chat template has put the processor's mark for each image into the prompt, in the same order. The images are
-        decoded in the process, or in a new one. Returns the prompt, and what the model takes of the images.
+        decoded in `process`, or in a new one. Returns the prompt and the model's image inputs.
 
         Raises:
-            ApiError: An image is too large or is none, takes too long, or the template left one out.
+            ApiError: An image is too large, invalid or too slow to decode, or the template dropped one.
             Stopped: The reader was closed meanwhile.
         """
         mark: str = self._processor.image_token
         if (places := text.count(mark)) != len(urls):
             raise ApiError(400, f"the chat template has places for {places} of {len(urls)} images", "messages")
         images = self._decode(urls, process or self.new_process())
-        try:  # the processor cuts the images up and says which tokens stand for them
+        try:  # the processor splits images into patches and returns their placeholder tokens
             made = self._processor(
                 images=images,
                 text=[text],
@@ -122,7 +122,7 @@ class ImageReader:
                 add_special_tokens=False,
                 return_text_replacement_offsets=True,
             )
-        except Exception as error:  # whatever its own code raises
+        except Exception as error:  # the processor's code may raise anything
             raise ApiError(400, f"the model's processor refuses an image: {first_line(error)}", "messages") from error
         [replaced] = made["text_replacement_offsets"]
         if len(replaced) != len(images):
@@ -165,7 +165,7 @@ class ImageReader:
         return images
 
     def token_types(self, ids: Sequence[int]) -> dict[str, Any]:
-        """Return which tokens of a prompt stand for images, under the name under which the model takes it, if any."""
+        """Return the model's input that marks the placeholder tokens of images; empty if it takes none."""
         import torch
 
         types = self._processor.create_mm_token_type_ids([list(ids)])

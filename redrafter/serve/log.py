@@ -1,4 +1,4 @@
-"""Logging to stderr: one line for each record, for people or as JSON, and one for each request."""
+"""Log to stderr: one line per record, as text or JSON, and one line per request."""
 
 import asyncio
 import json
@@ -17,13 +17,13 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _LOG = logging.getLogger(__name__)
-MAX_ID_CHARACTERS = 100  # of a client's `X-Request-Id` that are kept
-REPEATED_WARNING_SECONDS = 5.0  # in which the same warning is logged once
+MAX_ID_CHARACTERS = 100  # of a client's `X-Request-Id`; the rest is dropped
+REPEATED_WARNING_SECONDS = 5.0  # interval in which a warning is not repeated
 _PLAIN = re.compile(r"[\w.,:/+-]+", re.ASCII)  # a value that needs no quotes
 
 
 class JsonLines(logging.Formatter):
-    """A record as one JSON object: time, level, message, and the `facts` that it was logged with."""
+    """Formats a record as one JSON object: time, level, message, and the `facts` logged with it."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as one line."""
@@ -32,11 +32,11 @@ class JsonLines(logging.Formatter):
         facts |= getattr(record, "facts", {})
         if record.exc_info:
             facts["exception"] = self.formatException(record.exc_info)
-        return json.dumps(facts, default=str)  # in ASCII: it controls no terminal, and lone surrogates pass
+        return json.dumps(facts, default=str)  # ASCII: no terminal control codes, and lone surrogates are escaped
 
 
 class TextLines(logging.Formatter):
-    """A record as one line, with an indented traceback below it. Nothing that a client sent begins a line."""
+    """Formats a record as one line with an indented traceback below. Text from a client never begins a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as one line, and one for each line of its traceback."""
@@ -48,9 +48,9 @@ class TextLines(logging.Formatter):
 
 
 class RateLimit(logging.Filter):
-    """Lets the same warning of a library through once in a few seconds, however often clients cause it.
+    """Rate-limits repeated warnings of libraries, which clients could otherwise use to flood the log.
 
-    Answers that were cut off because the server ends are not logged at all.
+    Warnings about answers that were cut off by a shutdown are dropped.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class RateLimit(logging.Filter):
         self._logged_at: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record; warnings are compared before their arguments are filled in."""
+        """Return whether to log a record; warnings are compared by their message before formatting."""
         if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
             return False
         last, now = self._logged_at.get(record.msg, -REPEATED_WARNING_SECONDS), time.monotonic()
@@ -71,7 +71,7 @@ class RateLimit(logging.Filter):
 def start_logging(form: str, level: str) -> None:
     """Log the records of this library and others, warnings and uncaught errors as lines on stderr, as "text" or "json".
 
-    `level` is the lowest that is logged, "debug" to "error"; of other libraries, at least warnings.
+    `level` is the lowest level to log, "debug" to "error"; for other libraries it is at least "warning".
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
@@ -106,8 +106,8 @@ def escaped(text: str) -> str:
 def log_requests(app: ASGIApp) -> ASGIApp:
     """Return an application that logs each request and its answer.
 
-    Routes may add to the logged facts in `scope["facts"]`. Every answer carries the id of its request, which is the
-    client's own if it sent one.
+    Routes may add to the logged facts in `scope["facts"]`. Every answer has a request id: the client's `X-Request-Id`
+    if it sent one.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,7 +117,7 @@ def log_requests(app: ASGIApp) -> ASGIApp:
         printable = "".join(char for char in sent if " " <= char <= "~")
         request_id = printable[:MAX_ID_CHARACTERS].strip() or uuid.uuid4().hex
         address = str((scope.get("client") or ("unknown",))[0])
-        method, path = scope["method"], scope["raw_path"].decode("latin-1")  # as it was sent, so without spaces
+        method, path = scope["method"], scope["raw_path"].decode("latin-1")  # still percent-encoded, so without spaces
         status, began = 499, time.perf_counter()
         facts = scope["facts"] = {"id": request_id, "client": address}
 
@@ -131,12 +131,12 @@ def log_requests(app: ASGIApp) -> ASGIApp:
         try:
             await app(scope, receive, send_with_id)
         except Exception:
-            status = 500  # which an outer layer answers
+            status = 500  # an outer layer sends this status
             raise
         finally:
             if method == "POST" or status >= 400:
                 seconds = time.perf_counter() - began
-                if facts["client"] != address:  # it is the name of a key
+                if facts["client"] != address:  # the client is the name of a key
                     facts = {"id": request_id, "address": address} | facts
                 shown = "".join(f" {name}={_quoted(value)}" for name, value in facts.items())
                 request = {"method": method, "path": path, "status": status, "seconds": round(seconds, 4)}

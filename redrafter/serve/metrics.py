@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, under vLLM's names where the meaning is the same."""
+"""Export metrics for Prometheus, under vLLM's names where the meaning is the same."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -22,10 +22,10 @@ REASONS: dict[Finish, str] = {"stop": "stop", "length": "length", "cancelled": "
 
 
 class Metrics:
-    """Counters and histograms of what an engine writes, and gauges of how busy it is."""
+    """Counters and histograms of an engine's output, and gauges of its load."""
 
     def __init__(self, engine: EngineClient, model: str, capture: Capture | None = None):
-        """Register the metrics of an engine. model: value of the label `model_name`."""
+        """Register the metrics of an engine. `model` is the value of the label `model_name`."""
         self._capture = capture
         self.registry, self._engine, self._model = CollectorRegistry(), engine, model
         self._prompt = self._counter("prompt_tokens", "Prompt tokens, those found in the cache counted")
@@ -96,7 +96,7 @@ class Metrics:
             self._accepted.inc(delta.accepted)
             self._copies.inc(delta.copies)
             self._copied.inc(delta.copied)
-            # What was copied from the text is no draft of the drafter.
+            # Drafts copied from the sequence do not count for the drafter.
             if (own := delta.drafted - delta.copies) > 0:
                 counts = 1, own, max(delta.accepted - delta.copied, 0)
                 for counter, count in zip(self._by_drafter, counts, strict=True):
@@ -118,7 +118,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics that the engine has told last, as a registry calls it."""
+        """Yield gauges of the last reported load; the registry calls this."""
         facts, load = self._engine.facts, self._engine.load
         gauge, counter, capture = GaugeMetricFamily, CounterMetricFamily, self._capture
         invariant = "1 where a text does not depend on what is computed beside it, bit for bit"
@@ -162,8 +162,8 @@ class Metrics:
     def _counters(self, name: str, help: str, label: str, values: Mapping[_Value, str]) -> dict[_Value, Counter]:
         """Return a counter for each value of a label.
 
-        All exist from the beginning: a counter that is first seen at 5 has not risen by 5 to a client that takes
-        differences.
+        All counters exist from the start. Prometheus computes rates from differences, and a counter that first appears
+        with the value 5 shows no increase.
         """
         counter = Counter(f"vllm:{name}", help, ["model_name", label], registry=self.registry)
         return {value: counter.labels(self._model, text) for value, text in values.items()}

@@ -1,4 +1,4 @@
-"""Encode the prompts of requests; those of chats as the model's chat template renders them."""
+"""Encode the prompts of requests; chats are rendered with the model's chat template."""
 
 import inspect
 import json
@@ -21,7 +21,7 @@ from redrafter.serve.images import ImageReader
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, Message, TextPart, ToolCall
 from redrafter.serve.tools import describe_tools, template_tools
 
-CHUNK_CHARACTERS = 16  # for each token of the context: a longer text is counted in chunks of so many characters
+CHUNK_CHARACTERS = 16  # per token of context; longer texts are counted in chunks of this size
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
@@ -35,7 +35,7 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """Source of the template; where the tokenizer has several, all of them joined."""
+        """Source of the template; several templates of a tokenizer are joined."""
         return "\n".join(self._texts)
 
     @cached_property
@@ -46,7 +46,7 @@ class ChatTemplate:
 
     @cached_property
     def unspelled(self) -> dict[str, int]:
-        """Ids of added tokens that the texts of a grammar cannot spell, as llguidance sees them."""
+        """Ids of added tokens that literal text in a grammar cannot produce, as llguidance decodes them."""
         added = {
             token.content: number for number, token in self._tokenizer.added_tokens_decoder.items() if token.content
         }
@@ -55,7 +55,7 @@ class ChatTemplate:
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Tell whether the template reads content as a list of parts alone, and leaves out a plain text."""
+        """Return whether the template reads content only as a list of parts, and drops a plain string."""
         probe = "a text to look for"
         try:
             return probe not in self.render([{"role": "user", "content": probe}], None, add_generation_prompt=True)
@@ -64,17 +64,17 @@ class ChatTemplate:
 
     @cached_property
     def reads_tools(self) -> bool:
-        """Tell whether the template describes tools to the model, in the form of calls that it was trained to write."""
+        """Return whether the template describes tools to the model, and so determines the tool-call format."""
         talk = [{"role": "user", "content": "a text"}]
         tool = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
         try:
             return self.render(talk, [tool]) != self.render(talk, None)
-        except ApiError:  # the template wants more of a chat: its marks count
+        except ApiError:  # the template rejects this minimal chat: assume that it reads tools
             return True
 
     @cached_property
     def places_system_messages(self) -> bool:
-        """Tell whether the template writes a system message that follows others in its place."""
+        """Return whether the template renders a later system message at its position."""
         roles = ("system", "user", "assistant", "system", "user")
         texts = [f"the text number {number} to look for" for number in range(len(roles))]
         talk = [{"role": role, "content": _content(text, self)} for role, text in zip(roles, texts, strict=True)]
@@ -82,12 +82,12 @@ class ChatTemplate:
             written = self.render(talk, None)
         except ApiError:
             return False
-        places = [written.find(text) for text in texts]  # -1 for one that is left out
+        places = [written.find(text) for text in texts]  # -1 for a message that was dropped
         return places == sorted(places)
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Variables that the template reads, without messages, tools and what the tokenizer itself supplies."""
+        """Variables that the template reads, except messages, tools and variables that the tokenizer supplies."""
         undeclared: set[str] = set()
         for text in self._texts:
             environment = _compile_jinja_template(text).environment
@@ -96,13 +96,13 @@ class ChatTemplate:
         return frozenset(undeclared - supplied - {"messages", *self._tokenizer.special_tokens_map})
 
     def check(self, variables: dict[str, Any], param: str) -> None:
-        """Raise `ApiError`, about a field of the request, if the template does not read all of some variables."""
+        """Raise `ApiError` for the field `param` if the template does not read all of the variables."""
         if unknown := [name for name in variables if name not in self.variables]:
             known = ", ".join(sorted(self.variables)) or "none"
             raise ApiError(400, f"{param}: the chat template reads no {unknown[0]!r}; it reads {known}", param)
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, **variables: Any) -> str:
-        """Render a chat as `apply_chat_template` does, or raise `ApiError` if the template refuses it."""
+        """Render a chat with `apply_chat_template`, or raise `ApiError` if the template rejects it."""
         try:
             text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **variables)
         except _TEMPLATE_ERRORS as error:
@@ -112,20 +112,20 @@ class ChatTemplate:
 
 @dataclass
 class Prompts:
-    """Encodes prompts, and raises `ApiError` for those that are malformed, empty or too long."""
+    """Encodes prompts, and raises `ApiError` for malformed, empty or too long ones."""
 
     tokenizer: PreTrainedTokenizerBase
-    model: str  # as clients call it
-    vocabulary: int  # number of the target's ids
+    model: str  # name of the model for clients
+    vocabulary: int  # size of the target's vocabulary
     context: int  # most tokens of a prompt and its answer
-    special_tokens_in_content: bool = False  # whether a control token that a message spells counts as one
-    reasoning_parser: str = "auto"  # vLLM's name of the parser of its thoughts
-    images: ImageReader | str = "this model takes no images"  # what reads them, or why none are read
-    control: ControlTokens | None = None  # those of the tokenizer and its template; None: they are read when needed
+    special_tokens_in_content: bool = False  # whether control tokens spelt in messages are encoded as such
+    reasoning_parser: str = "auto"  # vLLM's name of the reasoning parser
+    images: ImageReader | str = "this model takes no images"  # reader of images, or the reason why none are accepted
+    control: ControlTokens | None = None  # of the tokenizer and template; None: created on first use
 
     @property
     def template(self) -> ChatTemplate:
-        """The chat template. Raises `ApiError` if the model has none."""
+        """The model's chat template. Raises `ApiError` if there is none."""
         if not self.tokenizer.chat_template:
             raise ApiError(
                 400, f"{self.model} has no chat template; use /v1/completions", "messages", "no_chat_template"
@@ -138,12 +138,12 @@ class Prompts:
 
     @cached_property
     def thoughts(self) -> ThoughtMarks | None:
-        """Marks that the model writes around its thoughts; None for a model without thoughts."""
+        """Marks around the model's thoughts; None for a model without thoughts."""
         added = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
         return thought_marks(self.reasoning_parser, self.template.text, added)
 
     def with_context(self, context: int) -> "Prompts":
-        """Return a reader with another context, which shares the processes of this one."""
+        """Return a copy with another context length, which shares the processes of this one."""
         other = replace(self, context=context)
         other.__dict__["_encoder"] = self._encoder
         if self.tokenizer.chat_template:
@@ -159,12 +159,12 @@ class Prompts:
         return self.control or ControlTokens(self.tokenizer, self.template.text, self._encoder)
 
     def encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of one text, with the tokenizer's special tokens around it if `add_special_tokens`."""
+        """Return the token ids of a text, including the tokenizer's special tokens if `add_special_tokens`."""
         self._check_size(text, "prompt")
         return self._checked(self._encoder.encode(text, "prompt", add_special_tokens=add_special_tokens), "prompt")
 
     def encode_prompts(self, prompt: str | list[Any]) -> list[list[int]]:
-        """Return the token ids of each prompt of a completion request: a text or token ids, or a list of such."""
+        """Return the token ids of each prompt of a completion request: a string or token ids, or a list of either."""
         prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
         if not prompts:
             raise ApiError(400, "there is no prompt", "prompt")
@@ -175,12 +175,12 @@ class Prompts:
     ) -> tuple[list[int], Thinking, dict[str, Any] | None]:
         """Render a chat request with the chat template, and encode it.
 
-        Its images are decoded in the process `decoder`, or in a new one. Raises `ApiError` also where there is no
-        template, or it refuses the request.
+        Images are decoded in the process `decoder`, or in a new one. Raises `ApiError` also if there is no template, or
+        if it rejects the request.
 
         Returns:
-            Token ids, whether they end within a thought, which the answer then continues, and what the model takes of
-            images beside them; None for a prompt of text.
+            Token ids, whether they end within a thought that the answer continues, and the model's image inputs (None
+            for a prompt without images).
         """
         urls = [url for message in request.messages for url in message.images]
         reader = None
@@ -232,7 +232,7 @@ class Prompts:
     def _render(
         self, messages: Iterable[dict[str, Any]], tools: list[Any] | None, variables: dict[str, Any], marker: str
     ) -> str:
-        """Render a chat with `marker` in the control tokens that the request spells."""
+        """Render a chat with `marker` inserted into the control tokens that the request spells."""
         if self.special_tokens_in_content:
             return self.template.render(list(messages), tools, **variables)
         control = self._control
@@ -261,7 +261,7 @@ class Prompts:
         size, count = CHUNK_CHARACTERS * self.context, 0
         for begin in range(0, len(text), size) if len(text) > size else ():
             count += len(self._encoder.encode(text[begin : begin + size], param))
-            if count > 2 * self.context:  # not exact: the end of a chunk may cut a token
+            if count > 2 * self.context:  # with a margin, since a chunk may end within a token
                 raise self._too_long(f"more than {self.context}", param)
 
     def _too_long(self, count: str, param: str) -> ApiError:
@@ -270,7 +270,7 @@ class Prompts:
 
 
 def _template_message(message: Message, template: ChatTemplate) -> dict[str, Any]:
-    """Return a message as chat templates read it: arguments of calls as objects, content as one text or as parts."""
+    """Return a message as chat templates read it: call arguments as objects, content as a string or as parts."""
     role = "system" if message.role == "developer" and "developer" not in template.text else message.role
     content: Any = _content(message.text, template)
     if message.images:
@@ -295,7 +295,7 @@ def _template_message(message: Message, template: ChatTemplate) -> dict[str, Any
 
 
 def _content(text: str, template: ChatTemplate) -> str | list[dict[str, Any]]:
-    """Return the content of a message of text, as one part where the template reads nothing else."""
+    """Return text content as a string, or as a list of one part if the template reads only parts."""
     return [{"type": "text", "text": text}] if template.reads_parts else text
 
 

@@ -1,4 +1,4 @@
-"""A server: OpenAI's requests become sequences of the engine, and these become answers."""
+"""Answer OpenAI's requests: submit them to the engine as sequences, and format the results."""
 
 import asyncio
 import json
@@ -57,38 +57,38 @@ if TYPE_CHECKING:
     from redrafter.serve.traces import Traces
 
 _LOG = logging.getLogger(__name__)
-MIN_TEMPERATURE = 1e-5  # lower ones would overflow the logits: they mean greedy decoding, as in vLLM
-MAX_SCORES = 1 << 18  # log-probabilities of prompts in one answer, which may be 100 MB in memory
-MAX_CONTEXTS = 8  # times the context length that a prompt may have to be tokenized
+MIN_TEMPERATURE = 1e-5  # lower values would overflow the logits, and mean greedy decoding, as in vLLM
+MAX_SCORES = 1 << 18  # log-probabilities of prompts in one answer, which may take 100 MB of memory
+MAX_CONTEXTS = 8  # largest prompt to tokenize, in context lengths
 DEFAULT_COMPLETION_TOKENS = 16  # of a completion without max_tokens, as in OpenAI's API
 
 AnyRequest = CompletionRequest | ChatRequest
 R = TypeVar("R")
 T = TypeVar("T")
-Facts = dict[str, Any]  # what the log says of a request, by name
-Answer = dict[str, Any] | AsyncIterator[dict[str, Any]]  # a whole one, or the parts of a stream
+Facts = dict[str, Any]  # facts to log about a request, by name
+Answer = dict[str, Any] | AsyncIterator[dict[str, Any]]  # a whole answer, or the chunks of a stream
 
 
 @dataclass
 class Server:
-    """Answers requests for completions and chats with the texts of an engine."""
+    """Answers requests for completions and chats with an engine's output."""
 
     engine: EngineClient
     tokenizer: PreTrainedTokenizerBase
     options: ServeOptions = field(default_factory=ServeOptions)
-    keys: ApiKeys = field(default_factory=ApiKeys)  # clients with keys of their own share no prefixes in the cache
-    operators: ApiKeys = field(default_factory=ApiKeys)  # of those who may change the engine; without any, nobody may
-    images: ImageReader | str = Prompts.images  # what reads the images of chats, or why none are read
-    traces: "Traces | None" = None  # where spans of requests go
-    control: ControlTokens | None = Prompts.control  # of the tokenizer and its template, if they are read already
-    capture: Capture | None = field(default=None, init=False)  # where texts are written for training
+    keys: ApiKeys = field(default_factory=ApiKeys)  # clients with different keys share no cached prefixes
+    operators: ApiKeys = field(default_factory=ApiKeys)  # keys of operators; if empty, nobody may change the engine
+    images: ImageReader | str = Prompts.images  # reader of chats' images, or the reason why none are accepted
+    traces: "Traces | None" = None  # exporter of requests' spans
+    control: ControlTokens | None = Prompts.control  # of the tokenizer and template, if already created
+    capture: Capture | None = field(default=None, init=False)  # stores sequences for training
 
     def __post_init__(self) -> None:
         facts, options = self.engine.facts, self.options
-        self.model = options.served_model_name or short_name(facts.model)  # as clients call it
+        self.model = options.served_model_name or short_name(facts.model)  # name of the model for clients
         if self.model in facts.adapters:
             raise ArgumentError(f"--lora-modules has the model's own name {self.model!r}: give the adapter another one")
-        self.adapters = dict(facts.adapters)  # directories of those that are served, by name
+        self.adapters = dict(facts.adapters)  # directories of the served adapters, by name
         self.created = int(time.time())
         if options.capture is not None:
             self.capture = Capture(options, self.tokenizer)
@@ -112,7 +112,7 @@ class Server:
             self.capture.observe(sequence, delta)
 
     def model_entry(self, name: str) -> dict[str, Any]:
-        """Return the entry of this model, or of an adapter, in a list of models."""
+        """Return the entry of the model or of an adapter in the list of models."""
         entry = {"id": name, "object": "model", "created": self.created, "owned_by": "redrafter"}
         parent, temperature = self.model if name in self.adapters else None, self.engine.facts.sampling["temperature"]
         return entry | {"max_model_len": self.context, "parent": parent, "default_temperature": temperature}
@@ -129,17 +129,17 @@ class Server:
 
     @cached_property
     def counting_prompts(self) -> Prompts:
-        """A reader of prompts that are only tokenized, which may be longer than the context."""
+        """Encoder of prompts that are only tokenized, which may exceed the context."""
         return self.prompts.with_context(MAX_CONTEXTS * self.context)
 
     @property
     def thinks(self) -> bool:
-        """Tell whether the model writes thoughts."""
+        """Whether the model writes thoughts."""
         form = call_form(self.options.tool_call_parser, self.prompts.template.text)
         return (form.own_thoughts or self.prompts.thoughts) is not None
 
     def check_model(self, name: str | None) -> None:
-        """Raise `ApiError` for the name of neither the model nor an adapter; None is the model."""
+        """Raise `ApiError` unless `name` is the model, an adapter, or None for the model."""
         if name is None or name == self.model or name in self.adapters:
             return
         adapters = f", and so are its adapters {', '.join(map(repr, self.adapters))}" if self.adapters else ""
@@ -147,7 +147,7 @@ class Server:
         raise ApiError(404, message, "model", "model_not_found")
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter from a directory of this machine, as a model of this name, or raise `ApiError`."""
+        """Load a LoRA adapter from a local directory, and serve it as a model of this name, or raise `ApiError`."""
         if name in self.adapters or name == self.model:
             raise ApiError(400, f"The lora adapter '{name}' has already been loaded.", "lora_name")
         if not await asyncio.to_thread(os.path.isdir, path):
@@ -161,18 +161,18 @@ class Server:
         self.adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
-        """Serve a LoRA adapter no longer, or raise `ApiError` if there is none. Its texts continue."""
+        """Stop serving a LoRA adapter, or raise `ApiError` if it does not exist. Its running sequences continue."""
         if name not in self.adapters:
             raise ApiError(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
         del self.adapters[name]
         await self.engine.change_adapters(name, None)
 
     async def completion(self, request: CompletionRequest, facts: Facts) -> Answer:
-        """Answer a request for completions, and add to the facts that are logged of it."""
+        """Answer a completion request, and add to the facts to log about it."""
         self.check_model(request.model)
         prompts = await self.encode(lambda asked, _: self.prompts.encode_prompts(asked.prompt), request, None, facts)
         copies, kept = request.copies, request.n or 1
-        # Of more texts than are asked for, the best ones are chosen by their log-probabilities.
+        # With `best_of`, more sequences are generated, and selected by their log-probabilities.
         logprobs = 0 if copies > kept and request.logprobs is None else request.logprobs
         grammar = _grammar_source(request)
         params = self._sampling_params(request, logprobs, request.prompt_count, grammar)
@@ -189,18 +189,18 @@ class Server:
         return await self._serve(request, asked, choices, facts, (copies, kept))
 
     async def chat(self, request: ChatRequest, facts: Facts) -> Answer:
-        """Answer a request for a chat, as `completion` does."""
+        """Answer a chat request, and add to the facts to log about it."""
         self.check_model(request.model)
         ids, thinking, images = await self.encode(self.prompts.encode_chat, request, request.messages, facts)
         if images is not None and request.prompt_logprobs is not None:
             raise ApiError(400, "the tokens of a prompt with images are not scored: leave it out", "prompt_logprobs")
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         template = self.prompts.template
-        # A model whose template ignores tools is asked for JSON objects by a system message.
+        # If the template ignores tools, a system message asks the model for calls as JSON objects.
         form = call_form(self.options.tool_call_parser, template.text if template.reads_tools else "")
         marks = (form.own_thoughts or self.prompts.thoughts) if self.options.reasoning_format == "auto" else None
         content = _grammar_source(request)
-        # In a thread, as schemas may be large.
+        # In a thread, since large schemas would block the event loop.
         grammar = await asyncio.to_thread(_chat_grammar, request, content, form, template.unspelled, marks, thinking)
         params = self._sampling_params(request, logprobs, request.prompt_logprobs, grammar)
         choices = [
@@ -215,7 +215,7 @@ class Server:
             )
             for _ in range(request.n or 1)
         ]
-        max_new_tokens = self.context  # which is cut to the rest of it
+        max_new_tokens = self.context  # later limited to the rest of the context
         for param in ("max_completion_tokens", "max_tokens"):
             if (count := getattr(request, param)) is not None:
                 max_new_tokens = self._check_room(len(ids), count, param)
@@ -231,7 +231,7 @@ class Server:
     ) -> T:
         """Encode a request in a thread, when it is its client's turn.
 
-        `encode` is called with the request and a process that decodes its images, None where it has none.
+        `encode` is called with the request and a process that decodes its images; None if it has none.
         """
         client = str(facts.get("client", ""))
         if isinstance(self.images, str) or not any(message.images for message in messages or ()):
@@ -246,7 +246,7 @@ class Server:
         return asked
 
     def _served(self, request: AnyRequest, params: SamplingParams) -> tuple[Any, ...]:
-        """Return the arguments of a choice that all texts of a request share."""
+        """Return the arguments that all choices of a request share."""
         adapter = None if request.model in (None, self.model) else request.model
         return request, self.tokenizer, params.stop_token_ids, self.engine.facts.draft_depth, adapter
 
@@ -265,13 +265,13 @@ class Server:
                 how = "ask for fewer at each place, or for fewer or shorter prompts in a request"
                 raise ApiError(400, f"{what}: {how}", "prompt_logprobs")
         if request.priority and self.options.scheduling_policy != "priority":
-            why = "Priority scheduling is not enabled"  # vLLM's words, by which clients know that they may leave it out
+            why = "Priority scheduling is not enabled"  # vLLM's wording: clients then omit the priority
             how = "leave it out, or start the server with --scheduling-policy priority"
             raise ApiError(400, f"Got priority {request.priority} but {why}: {how}", "priority")
         client, name = str(facts.get("client", "")), request.model or self.model
         owner = client if len(self.keys) > 1 else ""
         salt = json.dumps([owner, request.cache_salt]) if owner or request.cache_salt else None
-        # The engine refuses an adapter that was unloaded a moment ago.
+        # The engine itself rejects an adapter that is unloaded after this check.
         asked = replace(
             asked,
             client=client,
@@ -289,7 +289,7 @@ class Server:
         if self.traces is not None:
             deltas = self.traces.follow(deltas, request, asked, choices, name, str(facts.get("id", "")))
         if not request.stream:
-            async with aclosing(deltas):  # or else the engine would go on after an error
+            async with aclosing(deltas):  # otherwise the engine would continue after an error
                 body = await collect_answer(deltas, choices, name, best)
             if isinstance(request, ChatRequest) and (count := request.prompt_logprobs) is not None:
                 body["prompt_logprobs"] = await asyncio.to_thread(choices[0].prompt_logprobs, count)
@@ -297,7 +297,7 @@ class Server:
             return body
         parts = stream_answer(deltas, choices, name, request.stream_options or StreamOptions())
         try:
-            first = await anext(parts)  # so that a refusal is answered with a status, not within a stream
+            first = await anext(parts)  # so that a rejection gets an HTTP status, not an event in a stream
         except BaseException:
             await deltas.aclose()
             raise
@@ -317,7 +317,7 @@ class Server:
     def _sampling_params(
         self, request: AnyRequest, logprobs: int | None, prompt_logprobs: int | None, grammar: GrammarSource | None
     ) -> SamplingParams:
-        """Return the parameters of a request, whose grammar the engine adds; by default, those of the engine."""
+        """Return the sampling parameters of a request without its grammar; the engine's defaults fill gaps."""
         facts = self.engine.facts
 
         def pick(name: str) -> Any:
@@ -348,13 +348,13 @@ class Server:
         )
 
     def drain(self) -> None:
-        """Accept nothing new; what is being written goes on, and images are decoded no longer."""
+        """Reject new requests and stop decoding images; running sequences continue."""
         self.engine.drain()
         if isinstance(self.images, ImageReader):
             self.images.close()
 
     def close(self) -> None:
-        """End the engine, whether or not texts are written; write and send what is left of captures and spans."""
+        """End the engine, even if sequences are running; flush captures and spans."""
         self.engine.stop()
         if self.capture is not None:
             self.capture.close()
@@ -362,7 +362,7 @@ class Server:
             self.traces.close()
 
     def summary(self, url: str) -> list[str]:
-        """Return log lines that say what is served, with a command to try it. url: where it is served."""
+        """Return log lines that describe what is served at `url`, with a command to try it."""
         what, *more = self.engine.facts.description
         key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if self.keys else ""
         route, asked = "completions", '"prompt": "Once upon a time"'
@@ -385,17 +385,17 @@ def load_server(
     keys: ApiKeys,
     operators: ApiKeys | None = None,
 ) -> Server:
-    """Wait until an engine's process has loaded, and return a server of it, whose clients must send a key.
+    """Wait until an engine's process has loaded, and return its server, whose clients must send one of `keys`.
 
-    Those with a key of `operators` may change its engine; None for nobody.
+    Callers with a key of `operators` may change the engine; with None, nobody may.
     """
     template = read_template(options.chat_template) if options.chat_template else None
-    try:  # while the process loads
+    try:  # overlaps with the process's loading
         model = load.model or str(boxed_pair())
         tokenizer = load_tokenizer(model, trust_remote_code=load.trust_remote_code)
         find_template(tokenizer, model)
     except ReDrafterError:
-        process.wait_until_loaded()  # whose error says more
+        process.wait_until_loaded()  # an error of loading is more informative
         raise
     if template is not None:
         tokenizer.chat_template = template
@@ -445,9 +445,9 @@ def _chat_grammar(
     marks: ThoughtMarks | None,
     thinking: Thinking,
 ) -> GrammarSource | None:
-    """Return the grammar of a chat's whole text: of a thought, and of the call or the content that follows it.
+    """Return the grammar of a chat's whole output: a thought, then a call or the content.
 
-    `grammar` is that of the content alone, if it has one.
+    `grammar` constrains only the content; None leaves it free.
     """
     lark = LarkWriter(special, form.parsers[0])
     if forced := forced_tools(request):

@@ -1,4 +1,4 @@
-"""Tools: how a model hears of them, and those of which it must call one."""
+"""Describe tools to the model, and select the tools that a grammar has to enforce."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ from redrafter.serve.protocol.requests import ChatRequest, Tool, ToolChoice
 
 
 def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
-    """Return tools as chat templates read them, without fields that are null."""
+    """Return tools as chat templates read them, without null fields."""
     return [
         {"type": tool.type, "function": {name: value for name, value in tool.function if value is not None}}
         for tool in tools
@@ -26,7 +26,7 @@ def describe_tools(tools: list[dict[str, Any]], parallel_calls: bool = True) -> 
 
 
 def forced_tools(request: ChatRequest) -> list[CalledTool]:
-    """Return the tools of which an answer must call one; none where `tool_choice` forces no call."""
+    """Return the tools of which the answer must call one; empty if `tool_choice` forces no call."""
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
         return []
@@ -36,7 +36,7 @@ def forced_tools(request: ChatRequest) -> list[CalledTool]:
 
 
 def strict_tools(request: ChatRequest) -> list[CalledTool]:
-    """Return the tools that an answer may call, where any of them is strict; those that are not take any arguments."""
+    """Return the callable tools if any is strict, else none; tools that are not strict accept any arguments."""
     functions = [tool.function for tool in request.callable_tools]
     if request.tool_choice not in (None, "auto") or not any(function.strict for function in functions):
         return []

@@ -1,8 +1,8 @@
-"""Traces of requests for OpenTelemetry, with the names of vLLM and of the conventions for generative AI.
+"""Export traces of requests to OpenTelemetry, with names of vLLM and the semantic conventions for generative AI.
 
-Each request that reaches the engine is one span, which tells no text. The SDK sends spans from a thread of its own, and
-drops them where a collector takes none: no request waits for one. This module is imported for `--otlp-traces-endpoint`
-alone.
+Each request that reaches the engine is one span, which contains no text. The SDK sends spans from a separate thread,
+and drops them if the collector does not accept them, so that no request waits. This module is imported only with
+`--otlp-traces-endpoint`.
 
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 """
@@ -38,24 +38,24 @@ except ImportError as error:
     what = f"--otlp-traces-endpoint needs OpenTelemetry's SDK and its exporter: {how_to_install('serve,otel')}"
     raise MissingDependencyError(what) from error
 
-SPAN_NAME = "llm_request"  # as vLLM has it
-TRACES_PATH = "/v1/traces"  # of a collector
-CLOSE_SECONDS = 2.0  # for which a server that ends waits for its collector
+SPAN_NAME = "llm_request"  # vLLM's name
+TRACES_PATH = "/v1/traces"  # default path of a collector
+CLOSE_SECONDS = 2.0  # time limit for sending the last spans
 PARENT_HEADERS = (b"traceparent", b"tracestate")
 
-Deltas = AsyncGenerator[tuple[AnyChoice, list[SequenceDelta]], None]  # choices, and what each has gained
+Deltas = AsyncGenerator[tuple[AnyChoice, list[SequenceDelta]], None]  # each choice with its new deltas
 
 
 class Traces:
-    """Makes a span of each request, as a child of the span that its client names, and sends it to a collector.
+    """Creates a span for each request, as a child of the client's span, and sends it to a collector.
 
-    What the SDK reads from the environment holds: names of the service, sampling, headers, certificates, batches.
+    The SDK's environment variables apply: service name, sampling, headers, certificates, batches.
     """
 
     def __init__(self, endpoint: str):
-        """Begin to send. endpoint: URL of a collector that takes OTLP over HTTP; its path is /v1/traces by default.
+        """Start sending to `endpoint`, the URL of an OTLP/HTTP collector; its path defaults to /v1/traces.
 
-        Raises `ArgumentError` for settings of the environment that the SDK refuses.
+        Raises `ArgumentError` for environment settings that the SDK rejects.
         """
         if urlsplit(endpoint).path in ("", "/"):
             endpoint = endpoint.rstrip("/") + TRACES_PATH
@@ -75,14 +75,14 @@ class Traces:
         self._parents = TraceContextTextMapPropagator()
 
     def close(self) -> None:
-        """Send the spans that are left, and no more. They are given up where the collector takes too long."""
-        # The SDK has no limit of its own that is shorter than 30 s.
+        """Send the remaining spans and stop. They are dropped if the collector takes too long."""
+        # The SDK's own limit is at least 30 s.
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(CLOSE_SECONDS)
 
     def continue_traces(self, app: ASGIApp) -> ASGIApp:
-        """Return an application whose spans are children of the span in a request's `traceparent` header, if any."""
+        """Wrap an application so that its spans are children of the span in the `traceparent` header, if any."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             sent = {
@@ -109,7 +109,7 @@ class Traces:
         model: str,
         request_id: str,
     ) -> Deltas[AnyChoice]:
-        """Yield what the engine writes for a request, and end the request's span when it ends, fails or is given up."""
+        """Pass a request's deltas through, and end its span when the request ends, fails or is abandoned."""
         params = asked.params
         about: dict[str, Any] = {
             "gen_ai.operation.name": "chat" if isinstance(request, ChatRequest) else "text_completion",
@@ -125,7 +125,7 @@ class Traces:
             "gen_ai.request.n": len(choices),
             "gen_ai.request.choice.count": len(choices),
         }
-        before = time.perf_counter() - choices[0].arrived_at  # seconds for which it has been here
+        before = time.perf_counter() - choices[0].arrived_at  # seconds since its arrival
         began = time.time_ns() - round(1e9 * before)
         span = self._tracer.start_span(SPAN_NAME, kind=SpanKind.SERVER, start_time=began, attributes=about)
         finishes = dict.fromkeys(choices, REASONS["cancelled"])
@@ -150,13 +150,13 @@ class Traces:
 
 
 def _measured(choices: Sequence[AnyChoice]) -> dict[str, Any]:
-    """Return what the texts of a request have cost: tokens, drafts, and seconds, of which the first text's count."""
+    """Return span attributes of a request: tokens, drafts, and the first choice's durations."""
     told, now = usage_and_metrics(choices), time.perf_counter()
     usage, drafts = told["usage"], told["metrics"]["speculative_decoding"]
     found: dict[str, Any] = {
         "gen_ai.usage.input_tokens": usage["prompt_tokens"],
         "gen_ai.usage.output_tokens": usage["completion_tokens"],
-        "gen_ai.usage.prompt_tokens": usage["prompt_tokens"],  # this and the next one are vLLM's
+        "gen_ai.usage.prompt_tokens": usage["prompt_tokens"],  # this and the next name are vLLM's
         "gen_ai.usage.completion_tokens": usage["completion_tokens"],
         "gen_ai.usage.cache_read.input_tokens": usage["prompt_tokens_details"]["cached_tokens"],
         "redrafter.spec_decode.num_drafts": drafts["num_spec_steps"],

@@ -1,4 +1,4 @@
-"""Anthropic's Messages protocol, as its client and coding agents speak it."""
+"""Serve Anthropic's Messages protocol to its client library and to coding agents."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class MessagesExtension(Extension):
-    """Adds `/v1/messages` and `/v1/messages/count_tokens`, with errors in Anthropic's shape."""
+    """Adds `/v1/messages` and `/v1/messages/count_tokens`, with errors in Anthropic's format."""
 
     protocol_path = MESSAGES_PATH
     error_event = "error"
@@ -22,13 +22,13 @@ class MessagesExtension(Extension):
     ignored_marks = (BILLING_MARK,)
 
     def routes(self, server: "Server", respond: Respond) -> "Sequence[BaseRoute]":
-        """Return the routes; they are for clients."""
+        """Return the routes, which are for clients."""
         from redrafter.extensions.messages.routes import messages_routes
 
         return messages_routes(server, respond)
 
     def format_error(self, error: "ApiError") -> tuple[int, dict[str, Any]]:
-        """Return the status and the body of an error in Anthropic's shape."""
+        """Return the status and the body of an error in Anthropic's format."""
         from redrafter.extensions.messages.protocol import messages_error
 
         return messages_error(error)

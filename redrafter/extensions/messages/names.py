@@ -1,6 +1,6 @@
-"""Names of Anthropic's protocol."""
+"""Constants of Anthropic's protocol."""
 
 MESSAGES_PATH = "/v1/messages"
-# Claude Code's system prompt begins with a block of this kind: a hash for Anthropic's billing, another one in every
-# request. It would keep all that follows from being found in the cache.
+# Claude Code's system prompt begins with a block of this kind: a hash for Anthropic's billing, which differs in every
+# request. Kept in the prompt, it would prevent the cache from matching anything after it.
 BILLING_MARK = "x-anthropic-billing-header"

@@ -1,4 +1,4 @@
-"""Anthropic's Messages requests, answers and errors. Fields that are not supported are refused by name.
+"""Models of Anthropic's Messages requests, answers and errors. Unsupported fields are rejected by name.
 
 https://platform.claude.com/docs/en/api/messages
 """
@@ -34,7 +34,7 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     529: "overloaded_error",
 }
-_STATUSES = {422: 400, 503: 529}  # those that Anthropic's API has in place of some
+_STATUSES = {422: 400, 503: 529}  # statuses that Anthropic's API uses in place of these
 _REFUSED_BLOCKS = {
     "document": "send its text as a block of type text",
     "search_result": "send its text as a block of type text",
@@ -44,10 +44,10 @@ _REFUSED_BLOCKS = {
 
 
 def messages_error(error: ApiError) -> tuple[int, dict[str, Any]]:
-    """Return the status and the body of an error in Anthropic's shape."""
+    """Return the status and the body of an error in Anthropic's format."""
     status = _STATUSES.get(error.status, error.status)
     message = str(error)
-    # Agents look for the words of Anthropic's API: they ask for fewer tokens, or make a conversation shorter.
+    # Agents match the wording of Anthropic's API, and then request fewer tokens or compact the conversation.
     if isinstance(error, TooManyTokensError):
         lengths = f"{error.prompt} + {error.asked} > {error.context}"
         advice = "decrease input length or `max_tokens` and try again"
@@ -60,13 +60,13 @@ def messages_error(error: ApiError) -> tuple[int, dict[str, Any]]:
 
 
 class _Block(Strict):
-    """Base of blocks. `cache_control` asks for nothing here: any prefix stays in the cache while there is room."""
+    """Base of blocks. `cache_control` has no effect: every prefix stays in the cache while there is room."""
 
     cache_control: dict[str, Any] | None = None
 
 
 class TextBlock(_Block):
-    """A text."""
+    """A text block."""
 
     type: Literal["text"]
     text: str
@@ -82,7 +82,7 @@ class ImageSource(Strict):
 
 
 class ImageBlock(_Block):
-    """An image."""
+    """An image block."""
 
     type: Literal["image"]
     source: Annotated[
@@ -91,7 +91,7 @@ class ImageBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """Thoughts of the assistant, as they were written. The signature is taken, and not checked."""
+    """Thoughts of the assistant, returned unchanged. The signature is accepted without a check."""
 
     type: Literal["thinking"]
     thinking: str
@@ -99,7 +99,7 @@ class ThinkingBlock(_Block):
 
 
 class ToolUseBlock(_Block):
-    """A call that the model has made."""
+    """A tool call made by the model."""
 
     type: Literal["tool_use"]
     id: str
@@ -116,7 +116,7 @@ _ResultBlock = Annotated[
 
 
 class ToolResultBlock(_Block):
-    """The result of a call."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -130,7 +130,7 @@ Block = Annotated[
     OneOf(f"a block of type {', '.join(_TYPES)}"),
     only(*_TYPES, advice=f"blocks of type {', '.join(_TYPES)} are", by_type=_REFUSED_BLOCKS),
 ]
-_ROLES = {  # whose messages may have which blocks
+_ROLES = {  # block types that messages of each role may contain
     "system": (TextBlock,),
     "user": (TextBlock, ImageBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
@@ -138,7 +138,7 @@ _ROLES = {  # whose messages may have which blocks
 
 
 class Message(Strict):
-    """A message. One of the role `system` is told where it is, if the chat template can, else within its neighbour."""
+    """A message. A `system` message keeps its position if the chat template allows it, else joins a neighbour."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[str | Parts[Block], OneOf("a text or a list of blocks")]
@@ -157,12 +157,12 @@ class Message(Strict):
 
 
 def text_blocks(content: str | list[TextBlock] | None) -> list[TextBlock]:
-    """Return a text as a list of one block, and blocks as they are."""
+    """Return a string as a list of one block, and blocks unchanged."""
     return [TextBlock(type="text", text=content)] if isinstance(content, str) else content or []
 
 
 class MessagesTool(_Block):
-    """A tool that the model may call. Its input is always streamed as it is written, also of a `strict` one."""
+    """A tool that the model may call. Its input is always streamed as it is generated, even if `strict`."""
 
     name: ToolName
     type: Literal["custom"] | None = None
@@ -192,8 +192,8 @@ class MessagesToolChoice(Strict):
 class Thinking(Strict):
     """Whether the model may think before it answers (`enabled`, `adaptive`) or must not (`disabled`).
 
-    `budget_tokens` goes to the chat template, if it reads a `thinking_budget`; nothing else holds the model to it but
-    `max_tokens`. With `display` `omitted`, thoughts are told as an empty block.
+    `budget_tokens` is passed to a chat template that reads `thinking_budget`; otherwise only `max_tokens` limits
+    thoughts. With `display` set to `omitted`, thoughts are returned as an empty block.
     """
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -202,35 +202,35 @@ class Thinking(Strict):
 
 
 class OutputFormat(Strict):
-    """A JSON schema that the answer follows."""
+    """A JSON schema that constrains the answer."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Strict):
-    """Options of the answer. The effort goes to the chat template, if it reads a `reasoning_effort`."""
+    """Options of the answer. The effort is passed to a chat template that reads `reasoning_effort`."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class ThinkingTurns(Strict):
-    """The last turns with thoughts, so many of them."""
+    """Number of last turns that keep their thoughts."""
 
     type: Literal["thinking_turns", "all"]
     value: Count | None = None
 
 
 class Edit(Strict):
-    """What to leave out of a conversation: the thoughts of earlier turns."""
+    """An edit that removes the thoughts of earlier turns from a conversation."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Annotated[Literal["all"] | ThinkingTurns, OneOf("'all' or an object with a type and a value")] | None = None
 
     @property
     def turns(self) -> int | None:
-        """How many of the last turns with thoughts keep them; None for all."""
+        """Number of last turns with thoughts that keep them; None for all."""
         if self.keep is None:
             return 1
         return None if self.keep == "all" or self.keep.type == "all" else self.keep.value or 1
@@ -240,7 +240,7 @@ _ClearThinking = Annotated[Edit, only("clear_thinking_20251015", advice="send a 
 
 
 class ContextManagement(Strict):
-    """How to shorten a conversation before it is read."""
+    """Edits that shorten a conversation before it is read."""
 
     edits: Parts[_ClearThinking] | None = None
 
@@ -253,7 +253,7 @@ _OwnTool = Annotated[
 
 
 class CountTokensRequest(Strict):
-    """Body of `POST /v1/messages/count_tokens`: what makes up a prompt. `betas` and `cache_control` ask for nothing."""
+    """Body of `POST /v1/messages/count_tokens`: fields of the prompt. `betas` and `cache_control` have no effect."""
 
     model: str | None = None
     messages: Annotated[Parts[Message], Field(min_length=1)]
@@ -262,7 +262,7 @@ class CountTokensRequest(Strict):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # of earlier clients, which have no output_config
+    output_format: OutputFormat | None = None  # used by earlier clients in place of output_config
     context_management: ContextManagement | None = None
     cache_control: dict[str, Any] | None = None
     betas: Annotated[list[str], Field(fail_fast=True)] | None = None
@@ -272,19 +272,19 @@ class CountTokensRequest(Strict):
 
 
 class Metadata(Strict):
-    """Who asks; it changes nothing here."""
+    """Identifies the user; it has no effect."""
 
     user_id: str | None = None
 
 
 class Diagnostics(Strict):
-    """An earlier answer to compare the cache's use with. The answer says that this is not available."""
+    """An earlier answer to compare cache use with. The answer reports that this is not available."""
 
     previous_message_id: str | None = None
 
 
 class MessagesRequest(CountTokensRequest, SharedFields):
-    """Body of `POST /v1/messages`: fields of Anthropic, then some that `/v1/chat/completions` takes too."""
+    """Body of `POST /v1/messages`: fields of Anthropic, then fields shared with `/v1/chat/completions`."""
 
     max_tokens: Count
     stop_sequences: StopList | None = None
@@ -313,14 +313,14 @@ class CountTokensAnswer(BaseModel):
 
 
 class MessagesError(BaseModel):
-    """What went wrong."""
+    """Description of an error."""
 
     type: str
     message: str
 
 
 class MessagesErrorAnswer(BaseModel):
-    """Body of an error in Anthropic's shape."""
+    """Body of an error in Anthropic's format."""
 
     type: Literal["error"]
     error: MessagesError

@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's protocol, translated into a chat request and its answer back."""
+"""Serve `/v1/messages`: translate Anthropic's requests to chat requests, and the answers back."""
 
 import json
 import uuid
@@ -37,13 +37,13 @@ from redrafter.serve.routes.translated import Event, Kind, PartWriter, chat_requ
 if TYPE_CHECKING:
     from redrafter.serve.server import Server
 
-# Variables by which chat templates turn thoughts on and off: those of Qwen3 and GLM-4.5, of DeepSeek-V3.1 and Granite.
+# Variables that turn thoughts on and off in chat templates: those of Qwen3 and GLM-4.5, of DeepSeek-V3.1 and Granite.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "cancelled": "end_turn"}
 
 
 def messages_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
-    """Return the routes; `respond` as `Extension.routes` gets it."""
+    """Return the routes. `respond` is the argument of `Extension.routes`."""
     routes = APIRouter(route_class=JsonRoute)
     errors: dict[int | str, dict[str, Any]] = {"default": {"model": MessagesErrorAnswer, "description": "an error"}}
     answers: dict[int | str, dict[str, Any]] = {200: answer_responses(MessageAnswer)[200]}
@@ -75,12 +75,12 @@ def messages_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
 def as_chat(request: CountTokensRequest, template: ChatTemplate, thinks: bool = False) -> ChatRequest:
     """Translate a request to a chat request, or raise `ApiError` or `RequestValidationError`.
 
-    `thinks` tells whether the model writes thoughts.
+    `thinks` is True for a model that writes thoughts.
     """
     messages = _messages(request, template)
     variables = _thinking_variables(request, template, thinks) | (request.chat_template_kwargs or {})
     chat: dict[str, Any] = {"model": request.model, "messages": messages, "chat_template_kwargs": variables}
-    if messages and messages[-1]["role"] == "assistant":  # the answer goes on with it
+    if messages and messages[-1]["role"] == "assistant":  # the answer continues this message
         if "tool_calls" in messages[-1] or not any(part["text"] for part in messages[-1]["content"] or ()):
             raise ApiError(
                 400, "the last message is the assistant's, and holds no text alone to go on with", "messages"
@@ -103,13 +103,13 @@ def as_chat(request: CountTokensRequest, template: ChatTemplate, thinks: bool = 
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
     if isinstance(request, MessagesRequest):
         chat |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
-        if request.stream:  # the first event tells the tokens of the prompt
+        if request.stream:  # the first event reports the number of prompt tokens
             chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     return chat_request(chat, request)
 
 
 def _thinking_variables(request: CountTokensRequest, template: ChatTemplate, thinks: bool) -> dict[str, Any]:
-    """Return the template's variables for `thinking`. A model that has no thoughts keeps to any but needs none."""
+    """Return the template's variables for `thinking`; a model without thoughts needs none."""
     asked = request.thinking
     if asked is None:
         return {}
@@ -125,10 +125,10 @@ def _thinking_variables(request: CountTokensRequest, template: ChatTemplate, thi
 
 
 def _messages(request: CountTokensRequest, template: ChatTemplate) -> list[dict[str, Any]]:
-    """Return the chat messages of a request, their contents as lists of parts.
+    """Return the chat messages of a request, with contents as lists of parts.
 
-    The results of calls are messages of their own, before the others of their turn; turns of the user that follow each
-    other become one message.
+    Results of calls become separate messages before the rest of their turn; consecutive turns of the user become one
+    message.
     """
     turns, messages = list(request.messages), list[dict[str, Any]]()
     system = [*text_blocks(request.system)]
@@ -138,7 +138,7 @@ def _messages(request: CountTokensRequest, template: ChatTemplate) -> list[dict[
         messages.append({"role": "system", "content": _parts(system)})
     for number in range(1, len(turns) - 1):
         called = any(isinstance(block, ToolUseBlock) for block in turns[number - 1].blocks)
-        if turns[number].role == "system" and called:  # nothing comes between calls and their results
+        if turns[number].role == "system" and called:  # nothing may separate calls from their results
             turns[number : number + 2] = reversed(turns[number : number + 2])
     forgotten = _forgotten(request, turns)
     for number, turn in enumerate(turns):
@@ -150,7 +150,7 @@ def _messages(request: CountTokensRequest, template: ChatTemplate) -> list[dict[
         if turn.role == "system" and template.places_system_messages:
             messages.append({"role": "system", "content": _parts(own)})
         elif turn.role == "system" and last["role"] in ("user", "tool"):
-            # Within the neighbour: another user's turn after results would have many templates drop thoughts.
+            # Merge into the neighbour: with a further user turn after results, many templates drop the thoughts.
             _extend(last, _parts(own))
         else:
             seen = []
@@ -159,9 +159,9 @@ def _messages(request: CountTokensRequest, template: ChatTemplate) -> list[dict[
                     blocks = text_blocks(result.content)  # type: ignore[arg-type]
                     text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
                     if result.is_error and not text.startswith("Error"):
-                        text = f"Error: {text}"  # chats have no other place for it
+                        text = f"Error: {text}"  # chat messages have no error flag
                     messages.append({"role": "tool", "tool_call_id": result.tool_use_id, "content": _text_parts(text)})
-                    seen += [block for block in blocks if isinstance(block, ImageBlock)]  # read in user turns alone
+                    seen += [block for block in blocks if isinstance(block, ImageBlock)]  # allowed only in user turns
             parts = _parts([*seen, *own])
             if parts or not messages or messages[-1]["role"] != "tool":
                 if messages and messages[-1]["role"] == "user":
@@ -172,7 +172,7 @@ def _messages(request: CountTokensRequest, template: ChatTemplate) -> list[dict[
 
 
 def _forgotten(request: CountTokensRequest, turns: list[Message]) -> set[int]:
-    """Return the numbers of the turns whose thoughts `context_management` leaves out."""
+    """Return the indices of the turns whose thoughts `context_management` removes."""
     thought = [
         number for number, turn in enumerate(turns) if any(isinstance(block, ThinkingBlock) for block in turn.blocks)
     ]
@@ -197,7 +197,7 @@ def _assistant(turn: Message, keep_thoughts: bool) -> dict[str, Any]:
 
 
 def _parts(blocks: Any) -> list[dict[str, Any]]:
-    """Return blocks of texts and images as a chat has them."""
+    """Convert text and image blocks to parts of a chat message."""
     parts = []
     for block in blocks:
         if isinstance(block, ImageBlock):
@@ -218,7 +218,7 @@ def _extend(message: dict[str, Any], parts: list[dict[str, Any]]) -> None:
 
 
 def _head(body: MessagesRequest, model: str) -> dict[str, Any]:
-    """Return the fields of an answer before anything of it is written."""
+    """Return the initial fields of an answer, before any output."""
     head: dict[str, Any] = {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
@@ -239,22 +239,22 @@ def _whole(head: dict[str, Any], answer: dict[str, Any], body: MessagesRequest) 
 
 
 class BlockWriter(PartWriter):
-    """Writes the blocks of one message.
+    """Converts a chat's answer to the blocks of one message.
 
     Args:
-        signature: Signature of its thoughts, which nobody checks; clients drop thoughts without one.
-        body: What was asked for.
+        signature: Signature of its thoughts. It is never checked, but clients drop thoughts without one.
+        body: The request that the message answers.
     """
 
     def __init__(self, signature: str, body: MessagesRequest):
         super().__init__()
         self._signature = signature
         self._omits_thoughts = body.thinking is not None and body.thinking.display == "omitted"
-        self._block: dict[str, Any] = {}  # the open one
+        self._block: dict[str, Any] = {}  # the open block
 
     @property
     def usage(self) -> dict[str, Any]:
-        """What was counted so far. Tokens that were found in the cache are none of `input_tokens`."""
+        """Token counts so far. `input_tokens` excludes tokens found in the cache."""
         usage = self.told["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         counted = {
@@ -268,7 +268,7 @@ class BlockWriter(PartWriter):
 
     @property
     def ending(self) -> dict[str, Any]:
-        """Why the message ended."""
+        """Stop reason and stop sequence of the message."""
         reason = _STOP_REASONS[self.finish or "stop"]
         if reason == "end_turn" and self.stop is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": self.stop}
@@ -311,7 +311,7 @@ class BlockWriter(PartWriter):
 
 
 def _parse_input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object: as `unparsed` where they are none, as of a call that was cut off."""
+    """Return a call's arguments as an object; invalid ones, as of a call cut off, become its field `unparsed`."""
     try:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -322,9 +322,9 @@ def _parse_input(arguments: str) -> dict[str, Any]:
 async def message_events(
     head: dict[str, Any], chunks: AsyncIterator[dict[str, Any]], body: MessagesRequest
 ) -> AsyncIterator[Event]:
-    """Yield the events of one message from the chunks of a chat's stream, which are closed at the end.
+    """Convert the chunks of a chat's stream to the events of one message, and close the stream at the end.
 
-    `head` are the fields of the message before anything of it is written.
+    `head` has the initial fields of the message.
     """
     blocks, begun = BlockWriter(head["id"], body), False
     try:

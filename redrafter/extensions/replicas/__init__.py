@@ -1,4 +1,4 @@
-"""Replicas of a server on Ray Serve: which one answers a request, and which one continues when that one is lost."""
+"""Run replicas of a server on Ray Serve, route requests to them, and resume requests of a lost replica."""
 
 from functools import partial
 
@@ -8,13 +8,13 @@ from redrafter.serve.extension import Extension, Launch
 
 
 class ReplicasExtension(Extension):
-    """Adds `--ray`, which serves with replicas in place of one server."""
+    """Adds `--ray`, which serves with replicas instead of a single server."""
 
     options = ReplicaOptions
     options_title = "replicas on Ray Serve"
 
     def launcher(self, options: ReplicaOptions) -> Launch | None:
-        """Return what serves with replicas; None without `--ray`."""
+        """Return the function that serves with replicas; None without `--ray`."""
         return partial(launch, options) if options.ray else None
 
 

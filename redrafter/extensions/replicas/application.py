@@ -1,6 +1,6 @@
-"""`redrafter serve --ray`: the application of Ray Serve, its actors, and the life of a command that starts it.
+"""Implement `redrafter serve --ray`: the Ray Serve application, its actors, and the command that runs it.
 
-A router imports no torch; a replica, which is a server without a socket, imports it while its engine's process does.
+Routers do not import torch; a replica, a server without a socket, imports it while its engine's process starts.
 """
 
 import gc
@@ -36,23 +36,23 @@ from redrafter.serve.protocol.requests import ApiError
 if TYPE_CHECKING:
     from ray.serve import Application
 
-HEALTH_PERIOD_SECONDS = 2.0  # after which a replica that was killed is missed, at the latest
+HEALTH_PERIOD_SECONDS = 2.0  # longest time until a killed replica is detected
 HEALTH_TIMEOUT_SECONDS = 30.0
 LOAD_ATTEMPTS = 3
-# Ray's queue holds nothing back: the engine has one of its own, which is fair to clients and has a limit.
+# High enough that Ray queues nothing: the engine has its own queue, which is bounded and fair to clients.
 MAX_ONGOING_REQUESTS = 1 << 16
-# Options of what listens, which `serve run` and `serve deploy` start themselves.
+# Options of the HTTP listener, which `serve run` and `serve deploy` start themselves.
 OF_RAYS_PROXY = frozenset({"port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"})
-ROUTER_CPUS = 0.1  # that Ray sets aside for a router
-LOGGING = {"enable_access_log": False}  # the log has a line of its own for each request
-EXTRA_DRAIN_SECONDS = 5.0  # that routers have beyond replicas, whose last parts they send
+ROUTER_CPUS = 0.1  # CPUs that Ray reserves for a router
+LOGGING = {"enable_access_log": False}  # the server logs each request itself
+EXTRA_DRAIN_SECONDS = 5.0  # routers drain longer than replicas, whose last parts they relay
 _LOG = logging.getLogger(__name__)
-APPLICATION = "redrafter"  # its name in Ray Serve
-POLL_SECONDS = 0.2  # between looks at the state of the application
+APPLICATION = "redrafter"  # name of the application in Ray Serve
+POLL_SECONDS = 0.2  # polling interval of the application's state
 CONNECT_SECONDS = 5.0
-KEEP_ALIVE_SECONDS = 30  # that a connection may be idle for
-REPLICA_HEADER = b"x-replica"  # of an answer: the name of the replica
-METRICS_SECONDS = 5.0  # in which replicas must tell their metrics
+KEEP_ALIVE_SECONDS = 30  # time that a connection may be idle
+REPLICA_HEADER = b"x-replica"  # response header with the name of the replica
+METRICS_SECONDS = 5.0  # time limit for replicas to return their metrics
 
 
 def import_ray() -> Any:
@@ -77,9 +77,9 @@ def app(args: Mapping[str, Any]) -> "Application":
         )
     values = {}
     for name, value in args.items():
-        # What was typed after `serve run` is a text, whatever the option holds.
+        # Arguments of `serve run` are strings, whatever the type of the option.
         if isinstance(value, str) and name in known and known[name].hint not in (str, str | None):
-            with suppress(ValueError):  # told below, where it is of another type
+            with suppress(ValueError):  # a wrong type is reported below
                 value = json.loads(value.lower() if value in ("True", "False") else value)
         values[name] = convert_value("the application's args", name, value, known)
     given = Namespace(**values | {"ray": True})
@@ -92,10 +92,10 @@ def app(args: Mapping[str, Any]) -> "Application":
 def build_application(
     options: ServeOptions, load: LoadOptions, draft: DraftOptions, replicas: ReplicaOptions, keys: ApiKeys
 ) -> "Application":
-    """Build the application: routers, and replicas of the model."""
+    """Build the Ray Serve application of routers and replicas of the model."""
     ray = import_ray()
     options = check_replicated(options)
-    target = replicas.target_ongoing_requests or float(options.max_batch_size)  # requests above which one is full
+    target = replicas.target_ongoing_requests or float(options.max_batch_size)  # requests of a full replica
     scale: dict[str, Any] = {"num_replicas": replicas.num_replicas or 1}
     if replicas.max_replicas is not None:
         autoscaling = {
@@ -151,7 +151,7 @@ def serve_replicas(
     """Serve until SIGINT or SIGTERM, then let running requests end. `ready` is called once replicas serve."""
     ray = import_ray()
     signalled = threading.Event()
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a new cluster reports to nobody unless the user says so
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports unless the user opts in
     try:
         ray.init(address=replicas.ray_address, namespace="redrafter", logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -175,15 +175,15 @@ def serve_replicas(
                 signalled.wait()
                 _LOG.info("stopping: running texts are still written, for %g s at most", options.drain_timeout)
         finally:
-            ray.serve.delete(APPLICATION)  # waits until running requests have ended
+            ray.serve.delete(APPLICATION)  # waits for running requests
             if not ray.serve.status().applications:
-                ray.serve.shutdown()  # so that its proxy listens where the next command says
+                ray.serve.shutdown()  # a proxy keeps its address; the next command may need another
     finally:
-        ray.shutdown()  # ends a cluster that was started here, and no other
+        ray.shutdown()  # ends only a cluster that was started here
 
 
 def _wait_until_running(ray: Any, signalled: threading.Event) -> bool:
-    """Wait until all replicas serve, or raise why they cannot; return False if a signal came before."""
+    """Wait until all replicas serve, or raise their error; return False if a signal arrives first."""
     while not signalled.wait(POLL_SECONDS):
         status = ray.serve.status().applications[APPLICATION]
         if status.status == "RUNNING":
@@ -191,13 +191,13 @@ def _wait_until_running(ray: Any, signalled: threading.Event) -> bool:
         if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             messages = [deployment.message for deployment in status.deployments.values() if deployment.message]
             [message, *_] = messages or [status.message]
-            # The last line of a traceback tells the error.
+            # The last line of a traceback names the error.
             raise ReDrafterError(f"the replicas cannot be loaded: {message.strip().splitlines()[-1]}")
     return False
 
 
 def _check_address(options: ServeOptions) -> None:
-    """Raise `ReDrafterError` if Ray's proxy listens elsewhere: where it has run before, it keeps its own address."""
+    """Raise `ReDrafterError` if Ray's proxy has another address, which a proxy that was already running keeps."""
     try:
         socket.create_connection((options.host, options.port), CONNECT_SECONDS).close()
     except OSError as error:
@@ -208,7 +208,7 @@ def _check_address(options: ServeOptions) -> None:
 
 
 class EngineReplica:
-    """A server without a socket: routers call it with requests."""
+    """A replica: a server without a socket, which routers call with requests."""
 
     def __init__(self, options: ServeOptions, load: LoadOptions, draft: DraftOptions, keys: ApiKeys):
         from ray import serve
@@ -227,12 +227,12 @@ class EngineReplica:
             raise
         self._server.engine.start(_end_with_engine)
         gc.collect()
-        gc.freeze()  # what is loaded stays; collecting it takes 0.3 s, in which nothing is written
+        gc.freeze()  # loaded objects stay alive; scanning them would stop decoding for 0.3 s
 
     async def answer(self, call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
-        """Yield the answer to a request, whose headers say which replica has answered.
+        """Yield the answer to a request; its headers name this replica.
 
-        Raises `ReplicaLostError` if the engine has ended: what it had not written is no part of the answer.
+        Raises `ReplicaLostError` if the engine ends before the answer is complete.
         """
         async with aclosing(answer_parts(self._app, call)) as parts:
             async for part in parts:
@@ -252,7 +252,7 @@ class EngineReplica:
             raise ReplicaLostError(f"the engine of replica {self._name} has ended")
 
     def __del__(self) -> None:
-        """End the engine: Ray Serve calls this once the last request is answered."""
+        """End the engine: Ray Serve calls this after the last request."""
         if hasattr(self, "_server"):
             self._server.close()
 
@@ -264,7 +264,7 @@ def _end_with_engine(reason: str) -> None:
 
 
 class RouterReplica:
-    """The application that hands requests to the replicas of a deployment, of which it has Ray's handle."""
+    """A router: an application that forwards requests to replicas through Ray's handle of their deployment."""
 
     def __init__(self, engines: Any, options: ServeOptions, keys: ApiKeys):
         start_logging(options.log_format, options.log_level)
@@ -284,7 +284,7 @@ class RouterReplica:
             async for part in parts:
                 yield part
         finally:
-            parts.cancel()  # which does nothing after the end
+            parts.cancel()  # has no effect after the end
 
     async def _metrics(self) -> bytes:
         from ray.serve.exceptions import DeploymentUnavailableError
@@ -292,7 +292,7 @@ class RouterReplica:
         answers = self._engines.broadcast("metrics")
         try:
             told = await answers.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
-        except DeploymentUnavailableError:  # there are no replicas now
+        except DeploymentUnavailableError:  # no replica is running
             told = []
         except TimeoutError as error:
             raise ApiError(503, f"a replica has not told its metrics within {METRICS_SECONDS:g} s") from error
@@ -300,10 +300,10 @@ class RouterReplica:
 
 
 def merge_metrics(texts: Iterable[tuple[str, bytes]]) -> bytes:
-    """Return the metrics of replicas, by name, in Prometheus' text format with the label `replica`.
+    """Merge the metrics of named replicas in Prometheus' text format, with the label `replica`.
 
-    They are not summed here: a sum of counters falls when a replica ends, which Prometheus takes for a restart of all.
-    A query sums the rates instead: `sum without (replica) (rate(vllm:generation_tokens_total[1m]))`.
+    The metrics are not summed here: a sum of counters falls when a replica ends, which Prometheus interprets as a reset
+    of all. Sum rates in the query: `sum without (replica) (rate(vllm:generation_tokens_total[1m]))`.
     """
     registry = CollectorRegistry()
     registry.register(_Merged(texts))
@@ -320,5 +320,5 @@ class _Merged:
                     merged.samples.append(sample._replace(labels={"replica": replica} | sample.labels))
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics, as a registry calls it."""
+        """Yield the metrics; the registry calls this."""
         yield from self._families.values()

@@ -1,4 +1,4 @@
-"""A request on its way from a router to a replica, where an ASGI application answers it in parts."""
+"""Transfer a request from a router to a replica, where an ASGI application answers it in parts."""
 
 import asyncio
 import logging
@@ -10,12 +10,12 @@ from starlette.types import ASGIApp, Message, Scope
 
 _LOG = logging.getLogger(__name__)
 Headers = list[tuple[bytes, bytes]]
-LEAVING_SECONDS = 5.0  # in which an application must have ended once it was told that its client has left
+LEAVING_SECONDS = 5.0  # time for an application to end after its client disconnects
 
 
 @dataclass(frozen=True)
 class HttpCall:
-    """A request of a client on its way to a replica: to the same one as others with its key, to any if that is None."""
+    """A client's request to forward. Calls with the same key go to the same replica; None allows any replica."""
 
     scope: dict[str, Any]
     body: bytes
@@ -23,12 +23,12 @@ class HttpCall:
 
     @classmethod
     def of(cls, scope: Scope, body: bytes, key: str | None, request_id: str) -> "HttpCall":
-        """Return the call for a request of an ASGI server with the body that the replica shall get, and its log id."""
+        """Create the call for an ASGI request, with the body to forward and the request id for the log."""
         sent = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "server")
         replaced = (b"content-length", b"transfer-encoding", b"x-request-id")
         headers = [(name, value) for name, value in scope["headers"] if name not in replaced]
         headers += [(b"content-length", b"%d" % len(body)), (b"x-request-id", request_id.encode())]
-        # By 2.3, an application is told of a client that has left by a message, and not by an error when it sends.
+        # ASGI 2.3 signals a disconnect with a message; later versions raise an error on send instead.
         asgi = {"version": "3.0", "spec_version": "2.3"}
         kept = {name: scope[name] for name in sent if name in scope}
         return cls(kept | {"asgi": asgi, "headers": headers, "client": scope.get("client")}, body, key)
@@ -49,17 +49,17 @@ class AnswerPart(NamedTuple):
 
 
 class ReplicaLostError(Exception):
-    """The engine of a replica has ended: another replica can answer what this one has not."""
+    """Raised when a replica's engine has ended; another replica can complete the answer."""
 
 
 async def answer_parts(app: ASGIApp, call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
-    """Yield what an application answers to a call, as much at once as it has sent since the last part.
+    """Yield an application's answer to a call; each part has all that was sent since the previous one.
 
-    Closing this iterator early tells the application that its client has left.
+    Closing this iterator early signals a disconnect to the application.
     """
     request: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
     starts: list[AnswerStart] = []  # at most one, not yielded yet
-    body: list[bytes] = []  # likewise
+    body: list[bytes] = []  # chunks of the body, not yielded yet
     whole = False  # whether the last part of the body was sent
     news, left = asyncio.Event(), asyncio.Event()
 
@@ -91,7 +91,7 @@ async def answer_parts(app: ASGIApp, call: HttpCall) -> AsyncGenerator[AnswerPar
                 yield part
         if not whole or running.cancelled():
             running.result()
-        elif (error := running.exception()) is not None:  # Starlette raises it again after it has answered with 500
+        elif (error := running.exception()) is not None:  # Starlette answers with 500, then raises the error again
             _LOG.error("%s %s failed", call.scope["method"], call.scope["path"], exc_info=error)
     finally:
         left.set()

@@ -1,4 +1,4 @@
-"""What `redrafter serve --ray` does once its options are read, before torch is imported."""
+"""Launch `redrafter serve --ray` once its options are read, without importing torch."""
 
 import logging
 from dataclasses import replace
@@ -17,13 +17,13 @@ _LOG = logging.getLogger("redrafter.serve")
 
 
 def launch(replicas: ReplicaOptions, request: "LoadEngine", keys: ApiKeys, operators: ApiKeys) -> None:
-    """Serve what a server would load, with replicas; raise `ArgumentError` where operators have keys."""
+    """Serve a model with replicas; raise `ArgumentError` for operators' keys, since replicas cannot be operated."""
     from redrafter.serve.command import address, listen
 
     options, load = request.options, request.load
     if operators:
         raise ArgumentError(f"{NOT_OPERATED} (--operator-key, {OPERATOR_KEY_VARIABLE})")
-    with listen(options) as listening:  # Ray's proxy says less of an address that it cannot listen on
+    with listen(options) as listening:  # check the address first: the proxy's own error is less clear
         url, port = address(options, listening), listening.getsockname()[1]
     _LOG.info("on %s; loading %s on Ray Serve", url, load.model or "the pair in the box")
     ready = partial(_LOG.info, "ready on %s", url)

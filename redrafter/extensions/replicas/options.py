@@ -1,4 +1,4 @@
-"""Options of `redrafter serve --ray`, and which options of a server its replicas cannot keep to."""
+"""Define the options of `redrafter serve --ray`, and reject server options that replicas do not support."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -10,7 +10,7 @@ from redrafter.serve.config import ServeOptions
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """Options of `redrafter serve --ray`: how many replicas run, and what each of them is given."""
+    """Options of `redrafter serve --ray`: number of replicas, and resources of each."""
 
     ray: bool = option(False, f"serve replicas of the model on Ray Serve: {how_to_install('serve,ray')}")
     ray_address: str | None = option(
@@ -66,9 +66,9 @@ NOT_OPERATED = (
 
 
 def check_replicated(options: ServeOptions) -> ServeOptions:
-    """Return the options of a server as its replicas get them, which is without the API keys themselves.
+    """Return the server options to pass to replicas, without the API keys themselves.
 
-    Raises `ArgumentError` where one cannot be kept to by replicas.
+    Raises `ArgumentError` for an option that replicas do not support.
     """
     if options.allow_runtime_lora_updating:
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Ray Serve's part of the choice of a replica. It is imported by routers alone, since it needs Ray."""
+"""Choose replicas by prefix within Ray Serve. Only routers import this module, since it needs Ray."""
 
 from collections import Counter
 from typing import Any
@@ -9,13 +9,13 @@ from redrafter.extensions.replicas.exchange import HttpCall
 from redrafter.extensions.replicas.router import rank_replicas
 
 
-class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray may not be installed where types are checked
-    """Sends calls with the same key to the same replica while that is not full, and others to the least loaded one."""
+class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray may be missing during type checks
+    """Routes calls with the same key to the same replica until it is full, and others to the least loaded one."""
 
     def initialize_state(self, target: float) -> None:
-        """Set the number of requests that a replica may have, however few the others have."""
+        """Set the number of requests that any replica may have, regardless of the others' loads."""
         self._target = target
-        self._sent: Counter[str] = Counter()  # requests that this router waits for, by the name of the replica
+        self._sent: Counter[str] = Counter()  # pending requests of this router, by name of the replica
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         """Count a request that is sent to a replica."""
@@ -23,7 +23,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray may not be insta
         self._sent[replica_id.unique_id] += 1
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Uncount a request that is answered, or that could not be sent."""
+        """Stop counting a request that was answered or could not be sent."""
         name = replica_id.unique_id
         self._sent[name] -= 1
         if self._sent[name] <= 0:
@@ -32,12 +32,12 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray may not be insta
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas in the order in which a request is offered to them."""
+        """Return the replicas in the order in which to try them for a request."""
         if pending_request is None or (call := _call(pending_request)) is None or call.key is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # where no replica answers, wait before asking again
+        pending_request.routing_context.should_backoff = True  # if no replica accepts, wait before retrying
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        # What replicas tell is late in a rush, but knows of the requests of other routers.
+        # Loads reported by replicas lag behind bursts, but include other routers' requests: take the larger value.
         told = {name: self.replica_queue_len_cache.get(replica.replica_id) for name, replica in replicas.items()}
         loads = {name: max(self._sent[name], told[name] or 0) for name in replicas}
         return [[replicas[name]] for name in rank_replicas(call.key, loads, self._target)]

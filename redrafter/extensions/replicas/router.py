@@ -1,10 +1,10 @@
-"""The application that clients talk to: it hands each request to a replica, and to another one if that is lost.
+"""Implement the application that clients reach: it forwards each request to a replica, and retries if that is lost.
 
-A request goes to the replica that has read the beginning of its prompt, unless that one is busy. Requests of one
-session, and prompts that begin alike, have the same key. For each key the replicas have an order of their own, by a
-hash of both (rendezvous hashing), which every router computes alike; a replica that comes or goes changes it only for
-the keys that it is first for. A request goes to the first replica in the order of its key that is not full (consistent
-hashing with bounded loads, https://arxiv.org/abs/1608.01350).
+A request goes to the replica that has read the beginning of its prompt, unless that replica is busy. Requests of one
+session, and prompts with the same beginning, have the same key. A hash of key and replica orders the replicas for each
+key (rendezvous hashing), and all routers compute the same order; adding or removing a replica affects only the keys
+that rank it first. A request goes to the first replica in its key's order that is not full (consistent hashing with
+bounded loads, https://arxiv.org/abs/1608.01350).
 """
 
 import asyncio
@@ -27,29 +27,29 @@ from redrafter.serve.extension import extensions, protocol_at
 from redrafter.serve.network.guards import HEALTH_PATHS, AccessPolicy, JsonRequest, add_guards, error_answer
 from redrafter.serve.protocol.requests import ApiError
 
-SESSION_HEADER = b"x-session-id"  # as Ray Serve has it
-KEY_CHARACTERS = 256  # of a prompt's beginning: some four blocks of keys and values
+SESSION_HEADER = b"x-session-id"  # the name that Ray Serve uses
+KEY_CHARACTERS = 256  # of a prompt's beginning: about four KV blocks
 KEY_TOKENS = 64
-SHARE_ABOVE_MEAN = 1.25  # of the mean number of requests per replica, that each may have
+SHARE_ABOVE_MEAN = 1.25  # limit of a replica's requests, relative to the mean
 PROMPT_FIELDS = ("prompt", "system", "messages", "instructions", "input")  # of completions, messages, chats, responses
 SYSTEM_ROLES = ("system", "developer")
 _DONE = b"[DONE]"
-# Fields that tell more of a stream's tokens than their text, which may come in other pieces the second time.
+# Fields that add per-token data to a stream. A resumed stream may split its text differently, so they cannot be merged.
 _TOLD_BY_TOKEN = ("logprobs", "tools", "prompt_logprobs")
 _CHANNELS = ("text", "content", "reasoning_content")
 _LOG = logging.getLogger(__name__)
-WRITING_PATHS = ("/v1/completions", "/v1/chat/completions")  # with those of extensions
-MAX_RETRIES = 2  # of a request whose replica is lost: more, and a request that ends engines would end all of them
-HEALTH_SECONDS = 5.0  # in which some replica must answer
+WRITING_PATHS = ("/v1/completions", "/v1/chat/completions")  # extensions add their own
+MAX_RETRIES = 2  # for lost replicas; a limit, since a request that crashes engines would crash them all
+HEALTH_SECONDS = 5.0  # time limit for any replica to answer
 SEED_BITS = 61
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Ask = Callable[[HttpCall], AsyncGenerator[AnswerPart, None]]
 
 
 def routing_key(session: bytes | None, document: Mapping[str, Any]) -> str | None:
-    """Return the key of a request: its session, or how its prompt begins; None for a request without a prompt.
+    """Return the key of a request: its session, or the beginning of its prompt; None without a prompt.
 
-    `session` is the value of `SESSION_HEADER`, if it was sent; `document` the body, which nobody has checked yet.
+    `session` is the value of `SESSION_HEADER`, if sent; `document` is the body, which is not validated yet.
     """
     if session:
         return "session " + session.decode("latin-1")
@@ -61,9 +61,9 @@ def routing_key(session: bytes | None, document: Mapping[str, Any]) -> str | Non
 
 
 def rank_replicas(key: str, loads: Mapping[str, int], target: float) -> list[str]:
-    """Return the names of all replicas, the best for a key first: those that are not full, then the least loaded.
+    """Return all replicas' names, best first for a key: replicas that are not full, then the least loaded.
 
-    `loads` are the numbers of requests that replicas have; one may have `target`, however few the others have.
+    `loads` are the replicas' numbers of requests; each may have `target`, regardless of the mean load.
     """
     order = sorted(loads, key=lambda name: hashlib.sha256(f"{name} {key}".encode()).digest())
     limit = max(target, math.ceil(SHARE_ABOVE_MEAN * (sum(loads.values()) + 1) / max(len(loads), 1)))
@@ -73,7 +73,7 @@ def rank_replicas(key: str, loads: Mapping[str, int], target: float) -> list[str
 
 
 def _beginning(prompt: Any) -> str:
-    """Return how a prompt begins: a text, token ids, messages, or a list of prompts, of which the first counts."""
+    """Return the beginning of a prompt: a string, token ids, messages, or a list of prompts, whose first is used."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -85,7 +85,7 @@ def _beginning(prompt: Any) -> str:
         return " ".join(str(token) for token in prompt[:KEY_TOKENS] if isinstance(token, int))
     system = (message for message in messages if message.get("role") in SYSTEM_ROLES)
     first = next(system, messages[0])
-    content = first.get("content", messages)  # of a message, or the list is a system prompt's blocks
+    content = first.get("content", messages)  # content of a message; a list of blocks is used directly
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = (part.get("text") for part in parts if isinstance(part, dict))
     ignored = tuple(mark for extension in extensions() for mark in extension.ignored_marks)
@@ -94,13 +94,13 @@ def _beginning(prompt: Any) -> str:
 
 
 class DivergedError(Exception):
-    """The second text is not the first one."""
+    """Raised when the output of a second replica differs from the first one's."""
 
 
 def can_resume(path: str, document: Mapping[str, Any]) -> bool:
-    """Return whether another replica can continue a stream that has begun. document: body of its request.
+    """Return whether another replica can resume a partial stream. `document` is the request's body.
 
-    It writes the whole text again, and the client gets what it lacks.
+    The replica generates the whole output again, and the client receives the part that it lacks.
     """
     options = document.get("stream_options")
     drafts = isinstance(options, dict) and options.get("include_drafts")
@@ -110,18 +110,18 @@ def can_resume(path: str, document: Mapping[str, Any]) -> bool:
 
 
 class SentStream:
-    """The events that a client has got of a stream of completions or of a chat."""
+    """The events of a completion or chat stream that a client has received."""
 
     def __init__(self) -> None:
         self._sent: list[bytes] = []
         self._resumed = False
-        self._left: dict[tuple[int, str], str] = {}  # text that is still to be left out, by choice and channel
+        self._left: dict[tuple[int, str], str] = {}  # text still to be skipped, by choice and channel
         self._finished: set[int] = set()
         self._head: dict[str, Any] = {}
         self._had_usage = False
 
     def resume(self) -> None:
-        """Expect the same stream from its beginning."""
+        """Prepare to receive the same stream again from its beginning."""
         self._resumed, self._left = bool(self._sent), {}
         for data in _split(b"".join(self._sent)):
             event = json.loads(data)
@@ -137,10 +137,10 @@ class SentStream:
         self._opened = {index for index, _ in self._left}
 
     def push(self, events: bytes) -> bytes:
-        """Return those of a replica's events that the client lacks, whole or in part.
+        """Return the replica's events without the parts that the client already has.
 
         Raises:
-            DivergedError: The text is not the one that the client has the beginning of.
+            DivergedError: The text differs from the part that the client already has.
         """
         new = self._cut(events) if self._resumed else events
         if new:
@@ -165,7 +165,7 @@ class SentStream:
         return event | self._head | {"choices": choices} if choices else None
 
     def _cut_choice(self, choice: dict[str, Any]) -> bool:
-        """Cut off what the client has of a choice, and return whether anything is left that it lacks."""
+        """Remove the text that the client has from a choice, and return whether anything remains."""
         index, delta = choice["index"], _delta(choice)
         if index in self._opened:
             delta.pop("role", None)
@@ -188,13 +188,13 @@ class SentStream:
 
 
 def _split(events: bytes) -> list[bytes]:
-    """Return the data of whole events but for the last one of a stream, which has none."""
+    """Split complete events and return their data, except for the end mark of a stream."""
     data = (event.removeprefix(b"data: ") for event in events.split(b"\n\n") if event)
     return [document for document in data if document != _DONE]
 
 
 def _delta(choice: dict[str, Any]) -> dict[str, Any]:
-    """Return where a choice has its text: a chat's in its delta, a completion's in the choice itself."""
+    """Return the object with a choice's text: the delta of a chat, or the choice itself for completions."""
     delta: dict[str, Any] = choice.get("delta", choice)
     return delta
 
@@ -206,10 +206,10 @@ def create_router(
     policy: AccessPolicy,
     max_body_bytes: int,
 ) -> ASGIApp:
-    """Return the ASGI application, which `add_guards` guards.
+    """Return the router's ASGI application, protected by `add_guards`.
 
-    `ask` sends a request to the replica of its key and yields the answer, or raises an error of `lost` where that has
-    ended before. `metrics` returns the metrics of all replicas.
+    `ask` sends a request to the replica of its key and yields the answer, or raises an error in `lost` if the replica
+    ends first. `metrics` returns the metrics of all replicas.
     """
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
@@ -235,7 +235,7 @@ def create_router(
     add_guards(app, policy, max_body_bytes)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_without(message: Message) -> None:  # Ray's proxy adds the header with a request's id anyway
+        async def send_without(message: Message) -> None:  # Ray's proxy adds the request id header itself
             if message["type"] == "http.response.start":
                 headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
                 message = {**message, "headers": headers}
@@ -247,9 +247,9 @@ def create_router(
 
 
 async def _read(scope: Scope) -> tuple[bytes, Mapping[str, Any]]:
-    """Return the body of a request as replicas get it, and its value, which is empty where it is no JSON object.
+    """Return the body to forward to replicas, and its parsed value, which is empty unless it is a JSON object.
 
-    A request that writes gets a seed if it has none, so that every replica writes the same text.
+    A generation request without a seed gets one, so that every replica generates the same output.
     """
     request: JsonRequest = scope["request"]
     body = await request.body()
@@ -257,7 +257,7 @@ async def _read(scope: Scope) -> tuple[bytes, Mapping[str, Any]]:
         return body, {}
     try:
         document = await request.json()
-    except json.JSONDecodeError:  # the replica says so
+    except json.JSONDecodeError:  # the replica reports the error
         return body, {}
     if not isinstance(document, dict):
         return body, {}
@@ -272,10 +272,10 @@ class _Answer:
     def __init__(self, call: HttpCall, resumable: bool, send: Send):
         self._call, self._send = call, send
         self._stream = SentStream() if resumable else None
-        self._begun = False  # the client has got the status
+        self._begun = False  # whether the client has received the status
 
     async def relay(self, ask: Ask, lost: tuple[type[Exception], ...]) -> None:
-        """Send the answer of a replica, and what is missing of it from another one if that is lost."""
+        """Send a replica's answer; if the replica is lost, send the rest from another one."""
         for attempt in range(MAX_RETRIES + 1):
             try:
                 return await self._relay_once(ask)
@@ -295,7 +295,7 @@ class _Answer:
                     self._stream.resume()
 
     async def _relay_once(self, ask: Ask) -> None:
-        """Send the answer of one replica: a stream as it comes, another answer when it is whole."""
+        """Send the answer of one replica: a stream event by event, another answer once it is complete."""
         start, whole, streaming = AnswerStart(500, []), [], False
         async with contextlib.aclosing(ask(self._call)) as parts:
             async for part in parts:

@@ -1,4 +1,4 @@
-"""OpenAI's Responses protocol."""
+"""Serve OpenAI's Responses protocol."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ class ResponsesExtension(Extension):
     writing_paths = ("/v1/responses",)
 
     def routes(self, server: "Server", respond: Respond) -> "Sequence[BaseRoute]":
-        """Return the route; it is for clients."""
+        """Return the route, which is for clients."""
         from redrafter.extensions.responses.routes import responses_routes
 
         return responses_routes(server, respond)

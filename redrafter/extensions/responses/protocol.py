@@ -1,4 +1,4 @@
-"""OpenAI's Responses requests and answers.
+"""Models of OpenAI's Responses requests and answers.
 
 https://platform.openai.com/docs/api-reference/responses
 """
@@ -23,7 +23,7 @@ _NOTHING_STORED = "nothing is stored here: send the whole conversation as input"
 
 
 class Part(Strict):
-    """A text part of a message. Parts that the server wrote may be sent back as they are."""
+    """A text part of a message. Parts returned by the server may be sent back unchanged."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "text"]
     text: str
@@ -36,7 +36,7 @@ class InputImage(Strict):
 
     Attributes:
         image_url: A `data:` URL in base64.
-        detail: How closely to look at it; the model's processor decides that alone.
+        detail: Requested resolution; ignored, since the model's processor determines it.
     """
 
     type: Literal["input_image"]
@@ -59,7 +59,7 @@ class _Item(Strict):
 
 
 class MessageItem(_Item):
-    """A message of the input."""
+    """A message in the input."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -67,7 +67,7 @@ class MessageItem(_Item):
 
 
 class ReasoningItem(_Item):
-    """Thoughts of the assistant before the items that follow. Summaries and encrypted thoughts are refused."""
+    """Thoughts of the assistant before the items that follow. Summaries and encrypted thoughts are rejected."""
 
     type: Literal["reasoning"]
     content: Parts[Part] | None = None
@@ -76,7 +76,7 @@ class ReasoningItem(_Item):
 
 
 class CallItem(_Item):
-    """A call that the model has made."""
+    """A tool call made by the model."""
 
     type: Literal["function_call"]
     call_id: str
@@ -85,7 +85,7 @@ class CallItem(_Item):
 
 
 class CallOutputItem(_Item):
-    """The result of a call."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -120,7 +120,7 @@ class FlatToolChoice(Strict):
 
 
 class TextFormat(Strict):
-    """Format of the answer's text; a JSON schema has its fields beside `type` here."""
+    """Format of the answer's text; the fields of a JSON schema are at the same level as `type`."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -137,7 +137,7 @@ class TextConfig(Strict):
 
 
 class Reasoning(Strict):
-    """How much to think. The effort goes to the chat template, if it reads one."""
+    """Reasoning options. The effort is passed to a chat template that reads it."""
 
     effort: str | None = None
     summary: Annotated[None, refuse_with("leave it out: thoughts are told as they are")] = None
@@ -151,7 +151,7 @@ class ResponseStreamOptions(Strict):
 
 
 class ResponsesRequest(SharedFields):
-    """Body of `POST /v1/responses`: fields of OpenAI, then some that `/v1/chat/completions` takes too."""
+    """Body of `POST /v1/responses`: fields of OpenAI, then fields shared with `/v1/chat/completions`."""
 
     input: Annotated[str | Annotated[Parts[Item], Field(min_length=1)], OneOf("a text or a list of items")]
     instructions: str | None = None

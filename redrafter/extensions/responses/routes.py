@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's Responses protocol, translated into a chat request and its answer back."""
+"""Serve `/v1/responses`: translate Responses requests to chat requests, and the answers back."""
 
 import time
 import uuid
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def responses_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
-    """Return the route; `respond` as `Extension.routes` gets it."""
+    """Return the route. `respond` is the argument of `Extension.routes`."""
     routes = APIRouter(route_class=JsonRoute)
 
     @routes.post("/v1/responses", responses=answer_responses(ResponseAnswer))
@@ -40,7 +40,7 @@ def responses_routes(server: "Server", respond: Respond) -> list[BaseRoute]:
         async def work() -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
             try:
                 answer = await server.chat(as_chat(body), request.scope["facts"])
-            except TooManyTokensError as error:  # which names the chat's field
+            except TooManyTokensError as error:  # it names the chat's field
                 raise TooManyTokensError(error.prompt, error.asked, error.context, "max_output_tokens") from None
             return head | _whole(answer) if isinstance(answer, dict) else response_events(head, answer)
 
@@ -77,7 +77,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
     """Return the chat messages of a request.
 
-    Thoughts, a text of the assistant and calls that follow each other become one message.
+    Consecutive thoughts, assistant text and calls become one message.
     """
     messages: list[dict[str, Any]] = []
     if request.instructions is not None:
@@ -96,7 +96,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         elif isinstance(item, CallOutputItem):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
         elif item.role == "assistant" and last and last["content"] is None and "tool_calls" not in last:
-            last["content"] = _content(item.content)  # after its thoughts
+            last["content"] = _content(item.content)  # the message already has its thoughts
         else:
             messages.append({"role": item.role, "content": _content(item.content)})
     return messages
@@ -118,7 +118,7 @@ def _text(content: Any) -> str:
 
 
 def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
-    """Return the fields that all responses to a request share: those of the request, and defaults of the others."""
+    """Return the fields that all responses to a request share: the request's fields, and defaults for the rest."""
     format = None if body.text is None or body.text.format is None else body.text.format
 
     def as_dict(part: Any) -> Any:
@@ -169,7 +169,7 @@ def _ending(items: "ItemWriter") -> dict[str, Any]:
 
 
 def _usage(chat: dict[str, Any]) -> dict[str, Any]:
-    """Return the usage of a chat answer under the names of the Responses protocol, and its metrics."""
+    """Return a chat answer's usage under the names of the Responses protocol, with its metrics."""
     usage = chat["usage"]
     reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
     told = {
@@ -190,15 +190,15 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 class ItemWriter(PartWriter):
-    """Writes the items of one response."""
+    """Converts a chat's answer to the items of one response."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._item: dict[str, Any] = {}  # the open one
+        self._item: dict[str, Any] = {}  # the open item
 
     @property
     def status(self) -> str:
-        """How the response has ended."""
+        """Status of the ended response."""
         return "incomplete" if self.finish == "length" else "completed"
 
     def _begin(self, kind: Kind, call: dict[str, Any]) -> Iterator[Event]:
@@ -246,9 +246,9 @@ class ItemWriter(PartWriter):
 
 
 async def response_events(head: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Event]:
-    """Yield the numbered events of one response from the chunks of a chat's stream, which are closed at the end.
+    """Convert the chunks of a chat's stream to a response's numbered events, and close the stream at the end.
 
-    `head` are the fields of the response that do not change while it is written.
+    `head` has the response's fields that do not change during generation.
     """
     number = 0
     try:

@@ -1,4 +1,4 @@
-"""Changes of a running engine for rollouts: sleep, new weights, another drafter."""
+"""Change a running engine for rollouts: sleep, new weights, another drafter."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,13 +15,13 @@ class RolloutsExtension(Extension):
     """Adds `/v1/sleep`, `/v1/wake`, `/v1/update_weights` and `/v1/drafter`."""
 
     def routes(self, server: "Server", respond: Respond) -> "Sequence[BaseRoute]":
-        """Return the routes; they are for operators."""
+        """Return the routes, which are for operators."""
         from redrafter.extensions.rollouts.routes import rollout_routes
 
         return rollout_routes(server)
 
     def changes(self) -> Mapping[str, MakeChange]:
-        """Return what makes the changes that the routes ask for."""
+        """Return the factories of the changes that the routes request."""
         from redrafter.extensions.rollouts.changes import CHANGES
 
         return CHANGES

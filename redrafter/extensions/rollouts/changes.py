@@ -1,4 +1,4 @@
-"""The changes that an operator asks for, by name: sleep, wake, new weights of the model, another drafter."""
+"""Register an operator's changes by name: sleep, wake, new weights of the model, another drafter."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from redrafter.engine.changes import ChangeDrafter, Sleep, UpdateWeights, Wake
 from redrafter.engine.engine import Engine
 from redrafter.scheduler.engine_change import EngineChange
 
-# Each is made of the engine and a path or None.
+# Each factory takes the engine, and a path or None.
 CHANGES: dict[str, Callable[[Engine, str | None], EngineChange]] = {
     "sleep": lambda engine, _: Sleep(engine),
     "wake": lambda engine, _: Wake(engine),

@@ -1,6 +1,6 @@
-"""Routes of an operator, who changes the engine while it runs: sleep, new weights, another drafter.
+"""Serve the operators' routes, which change a running engine: sleep, new weights, another drafter.
 
-`OperatorRoute` checks the operator's key before a body is read. What runs meanwhile waits and goes on; no stream ends.
+`OperatorRoute` checks the operator's key before a body is read. Requests pause during a change; no stream ends.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ class NoFields(Strict):
 
 
 class WeightsRequest(Strict):
-    """New weights: a directory of the server's machine that `save_pretrained` wrote, or a .safetensors file of it."""
+    """New weights: a directory that `save_pretrained` wrote on the server's machine, or a .safetensors file."""
 
     path: str
 
 
 class DrafterRequest(Strict):
-    """Another drafter: a directory of the server's machine, or the one that drafted before the last change."""
+    """Another drafter: a directory on the server's machine, or the one that was active before the last change."""
 
     path: str | None = None
     previous: StrictBool = False
@@ -47,10 +47,10 @@ class DrafterRequest(Strict):
 
 
 class EngineState(BaseModel):
-    """What an operator may change, as it is now.
+    """Current state of everything that an operator may change.
 
-    `drafter` and `previous_drafter` are the directories of those that an operator gave; null for the one that the
-    server started with. `drafter_number` counts the changes: `/metrics` has drafts by this number.
+    `drafter` and `previous_drafter` are directories given by an operator; null for the drafter that the server started
+    with. `drafter_number` counts the changes, and labels the drafts in `/metrics`.
     """
 
     asleep: bool
@@ -60,27 +60,27 @@ class EngineState(BaseModel):
 
 
 class ChangedEngine(EngineState):
-    """The state after new weights were written.
+    """State of the engine after a change.
 
-    `not_finite` has the names of tensors in which numbers are NaN or infinite, as where training has diverged: texts
-    that need these numbers end with an error.
+    `not_finite` lists tensors with NaN or infinite values, as after diverged training: sequences that need these values
+    end with an error.
     """
 
     not_finite: list[str]
 
 
 class OperatedEngine:
-    """The engine as its operators change it, one change after the other."""
+    """Applies operators' changes to the engine, one at a time."""
 
     def __init__(self, server: "Server"):
-        """Begin with the drafter that the server started with."""
+        """Start with the drafter that the server was started with."""
         self._server, self._turn = server, asyncio.Lock()
         self._drafter: str | None = None
         self._previous: str | None = None
 
     @property
     def state(self) -> EngineState:
-        """The state of the engine, as it was told last."""
+        """The last reported state of the engine."""
         load = self._server.engine.load
         return EngineState(
             asleep=load.asleep,
@@ -90,7 +90,7 @@ class OperatedEngine:
         )
 
     async def change(self, kind: str, path: str | None = None) -> ChangedEngine:
-        """Make a change of the engine, and return the state after it; raise `ApiError` if it is refused."""
+        """Apply a change to the engine, and return the state after it; raise `ApiError` if it is rejected."""
         if path is not None and not await asyncio.to_thread(_is_there, path, kind):
             what = "directory" if kind == "change_drafter" else "directory or file"
             raise ApiError(404, f"there is no {what} {path!r} on the server's machine", "path")
@@ -109,12 +109,12 @@ class OperatedEngine:
 
 
 def _is_there(path: str, kind: str) -> bool:
-    # These answer for any name, one with a NUL included.
+    # These return False for any invalid name, including one with NUL.
     return os.path.isdir(path) or (kind == "update_weights" and os.path.isfile(path))
 
 
 def rollout_routes(server: "Server") -> list[BaseRoute]:
-    """Return the routes, each of which checks the operator's key."""
+    """Return the routes, each of which requires an operator's key."""
     operated, routes = OperatedEngine(server), APIRouter(route_class=OperatorRoute)
     options: dict[str, Any] = {"response_model": EngineState}
     options["responses"] = error_responses(400, 401, 403, 404, 408, 413, 422, 500, 503)

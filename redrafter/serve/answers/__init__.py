@@ -1,1 +1,1 @@
-"""Formats of answers, whole or as a stream."""
+"""Read what the model writes, and format it as whole or streamed answers."""

@@ -1,4 +1,4 @@
-"""Arguments that models write without quotes, as JSON of the types that a tool's schema gives to them."""
+"""Convert arguments that models write without quotes to JSON of the types that the tool's schema declares."""
 
 import ast
 import json
@@ -6,7 +6,7 @@ import re
 from typing import Any
 from urllib.parse import unquote
 
-# Types of JSON, as Python reads them; a boolean is an integer there too.
+# Python types by JSON type. Lookups take the first match: boolean precedes integer, as `bool` is a subclass of `int`.
 JSON_TYPES: dict[str, Any] = {
     "boolean": bool,
     "integer": int,
@@ -18,17 +18,17 @@ JSON_TYPES: dict[str, Any] = {
 }
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-# What literals consist of. The prefix of an f-string is no part of them: `ast` takes quadratic time for its fields.
+# Characters of Python literals. An f-string's prefix is excluded: `ast` takes quadratic time to parse its fields.
 _LITERAL_TOKEN = re.compile(
     r"""\s+|[\[\](){},:+-]|[rRuU]?(?:"[^"\\]*(?:\\.[^"\\]*)*"|'[^'\\]*(?:\\.[^'\\]*)*')"""
     r"|(?:True|False|None)\b|[0-9.][\w.]*",
     re.DOTALL,
 )
-MAX_LITERAL_TOKENS = 1 << 14  # of a value that is not JSON: `ast` takes about 20 ms and 10 MiB for so many
+MAX_LITERAL_TOKENS = 1 << 14  # of a value that is not JSON; `ast` takes about 20 ms and 10 MiB to parse this number
 
 
 def parameter_types(parameters: Any, name: str) -> set[str]:
-    """Return the JSON types that a tool's schema gives to a parameter; none where it says nothing of it."""
+    """Return the JSON types that a tool's schema declares for a parameter; empty if it declares none."""
     schema = parameters
     for _ in range(32):
         if not isinstance(schema, dict) or "properties" in schema or not is_inner(schema.get("$ref")):
@@ -43,7 +43,7 @@ def schema_types(schema: Any, root: Any) -> set[str]:
     types, seen, todo = set[str](), set[int](), [schema]
     while todo:
         schema = todo.pop()
-        if not isinstance(schema, dict) or id(schema) in seen:  # a schema may lead to itself
+        if not isinstance(schema, dict) or id(schema) in seen:  # references may form a cycle
             continue
         seen.add(id(schema))
         declared = schema.get("type")
@@ -62,12 +62,12 @@ def schema_types(schema: Any, root: Any) -> set[str]:
 
 
 def is_inner(reference: Any) -> bool:
-    """Tell whether the value of `$ref` leads to a part of the schema that it is in."""
+    """Return whether the value of `$ref` points to a part of the schema that contains it."""
     return isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
 
 
 def follow(root: Any, reference: str) -> Any:
-    """Return the part of a schema that an inner reference leads to; None where there is none."""
+    """Return the part of a schema that an inner reference points to; None if it does not exist."""
     value = root
     for part in reference.split("/")[1:]:
         key = unquote(part).replace("~1", "/").replace("~0", "~")
@@ -79,9 +79,9 @@ def follow(root: Any, reference: str) -> Any:
 
 
 def as_json(written: str, types: set[str] | None) -> str | None:
-    """Return a value that was written without quotes as JSON of one of some types, or None if it is of none of them.
+    """Return a value written without quotes as JSON of one of the given types, or None if it fits none of them.
 
-    Without types, any JSON will do.
+    If `types` is None, any JSON is accepted.
     """
     written = _PYTHON_NAMES.get(written, written)
     try:
@@ -97,7 +97,7 @@ def as_json(written: str, types: set[str] | None) -> str | None:
 
 
 def python_as_json(source: str) -> str:
-    """Return a value in Python as JSON: that of a literal, or else its source as a text."""
+    """Return a Python expression as JSON: the value of a literal, or the source as a string if it is not a literal."""
     if (written := as_json(source, None)) is not None:
         return written
     other, count = _LITERAL_TOKEN.subn("", source)

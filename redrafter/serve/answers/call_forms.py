@@ -1,7 +1,7 @@
-"""Forms of tool calls, as today's models are trained to write them: how each is read, and the grammar of one.
+"""Tool-call formats of current models: a reader for each format, and the grammar of one call.
 
-Each is a reader of its own, which `call_form` chooses by the chat template, or by the name of vLLM's parser for it.
-An argument or a call is told as soon as it is certain, and the result does not depend on the pieces of the text.
+`call_form` chooses the reader by the chat template, or by the name of vLLM's parser for the format. A reader reports an
+argument or a call as soon as it is certain, and its result does not depend on how the text is split into pieces.
 """
 
 import json
@@ -43,11 +43,11 @@ class HermesCalls(ChatReader):
 
 
 class _NamedArguments(ChatReader, ABC):
-    """Reads calls whose arguments are written one by one: a call is reported with its first argument, or at its end."""
+    """Reads calls that list arguments one by one, and reports each call with its first argument or at its end."""
 
     name_marks: ClassVar[tuple[str, str]]  # around the name
     end: ClassVar[str]  # after the last argument
-    _key = ""  # of the argument that was begun last
+    _key = ""  # of the argument that is being read
 
     def _read_call(self) -> Steps:
         head, tail = self.name_marks
@@ -83,11 +83,11 @@ class _NamedArguments(ChatReader, ABC):
 
     @abstractmethod
     def _read_key(self) -> Steps:
-        """Read all of an argument before its value, and set `_key`. Return False if there is none."""
+        """Read an argument up to its value, and set `_key`. Return False if there is no further argument."""
 
     @abstractmethod
     def _read_value(self, name: str, before: str) -> Steps:
-        """Read and report a value, after the JSON `before`. Return False if the text ends before its end."""
+        """Read a value and report it, preceded by the JSON `before`. Return False if the text ends within the value."""
 
     def _ends_here(self) -> bool:
         """Return whether the text ends where no argument was found, perhaps within the beginning of one."""
@@ -128,11 +128,11 @@ class MistralCalls(ChatReader):
         return f'"[" {call} "]"'
 
     def _new_id(self) -> str:
-        return uuid.uuid4().hex[:9]  # Mistral's templates refuse ids of any other length
+        return uuid.uuid4().hex[:9]  # Mistral's templates reject ids of any other length
 
 
 class DeepSeekCalls(ChatReader):
-    """DeepSeek's calls: arguments after the name, in V3 and R1 in a block of Markdown, since V3.1 as they are."""
+    """DeepSeek's calls: the arguments follow the name, in a Markdown block for V3 and R1, as bare JSON since V3.1."""
 
     parsers = ("deepseek_v3", "deepseek_v31")
     template_mark = "<｜tool▁call▁begin｜>"
@@ -153,7 +153,7 @@ class DeepSeekCalls(ChatReader):
         name = self.text[begin : self._at].strip()
         yield from self._skip_literal("<｜tool▁sep｜>")
         yield from self._skip(SPACE)
-        if (yield from self._has_more()) and self.text[self._at] != "{":  # V3: what precedes is the call's type
+        if (yield from self._has_more()) and self.text[self._at] != "{":  # V3 writes the call's type before its name
             begin = self._at
             yield from self._find(_NAME_END)
             name = self.text[begin : self._at]
@@ -168,7 +168,7 @@ class DeepSeekCalls(ChatReader):
 
     @classmethod
     def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
-        """Return the grammar of a call as V3.1 writes it, or as V3 does."""
+        """Return the grammar of a call in the format of V3.1 or of V3."""
         begin, end = lark.mark("<｜tool▁call▁begin｜>"), lark.mark("<｜tool▁call▁end｜>")
         mark, arguments, name = lark.mark("<｜tool▁sep｜>"), lark.json(tool.parameters), json.dumps(tool.name)
         older = f'"function" {mark} {json.dumps(tool.name + chr(10) + "```json" + chr(10))} {arguments} "\\n```"'
@@ -178,8 +178,8 @@ class DeepSeekCalls(ChatReader):
 class PythonicCalls(_NamedArguments):
     """Calls as a list in Python: `[f(a=1, b="x"), g()]`, at the beginning of the text or after `<|python_tag|>`.
 
-    A value is a literal. Any other, such as a variable or an f-string, becomes a text, as does a literal of more than
-    `arguments.MAX_LITERAL_TOKENS` that is not JSON.
+    A value is a literal. Any other expression, such as a variable or an f-string, becomes a string, as does a literal
+    of more than `arguments.MAX_LITERAL_TOKENS` tokens that is not JSON.
     """
 
     parsers = ("pythonic", "llama4_pythonic")
@@ -209,7 +209,7 @@ class PythonicCalls(_NamedArguments):
         return True
 
     def _skip_python(self) -> Steps:
-        """Move to the comma or the bracket that ends a value. Return False if the text ends before it."""
+        """Move to the comma or the bracket that ends a value. Return False if the text ends first."""
         depth = 0
         while (yield from self._find(_PYTHON)):
             mark = self.text[self._at]
@@ -226,7 +226,7 @@ class PythonicCalls(_NamedArguments):
     @classmethod
     def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
         """Return the grammar of a call whose arguments are in the order of the schema."""
-        # Rules for what may follow with and without an argument before it, from the last argument to the first.
+        # Rules for the remaining arguments, with and without one before them, from the last argument to the first.
         first = later = '")"'
         for argument in reversed([*lark.arguments(tool, _PLAIN_NAME)]):
             value = cls._write_value(lark, tool, argument.schema)
@@ -242,7 +242,7 @@ class PythonicCalls(_NamedArguments):
 
     @classmethod
     def _write_value(cls, lark: LarkWriter, tool: CalledTool, schema: Any) -> str:
-        """Return an expression for a value, which is JSON; but for truth and nothing, which have names in Python."""
+        """Return an expression for a value in JSON, in which Python's names replace `true`, `false` and `null`."""
         declared = schema.get("type") if isinstance(schema, dict) else None
         listed = declared if isinstance(declared, list) else [declared]
         names = {"boolean": '"True" | "False"', "null": '"None"'}
@@ -256,8 +256,8 @@ class PythonicCalls(_NamedArguments):
 class XmlCalls(_NamedArguments):
     """Calls of Qwen3-Coder and Qwen3.5: `<tool_call><function=f><parameter=a>...</parameter></function></tool_call>`.
 
-    Values are written without quotes, and the tool's schema says what they are. A text is reported while it is
-    written, any other value when it is complete.
+    Values are written without quotes; the tool's schema determines their types. A string is streamed while it is
+    written, a value of any other type is reported when it is complete.
     """
 
     parsers = ("qwen3_coder", "qwen3_xml")
@@ -273,10 +273,10 @@ class XmlCalls(_NamedArguments):
     key_marks: ClassVar[tuple[str, str]] = ("<parameter=", ">")
     value_marks: ClassVar[tuple[str, str]] = ("", "</parameter>")
     end = "</function>"
-    _tried = 0  # up to where values were read as JSON that were none
+    _tried = 0  # end of the text that was already found not to be JSON
 
     def _ends_here(self) -> bool:
-        # Text that is no argument ends the call; the beginning of one that the text ends in is left out.
+        # Text that is not an argument ends the call. A partial argument at the end of the text is dropped.
         marks = (self.key_marks[0], self.value_marks[0], self.end)
         written = self.text[self._at : self._at + len(max(marks, key=len))]
         return any(mark.startswith(written) for mark in marks)
@@ -299,7 +299,7 @@ class XmlCalls(_NamedArguments):
         return True
 
     def _read_value(self, name: str, before: str) -> Steps:
-        """Read a value up to its end, which a line break may precede. Return False if the text ends before it."""
+        """Read a value up to its end mark, which a line break may precede. Return False if the text ends first."""
         end = self.value_marks[1]
         ends = (f"\n{end}", end)
         types = parameter_types(self._tools[name], self._key)
@@ -321,7 +321,7 @@ class XmlCalls(_NamedArguments):
         return complete
 
     def _skip_json(self, end: str) -> Steps:
-        """Move past an object or a list that `end` follows, which texts in it may hold too, or else stay."""
+        """Move past an object or list that `end` follows; its strings may contain `end` too. Stay if there is none."""
         begin = self._at
         yield from self._skip(SPACE)
         if begin < self._tried or not (yield from self._has_more()) or self.text[self._at] not in "{[":
@@ -334,7 +334,7 @@ class XmlCalls(_NamedArguments):
                 self._at = value_end
                 yield from self._skip(SPACE)
                 return True
-        self._tried = max(self._tried, self._at)  # what was read is not read so again: it would take quadratic time
+        self._tried = max(self._tried, self._at)  # parsing the same text again would take quadratic time
         self._at = begin
         return False
 
@@ -370,7 +370,7 @@ class GlmCalls(XmlCalls):
 
     @classmethod
     def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
-        """Return the grammar of a call with a line break after each part, as GLM-4.5 writes it, or with none."""
+        """Return the grammar of a call with a line break after each part, as GLM-4.5 writes it, or without any."""
         arguments = [cls._write_argument(lark, tool, argument) for argument in lark.arguments(tool, _XML_NAME)]
         return " ".join([json.dumps(tool.name), '"\\n"?', *arguments, lark.mark("</tool_call>")])
 
@@ -379,14 +379,14 @@ class GlmCalls(XmlCalls):
         name = lark.free_name(tool) if argument.name is None else json.dumps(argument.name)
         value = lark.unquoted(tool, argument, "</arg_value>", "</arg_value>")
         head = f'{lark.mark("<arg_key>")} {name} {lark.mark("</arg_key>")} "\\n"? {lark.mark("<arg_value>")}'
-        # GLM-4.5 writes a line break after each part, later ones none.
+        # GLM-4.5 writes a line break after each part; later versions write none.
         return f'({head} {value} "\\n"?){"*" if argument.name is None else "" if argument.required else "?"}'
 
 
 class HarmonyMessages(ChatReader):
     """Messages of gpt-oss: `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`.
 
-    Those to `functions.f` are calls, those of the channel `analysis` are thoughts, and others are the answer.
+    Messages to `functions.f` are calls, messages of the channel `analysis` are thoughts, all others are the answer.
     """
 
     parsers = ("openai",)
@@ -405,7 +405,7 @@ class HarmonyMessages(ChatReader):
         while addressed or (yield from self._read_until(self.begins, False)):
             addressed, begin = False, self._at
             if not (yield from self._find_mark(("<|message|>",), _nothing)):
-                self._from = self._at = len(self.text)  # a message's head is no part of an answer
+                self._from = self._at = len(self.text)  # a message's header is not part of the answer
                 return True
             head = self.text[begin : self._at]
             self._at += len("<|message|>")
@@ -434,7 +434,7 @@ class HarmonyMessages(ChatReader):
 
     @classmethod
     def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
-        """Return the grammar of a message to a tool, which is named before the channel or within it."""
+        """Return the grammar of a message to a tool, whose name comes before the channel or within it."""
         arguments, message = lark.json(tool.parameters), lark.mark("<|message|>")
         commentary = lark.mark("<|channel|>commentary")
         kind = cls._write_kind(lark)
@@ -444,7 +444,7 @@ class HarmonyMessages(ChatReader):
 
     @classmethod
     def write_text(cls, lark: LarkWriter, tools: Sequence[CalledTool], several: bool) -> str:
-        """Return the grammar of a final message, or of a call, which a message of the commentary may precede."""
+        """Return the grammar of a final message, or of a call with an optional message of the channel `commentary`."""
         ends = (*cls.ends, *cls.begins)
         message = f"{lark.mark('<|channel|>commentary<|message|>')} {lark.up_to('<|end|>', *ends)}"
         before = f"({message} {lark.mark('<|start|>assistant')})?"
@@ -461,7 +461,7 @@ class HarmonyMessages(ChatReader):
 
     @classmethod
     def after_thought(cls, lark: LarkWriter, marks: ThoughtMarks | None, thinking: Thinking, rest: str) -> str:
-        """Return the grammar of what follows a message of the channel `analysis`, which a prompt never begins."""
+        """Return the grammar of what follows a message of the channel `analysis`, which the prompt never opens."""
         if marks is None:
             return rest
         thought = f"{lark.mark(marks.begin)} {lark.up_to(marks.end)} {lark.mark('<|start|>assistant')}"
@@ -482,6 +482,6 @@ PARSERS = {name: form for form in FORMS for name in form.parsers}
 
 
 def call_form(parser: str, template: str) -> type[ChatReader]:
-    """Return the form of a parser of vLLM; for `auto` the one that a chat template shows, else JSON objects."""
+    """Return the reader for a vLLM parser name; `auto` detects it in the chat template and defaults to JSON objects."""
     found: Any = (form for form in FORMS if form.template_mark is not None and form.template_mark in template)
     return next(found, ChatReader) if parser == "auto" else PARSERS[parser]

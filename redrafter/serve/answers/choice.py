@@ -1,4 +1,4 @@
-"""One text of an answer while it is written: its tokens as text, up to a stop string, and what is counted of them."""
+"""One choice of an answer while it is generated: detokenization, stop strings, log-probabilities and usage."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby, islice, pairwise
@@ -18,7 +18,7 @@ TokenLine = tuple[str, int, float, Mapping[int, float]]
 
 
 class StopStrings:
-    """Find stop strings, of which there is at least one, in a text as the engine writes it.
+    """Finds the first of one or more stop strings in a sequence while the engine generates it.
 
     A stop string may begin in one token and end in another, as for the stopping criterion of transformers.
     """
@@ -28,7 +28,7 @@ class StopStrings:
         self._detokenizer, self._tail = Detokenizer(tokenizer, hidden), ""
 
     def __call__(self, tokens: Sequence[int]) -> int | None:
-        """Return the index of the step's token after which the text contains a stop string; None where it does not."""
+        """Return the index of the token in this step that completes a stop string; None if no stop string occurs."""
         for index, token in enumerate(tokens):
             self._tail += self._detokenizer.push([token])
             if any(stop in self._tail for stop in self._stops):
@@ -38,19 +38,19 @@ class StopStrings:
 
 
 class Choice(ServedSequence):
-    """One text of an answer while it is written; it ends with stop strings, which are left out of it.
+    """One choice of an answer while it is generated. A stop string ends it, and is not part of its text.
 
-    What may be the beginning of a stop string is held back. A character whose bytes come from a draft and from the
-    target's own token counts for the token that completes it.
+    Text that may be the beginning of a stop string is held back until it is certain. A character whose bytes come from
+    both a draft and the target's own token counts for the token that completes it.
 
     Args:
-        prompt: Token ids before the text.
-        request: What is asked for.
+        prompt: Token ids of the prompt.
+        request: The request that the choice answers.
         tokenizer: The model's tokenizer.
-        stop_token_ids: Ids that end the text.
-        depth: Levels of the deepest tree of drafts.
-        adapter: Name of the LoRA adapter that writes the text; None for the model alone.
-        hidden: Ids that are no part of the text; None for all special tokens.
+        stop_token_ids: Ids that end the sequence.
+        depth: Depth of the deepest draft tree.
+        adapter: Name of the LoRA adapter to decode with; None for the base model.
+        hidden: Ids that detokenization skips; None for all special tokens.
     """
 
     def __init__(
@@ -70,21 +70,21 @@ class Choice(ServedSequence):
         self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, hidden)
         self._marks_drafts = request.stream_options is not None and request.stream_options.include_drafts
         self._held = ""
-        self._drafted = bytearray()  # of each character of the text and of what is held: whether a draft wrote it
+        self._drafted = bytearray()  # 1 for each character, held back or not, that a draft wrote
         self._reported = 0  # characters that `draft_runs` has returned
-        self.begun = self.shown = False  # whether something of it was received, and a chunk of it sent
-        self.token_count = 0  # tokens received so far; the engine may have written more
-        self.text = ""  # without what is held back
-        self.lines: list[TokenLine] = []  # tokens with their log-probabilities, where these were asked for
-        self.logprob = 0.0  # the sum of these, that of a final end token included
-        self.finish: str | None = None  # why the text ended
+        self.begun = self.shown = False  # whether a delta was received, and a chunk sent
+        self.token_count = 0  # tokens received so far; the engine may have generated more
+        self.text = ""  # without the characters that are held back
+        self.lines: list[TokenLine] = []  # tokens with their log-probabilities, if requested
+        self.logprob = 0.0  # sum of the log-probabilities, including a final end token
+        self.finish: str | None = None  # finish reason, once the sequence has ended
         self.stop: str | None = None  # the stop string that ended it, if one did
 
     def append(self, deltas: Sequence[SequenceDelta]) -> tuple[str, list[TokenLine]]:
-        """Append what was written since the last call, or raise `ApiError` if that has failed.
+        """Append the engine's deltas since the last call; raise `ApiError` if the sequence failed.
 
         Returns:
-            The text that is added, and its tokens with log-probabilities where these were asked for.
+            The added text, and its tokens with log-probabilities if they were requested.
         """
         self.begun = True
         text, begin = "", len(self.lines)
@@ -114,7 +114,7 @@ class Choice(ServedSequence):
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Tokens of thoughts; None for a text of which they are not counted."""
+        """Number of reasoning tokens; None for a choice that does not count them."""
         return None
 
     def _decode(self, tokens: Sequence[int], drafted: bool) -> None:
@@ -125,13 +125,13 @@ class Choice(ServedSequence):
         self._drafted += bytes([drafted]) * len(text)
 
     def _release(self) -> str:
-        """Add to the text what is certain of the held characters, and return it; in the end, nothing is held back."""
+        """Move the held characters that are certain to the text, and return them. At the end, all of them are."""
         found = [(index, stop) for stop in self._stops if (index := self._held.find(stop)) >= 0]
         if found:
             end, self.stop = min(found)
             ready, self._held = self._held[:end], ""
         else:
-            # What is at the end of the held text and may be the beginning of a stop string stays.
+            # A suffix of the held text that may begin a stop string stays: a client cannot take back what it was sent.
             sizes = (size for stop in self._stops for size in range(1, len(stop)) if self._held.endswith(stop[:size]))
             end = len(self._held) - (0 if self.finish is not None else max(sizes, default=0))
             ready, self._held = self._held[:end], self._held[end:]
@@ -141,9 +141,9 @@ class Choice(ServedSequence):
         return ready
 
     def draft_runs(self, spans: Iterable[tuple[int, int]] | None = None, before: str = "") -> dict[str, Any]:
-        """Return the `drafts` field of a chunk, which is empty unless asked for.
+        """Return the `drafts` field of a chunk, which is empty unless requested.
 
-        The chunk has spans of the text's characters, or if None those since the last call, after an echoed prompt.
+        It covers `spans` of the text's characters; if None, the characters since the last call. `before` is an echo.
         """
         if not self._marks_drafts:
             return {}
@@ -156,9 +156,9 @@ class Choice(ServedSequence):
         return {"drafts": [{"text": text, "accepted": drafted} for text, drafted in runs]}
 
     def prompt_logprobs(self, count: int) -> list[dict[str, Any] | None]:
-        """Return the log-probabilities of the prompt, which was scored, in vLLM's format.
+        """Return the log-probabilities of a scored prompt in vLLM's format.
 
-        Of each token, there are entries by id for it and for the `count` likeliest; the first one follows nothing.
+        Each token has entries by id for itself and for the `count` likeliest ids. The first token has no context: None.
         """
 
         def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class Choice(ServedSequence):
 
 
 def usage_and_metrics(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return usage and metrics of an answer. A prompt counts once, however many texts follow it."""
+    """Return usage and metrics of an answer. A prompt with several choices counts once."""
     begun = [choice for choice in choices if choice.begun]
     return {
         "usage": count_usage(choices, {tuple(choice.prompt): choice for choice in begun}.values()),
@@ -182,7 +182,7 @@ def usage_and_metrics(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def count_usage(choices: Sequence[Choice], prompts: Collection[Choice]) -> dict[str, Any]:
-    """Return the usage so far. The tokens of `prompts` count as read, those of `choices` as written."""
+    """Return the usage so far: prompt tokens of `prompts`, and completion tokens of `choices`."""
     read, written = sum(len(choice.prompt) for choice in prompts), sum(choice.token_count for choice in choices)
     thoughts = [choice.reasoning_tokens for choice in choices if choice.reasoning_tokens is not None]
     return {
@@ -195,7 +195,7 @@ def count_usage(choices: Sequence[Choice], prompts: Collection[Choice]) -> dict[
 
 
 def summarize(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the facts that the log has of an answer, or of as much of it as was written before the client left."""
+    """Return the facts to log about an answer, or about the part generated before the client disconnected."""
     if not any(choice.begun for choice in choices):
         return {}
     told = usage_and_metrics(choices)
@@ -212,13 +212,13 @@ def summarize(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def speculation_metrics(stats: Sequence[Stats]) -> dict[str, Any]:
-    """Return how speculation went in some sequences, under vLLM's names (vllm-project/vllm#48915).
+    """Return speculation metrics of some sequences, under vLLM's names (vllm-project/vllm#48915).
 
-    Undrafted steps do not count; a step in which the other rows left a row no draft does. `mean_acceptance_length`
-    counts the token that follows the accepted drafts too; entry j of `acceptance_histogram` counts the steps that
-    accepted exactly j drafts. vLLM lacks the last three: entry d of `acceptance_by_depth` is the share of the steps
-    with d accepted drafts or more that accepted one more; `num_copied_draft_tokens` of the drafts were copied from the
-    text, and `num_accepted_copied_tokens` of those that were accepted only the text had.
+    Undrafted steps do not count, nor does a row's step in which the rest of the batch left it no draft.
+    `mean_acceptance_length` includes the token that follows the accepted drafts; entry j of `acceptance_histogram`
+    counts the steps that accepted exactly j drafts. vLLM lacks the last three: entry d of `acceptance_by_depth` is the
+    share of the steps with at least d accepted drafts that accepted one more; `num_copied_draft_tokens` counts drafts
+    copied from the sequence, and `num_accepted_copied_tokens` the accepted ones that no drafter proposed.
     """
     steps, drafted, accepted, copies, copied = (
         sum(getattr(entry, name) for entry in stats)

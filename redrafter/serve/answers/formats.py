@@ -1,4 +1,4 @@
-"""What the engine writes as OpenAI's answers, whole or as a stream: of completions and of chats."""
+"""Format the engine's output as OpenAI's completion and chat answers, whole or streamed."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class CompletionChoice(Choice):
-    """A text of `/v1/completions`. `echo` is the prompt to put before it."""
+    """A choice of `/v1/completions`. `echo` is the prompt text to return before it."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
@@ -47,13 +47,13 @@ class CompletionChoice(Choice):
         return entry | {"prompt_logprobs": self.prompt_logprobs(self._prompt_count)}
 
     def format_chunks(self, index: int, text: str, lines: list[TokenLine]) -> list[dict[str, Any]]:
-        """Return the entry of `choices` of a stream's chunk; arguments as in `ChatChoice`."""
+        """Return the entry of `choices` of a stream's chunk. Arguments are those of `ChatChoice.format_chunks`."""
         before, logprobs = "" if self.shown else self._echo, self._logprobs_field(lines, not self.shown)
         entry = {"index": index, "text": before + text, "logprobs": logprobs, "finish_reason": self.finish}
         return [entry | self.draft_runs(before=before)]
 
     def _logprobs_field(self, lines: list[TokenLine], first: bool) -> dict[str, Any] | None:
-        """Return the `logprobs` field of new tokens, after those of the echoed prompt where they are the `first`."""
+        """Return the `logprobs` field of new tokens; on the `first` call, those of the echoed prompt come first."""
         if self._count is None:
             return None
         texts, offsets, logprobs = list[str](), list[int](), list[float | None]()
@@ -62,10 +62,10 @@ class CompletionChoice(Choice):
         if self._echoes and first:
             detokenizer, end = Detokenizer(tokenizer), 0
             for token in self.prompt:
-                offsets.append(end)  # of the echoed text, which lacks special tokens
+                offsets.append(end)  # the echoed text lacks special tokens
                 end += len(detokenizer.push([token]))
                 texts.append(decode_tokens(tokenizer, [token]))
-            logprobs.append(None)  # the first token follows nothing
+            logprobs.append(None)  # the first token has no context
             tops.append(None)
             for token, score in zip(self.prompt[1:], self.prompt_scores, strict=True):
                 logprobs.append(score.logprob)
@@ -83,9 +83,9 @@ class CompletionChoice(Choice):
 def _by_text(
     likeliest: Mapping[int, float], token: int, logprob: float, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, float]:
-    """Return log-probabilities by the text of their tokens, the written token and its own always among them.
+    """Return log-probabilities by token text; the generated token is always included.
 
-    Where several tokens have one text, as parts of characters do, the keys of the others are `token_id:` and the id.
+    Several tokens may have the same text, as parts of characters do: all but one are keyed `token_id:` with the id.
     """
     logprobs = {decode_tokens(tokenizer, [token]): logprob}
     for other, value in likeliest.items():
@@ -96,14 +96,14 @@ def _by_text(
 
 
 class ChatChoice(Choice):
-    """A text of `/v1/chat/completions`, which may hold thoughts and tool calls.
+    """A choice of `/v1/chat/completions`, which may contain thoughts and tool calls.
 
     Args:
-        form: Reader of the form in which the model writes calls.
-        special: Special tokens by id. Those that are marks of the form are part of the text that is read.
-        thoughts: Marks of thoughts, which go into `reasoning_content`, not into the content; None: they are part of it.
-        thinking: Whether the text begins within a thought, because the prompt has opened it, or may begin with one.
-        reads_calls: Whether the text may hold calls; one that follows a grammar of its content does not.
+        form: Reader of the model's tool-call format.
+        special: Special tokens by id. Marks of the format among them are kept in the text that is parsed.
+        thoughts: Marks of thoughts, which become `reasoning_content`; None leaves thoughts in the content.
+        thinking: Whether the output begins within a thought that the prompt opened, or may begin with one.
+        reads_calls: Whether to parse tool calls; content that is constrained by a grammar has none.
     """
 
     kind, prefix, chunk_kind = "chat.completion", "chatcmpl", "chat.completion.chunk"
@@ -127,9 +127,9 @@ class ChatChoice(Choice):
         self._logprobs = request.logprobs
         self._reader = form(tools, request.parallel_tool_calls is not False, thoughts, thinking)
         self._may_lack_content = bool(tools or thoughts is not None)
-        # Where each token's text ends, to count those of thoughts.
+        # End offset of each token's text, to count the tokens of thoughts.
         self._token_ends: array[int] | None = None if thoughts is None else array("l")
-        self._counted = self._thought_tokens = 0  # thoughts that have ended and were counted, and their tokens
+        self._counted = self._thought_tokens = 0  # completed thoughts counted so far, and their tokens
 
     def _decode(self, tokens: Sequence[int], drafted: bool) -> None:
         if self._token_ends is None or not tokens:
@@ -140,13 +140,13 @@ class ChatChoice(Choice):
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of thoughts and of their marks, as far as the text has been read."""
+        """Number of tokens of thoughts and their marks in the text parsed so far."""
         ends, spans = self._token_ends or (), self._reader.thought_spans
 
         def count(begin: int, end: int) -> int:
             return bisect_right(ends, end) - (bisect_right(ends, begin) if begin else 0)
 
-        # Each is counted once, however often a stream asks. The tokens of one that ends with the text may be missing.
+        # Count each thought once, since a stream asks after every chunk. A thought that is cut off may lack tokens.
         while self._counted < len(spans) and spans[self._counted][1] < (ends[-1] if ends else 0):
             self._thought_tokens += count(*spans[self._counted])
             self._counted += 1
@@ -175,9 +175,9 @@ class ChatChoice(Choice):
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
 
     def format_chunks(self, index: int, text: str, lines: list[TokenLine]) -> list[dict[str, Any]]:
-        """Return entries of `choices` of a stream's chunks; none where nothing can be sent yet.
+        """Return entries of `choices` for a stream's chunks; empty if nothing can be sent yet.
 
-        `text` and `lines` are what choice `index` has gained, tokens with log-probabilities where these were asked for.
+        `text` is the new text of choice `index`, and `lines` its new tokens with log-probabilities, if requested.
         """
         first, deltas = not self.shown, self._reader.push(text, last=self.finish is not None)
         if not deltas and (first or lines or self.finish is not None):
@@ -198,7 +198,7 @@ class ChatChoice(Choice):
 
     @property
     def _finish_reason(self) -> str | None:
-        """Why the text ended. `tool_calls` is not the reason of one that was cut within a call."""
+        """Finish reason. It is not `tool_calls` if the output was cut off within a call."""
         called = self.finish is not None and self._reader.calls and not self._reader.cut
         return "tool_calls" if called else self.finish
 
@@ -218,20 +218,20 @@ class ChatChoice(Choice):
 
 
 AnyChoice = TypeVar("AnyChoice", CompletionChoice, ChatChoice)
-Pieces = AsyncIterator[tuple[AnyChoice, list[SequenceDelta]]]  # choices, and what each has gained
+Pieces = AsyncIterator[tuple[AnyChoice, list[SequenceDelta]]]  # each choice with its new deltas
 
 
 async def collect_answer(
     deltas: Pieces[AnyChoice], choices: list[AnyChoice], model: str, best: tuple[int, int] = (1, 1)
 ) -> dict[str, Any]:
-    """Return a whole answer, once all its texts have ended, or raise `ApiError` if a sequence failed.
+    """Collect all choices and return the whole answer; raise `ApiError` if a sequence failed.
 
     Args:
-        deltas: What the texts gain, until the last one has ended.
-        choices: The texts; those of one prompt follow each other.
-        model: Name of the model, for the answer.
-        best: Texts written after each prompt, and how many of them to keep, the best first: those with the highest mean
-            log-probability of a token.
+        deltas: New deltas of the choices, until the last one has ended.
+        choices: The choices, grouped by prompt.
+        model: Name of the model to put into the answer.
+        best: Number of choices generated per prompt, and number of them to return, best first: those with the highest
+            mean log-probability per token.
     """
     async for choice, gained in deltas:
         choice.append(gained)
@@ -248,7 +248,7 @@ async def collect_answer(
     def entries() -> list[dict[str, Any]]:
         return [_with_stop(choice, choice.format_choice(index)) for index, choice in enumerate(chosen)]
 
-    # In a thread where prompts are scored: they may have many tokens.
+    # Scored prompts are formatted in a thread: with many tokens, formatting would block the event loop.
     formatted = await asyncio.to_thread(entries) if any(choice.prompt_scores for choice in chosen) else entries()
     return _head(choices[0].kind, choices[0].prefix, model) | {"choices": formatted, **usage_and_metrics(choices)}
 
@@ -256,7 +256,7 @@ async def collect_answer(
 async def stream_answer(
     deltas: Pieces[AnyChoice], choices: list[AnyChoice], model: str, options: StreamOptions
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield an answer in chunks, or raise `ApiError` if a sequence failed; arguments as in `collect_answer`.
+    """Yield an answer in chunks, or raise `ApiError` if a sequence failed. Arguments are those of `collect_answer`.
 
     With `include_usage`, a last chunk has the usage and no choices.
     """
@@ -275,7 +275,7 @@ async def stream_answer(
 
 
 def _with_stop(choice: Choice, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the last entry of a text that a stop string has ended with vLLM's `stop_reason`; others as they are."""
+    """Add vLLM's `stop_reason` to the last entry of a choice that a stop string has ended."""
     ended = choice.stop is not None and entry["finish_reason"] is not None
     return entry | {"stop_reason": choice.stop} if ended else entry
 
@@ -283,7 +283,7 @@ def _with_stop(choice: Choice, entry: dict[str, Any]) -> dict[str, Any]:
 async def raise_cuts_as_errors(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
     """Yield the chunks of `stream_answer`, and raise `ApiError` where the stream is cut off.
 
-    That is where the server is stopping, the client reads too slowly, or a text cannot be told.
+    A stream is cut off if the server stops, the client reads too slowly, or the output cannot be formatted.
     """
     try:
         async for chunk in chunks:
@@ -292,7 +292,7 @@ async def raise_cuts_as_errors(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIt
         raise ApiError(503, str(error)) from error
     except ApiError:
         raise
-    except Exception as error:  # such as `SlowConsumerError`; the client may hear of it yet
+    except Exception as error:  # such as `SlowConsumerError`; the client may still receive the error
         named = isinstance(error, ReDrafterError)
         _LOG.warning("an answer was cut off: %s", error, exc_info=None if named else error)
         raise ApiError(500, f"the answer was cut off: {error if named else type(error).__name__}") from error

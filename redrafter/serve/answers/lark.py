@@ -1,7 +1,7 @@
-"""Grammars of answers in llguidance's Lark: thoughts, marks that may be special tokens, and arguments of calls.
+"""Build grammars of answers in llguidance's Lark: thoughts, marks that may be special tokens, and arguments of calls.
 
-A reader of calls (`redrafter.serve.answers.reader`) composes the grammar of its own form of what is here, so that a
-model which has to call a tool writes the form that it was trained to write, and the reader reads it back.
+A reader of calls (`redrafter.serve.answers.reader`) composes the grammar of its format from these parts, so that a
+model that must call a tool writes the format it was trained on, and the reader can parse it.
 """
 
 import json
@@ -30,15 +30,15 @@ from redrafter.serve.answers.schemas import (
 )
 from redrafter.serve.answers.thoughts import Thinking, ThoughtMarks
 
-# Without this, a model may fill a call with spaces and line breaks until no token is left. A separator is a regular
-# expression; a space after it is how models are trained to write JSON.
+# Without this, a model may fill a call with spaces and line breaks until the token limit. A separator is a regular
+# expression; it allows a space because models are trained to write JSON with one.
 _COMPACT_JSON = {
     "whitespace_pattern": None,
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
 }
-_MAX_WORK = 32 * MAX_GRAMMAR_CHARS  # characters of schemas that are looked into, of each once for every argument
+_MAX_WORK = 32 * MAX_GRAMMAR_CHARS  # characters of schemas to inspect; a schema counts once per argument that uses it
 _BLANKS = r"/[ \t\r\n]+/"
 _BLANK = r"[\s\x1c-\x1f]*"
 
@@ -58,26 +58,26 @@ class Argument(NamedTuple):
 
 
 class CalledTool(NamedTuple):
-    """A tool that may be called, and the JSON schema of its parameters, which is its root for references."""
+    """A tool that may be called, with the JSON schema of its parameters; references start at that schema's root."""
 
     name: str
     parameters: dict[str, Any]
 
 
 class LarkWriter:
-    """Writes one grammar. Methods return expressions of Lark, and keep the rules that these need.
+    """Writes one grammar. Methods return Lark expressions, and add the rules that these refer to.
 
     Args:
-        special: Ids of tokens that no text spells, by the text that they are decoded to.
+        special: Ids of tokens that the grammar's text cannot spell, by their decoded text.
         form: Name of the form of calls, for messages.
     """
 
     def __init__(self, special: Mapping[str, int], form: str = ""):
         self._special, self._form = special, form
         self._rules: list[str] = []
-        self._names: dict[str, str] = {}  # of rules by their body
+        self._names: dict[str, str] = {}  # names of rules, by body
         self._spells = False  # whether a schema spells a special token
-        self._work = 0  # characters of schemas that were looked into
+        self._work = 0  # characters of schemas inspected so far
         names = sorted(special, key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)()")
 
@@ -87,7 +87,7 @@ class LarkWriter:
 
     def text(self, start: str) -> str:
         """Return the text of the grammar that begins with an expression."""
-        # Where text that a special token is decoded to is all that may follow, llguidance would ask for that token.
+        # If the decoded text of a special token is the only continuation, llguidance would require that token instead.
         options = ['%llguidance {"no_forcing": true}'] if self._spells else []
         return "\n".join([*options, f"start: {start}", *self._rules]) + "\n"
 
@@ -99,11 +99,11 @@ class LarkWriter:
         return name
 
     def has(self, token: str) -> bool:
-        """Tell whether a special token is decoded to a text."""
+        """Return whether a special token decodes to this text."""
         return token in self._special
 
     def mark(self, text: str) -> str:
-        """Return an expression for text of the form itself, in which special tokens are those tokens."""
+        """Return an expression for marks of the format, in which special tokens match as tokens and not as text."""
         return " ".join(self._pieces(text)) or '""'
 
     def _pieces(self, text: str) -> list[str]:
@@ -113,9 +113,9 @@ class LarkWriter:
         ]
 
     def free(self, *marks: str, bare: str = "") -> str:
-        """Return an expression for any text without some marks, special tokens that are no part of them included.
+        """Return an expression for any text that contains none of the marks; other special tokens are allowed.
 
-        The text begins with no character of `bare`, after blanks.
+        Its first character that is not blank is none of `bare`.
         """
         first, *special = self._free(marks, bare)
         if not bare:
@@ -123,13 +123,13 @@ class LarkWriter:
         return f"({first} {self.free(*marks)} | {self.rule(_BLANKS, terminal=True)})?"
 
     def up_to(self, mark: str, *others: str, bare: str = "") -> str:
-        """Return an expression for any text without some marks, and the first mark after it; `bare` as in `free`."""
+        """Return an expression for text without the marks, up to and including `mark`. `bare` is that of `free`."""
         marks = (mark, *others)
         head, *rest = self._pieces(mark)
         if head.startswith("<"):
             return " ".join([self.free(*marks, bare=bare), head, *rest])
 
-        def text_and_mark(*others: str) -> str:  # which are one lexeme, as a lexeme takes as much as it can
+        def text_and_mark(*others: str) -> str:  # one lexeme for both, since lexemes match greedily
             return self.rule(f"(/(?s:.*)/ & {_without(*marks, others=others)}) {head}", terminal=True)
 
         if not bare:
@@ -140,14 +140,14 @@ class LarkWriter:
         return " ".join([f"({' | '.join([at_once, *after_special])})", *rest])
 
     def _free(self, marks: tuple[str, ...], bare: str) -> list[str]:
-        """Return expressions for a text that is not empty, nor blank if `bare` is given, and for special tokens."""
+        """Return expressions for nonempty text (nonblank if `bare` is given), and for special tokens."""
         excluded = {token for content, token in self._special.items() if any(content in mark for mark in marks)}
         text = f"/[ \\t\\r\\n]*[^ \\t\\r\\n{re.escape(bare)}](?s:.*)/" if bare else "/(?s:.+)/"
         text = self.rule(f"{text} & {_without(*marks)}", terminal=True)
         return [text, *_token_ranges({*self._special.values()} - excluded)]
 
     def after_thought(self, marks: ThoughtMarks | None, thinking: Thinking, rest: str) -> str:
-        """Return an expression for what follows the thought that a prompt has begun, or that may be written first."""
+        """Return an expression for a thought, opened by the prompt or by the model, and then `rest`."""
         if marks is None or thinking == "over":
             return rest
         blank = self.rule(r"/[ \t\r\n]{1,4}/", terminal=True)
@@ -162,23 +162,23 @@ class LarkWriter:
         return self.rule(f"%json {text}")
 
     def refuse(self, tool: CalledTool, what: str) -> ArgumentError:
-        """Return an error about a part of a tool's parameters that the form cannot keep to."""
+        """Return an error about a part of a tool's parameters that the format cannot enforce."""
         return ArgumentError(
             f"grammar: the parameters of {tool.name!r} have {what}, which cannot be kept to in calls of the form "
             f"{self._form!r}: leave it out, or start the server with --tool-call-parser hermes"
         )
 
     def arguments(self, tool: CalledTool, name: re.Pattern[str]) -> Iterator[Argument]:
-        """Yield the arguments of a form that writes them one by one, in their order.
+        """Yield the arguments in order, for a format that writes them one by one.
 
         Args:
             tool: The tool.
-            name: What a name has to match as a whole, so that the form can write it.
+            name: Pattern that the whole name must match to be valid in the format.
 
         Raises:
-            ArgumentError: The tool's parameters cannot be kept to in such a form.
+            ArgumentError: Such a format cannot enforce the tool's parameters.
         """
-        size = len(GrammarSource.json_schema(tool.parameters).text)  # which checks it before it is looked into
+        size = len(GrammarSource.json_schema(tool.parameters).text)  # this call also validates the schema
         self._look_for_tokens(tool.parameters)
         schema = resolve(tool.parameters, tool.parameters)
         known = ANNOTATIONS | IGNORED | {*DEFINITIONS, "type", "properties", "required", "additionalProperties"}
@@ -235,7 +235,7 @@ class LarkWriter:
         whole = bool(types) and "string" not in types
         branches = [argument.schema] if whole else self._branches(tool, argument.schema)
         scalars = [None if whole or schema.get("type") == "string" else scalar_terminals(schema) for schema in branches]
-        # A number of a grammar of its own would be taken for the beginning of a text.
+        # A number with a separate grammar would be lexed as the beginning of a string.
         own = [words for words, schema in zip(scalars, branches, strict=True) if schema.get("type") != "string"]
         numbers = ["/-?[0-9](?s:.*)/"] if None in own and types & {"integer", "number"} else []
         for schema, words in zip(branches, scalars, strict=True):
@@ -254,15 +254,15 @@ class LarkWriter:
             if head.startswith("<"):
                 value = self.rule(" & ".join([*parts, "/(?s:.+)/"]), terminal=True)
                 options.append(" ".join([f"{value}?" if may_be_empty else value, head, *rest]))
-            else:  # one lexeme, as a lexeme takes as much as it can
+            else:  # one lexeme for value and end, since lexemes match greedily
                 options.append(" ".join([self.rule(f"({' & '.join(parts)}) {head}", terminal=True), *rest]))
         if not options:
             raise self.refuse(tool, f"an argument {argument.name!r} that has no value")
         return f"({' | '.join(options)})"
 
     def _branches(self, tool: CalledTool, schema: Any, depth: int = 0) -> list[dict[str, Any]]:
-        """Return schemas of which a value fits one, each of texts alone or of values of other types alone."""
-        self._spend(tool, _MAX_WORK >> 13)  # options may refer to options: their number could grow exponentially
+        """Split a schema into alternatives, each of which allows only strings or only values of other types."""
+        self._spend(tool, _MAX_WORK >> 13)  # nested options could otherwise grow exponentially
         schema = resolve(schema, tool.parameters)
         for keyword in ("anyOf", "oneOf", "allOf"):
             if keyword in schema:
@@ -305,7 +305,7 @@ class LarkWriter:
     def _text(
         self, tool: CalledTool, schema: dict[str, Any], types: set[str], mark: str, bare: bool
     ) -> tuple[list[str], bool]:
-        """Return what a text has to match, and whether it may be empty."""
+        """Return the pattern that a string has to match, and whether it may be empty."""
         known = TEXT_KEYWORDS | ANNOTATIONS | OF_OTHER_TYPES | {*DEFINITIONS}
         if unknown := [keyword for keyword in schema if keyword not in known and not keyword.startswith("x-")]:
             raise self.refuse(tool, f"{unknown[0]!r} for a text")
@@ -336,7 +336,7 @@ class LarkWriter:
         return parts, not (least or "pattern" in schema or "format" in schema)
 
     def _search(self, tool: CalledTool, pattern: Any) -> str:
-        """Return a terminal for texts in which a pattern is found; `^` and `$` hold it at either end."""
+        """Return a terminal for strings that contain a match of a pattern; `^` and `$` anchor it."""
         scanned = scan_pattern(pattern) if isinstance(pattern, str) else None
         if scanned is None:
             raise self.refuse(tool, f"the pattern {str(pattern)[:80]!r}")
@@ -349,14 +349,14 @@ class LarkWriter:
 
 
 def _without(*marks: str, others: Iterable[str] = ()) -> str:
-    """Return a terminal for texts that have none of some marks, and that no other terminal matches."""
-    # One complement of all is an automaton with few states; an intersection of several has their product.
+    """Return a terminal for text that contains none of the marks and that no terminal of `others` matches."""
+    # The complement of one union has few automaton states; an intersection of complements has their product.
     found = f"/(?s:.*)/ ({' | '.join(map(json.dumps, dict.fromkeys(marks)))}) /(?s:.*)/"
     return f"~({' | '.join([found, *others])})"
 
 
 def _token_ranges(tokens: Iterable[int]) -> list[str]:
-    """Return an expression for any of some tokens, in a list that is empty where there are none."""
+    """Return a list with one expression that matches any of the tokens; empty if there are no tokens."""
     ranges: list[list[int]] = []
     for token in sorted(tokens):
         if ranges and ranges[-1][1] == token - 1:

@@ -1,12 +1,12 @@
-"""Split what a model writes into text, thoughts and tool calls, while it writes.
+"""Split a model's output into content, thoughts and tool calls while it is generated.
 
 A call is a JSON object with `name`, the name of a known tool, and `arguments` (or `parameters`): at the beginning of
-the text, alone or in a list, or anywhere between `<tool_call>` and `</tool_call>`. That is what Llama 3.1, Qwen2.5,
-Qwen3 and Hermes 2 and 3 are trained to write; `redrafter.serve.answers.call_forms` reads calls of other forms. Each
-form has the grammar of a call too, for models that have to write one. Thoughts stand at the beginning, between the
-marks of `redrafter.serve.answers.thoughts`.
+the text, alone or in a list, or anywhere between `<tool_call>` and `</tool_call>`. Llama 3.1, Qwen2.5, Qwen3 and Hermes
+2 and 3 are trained to write this format; `redrafter.serve.answers.call_forms` reads other formats. Each format also has
+the grammar of a call, for requests that force one. Thoughts come first, between the marks of
+`redrafter.serve.answers.thoughts`.
 
-The result does not depend on the pieces in which the text comes.
+The result does not depend on how the text is split into pieces.
 """
 
 import json
@@ -29,39 +29,39 @@ Deltas = list[tuple[dict[str, Any], list[tuple[int, int]]]]
 
 
 class ChatReader:
-    """Parser of what a model writes in a chat: `push` text, and get the deltas of the message that are certain.
+    """Incremental parser of a chat message: `push` takes text and returns the deltas that have become certain.
 
-    The class attributes describe the form of calls; another form is a subclass with others, or with other methods.
+    The class attributes describe the tool-call format; a subclass overrides them, or methods, for another format.
 
     Args:
         tools: Schemas of the parameters of the tools that may be called, by the tools' names.
-        parallel_calls: Whether more than one call is reported; else what follows the first call is left out.
-        thoughts: Marks of thoughts, which are reported apart from the content; None: they are part of it.
+        parallel_calls: Whether to report more than one call; if False, everything after the first call is dropped.
+        thoughts: Marks of thoughts, which are reported separately; None leaves thoughts in the content.
         thinking: Whether the text begins within a thought, may begin with one, or follows one.
 
     Attributes:
         text: The text so far.
         calls: Number of calls that have begun.
         cut: Whether the text ends within a call.
-        thought_spans: Where thoughts and their marks begin and end in the text; one that goes on has no end yet.
+        thought_spans: Start and end of each thought with its marks in the text; an unfinished thought has no end yet.
     """
 
     parsers: ClassVar[tuple[str, ...]] = ("llama3_json", "llama4_json")  # names of the form in vLLM
-    template_mark: ClassVar[str | None] = None  # text by which a chat template shows that its model writes the form
-    has_channels: ClassVar[bool] = False  # whether marks of the form tell thoughts and answer apart, without tools too
-    own_thoughts: ClassVar[ThoughtMarks | None] = None  # marks of thoughts that go with the form
-    begins: ClassVar[tuple[str, ...]] = ("<tool_call>",)  # what calls begin with, anywhere in the text
-    wrapper: ClassVar[tuple[str, str]] = ("<tool_call>", "</tool_call>")  # what may stand around calls
-    bare: ClassVar[str] = "{["  # characters with which calls begin at the beginning of the text
-    before: ClassVar[str] = SPACE + "["  # characters that may precede a first call, and those between calls
+    template_mark: ClassVar[str | None] = None  # text in a chat template that identifies the format
+    has_channels: ClassVar[bool] = False  # whether marks separate thoughts and answer, even without tools
+    own_thoughts: ClassVar[ThoughtMarks | None] = None  # marks of thoughts that belong to the format
+    begins: ClassVar[tuple[str, ...]] = ("<tool_call>",)  # prefixes of calls, anywhere in the text
+    wrapper: ClassVar[tuple[str, str]] = ("<tool_call>", "</tool_call>")  # optional marks around calls
+    bare: ClassVar[str] = "{["  # first characters of calls at the start of the text
+    before: ClassVar[str] = SPACE + "["  # characters allowed before and between calls
     between: ClassVar[str] = SPACE + ",;]["
-    # What is written before calls, between several of them as an expression of Lark, and after them. Forms that have
-    # nothing between them begin again.
+    # Text before calls, between them (a Lark expression) and after them. In formats without a separator, each call has
+    # its own opening.
     opening: ClassVar[str] = ""
     joint: ClassVar[str] = '"; "'
     closing: ClassVar[str] = ""
     arguments_key: ClassVar[str] = "(arguments|parameters)"  # regular expression of the key of a call's arguments
-    marks: ClassVar[tuple[str, ...]] = wrapper  # all that has to be seen in the text, although it may be special tokens
+    marks: ClassVar[tuple[str, ...]] = wrapper  # marks that detokenization must keep, even if they are special tokens
 
     def __init__(
         self,
@@ -78,20 +78,20 @@ class ChatReader:
         self.calls = 0
         self.cut = False
         self.thought_spans: list[tuple[int, int]] = []
-        self._from = 0  # where text that is not reported yet begins
-        self._seen = 0  # up to where spaces were looked for
-        self._sent: int | None = None  # within arguments: where those that are not reported yet begin
-        self._quotes = False  # whether these are a text, which becomes a JSON string
-        self._thoughts = ""  # not returned yet, as is what follows
+        self._from = 0  # start of the text that is not reported yet
+        self._seen = 0  # end of the text that was searched for spaces
+        self._sent: int | None = None  # within arguments: start of the part that is not reported yet
+        self._quotes = False  # whether the arguments are plain text to encode as a JSON string
+        self._thoughts = ""  # this and the fields below are not returned yet
         self._content: list[tuple[int, int]] = []
         self._calls: list[dict[str, Any]] = []
         self._steps = self._read()
 
     @classmethod
     def write_call(cls, lark: LarkWriter, tool: CalledTool) -> str:
-        """Return an expression of Lark for a call of a tool, as models of the form are trained to write it.
+        """Return an expression of Lark for a call of a tool, in the format that the models are trained on.
 
-        It begins after `opening`, and ends before `closing`.
+        The expression excludes `opening` and `closing`.
         """
         head = rf'/\{{"name": ?"{tool.name}", ?"{cls.arguments_key}": ?/'
         return f"{head} {lark.json(tool.parameters)} {json.dumps('}')}"
@@ -103,7 +103,7 @@ class ChatReader:
 
     @classmethod
     def write_text(cls, lark: LarkWriter, tools: Sequence[CalledTool], several: bool) -> str:
-        """Return an expression for any text, in which tools may be called as the grammar has it, one or several."""
+        """Return an expression for free text in which the model may call tools, several of them if `several`."""
         calls, begins = cls._write_calls(lark, tools, several), cls.begins
         text = lark.free(*begins, bare=cls.bare)
         if cls.opening not in begins:  # calls begin at the beginning of the text alone
@@ -116,27 +116,27 @@ class ChatReader:
 
     @classmethod
     def _write_calls(cls, lark: LarkWriter, tools: Sequence[CalledTool], several: bool) -> str:
-        """Return an expression for what follows `opening`."""
+        """Return an expression for the calls that follow `opening`."""
         calls = f"({' | '.join(lark.rule(cls.write_call(lark, tool)) for tool in tools)})"
         more = f" ({cls.joint} {calls})*" if several and cls.joint else ""
         return f"{calls}{more} {lark.mark(cls.closing)}"
 
     @classmethod
     def write_answer(cls, lark: LarkWriter, content: str) -> str:
-        """Return an expression for an answer that is no call, whose content an expression describes."""
+        """Return an expression for an answer without calls, with `content` as the expression of its content."""
         return content
 
     @classmethod
     def after_thought(cls, lark: LarkWriter, marks: ThoughtMarks | None, thinking: Thinking, rest: str) -> str:
-        """Return an expression for what follows a thought, and for that thought; arguments as in the constructor."""
+        """Return an expression for a thought and then `rest`. `marks` and `thinking` are those of the constructor."""
         return lark.after_thought(marks, thinking, rest)
 
     def push(self, text: str, last: bool = False) -> Deltas:
-        """Append text; `last` says whether no more follows.
+        """Append text and return the new deltas; `last` marks the end of the text.
 
         Returns:
-            The deltas of OpenAI's message that the text makes certain, each with the spans of the text that are its
-            content. A call begins with a delta of its own, and those of its arguments, as the model wrote them, follow.
+            Deltas of OpenAI's message that the text makes certain, each with the spans of the text that form its
+            content. A call begins with a delta of its own; the deltas of its arguments follow as the model wrote them.
         """
         so_far, self.text = self.text, ""
         so_far += text  # CPython extends a local variable in place, where `self.text += text` would copy all of it
@@ -192,9 +192,9 @@ class ChatReader:
         self.thought_spans[-1] = self.thought_spans[-1][0], self._at
 
     def _read_until(self, marks: tuple[str, ...], thought: bool) -> Steps:
-        """Report the text before the first of some marks, without trailing spaces, and move to it.
+        """Report the text before the first mark, without trailing spaces, and move to the mark.
 
-        Return False without a mark, when all the text is reported.
+        Return False if the text ends without a mark; all of it is reported then.
         """
         if (yield from self._find_mark(marks, lambda: self._report(self._stripped_end(self._at), thought))):
             self._report(self._stripped_end(self._at), thought)
@@ -205,7 +205,7 @@ class ChatReader:
         return False
 
     def _read_calls(self) -> Steps:
-        """Read calls that follow each other. Return False if the first is no call, which then counts as text."""
+        """Read consecutive calls. Return False if the first is not a call; it then counts as content."""
         called = False
         while True:
             yield from self._skip(self.between if called else self.before)
@@ -217,7 +217,7 @@ class ChatReader:
             yield from self._end_call()
 
     def _end_call(self) -> Steps:
-        """Leave out a call's text, and where no second call may be made, all that follows."""
+        """Drop a call's text from the content, and everything after it if no second call is allowed."""
         self._from = self._at
         while not self._parallel_calls:
             self._at = self._from = len(self.text)
@@ -274,7 +274,7 @@ class ChatReader:
         return name is not None
 
     def _read_arguments(self, name: str) -> Steps:
-        """Read a JSON object, the arguments of a call. Return False, and report no call, if there is none."""
+        """Read a JSON object, the arguments of a call. If there is none, report no call and return False."""
         yield from self._skip(SPACE)
         if name not in self._tools or not (yield from self._has_more()) or self.text[self._at] != "{":
             return False
@@ -319,7 +319,7 @@ class ChatReader:
         part = self.text[begin:end].rstrip()
         return begin + len(part) if part else self._from
 
-    # What follows moves through a text that is still being written: it yields when it needs more of it.
+    # The methods below move through text that is still being generated: they yield when they need more of it.
 
     def _skip_value(self) -> Steps:
         """Move past a JSON value. Return False if the text ends before its end."""
@@ -340,9 +340,9 @@ class ChatReader:
                 return True
 
     def _skip_string(self, pattern: re.Pattern[str] = _STRING) -> Steps:
-        """Move past a JSON string whose opening quote was read. Return False if the text ends before its end.
+        """Move past a JSON string whose opening quote was read. Return False if the text ends within it.
 
-        The pattern matches backslashes and the closing quote, which may be another one than JSON's.
+        The pattern matches backslashes and the closing quote, which may differ from JSON's.
         """
         while (yield from self._find(pattern)):
             self._at += 1
@@ -354,9 +354,9 @@ class ChatReader:
         return False
 
     def _find_mark(self, marks: tuple[str, ...], progress: Callable[[], None]) -> Steps:
-        """Move to the first of some marks; `progress` is called when all before `_at` is known to hold none.
+        """Move to the first mark. `progress` is called whenever the text before `_at` is known to contain none.
 
-        Return False if the text ends without one; then `_at` is before what may be the beginning of one.
+        Return False if the text ends without one; `_at` is then before a possible partial mark.
         """
         pattern = re.compile("|".join(map(re.escape, marks)))
         while (match := pattern.search(self.text, self._at)) is None:

@@ -1,4 +1,4 @@
-"""What is known of JSON schemas where arguments are written without quotes: keywords, formats, references, patterns."""
+"""Interpret JSON schemas of arguments that are written without quotes: keywords, formats, references, patterns."""
 
 import json
 import re
@@ -17,7 +17,7 @@ ANNOTATIONS = frozenset(
     | {"$comment", "contentEncoding", "contentMediaType"}
 )
 _OF_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
-OF_OTHER_TYPES = _OF_NUMBERS | frozenset(  # keywords that say nothing of a text
+OF_OTHER_TYPES = _OF_NUMBERS | frozenset(  # keywords that do not constrain strings
     {"items", "prefixItems", "minItems"}
     | {"maxItems", "uniqueItems", "properties", "required", "additionalProperties", "patternProperties"}
     | {"minProperties", "maxProperties"}
@@ -43,7 +43,7 @@ _SCALARS = {
     "integer": f"/{_INTEGER}/",
     "number": f"/{_INTEGER}(\\.[0-9]+)?([eE][+-]?[0-9]{{1,2}})?/",
 }
-# What a text must not look like where it may be a value of another type too, since it is then read as one.
+# Patterns a string must not match if values of other types are allowed: the reader would parse it as one of those.
 LOOKS_LIKE = {
     "null": "(null|None)",
     "boolean": "(true|false|True|False)",
@@ -55,7 +55,7 @@ LOOKS_LIKE = {
 
 
 def scalar_terminals(schema: dict[str, Any]) -> list[str] | None:
-    """Return terminals for the JSON of a schema's values, of any type but text; None where these are not so simple."""
+    """Return terminals for a schema's values of any type but string; None if terminals cannot describe them."""
     kinds = schema["type"] if isinstance(schema.get("type"), list) else []
     if "enum" in schema:
         values = [value for value in schema["enum"] if not isinstance(value, dict | list)]
@@ -67,7 +67,7 @@ def scalar_terminals(schema: dict[str, Any]) -> list[str] | None:
 
 
 def escape_pattern(pattern: str) -> str:
-    """Return a regular expression of a schema, whose digits and letters are ASCII, as it is written between slashes."""
+    """Convert a schema's regular expression to Lark's form between slashes, with ASCII digits and letters."""
     written = {
         "\\d": "[0-9]",
         "\\D": "[^0-9]",
@@ -83,7 +83,7 @@ def escape_pattern(pattern: str) -> str:
 def scan_pattern(pattern: str) -> tuple[bool, bool] | None:
     """Return whether a regular expression has `|` outside of parentheses, and whether it ends with `$`.
 
-    None if its parentheses do not match.
+    Returns None if its parentheses are unbalanced.
     """
     depth, in_class, choice, ends = 0, False, False, False
     characters = iter(pattern)
@@ -103,19 +103,19 @@ def scan_pattern(pattern: str) -> tuple[bool, bool] | None:
 
 
 def drop_ignored(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without keywords that mean nothing to a grammar at its top."""
+    """Return a schema without the top-level keywords that do not affect a grammar."""
     return {name: value for name, value in schema.items() if name not in IGNORED}
 
 
 def _follow(root: Any, reference: str) -> Any:
-    """Return what a reference within a schema leads to, or raise `ArgumentError`."""
+    """Return the target of a reference within a schema, or raise `ArgumentError`."""
     if (found := follow(root, reference)) is None:
         raise ArgumentError(f"grammar: the schema has no {reference[:80]!r}, to which it refers")
     return found
 
 
 def resolve(schema: Any, root: Any) -> dict[str, Any]:
-    """Return a schema in place of a reference to it within `root`."""
+    """Replace a reference to a part of `root` by that part, and return the schema."""
     for _ in range(32):
         if schema is True:
             return {}
@@ -128,7 +128,7 @@ def resolve(schema: Any, root: Any) -> dict[str, Any]:
 
 
 def standalone(schema: Any, root: Any) -> dict[str, Any]:
-    """Return a part of a schema as one of its own, with all that it refers to in `$defs`."""
+    """Return a part of a schema as a self-contained schema, with everything that it refers to in `$defs`."""
     numbers: dict[str, str] = {}
     todo: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Marks that models write around their thoughts, and how they are found for a model."""
+"""Detect the marks that a model writes around its thoughts."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ Thinking = Literal["open", "possible", "over"]  # whether a prompt ends within a
 
 @dataclass(frozen=True)
 class ThoughtMarks:
-    """What is written before and after a thought.
+    """The marks before and after a thought.
 
     Attributes:
-        begin: Text before a thought, of which the prompt may have all.
+        begin: Text before a thought; the prompt may already contain it.
         end: Text after it.
         parsers: Names of vLLM's parsers of such thoughts.
-        shown: Text by which a chat template shows that its model writes them; by default their end, for a template need
-            not write a thought itself to leave out those of earlier turns.
+        shown: Text in a chat template that identifies these marks; by default `end`, since a template has to recognise
+            the end of earlier thoughts to remove them, even if it never writes a thought itself.
     """
 
     begin: str
@@ -25,7 +25,7 @@ class ThoughtMarks:
     shown: str = ""
 
     def after(self, text: str) -> Thinking:
-        """Return whether a text, which an answer continues, ends within a thought, or right after one."""
+        """Return whether a prompt ends within a thought, right after one, or before a possible one."""
         begin, end = text.rfind(self.begin.rstrip()), text.rfind(self.end)
         if begin > end:
             return "open"
@@ -61,7 +61,7 @@ PARSERS = {name: marks for marks in MARKS for name in marks.parsers}
 
 
 def thought_marks(parser: str, template: str, tokens: Collection[str]) -> ThoughtMarks | None:
-    """Return the marks of a parser of vLLM; for `auto` those that a chat template shows, or that are added tokens."""
+    """Return the marks for a vLLM parser name; `auto` detects them in the chat template or the added tokens."""
     if parser != "auto":
         return PARSERS[parser]
     shown = (marks for marks in MARKS if (marks.shown or marks.end) in template)

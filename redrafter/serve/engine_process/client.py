@@ -1,4 +1,4 @@
-"""The server's side of the connection to its engine: requests go out, and what it writes comes back as streams."""
+"""Client of the engine's process: it submits requests and distributes the engine's deltas to streams."""
 
 import asyncio
 import concurrent.futures
@@ -29,16 +29,16 @@ from redrafter.serve.engine_process.start import Channel, EngineFacts, EnginePro
 
 _LOG = logging.getLogger(__name__)
 
-# Tokens of one request that may wait to be received; each of a token's alternatives counts as one more.
+# Unreceived tokens of one request above which it may be cancelled; each logged alternative counts as one more.
 MAX_PENDING_TOKENS = 1 << 14
 ASLEEP = "the server is asleep, and writes nothing: its operator wakes it with POST /v1/wake"
-MAX_BEHIND_SECONDS = 10.0  # seconds for which more may wait: a fast engine draws them before a reader is back
+MAX_BEHIND_SECONDS = 10.0  # time for which more may wait, since a fast engine can generate them between two reads
 
 Text = TypeVar("Text", bound="ServedSequence")
 
 
 class Stopped(Exception):
-    """The server accepts nothing new any more, or was stopped before the sequences ended."""
+    """The server no longer accepts requests, or was stopped before the sequences ended."""
 
     def __init__(self, reason: str = "the server is stopping"):
         super().__init__(reason)
@@ -50,37 +50,37 @@ class SlowConsumerError(ReDrafterError):
 
 @dataclass(eq=False)
 class ServedSequence:
-    """A prompt, and how far the text after it is: the engine's own `TokenSequence` is in another process.
+    """The server's view of a sequence: its prompt and progress. The engine's `TokenSequence` is in the other process.
 
-    All but what a subclass adds is written by the thread that receives deltas.
+    The thread that receives deltas writes all of these fields; a subclass may add others.
     """
 
     prompt: Sequence[int]
     stop_token_ids: frozenset[int]
-    stats: Stats  # counts of its steps; the draw of its first token is none
-    # Called with the tokens of each delta; returns the index of the one that ends the text, or None.
+    stats: Stats  # counts of its steps; drawing the first token is not a step
+    # Called with the tokens of each delta; returns the index of the token that completes a stop string, or None.
     find_stop: Callable[[Sequence[int]], int | None] | None = None
-    adapter: str | None = None  # name of its LoRA adapter; None for the model alone
-    reused: int = 0  # leading tokens of the prompt that were in the cache already
-    queued: float | None = None  # seconds for which the engine let it wait for a place, once it has begun
-    prompt_scores: Sequence[PromptScore] = ()  # of its tokens but the first, once it is read, if they were asked for
-    recorded: list[int] | None = None  # all that was written, where it is captured
-    written: int = 0  # number of tokens that were written
-    ended: bool = False  # whether the last delta has come
+    adapter: str | None = None  # name of its LoRA adapter; None for the base model
+    reused: int = 0  # number of leading prompt tokens found in the cache
+    queued: float | None = None  # seconds it waited for a slot in the engine, once it has begun
+    prompt_scores: Sequence[PromptScore] = ()  # scores of prompt tokens after the first, if requested, once it is read
+    recorded: list[int] | None = None  # all generated tokens, if the sequence is captured
+    written: int = 0  # number of generated tokens
+    ended: bool = False  # whether the last delta has arrived
     arrived_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None  # by `time.perf_counter`
 
     def take(self, delta: SequenceDelta) -> SequenceDelta:
-        """Count a delta of the engine, and return as much of it as there is before the text ends.
+        """Count a delta of the engine, and return it, truncated at a stop string.
 
-        The engine knows of end tokens and lengths; stop strings are found here.
+        The engine handles end tokens and length limits; stop strings need the text, so they are found here.
         """
         stop = None if self.find_stop is None else self.find_stop(delta.tokens)
         if stop is not None and delta.finish != "error":
             kept = stop + 1
             logprobs = None if delta.logprobs is None else delta.logprobs[:kept]
             accepted = min(delta.accepted, kept)
-            copied = max(delta.copied - (delta.accepted - accepted), 0)  # copies are the last drafts of a path
+            copied = max(delta.copied - (delta.accepted - accepted), 0)  # copied drafts are at the end of a path
             cut = replace(delta, tokens=delta.tokens[:kept], accepted=accepted, copied=copied)
             delta = replace(cut, logprobs=logprobs, finish="stop")
         if self.written and delta.tokens:
@@ -91,40 +91,40 @@ class ServedSequence:
 
 
 class DeltaStream:
-    """Deltas of one request on their way from the thread that receives them to an event loop.
+    """Queue of one request's deltas from the receiving thread to an event loop.
 
-    Each side counts tokens for itself, so that neither waits for the other.
+    Each side has its own token counter, so that neither needs a lock.
     """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, numbers: Sequence[int], sequences: Sequence[ServedSequence]
     ) -> None:
         self.loop, self.numbers, self.sequences = loop, tuple(numbers), sequences
-        self.error: Exception | None = None  # what the receiver gets instead of more deltas
-        self.woken = False  # whether the loop was told to look, and has not looked since
-        self.ready = asyncio.Event()  # set, within the loop, for the receiver to look
+        self.error: Exception | None = None  # raised to the receiver in place of further deltas
+        self.woken = False  # whether a wake-up of the loop is pending
+        self.ready = asyncio.Event()  # set within the loop when there is something to receive
         self._items: deque[tuple[ServedSequence, SequenceDelta]] = deque()
         self._written = self._received = 0
-        self._oldest_at = 0.0  # when the oldest delta came that was not received yet
+        self._oldest_at = 0.0  # arrival time of the oldest delta that was not received
 
     @property
     def pending(self) -> int:
-        """Number of tokens and their alternatives that came and were not received."""
+        """Number of tokens and alternatives that have arrived but were not received."""
         return self._written - self._received
 
     @property
     def abandoned(self) -> bool:
-        """Tell whether too many tokens have waited for too long to be received."""
+        """Return whether too many tokens have been waiting for too long."""
         too_many = self.error is None and self.pending > MAX_PENDING_TOKENS
         return too_many and time.monotonic() - self._oldest_at > MAX_BEHIND_SECONDS
 
     @property
     def ended(self) -> bool:
-        """Tell whether all its sequences have ended."""
+        """Return whether all of its sequences have ended."""
         return all(sequence.ended for sequence in self.sequences)
 
     def write(self, sequence: ServedSequence, delta: SequenceDelta) -> None:
-        """Add a delta of a sequence, in the thread that receives them. After an error, do nothing."""
+        """Add a delta of a sequence, in the receiving thread. Does nothing after an error."""
         if self.error is None:
             if not self._items:
                 self._oldest_at = time.monotonic()
@@ -132,16 +132,16 @@ class DeltaStream:
             self._written += _weight(delta)
 
     def fail(self, error: Exception) -> None:
-        """Let the receiver get an error instead of the deltas that wait. The first error counts."""
+        """Replace the waiting deltas by an error for the receiver. Only the first error counts."""
         if self.error is None:
             self.error = error
             self._items.clear()
 
     async def receive(self) -> list[tuple[ServedSequence, SequenceDelta]]:
-        """Wait for deltas and return all there are, or raise what the stream failed with."""
+        """Wait for deltas and return all that have arrived; raise the stream's error if it failed."""
         await self.ready.wait()
         self.ready.clear()
-        self.woken = False  # before looking: what comes later wakes again
+        self.woken = False  # cleared before the check, so that a later delta wakes again
         items = []
         with suppress(IndexError):  # it became empty
             while True:
@@ -153,69 +153,69 @@ class DeltaStream:
 
 
 class EngineClient:
-    """Asks an engine in another process for texts, and hands out what it writes."""
+    """Submits requests to an engine in another process, and distributes the deltas that it returns."""
 
     def __init__(self, channel: Channel, facts: EngineFacts, process: EngineProcess):
         self._channel, self.facts, self._process = channel, facts, process
-        self.load = EngineLoad()  # as it was told last
-        # Called with every delta, in the thread that receives them.
+        self.load = EngineLoad()  # as last reported
+        # Called with every delta, in the receiving thread.
         self.on_delta: Callable[[ServedSequence, SequenceDelta], object] = lambda sequence, delta: None
         self._on_failure: Callable[[str], object] = lambda reason: None
         self._numbers = count()
-        self._texts: dict[int, tuple[DeltaStream, ServedSequence]] = {}  # those that have not ended, by number
-        self._streams: set[DeltaStream] = set()  # those that somebody receives from
-        self._changes: dict[int, concurrent.futures.Future[Answered]] = {}  # that the engine has not answered
+        self._texts: dict[int, tuple[DeltaStream, ServedSequence]] = {}  # sequences that have not ended, by number
+        self._streams: set[DeltaStream] = set()  # streams that have a receiver
+        self._changes: dict[int, concurrent.futures.Future[Answered]] = {}  # pending changes, by number
         self._draining = self._stopping = False
-        self._failure: str | None = None  # as the engine has told it
+        self._failure: str | None = None  # reason reported by the engine
         self._thread = threading.Thread(target=self._run, name="redrafter-receiver", daemon=True)
 
     def start(self, on_failure: Callable[[str], object] = lambda reason: None) -> None:
-        """Start to receive, in a thread, which calls `on_failure` with how the engine ended if it does by itself."""
+        """Start the receiving thread, which calls `on_failure` with the reason if the engine ends by itself."""
         self._on_failure = on_failure
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Tell whether new requests are accepted."""
+        """Return whether new requests are accepted."""
         return self._thread.is_alive() and not self._draining
 
     @property
     def idle(self) -> bool:
-        """Tell whether all texts have ended."""
+        """Return whether all sequences have ended."""
         return not self._texts
 
     @property
     def streams(self) -> int:
-        """Number of requests whose deltas somebody receives."""
+        """Number of requests that have a receiver."""
         return len(self._streams)
 
     def drain(self) -> None:
-        """Accept nothing new; requests that were accepted continue."""
+        """Reject new requests; accepted requests continue."""
         self._draining = True
 
     def stop(self) -> None:
-        """End the engine, whether or not anybody still receives."""
+        """End the engine, even if streams still have receivers."""
         self._draining = self._stopping = True
         self._channel.close()
         self._process.end()
         if self._thread.is_alive():
-            self._thread.join()  # the connection is closed
+            self._thread.join()  # it ends because the connection is closed
         self._fail_all(Stopped())
 
     async def deltas(
         self, request: Submit, sequences: Sequence[Text]
     ) -> AsyncGenerator[tuple[Text, list[SequenceDelta]], None]:
-        """Ask for a text after each prompt of one request, and yield what its sequence, one of a prompt, gains.
+        """Submit the prompts of one request, and yield their sequences' deltas as they arrive.
 
-        A consumer that is slower than the engine gets more at once. One that receives nothing for `MAX_BEHIND_SECONDS`
-        while `MAX_PENDING_TOKENS` tokens wait is dropped. Closing this iterator early cancels the rest. The images of
-        the request are emptied once the engine has them.
+        A consumer that is slower than the engine gets several deltas at once. A consumer that receives nothing for
+        `MAX_BEHIND_SECONDS` while `MAX_PENDING_TOKENS` tokens wait is dropped. Closing this iterator early cancels the
+        remaining sequences. The request's images are released once the engine has them.
 
         Yields:
-            A sequence and its deltas since it was yielded last, until all have ended.
+            A sequence and its deltas since it was last yielded, until all sequences have ended.
 
         Raises:
-            Stopped: The server accepts nothing new, or is asleep, or it or the engine was stopped meanwhile.
+            Stopped: The server rejects new requests or is asleep, or it or the engine was stopped meanwhile.
             SlowConsumerError: The deltas were not received in time.
             QueueFullError, ArgumentError: The engine's own refusals.
         """
@@ -248,24 +248,24 @@ class EngineClient:
                 self._channel.send(Cancel(stream.numbers))
 
     async def change_adapters(self, name: str, path: str | None) -> None:
-        """Load a LoRA adapter from a directory of the engine's machine, or unload it where there is no path.
+        """Load a LoRA adapter from a directory of the engine's machine, or unload it if `path` is None.
 
         Raises:
-            Stopped: The server accepts nothing new, or it or the engine was stopped meanwhile.
-            ReDrafterError: It cannot be loaded, or there is no such adapter.
+            Stopped: The server rejects new requests, or it or the engine was stopped meanwhile.
+            ReDrafterError: The adapter cannot be loaded, or does not exist.
         """
         await self._change(lambda number: ChangeAdapters(number, name, path))
 
     async def change_engine(self, kind: str, path: str | None = None) -> tuple[str, ...]:
-        """Change the engine between two steps; see `ChangeEngine`.
+        """Change the engine between two steps. `kind` and `path` are those of `ChangeEngine`.
 
-        Returns the names of tensors that were written in which numbers are NaN or infinite. Raises as
-        `change_adapters` does.
+        Returns the names of tensors that were written with NaN or infinite values. Raises the errors of
+        `change_adapters`.
         """
         return (await self._change(lambda number: ChangeEngine(number, kind, path))).not_finite
 
     async def _change(self, make: Callable[[int], ChangeAdapters | ChangeEngine]) -> Answered:
-        """Send a request for a change, made of its number, and wait until the engine has answered."""
+        """Send the change that `make` builds from a new number, and wait for the engine's answer."""
         if not self.alive:
             raise Stopped
         number, change = next(self._numbers), concurrent.futures.Future[Answered]()
@@ -275,7 +275,7 @@ class EngineClient:
 
     def _send(self, request: Submit | ChangeAdapters | ChangeEngine) -> None:
         self._channel.send(request)
-        if not self._thread.is_alive():  # it may have ended before it could see the request
+        if not self._thread.is_alive():  # it may have ended before the request was registered
             raise Stopped
 
     def _run(self) -> None:
@@ -318,7 +318,7 @@ class EngineClient:
         try:
             delta = sequence.take(delta)
             self.on_delta(sequence, delta)
-        except Exception as error:  # of a tokenizer, where stop strings are looked for: others continue
+        except Exception as error:  # from a tokenizer during the search for stop strings: other sequences continue
             if not isinstance(error, ReDrafterError):
                 _LOG.error("a text was given up", exc_info=error)
                 error = ReDrafterError(f"the text cannot be read ({type(error).__name__})")
@@ -328,7 +328,7 @@ class EngineClient:
         stream.write(sequence, delta)
         if sequence.ended:
             del self._texts[number]
-        if sequence.ended and by_engine is None:  # at a stop string or an error, of which the engine knows nothing
+        if sequence.ended and by_engine is None:  # a stop string or an error here, which the engine does not know of
             self._channel.send(Cancel((number,)))
         if stream.abandoned:
             stream.fail(SlowConsumerError(f"{stream.pending} tokens were written that nobody took: cancelled"))
@@ -351,7 +351,7 @@ def _weight(delta: SequenceDelta) -> int:
 
 def _settle(change: "concurrent.futures.Future[Answered]", outcome: Answered | Exception) -> None:
     if not change.set_running_or_notify_cancel():
-        return  # nobody waits for it any more
+        return  # no receiver is left
     if isinstance(outcome, Exception):
         change.set_exception(outcome)
     else:
@@ -370,5 +370,5 @@ def _wake(streams: Iterable[DeltaStream]) -> None:
             stream.ready.set()
 
     for loop, waiting in by_loop.items():
-        with suppress(RuntimeError):  # the loop is closed: nobody receives any more
+        with suppress(RuntimeError):  # the loop is closed, so no receiver is left
             loop.call_soon_threadsafe(wake, waiting)

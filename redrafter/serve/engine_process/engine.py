@@ -1,4 +1,4 @@
-"""A loaded model with its scheduler, what a server must know of it, and its warm-up."""
+"""Load a model with its scheduler for a server, describe it, and warm it up."""
 
 import itertools
 import logging
@@ -31,16 +31,16 @@ from redrafter.serve.config import ServeOptions, parse_lora_modules
 from redrafter.serve.engine_process.start import EngineFacts, LoadEngine
 
 _LOG = logging.getLogger(__name__)
-PROMPT_TOKENS = (1, 5, 17, 40, 100, 200, 500, 1000)  # lengths of prompts for which kernels differ
+PROMPT_TOKENS = (1, 5, 17, 40, 100, 200, 500, 1000)  # prompt lengths that select different kernels
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams()
 PENALISED, TOP_P = SamplingParams(presence_penalty=0.1), SamplingParams(top_p=0.9)
-# How rows draw whose steps are not captured for every number of rows.
+# Sampling kinds whose steps are not captured for every number of rows.
 RARE = (replace(PENALISED, temperature=0), PENALISED, TOP_P, replace(PENALISED, top_p=0.9))
 
 
 @dataclass(frozen=True)
 class ServedEngine:
-    """A loaded model and its proposer, with the scheduler that serves them, and what a server must know of it."""
+    """A loaded model and its proposer, the scheduler that serves them, and their facts for the server."""
 
     pair: Pair
     scheduler: Scheduler
@@ -48,14 +48,14 @@ class ServedEngine:
 
     @classmethod
     def of(cls, pair: Pair, options: ServeOptions, load: LoadOptions) -> "ServedEngine":
-        """Make the scheduler of a pair that was loaded with some options."""
+        """Build the scheduler for a pair loaded with these options."""
         engine = pair.engine
         if isinstance(engine, DraftTarget) and engine.adaptive:
             FeatureSet("redrafter serve", ADAPTIVE_DRAFTS).check(SERVING)
         adapters = parse_lora_modules(options.lora_modules)
-        engine.load_adapters(adapters)  # before keys and values take what memory is free
+        engine.load_adapters(adapters)  # before the KV cache takes the free memory
         limits = options.limits(load.max_seq_len)
-        min_rows = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU has memory for prefixes too
+        min_rows = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU also has memory for prefixes
         memory = engine.make_memory(max(limits.max_batch_size, min_rows), reuse=limits.reuse)
         keep = options.speculate and options.draft_from_answers == "on" and engine.options.draft_from_text
         finished = FinishedTexts() if keep else None
@@ -78,11 +78,11 @@ class ServedEngine:
         return cls(pair, scheduler, facts)
 
     def warm_up(self) -> None:
-        """Compile kernels and capture steps on a GPU, which the first requests would else wait for."""
+        """Compile kernels and capture steps on a GPU, so that the first requests do not wait for that."""
         if self.pair.engine.target.device.type == "cuda":
             _LOG.info("compiling kernels and capturing steps; --no-warm-up leaves that to the first requests")
             adapters = self.pair.engine.target.adapters
-            with adapters.holding([None, *adapters.names[:1]]) as held:  # steps with one serve all
+            with adapters.holding([None, *adapters.names[:1]]) as held:  # a step captured with one adapter serves all
                 for adapter in held:
                     warm_up(self.scheduler, adapter)
 
@@ -124,7 +124,7 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
 
 
 def _sampling_defaults(engine: Engine) -> dict[str, Any]:
-    """Return the parameters of the model's generation config, and where that is silent, OpenAI's defaults."""
+    """Return the sampling parameters of the model's generation config, with OpenAI's defaults for the rest."""
     config = engine.model.generation_config
     plain = 0.0 if engine.do_sample is False else 1.0
     neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -134,12 +134,12 @@ def _sampling_defaults(engine: Engine) -> dict[str, Any]:
 
 
 def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
-    """Decode sequences that nobody reads: prompts of many lengths, and steps of every batch size.
+    """Decode sequences without a client: prompts of many lengths, and steps of every batch size.
 
-    For each batch size, these take the likeliest token, sample, or draw as the model's defaults have it. The first
-    rows that draw otherwise wait for their own steps, as do the first that come to `MIN_POSITIONS` and to each power of
-    two after it: one step is captured in a tenth of a second, and steps of all kinds were half of a start. The
-    scheduler has no sequences yet; all of these have the same adapter, or none.
+    For each batch size, these take the likeliest token, sample, or draw with the model's defaults. The first rows with
+    other sampling kinds wait for their own captures, as do the first that reach `MIN_POSITIONS` and each power of two
+    above it: capturing one step takes a tenth of a second, and capturing all kinds was half of the startup time. The
+    scheduler must have no sequences; all of the warm-up's have the same adapter, or none.
     """
     began = time.monotonic()
     limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
@@ -147,12 +147,12 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     # A policy that never pauses, so that all drafted steps are captured.
     scheduler.batch.policy = FixedTreePolicy({size: policy.first(size) for size in scheduler.batch.sizes})
     longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
-    # Tokens that need each room at least: beside rows, and without any.
+    # Smallest token counts that need each capacity: in mixed prefills with rows, and without rows.
     mixed = scheduler.mixed_prefill
     beside_rows, alone = (
         [1 + room * TOKENS_PER_CHUNK for room in (0, *rooms[:-1])] if mixed else [] for rooms in (ROOMS, ROOMS_ALONE)
     )
-    scheduler.batch.reserve(scheduler.longest)  # larger buffers would need new steps
+    scheduler.batch.reserve(scheduler.longest)  # a later growth of buffers would discard captured steps
 
     def submit(prompt: list[int], count: int, params: SamplingParams, salt: str | None = None) -> TokenSequence:
         sequence = TokenSequence(prompt, count, params, lambda *_: None, cache_salt=salt, adapter=adapter)
@@ -170,13 +170,13 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
         finish()
 
     def prefill_beside(rows: int, lengths: Sequence[int], kind: Sequence[SamplingParams]) -> None:
-        """Prefill prompts of these lengths, one after the other, in the steps of so many rows."""
+        """Prefill prompts of these lengths one after the other, in steps with `rows` rows."""
         for row in range(rows):
             submit([1], scheduler.longest - 1, kind[row > 0])
         while scheduler.waiting or len(scheduler.batch.rows) < rows:
             scheduler.round()
         for length in lengths:
-            # A salt, so that no part of it is in the cache.
+            # A unique salt keeps the cache from shortening the prefill.
             read = submit([1] * length, 1, kind[0], f"{rows} {length} {kind}")
             while not read.ended and scheduler.batch.rows:
                 scheduler.round()
@@ -186,10 +186,10 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     engine, sizes = scheduler.engine, scheduler.batch.sizes
     assert isinstance(engine, Engine), "what is served is an engine"
     usual = SamplingParams(**_sampling_defaults(engine))
-    frequent = [(GREEDY, GREEDY), (SAMPLED, SAMPLED)]  # how the first row draws, and how the others do
+    frequent = [(GREEDY, GREEDY), (SAMPLED, SAMPLED)]  # sampling of the first row, and of the others
     if usual.cuts or usual.edits:
         frequent += [(usual, usual), (usual, GREEDY)]
-    # A single row loads whatever kernels the others need.
+    # A single row loads all kernels that more rows need.
     for rows, kind in [*itertools.product(sizes, frequent), *((1, (params,)) for params in RARE)]:
         for speculate in (True, False):
             write(min(rows, limits.max_batch_size), 1, [replace(each, speculate=speculate) for each in kind])
@@ -205,4 +205,4 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     scheduler.memory.forget_prefixes()
     if scheduler.finished is not None:
         scheduler.finished.clear()
-    scheduler.prefiller.restart_pace()  # so that these first durations slow no later forward
+    scheduler.prefiller.restart_pace()  # compilation makes these durations unrepresentative

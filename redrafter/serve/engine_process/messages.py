@@ -1,4 +1,4 @@
-"""What a server and a loaded engine say to each other. Texts have numbers, which the server gives them."""
+"""Messages between a server and a loaded engine. The server numbers the sequences."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,32 +13,32 @@ from redrafter.scheduler.sequence import SequenceDelta
 
 @dataclass(frozen=True)
 class Submit:
-    """A request for texts."""
+    """A request to generate one sequence for each prompt."""
 
     prompts: Sequence[Sequence[int]]  # token ids
-    max_new_tokens: int  # most tokens that may follow each
-    params: SamplingParams  # how tokens are drawn, without a grammar; text i is drawn with the seed + i
-    grammar: GrammarSource | None = None  # that the texts must follow
-    client: str = ""  # who asks, as far as fairness goes
-    priority: int = 0  # those of lower numbers are served first
+    max_new_tokens: int  # most tokens to generate for each prompt
+    params: SamplingParams  # sampling parameters without a grammar; sequence i adds i to the seed
+    grammar: GrammarSource | None = None  # grammar that constrains the sequences
+    client: str = ""  # identifies the client for fair scheduling
+    priority: int = 0  # lower numbers are served first
     cache_salt: str | None = None  # prefixes are reused only from requests with the same salt
-    adapter: str | None = None  # name of the LoRA adapter of all texts; None for the model alone
-    # What the model takes of the images in each of the prompts, which are equal. It may be hundreds of megabytes.
+    adapter: str | None = None  # name of the LoRA adapter of all sequences; None for the base model
+    # Model inputs for the images, equal for all prompts. They may take hundreds of megabytes.
     images: dict[str, Any] | None = None
-    request_id: str = ""  # by which logs name the request
-    numbers: tuple[int, ...] = ()  # number of each text, which the client gives it
+    request_id: str = ""  # identifies the request in logs
+    numbers: tuple[int, ...] = ()  # number of each sequence, chosen by the server
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """Numbers of texts to abort. Those that have ended are left alone."""
+    """A request to abort sequences by number. Numbers of ended sequences are ignored."""
 
     numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ChangeAdapters:
-    """A request, with a number of its own, to load a LoRA adapter from a directory, or to unload it: path None."""
+    """A numbered request to load a LoRA adapter from a directory, or to unload it if `path` is None."""
 
     number: int
     name: str
@@ -47,10 +47,10 @@ class ChangeAdapters:
 
 @dataclass(frozen=True)
 class ChangeEngine:
-    """A request, with a number of its own, to change the engine between two steps.
+    """A numbered request to change the engine between two steps.
 
     `kind` is a key of `Extension.changes`. `path` is a directory or a file of the engine's machine; None for a change
-    that needs none, or, of a drafter, for the one before.
+    that needs none, or, for a drafter, to restore the previous one.
     """
 
     number: int
@@ -60,9 +60,9 @@ class ChangeEngine:
 
 @dataclass(frozen=True)
 class Answered:
-    """The answer to a request for a change, and to a `Submit` that is not served: why; None where all is changed.
+    """The answer to a change, or to a rejected `Submit`: the error, or None if the change succeeded.
 
-    `not_finite` has the names of tensors of new weights in which numbers are NaN or infinite.
+    `not_finite` lists tensors of new weights with NaN or infinite values.
     """
 
     numbers: tuple[int, ...]
@@ -71,36 +71,36 @@ class Answered:
 
 
 class EngineError(ReDrafterError):
-    """Something failed for a reason within the engine, which its log has: the message names none of it."""
+    """An internal failure of the engine. Only the engine's log has the reason, which clients must not see."""
 
 
 @dataclass(frozen=True)
 class EngineFailed:
-    """The last message of an engine that cannot continue: why, in a few words that clients may read."""
+    """The last message of an engine that cannot continue: a short reason that clients may read."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """How busy an engine is."""
+    """Load and state of an engine."""
 
-    running: int = 0  # sequences that hold a slot
-    waiting: int = 0  # sequences that wait for one
-    preempted: int = 0  # number of sequences that were put back into the queue so far
-    cache_usage: float = 0.0  # share of the blocks of keys and values that sequences hold, 0 to 1
-    host_blocks: int = 0  # blocks of the host's memory that hold keys and values
-    host_hits: int = 0  # tokens of prompts whose keys and values were found there alone so far
-    asleep: bool = False  # whether the engine sleeps, so that nothing is written
-    drafter: int = 0  # number of the drafter: how often it was changed so far
+    running: int = 0  # number of sequences that hold a slot
+    waiting: int = 0  # number of sequences that wait for a slot
+    preempted: int = 0  # number of preemptions so far
+    cache_usage: float = 0.0  # fraction of KV blocks held by sequences, 0 to 1
+    host_blocks: int = 0  # number of KV blocks in host memory
+    host_hits: int = 0  # number of prompt tokens found only in host memory so far
+    asleep: bool = False  # whether the engine sleeps, so that no sequence advances
+    drafter: int = 0  # number of drafter changes so far, which identifies the drafter
 
 
 @dataclass(frozen=True)
 class Written:
-    """All that half a round wrote."""
+    """Output of half a scheduler round."""
 
-    deltas: Sequence[tuple[int, SequenceDelta]]  # what texts have gained, with their numbers
-    # How many leading tokens of prompts were in the cache already, the seconds for which they waited for a place, and
-    # scores of their tokens but the first (empty unless asked for), by the number of their text, once that is known.
+    deltas: Sequence[tuple[int, SequenceDelta]]  # sequence numbers with new deltas
+    # By sequence number, once known: number of leading prompt tokens found in the cache, seconds of waiting for a slot,
+    # and scores of the prompt's tokens after the first (empty unless requested).
     prompts: Mapping[int, tuple[int, float | None, Sequence[PromptScore]]]
-    load: EngineLoad  # now
+    load: EngineLoad  # current load

@@ -1,6 +1,6 @@
-"""The main program of the engine's process: load, then serve what comes over the connection until that ends.
+"""The main program of the engine's process: load, then serve messages of the connection until it closes.
 
-Grammars are compiled once for all clients, kept for later requests, and bounded in number.
+Grammars are compiled once for all clients and cached for later requests, with limits on their number and size.
 """
 
 import asyncio
@@ -47,16 +47,16 @@ from redrafter.serve.log import start_logging
 
 _LOG = logging.getLogger(__name__)
 
-FLUSH_SECONDS = 5.0  # for which a last message may take to be sent
-ORPHAN_SECONDS = 2.0  # after which the process is ended by force once its server is gone
+FLUSH_SECONDS = 5.0  # time limit for sending a last message
+ORPHAN_SECONDS = 2.0  # time until the process exits forcibly after its server is gone
 MAX_KEPT_GRAMMARS = 32  # grammars kept for later requests
-MAX_KEPT_BYTES = 1 << 30  # bytes that they may hold together
-MAX_LIVING_GRAMMARS = 256  # grammars in use by a sequence or kept
-MAX_LIVING_BYTES = 8 << 30  # bytes that they may hold together
-MAX_COMPILATIONS = 16  # grammars that are compiled at once
-MAX_COMPILATIONS_PER_CLIENT = 10  # fewer, so that those of others go on beside one client's slow ones
+MAX_KEPT_BYTES = 1 << 30  # total bytes of kept grammars
+MAX_LIVING_GRAMMARS = 256  # grammars that a sequence uses or that are kept
+MAX_LIVING_BYTES = 8 << 30  # total bytes of these
+MAX_COMPILATIONS = 16  # grammars compiled concurrently
+MAX_COMPILATIONS_PER_CLIENT = 10  # lower, so that one client's slow grammars do not block others
 MAX_REMEMBERED_REFUSALS = 64  # grammars whose refusal is remembered
-REFUSAL_SECONDS = 60.0  # for which it is
+REFUSAL_SECONDS = 60.0  # time for which it is remembered
 
 Result = TypeVar("Result")
 
@@ -64,16 +64,16 @@ Result = TypeVar("Result")
 def main(descriptor: int) -> None:
     """Run the engine's process on the descriptor of a Unix socket to its server, and exit with its code.
 
-    Signals for the server are ignored: it ends this process by closing the connection, once its texts have ended.
+    Signals for the server are ignored: it ends this process by closing the connection, once its sequences have ended.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
 
     def end_with_server() -> None:
-        """End the process soon after its server, whatever it does: nobody else would end it."""
+        """Exit soon after the server does, even during a long computation; nothing else would end this process."""
         watch = select.poll()
-        watch.register(connection, 0)  # no event but the closing of the other end
+        watch.register(connection, 0)  # reports only that the other end has closed
         watch.poll()
         time.sleep(ORPHAN_SECONDS)
         os._exit(1)
@@ -99,13 +99,13 @@ def _run(channel: Channel) -> int:
         channel.close(FLUSH_SECONDS)
         return 2
     gc.collect()
-    gc.freeze()  # what is loaded stays; collecting it takes 0.3 s, in which no row steps
+    gc.freeze()  # loaded objects stay alive; scanning them would stop all rows for 0.3 s
     channel.send(engine.facts)
     return serve(channel, engine.scheduler, pair.tokenizer)
 
 
 def serve(channel: Channel, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Serve a scheduler without sequences until the other end closes the channel. The tokenizer is for grammars.
+    """Serve with a scheduler until the other end closes the channel. The tokenizer is for grammars.
 
     Returns:
         An exit code: 1 if a round has failed.
@@ -130,7 +130,7 @@ class _EngineServer:
         line = scheduler, channel.send, end
         self._worker = SharedWorker(*line, self._refuse) if TENSOR_PARALLELISM in self._features else Worker(*line)
         self._changing: set[asyncio.Task[None]] = set()
-        self._compiling: dict[tuple[int, ...], asyncio.Task[None]] = {}  # by the numbers of a request's texts
+        self._compiling: dict[tuple[int, ...], asyncio.Task[None]] = {}  # by the numbers of a request's sequences
 
     async def run(self) -> int:
         """Serve until the connection ends or the engine fails, and return the exit code of the process."""
@@ -149,7 +149,7 @@ class _EngineServer:
                 self._call(self._handle, self._channel.receive())
         except EOFError:
             pass
-        finally:  # also where a message cannot be read: an engine that hears nothing serves nobody
+        finally:  # also after an unreadable message: without its connection the engine is useless
             self._call(self._done.set)
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
@@ -161,7 +161,7 @@ class _EngineServer:
         if isinstance(message, Cancel):
             if (task := self._compiling.get(message.numbers)) is not None:
                 task.cancel()
-            self._worker.cancel(message.numbers)  # the task may have submitted them a moment ago
+            self._worker.cancel(message.numbers)  # the task may already have submitted them
         elif isinstance(message, ChangeAdapters | ChangeEngine):
             task = asyncio.ensure_future(asyncio.to_thread(self._change, message))
             self._changing.add(task)
@@ -184,7 +184,7 @@ class _EngineServer:
             self._submit(request, grammar)
 
     def _compiled(self, request: Submit, task: "asyncio.Task[None]") -> None:
-        """Forget a compilation; tell the server of one that was stopped, perhaps before it began."""
+        """Remove a finished compilation, and report it to the server if it was cancelled, even before it began."""
         del self._compiling[request.numbers]
         if task.cancelled():
             self._refuse(request, ReDrafterError("its client has gone"))
@@ -217,7 +217,7 @@ class _EngineServer:
             answer(self._sendable(failure, "the engine could not be changed"))
 
     def _sendable(self, error: Exception, what: str) -> ReDrafterError:
-        """Return an error as clients may get it; of one that is no error of the user, that is `what` failed alone."""
+        """Return the error to send to a client. The details of internal errors are only logged; clients get `what`."""
         if isinstance(error, ReDrafterError):
             return error
         _LOG.error("%s", what, exc_info=error)
@@ -232,14 +232,14 @@ class _EngineServer:
 
 @dataclass
 class _Compilation:
-    """A grammar that is being compiled, and how many requests wait for it."""
+    """A running compilation, and the number of requests that wait for it."""
 
     task: "asyncio.Task[Grammar]"
     waiting: int = 0
 
 
 class Grammars:
-    """Compiled grammars over the vocabulary of one tokenizer. All methods are for the thread of one event loop."""
+    """Compiled grammars over the vocabulary of one tokenizer. All methods must be called in the event loop's thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -249,31 +249,31 @@ class Grammars:
         self._living: WeakSet[Grammar] = WeakSet()
         self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._compilers = asyncio.Semaphore(MAX_COMPILATIONS)
-        self._threads = ThreadPoolExecutor(MAX_COMPILATIONS, "grammar")  # they wait for processes
+        self._threads = ThreadPoolExecutor(MAX_COMPILATIONS, "grammar")  # the threads only wait for processes
 
     async def get(self, source: GrammarSource, client: str) -> Grammar:
-        """Return a compiled grammar, of an earlier request if it is kept, or raise `ArgumentError` or `QueueFullError`.
+        """Return a compiled grammar, cached if possible, or raise `ArgumentError` or `QueueFullError`.
 
-        The compilation is stopped when nobody waits for it any more. Of one client, `MAX_COMPILATIONS_PER_CLIENT`
-        grammars are compiled at once.
+        A compilation is cancelled once no request waits for it. Each client has at most
+        `MAX_COMPILATIONS_PER_CLIENT` concurrent compilations.
         """
         if source not in self._begun:
             semaphore = self._clients.setdefault(client, asyncio.Semaphore(MAX_COMPILATIONS_PER_CLIENT))
-            async with semaphore:  # not for a client that joins a compilation
+            async with semaphore:  # joining a running compilation needs no permit
                 if (kept := self._kept.get(source)) is not None and kept.process.alive:
                     self._kept.move_to_end(source)
                     return kept
                 if source not in self._begun:
                     self._check(source)
                     task = asyncio.ensure_future(self._compile(source))
-                    # Marks an error as seen, even if nobody waits.
+                    # Retrieve the error, or asyncio would log it if no request waits any more.
                     task.add_done_callback(lambda done: done.cancelled() or done.exception())
                     self._begun[source] = _Compilation(task)
                 return await self._wait(source)
         return await self._wait(source)
 
     def _check(self, source: GrammarSource) -> None:
-        """Raise for a grammar that was refused a moment ago, and if too many grammars are in use."""
+        """Raise if the grammar was rejected recently, or if too many grammars are in use."""
         when, why = self._refused.get(source, (0.0, ""))
         if why and time.monotonic() - when < REFUSAL_SECONDS:
             raise ArgumentError(why)

@@ -1,4 +1,4 @@
-"""The engine's process as its server sees it: its start and end, the connection to it, and what it says once loaded.
+"""Start and end the engine's process, connect to it, and receive its facts once it is loaded.
 
 Nothing here imports torch, so that the process can be started before the server has imported it.
 """
@@ -21,17 +21,17 @@ from redrafter.sandbox.frames import receive_frame, send_frame
 from redrafter.sandbox.process import start_interpreter
 from redrafter.serve.config import ServeOptions
 
-# A fresh interpreter, since CUDA does not survive a fork. Ctrl-C is for the server, also before the modules are there.
+# A fresh interpreter, since CUDA does not survive a fork. It ignores Ctrl-C, which is for the server, from the start.
 PROGRAM = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "from redrafter.serve.engine_process.process import main; main(int(sys.argv[1]))"
 )
-END_SECONDS = 5.0  # seconds that it has to end in once the connection is closed
+END_SECONDS = 5.0  # time for the process to end once the connection is closed
 
 
 @dataclass(frozen=True)
 class LoadEngine:
-    """The first message of a server: load this."""
+    """The server's first message: what to load."""
 
     options: ServeOptions
     load: LoadOptions
@@ -44,39 +44,39 @@ class LoadEngine:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The answer of an engine that is loaded: what its server must know of it."""
+    """The answer of a loaded engine: facts that its server needs."""
 
     model: str  # directory or hub id
-    description: tuple[str, ...]  # lines for the log that say what is served
+    description: tuple[str, ...]  # log lines that describe what is served
     vocab_size: int
-    context: int  # most tokens of a prompt and the text after it
-    end_tokens: frozenset[int]  # ids that end a text
-    sampling: Mapping[str, float]  # sampling parameters of requests that leave them out, by name
-    draft_depth: int  # levels of the deepest tree of drafts
-    reuse: bool  # whether prompts are looked for in the cache
-    batch_invariant: bool = False  # whether a text does not depend on what is computed beside it, bit for bit
-    adapters: Mapping[str, str] = field(default_factory=dict)  # directories of the LoRA adapters, by name
-    image_inputs: frozenset[str] = frozenset()  # names of what the model takes of images beside ids and mask
-    fp8_weights: bool = False  # whether the weights of linear layers were quantised when the model was loaded
-    kv_cache_dtype: str = "auto"  # format of stored keys and values; see `EngineOptions`
+    context: int  # most tokens of a prompt and its output
+    end_tokens: frozenset[int]  # ids that end a sequence
+    sampling: Mapping[str, float]  # default sampling parameters, by name
+    draft_depth: int  # depth of the deepest draft tree
+    reuse: bool  # whether cached prefixes are reused
+    batch_invariant: bool = False  # whether a sequence is bitwise independent of others in its batch
+    adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters' directories, by name
+    image_inputs: frozenset[str] = frozenset()  # names of the model's inputs for images, in addition to ids and mask
+    fp8_weights: bool = False  # whether linear layers were quantised to FP8 at load
+    kv_cache_dtype: str = "auto"  # storage format of keys and values, as in `EngineOptions`
 
 
 @dataclass(frozen=True)
 class LoadingStage:
-    """What an engine does before it answers with its `EngineFacts`."""
+    """A progress message of an engine that has not sent its `EngineFacts` yet."""
 
-    doing: str  # such as "loading"; see `EngineProcess.doing`
+    doing: str  # current activity, such as "loading"
 
 
 class EngineEndedError(ReDrafterError):
-    """The engine's process has ended by itself."""
+    """The engine's process ended without being asked to."""
 
 
 class Channel:
-    """One end of the connection between a server and its engine: messages as pickles, in frames over a socket.
+    """One end of the connection between a server and its engine: framed pickles over a socket.
 
-    A thread of its own sends them, so that a sender never waits for the other end. Both ends are processes of one
-    program. Nobody else may reach the socket: who writes a pickle may run any code.
+    A separate thread sends them, so that a sender never waits for the other end. Both ends run the same program. No
+    other process may reach the socket, since unpickling can execute arbitrary code.
     """
 
     def __init__(self, connection: socket.socket):
@@ -86,7 +86,7 @@ class Channel:
         self._writer.start()
 
     def send(self, message: object) -> None:
-        """Queue a message, from any thread. What the other end can no longer receive is dropped."""
+        """Queue a message, from any thread. Messages that the other end can no longer receive are dropped."""
         self._messages.put(message)
 
     def receive(self) -> Any:
@@ -97,30 +97,30 @@ class Channel:
             raise EOFError("this end is closed") from error
 
     def close(self, flush_seconds: float = 0.0) -> None:
-        """Close this end, which `receive` hears at both ends, once all is sent or so many seconds have passed."""
+        """Close this end once all is sent or `flush_seconds` have passed; `receive` then raises at both ends."""
         self._messages.put(None)
         self._writer.join(timeout=flush_seconds)
-        with suppress(OSError):  # the other end was first
+        with suppress(OSError):  # the other end closed first
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _write(self) -> None:
-        with suppress(OSError):  # the other end is gone, of which `receive` tells
+        with suppress(OSError):  # the other end is gone, which `receive` reports
             while (message := self._messages.get()) is not None:
                 send_frame(self._connection, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 class EngineProcess:
-    """The engine's process, which ends once its `channel` is closed, and so with this process at the latest."""
+    """The engine's process. It ends when its `channel` closes, so it cannot outlive this process."""
 
     def __init__(self, request: LoadEngine) -> None:
         connection, self._process = start_interpreter(PROGRAM)
         self.channel = Channel(connection)
-        self.doing = "loading"  # what it does until it is loaded, as its last `LoadingStage` names it
+        self.doing = "loading"  # its activity while loading, from its last `LoadingStage`
         self.channel.send(request)
 
     def wait_until_loaded(self) -> EngineFacts:
-        """Wait until the engine is loaded, and return what it says of itself, or raise why it cannot be loaded."""
+        """Wait until the engine is loaded, and return its facts, or raise the error that prevented loading."""
         try:
             answer: EngineFacts | LoadingStage | ReDrafterError = self.channel.receive()
             while isinstance(answer, LoadingStage):
@@ -132,7 +132,7 @@ class EngineProcess:
         return answer
 
     def end(self) -> None:
-        """Wait until the process has ended, once the connection is closed, and end it by force if it does not."""
+        """Wait for the process to end after the connection is closed, and kill it if it does not."""
         try:
             self._process.wait(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -140,13 +140,13 @@ class EngineProcess:
             self._process.wait()
 
     def close(self) -> None:
-        """Close the connection, and end the process at once if it has not ended."""
+        """Close the connection, and kill the process if it is still running."""
         self.channel.close()
         self._process.kill()
         self._process.wait()
 
     def describe_end(self) -> str:
-        """Wait until the process, whose end of the connection is closed, has ended by itself, and return how."""
+        """Wait for a process that has closed its end of the connection, and describe how it ended."""
         try:
             code = self._process.wait(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The thread that runs the scheduler, and sends what each half of a round wrote as one message."""
+"""The thread that runs the scheduler, and sends the output of each half of a round as one message."""
 
 import logging
 import signal
@@ -27,37 +27,37 @@ from redrafter.serve.engine_process.start import LoadEngine
 from redrafter.serve.extension import make_change
 
 _LOG = logging.getLogger(__name__)
-Done: TypeAlias = Callable[[EngineChange | ReDrafterError], object]  # is called with a change, or why it was not made
-MAX_FAILED_ROUNDS = 8  # in a row, without one that wrote a token: by then, what made them fail is there in every round
-STOP_SECONDS = 10.0  # seconds for which `stop` waits for the current round
-IDLE_SECONDS = 5.0  # after which idle ranks hear that there is nothing to do, long before they would give up
-ENDED_SECONDS = 0.2  # after which a process whose connections are closed is known to have ended
+Done: TypeAlias = Callable[[EngineChange | ReDrafterError], object]  # called with the applied change, or the error
+MAX_FAILED_ROUNDS = 8  # in a row without a token written: the cause then affects every round
+STOP_SECONDS = 10.0  # time limit of `stop` for the current round
+IDLE_SECONDS = 5.0  # interval of messages to idle ranks, well below their timeout
+ENDED_SECONDS = 0.2  # time for a process to end after its connections close
 
 
 class Worker:
-    """Runs the rounds of a scheduler in a thread of its own, as long as there is work. Nobody else may run them."""
+    """Runs a scheduler's rounds in a separate thread while there is work. No other thread may run rounds."""
 
     def __init__(self, scheduler: Scheduler, send: Callable[[Written], object], on_end: Callable[[], object]):
-        """Make a worker that has not started. Both functions are called in its thread.
+        """Create a worker without starting it. Both functions are called in its thread.
 
-        `send` gets what half a round wrote, and must not wait; `on_end` is called whether it was stopped or has failed.
+        `send` receives the output of half a round and must not block; `on_end` is called after a stop or a failure.
         """
         self.scheduler, self._send, self._on_end = scheduler, send, on_end
-        self.failure: str | None = None  # why the rounds have failed, in a few words
+        self.failure: str | None = None  # short reason for which the rounds failed
         self._work = threading.Event()
-        self._sequences: dict[int, TokenSequence] = {}  # those that have not ended, by number
+        self._sequences: dict[int, TokenSequence] = {}  # sequences that have not ended, by number
         self._requests: dict[int, str] = {}  # ids of their requests
         self._deltas: list[tuple[int, SequenceDelta]] = []  # not sent yet
-        self._prompts: dict[int, tuple[int, float | None, list[PromptScore]]] = {}  # likewise
-        self._reused: dict[int, int] = {}  # reused tokens of prompts, as they were sent
-        self._load = EngineLoad()  # as it was sent
-        self._changes: deque[tuple[EngineChange, Done]] = deque()  # to be made
+        self._prompts: dict[int, tuple[int, float | None, list[PromptScore]]] = {}  # prompts' facts to send, by number
+        self._reused: dict[int, int] = {}  # reused prompt tokens as last sent, by number
+        self._load = EngineLoad()  # as last sent
+        self._changes: deque[tuple[EngineChange, Done]] = deque()  # pending changes
         self._drafter = 0  # how often the drafter was changed
-        self._given_up: set[str] = set()  # ids of requests that an error has ended, until it is logged
+        self._given_up: set[str] = set()  # ids of requests that an error ended and that are not logged yet
         self._wrote = False  # whether this round has drawn a token
         self._failed = False  # whether this round has failed
         self._failed_rounds = 0  # in a row
-        self._broken: Exception | None = None  # what other work on the device has left, so that no round can succeed
+        self._broken: Exception | None = None  # error of other work that left the device unusable
         self._stopping = False
         scheduler.on_failure = self._round_failed
         self._thread = threading.Thread(target=self._run, name="redrafter-engine", daemon=True)
@@ -73,16 +73,16 @@ class Worker:
         self._thread.join(timeout=STOP_SECONDS)
 
     def fail(self, error: Exception) -> None:
-        """End the rounds with an error of other work on the device than theirs; from any thread."""
+        """Stop the rounds because of an error of other work on the device. May be called from any thread."""
         self._broken = error
         self._work.set()
 
     def submit(self, request: Submit, grammar: Grammar | None) -> None:
-        """Queue the texts of a request with its compiled grammar.
+        """Queue the sequences of a request with its compiled grammar.
 
         Raises:
-            QueueFullError: Too many sequences wait.
-            ArgumentError: One of the prompts can never be served, or the adapter was unloaded meanwhile.
+            QueueFullError: Too many sequences are waiting.
+            ArgumentError: A prompt can never be served, or the adapter was unloaded meanwhile.
         """
         images = None if request.images is None else ImageInputs(request.images)
         adapters = self.scheduler.engine.target.adapters
@@ -102,7 +102,7 @@ class Worker:
                 )
                 for index, (number, prompt) in enumerate(zip(request.numbers, request.prompts, strict=True))
             }
-            self._sequences.update(sequences)  # first: a delta may come before `submit` has returned
+            self._sequences.update(sequences)  # registered first, since a delta may arrive before `submit` returns
             self._requests.update(dict.fromkeys(sequences, request.request_id))
             self.scheduler.submit(*sequences.values())
         except Exception:
@@ -115,30 +115,30 @@ class Worker:
         self._work.set()
 
     def change_adapters(self, name: str, path: str | None) -> None:
-        """Load an adapter from a directory, or unload it where there is none; from any thread.
+        """Load an adapter from a directory, or unload it if `path` is None. May be called from any thread.
 
         Raises:
-            ReDrafterError: It cannot be loaded, as `Engine.load_adapter` describes, or there is no such adapter.
+            ReDrafterError: The adapter cannot be loaded (as in `Engine.load_adapter`), or does not exist.
         """
         engine = self.scheduler.engine
         assert isinstance(engine, Engine), "what is served is an engine"
-        weights = None if path is None else read_adapter(path)  # first: while the lock is held, no step is launched
-        with self.scheduler.memory.lock:  # nothing is captured meanwhile, which others' work would end
+        weights = None if path is None else read_adapter(path)  # read before locking: the lock blocks steps
+        with self.scheduler.memory.lock:  # other work on the device would abort a capture
             if weights is None:
                 engine.unload_adapter(name)
             else:
                 engine.load_adapter(name, weights)
 
     def change_engine(self, kind: str, path: str | None, done: "Done") -> None:
-        """Prepare a change of the engine, here, and let the rounds' thread make it between two rounds.
+        """Prepare a change of the engine in this thread, and queue it to be applied between two rounds.
 
         Args:
-            kind: Which one, of those that extensions make.
-            path: A directory or a file for it, or None.
-            done: Called in the rounds' thread with the change, once it is made, or with why it was not.
+            kind: Kind of change, registered by an extension.
+            path: A directory or file that the change reads, or None.
+            done: Called in the rounds' thread with the applied change, or with the error.
 
         Raises:
-            ReDrafterError: It is found impossible.
+            ReDrafterError: The change is not possible.
         """
         engine = self.scheduler.engine
         assert isinstance(engine, Engine), "what is served is an engine"
@@ -146,17 +146,17 @@ class Worker:
         self._work.set()
 
     def cancel(self, numbers: Iterable[int]) -> None:
-        """End the texts with these numbers before their next step, except those that have ended."""
+        """End the sequences with these numbers before their next step; ended sequences are ignored."""
         sequences = map(self._sequences.get, numbers)
         self.scheduler.cancel(*(sequence for sequence in sequences if sequence is not None))
         self._work.set()
 
     def _write(self, number: int, sequence: TokenSequence, delta: SequenceDelta) -> None:
-        if self._reused.get(number) != sequence.reused:  # it may rise where a text continues after it was put back
+        if self._reused.get(number) != sequence.reused:  # it may grow when a preempted sequence resumes
             scores = [] if number in self._reused else sequence.prompt_scores
             self._prompts[number] = sequence.reused, sequence.queued, scores
             self._reused[number] = sequence.reused
-        if delta.error is not None and not isinstance(delta.error, ReDrafterError):  # its text is for the log alone
+        if delta.error is not None and not isinstance(delta.error, ReDrafterError):  # its message is only logged
             request = self._requests[number]
             self._given_up.add(request)
             what = f"the engine failed while it wrote this answer; its log has the reason under the id {request}"
@@ -176,26 +176,26 @@ class Worker:
                 self._make_changes()
                 if not self.scheduler.idle:
                     self._run_round()
-            self.scheduler.asleep = False  # what waits is told that it ends
+            self.scheduler.asleep = False  # waiting sequences must receive their end
             while not self.scheduler.idle:
                 self.scheduler.cancel_all()
                 self.scheduler.read()
-        except BaseException as error:  # also a panic of a library in Rust, which is no Exception
+        except BaseException as error:  # a panic in a Rust library is not an Exception
             self.failure = self._explain(error)
-        finally:  # no reader may wait for a thread that is gone
+        finally:  # a reader must not wait for a thread that has ended
             self._on_end()
 
     def _run_round(self) -> None:
         self._wrote = self._failed = False
         self.scheduler.read()
-        self._report()  # a first token does not wait for the step
+        self._report()  # send first tokens of prefills without waiting for the step
         self.scheduler.step()
-        if self._wrote and not self._failed:  # a round that only reads a part of a prompt shows nothing
+        if self._wrote and not self._failed:  # a round that only reads part of a prompt proves nothing
             self._failed_rounds = 0
         self._report()
 
     def _round_failed(self, error: Exception, count: int) -> None:
-        """Log an error that has ended sequences, or raise it, which ends the engine, if later rounds would fail too."""
+        """Log an error that ended sequences; raise it, which ends the engine, if later rounds would fail too."""
         if not isinstance(error, ReDrafterError):
             self._failed_rounds += not self._failed
             self._failed = True
@@ -209,13 +209,13 @@ class Worker:
         while self._changes:
             change, done = self._changes.popleft()
             self.scheduler.settle()
-            self._report()  # what was drawn before counts for the drafter of its time
+            self._report()  # earlier tokens count for the drafter that was active then
             outcome: EngineChange | ReDrafterError = change
             try:
                 self.scheduler.change(change)
                 self._drafter += isinstance(change, ChangeDrafter)
             except ReDrafterError as refusal:
-                if ends_device(refusal):  # it was raised from such an error
+                if ends_device(refusal):  # the refusal may have such an error as its cause
                     raise
                 outcome = refusal
             self._report()
@@ -229,7 +229,7 @@ class Worker:
         return reason
 
     def _continues(self) -> bool:
-        """Wait for work, and return whether to continue."""
+        """Wait for work; return False if the rounds should stop."""
         if self.scheduler.idle and not self._stopping:
             self._work.wait()
             self._work.clear()
@@ -255,8 +255,8 @@ class Worker:
 class SharedWorker(Worker):
     """Runs the rounds of a scheduler on one of several ranks.
 
-    Before each round, rank 0 tells the others what has come since the last one. All ranks apply it in the same order
-    and then decide alike, so that they launch the same forwards.
+    Before each round, rank 0 broadcasts the messages that have arrived since the last one. All ranks apply them in the
+    same order and then make the same decisions, so that they launch the same forwards.
     """
 
     def __init__(
@@ -266,34 +266,34 @@ class SharedWorker(Worker):
         on_end: Callable[[], object],
         refuse: Callable[[Submit, Exception], object],
     ):
-        """Make a worker as `Worker` does; `refuse` hears in its thread of a request that cannot be queued, and why."""
+        """Create a worker. `refuse` is called in its thread with a request that cannot be queued, and the error."""
         super().__init__(scheduler, send, on_end)
         self._ranks, self._refuse = scheduler.engine.target.ranks, refuse
         self._heard: deque[Submit | Cancel] = deque()
 
         def fail(error: Exception, count: int) -> None:
-            raise error  # ends the rounds: after a failure, this rank may have taken other steps than the others
+            raise error  # stop: after a failure, the ranks' steps may have diverged
 
         scheduler.on_failure = fail
 
     def submit(self, request: Submit, grammar: Grammar | None) -> None:
-        """Queue the texts of a request in the next round; one that cannot be queued is given to `refuse`."""
+        """Queue the sequences of a request in the next round; failures are passed to `refuse`."""
         assert grammar is None, "grammars are refused before"
         self._heard.append(request)
         self._work.set()
 
     def cancel(self, numbers: Iterable[int]) -> None:
-        """End the texts with these numbers in the next round, except those that have ended."""
+        """End the sequences with these numbers in the next round; ended sequences are ignored."""
         self._heard.append(Cancel(tuple(numbers)))
         self._work.set()
 
     def run_here(self) -> bool:
-        """Run the rounds in this thread until rank 0 ends them; return whether nothing failed."""
+        """Run the rounds in this thread until rank 0 ends them; return True if nothing failed."""
         self._run()
         return self.failure is None
 
     def _continues(self) -> bool:
-        """Hear what has come, and apply it. Return False when the rounds shall end. Collective."""
+        """Receive rank 0's messages and apply them; return False when the rounds should end. Collective."""
         if self._ranks.rank == 0:
             if self.scheduler.idle and not self._heard and not self._stopping:
                 self._work.wait(IDLE_SECONDS)
@@ -311,7 +311,7 @@ class SharedWorker(Worker):
         return not self._stopping
 
     def _explain(self, error: BaseException) -> str:
-        """Name the ranks whose end made a message to them fail, if there are any."""
+        """Describe an error; if ranks that have ended caused it, name them."""
         if isinstance(error, RuntimeError):  # torch has no other type for the errors of gloo's messages
             time.sleep(ENDED_SECONDS)
         if not (ended := self._ranks.ended()):
@@ -322,11 +322,11 @@ class SharedWorker(Worker):
 
 
 def follow(request: LoadEngine) -> int:
-    """Serve the part of an engine that another rank than 0 has until rank 0 ends it; return the exit code."""
+    """Run this rank's part of the engine, on a rank other than 0, until rank 0 ends it; return the exit code."""
     engine = ServedEngine.of(load_pair(request), request.options, request.load)
     if request.options.warm_up:
         engine.warm_up()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 hears them too, lets texts end, and then ends this one
+        signal.signal(number, signal.SIG_IGN)  # rank 0 receives them too, drains, and then ends this rank
     worker = SharedWorker(engine.scheduler, lambda written: None, lambda: None, lambda request, error: None)
     return 0 if worker.run_here() else 2

@@ -1,1 +1,1 @@
-"""Connections, keys and bodies of requests: what is checked before a request is read."""
+"""Check connections, keys and bodies before a request is handled."""

@@ -1,4 +1,4 @@
-"""API keys: which ones clients must send, and the name of the one that a client sent."""
+"""Collect the API keys of a server, and identify the key that a client sent."""
 
 import hashlib
 import hmac
@@ -9,15 +9,15 @@ from pathlib import Path
 from redrafter.errors import ArgumentError
 
 KEY_VARIABLE = "REDRAFTER_API_KEY"  # environment variable with one key
-OPERATOR_KEY_VARIABLE = "REDRAFTER_OPERATOR_KEY"  # likewise, of an operator
+OPERATOR_KEY_VARIABLE = "REDRAFTER_OPERATOR_KEY"  # environment variable with one operator's key
 
 
 class ApiKeys:
-    """The API keys of a server. Without any, everybody may send requests."""
+    """The API keys of a server. Without keys, everybody may send requests."""
 
     def __init__(self, keys: Iterable[str] = (), name: str = "key"):
         self._name = name
-        # Digests of all keys have the same length, so that the time of a comparison reveals no key's length.
+        # Digests have equal lengths, so that comparison times do not reveal a key's length.
         self._digests = [_digest(key.encode()) for key in dict.fromkeys(keys)]
 
     def __len__(self) -> int:
@@ -26,20 +26,20 @@ class ApiKeys:
     def client(self, authorization: bytes, api_key: bytes = b"") -> str | None:
         """Return the name of the key in an `Authorization` or `X-Api-Key` header, or None if neither holds one.
 
-        A key's name is its number, such as `key-2` or `operator-1`: it may be logged, and reveals nothing of the key.
+        A key's name is its number, such as `key-2` or `operator-1`: it may be logged without revealing the key.
         """
         scheme, _, token = authorization.partition(b" ")
         name = None
         for key in filter(None, (token if scheme.lower() == b"bearer" else b"", api_key)):
             sent = _digest(key.strip())
-            for number, digest in enumerate(self._digests, 1):  # all, so that the time does not reveal which it was
+            for number, digest in enumerate(self._digests, 1):  # compare all: the time must not reveal the match
                 if hmac.compare_digest(sent, digest):
                     name = f"{self._name}-{number}"
         return name
 
 
 def collect_keys(given: Iterable[str], file: str | None) -> ApiKeys:
-    """Collect the keys of the command line, of the environment, and of a file with a key a line, in this order.
+    """Collect keys from the command line, the environment, and a file with one key per line, in this order.
 
     Raises `ArgumentError` if the file cannot be read or holds no key, or a key cannot be sent in a header.
     """
@@ -59,9 +59,9 @@ def collect_keys(given: Iterable[str], file: str | None) -> ApiKeys:
 
 
 def collect_operator_keys(given: Iterable[str], others: ApiKeys) -> ApiKeys:
-    """Collect the keys of operators, of the command line and of the environment.
+    """Collect operators' keys from the command line and the environment.
 
-    Raises `ArgumentError` if one cannot be sent in a header, or is a client's key too.
+    Raises `ArgumentError` if one cannot be sent in a header, or is also a client's key.
     """
     keys = [*given, *filter(None, [os.environ.get(OPERATOR_KEY_VARIABLE)])]
     _check(keys, "an operator's key")

@@ -1,8 +1,8 @@
-"""Guards that every request passes before its route: host, origin, key and content type, then the limits of its body.
+"""Check every request before its route: host, origin, key and content type, then the limits of its body.
 
-`json.loads` and the validation of its result are single calls during which the event loop serves nothing else, not even
-`/health`. Their duration depends on the number of values in a body rather than on its bytes, so both are limited before
-anything is parsed, and large bodies are parsed one at a time, each followed by a pause as long as its parsing took.
+`json.loads` and the validation of its result are single calls that block the event loop, even for `/health`. Their
+duration depends on the number of values in a body rather than on its bytes, so both are limited before anything is
+parsed, and large bodies are parsed one at a time, each followed by a pause as long as its parsing took.
 """
 
 import asyncio
@@ -29,25 +29,25 @@ from redrafter.serve.network.api_keys import OPERATOR_KEY_VARIABLE, ApiKeys
 from redrafter.serve.protocol.fields import SMALL_BODY_BYTES
 from redrafter.serve.protocol.requests import ApiError, error_body
 
-# Answer with no more than a status, for load balancers and the like.
+# Paths that return only a status, for load balancers and similar probes.
 HEALTH_PATHS = ("/health", "/v1/health/live", "/v1/health/ready")
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-# Paths that need no key: those above, and static pages, which ask for the key themselves. A path is compared only to
-# open it: a spelling that differs stays closed. What needs an operator's key is a property of the route, for the router
-# may accept spellings that a comparison misses.
+# Paths that need no key: those above, and static pages, which prompt for the key in the browser. Paths are compared
+# only to open them, so a different spelling stays closed. The requirement of an operator's key is a property of the
+# route, because the router may accept spellings that a comparison misses.
 KEYLESS_PATHS = (*HEALTH_PATHS, "/", "/docs", "/version")
 OWN_SITES = (b"same-origin", b"none")  # `Sec-Fetch-Site` of a request by a page of this server, or typed by the user
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
 KEY_HEADERS = (b"authorization", b"x-api-key")
-READING_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
-BODY_SECONDS = 30.0  # in which a body must arrive
-POLL_SECONDS = 0.01  # after which a body that waits for its turn looks again
-MAX_LARGE_BODIES_BYTES = 256 << 20  # of larger bodies that are held at once
-# Of the bytes that a body may have, one in so many may be
-BYTES_PER_COMMA = 8  # a comma, of which there is about one for each value
-BYTES_PER_CONTAINER = 32  # [, { or a colon: lists, objects and their fields take several times as long as a number
-BYTES_PER_EXPONENT = 128  # an exponent: numbers with one take longest
-_ALIKE = bytes.maketrans(b"123456789E", b"000000000e")  # makes every exponent begin with 0e
+READING_METHODS = ("GET", "HEAD", "OPTIONS")  # methods without side effects
+BODY_SECONDS = 30.0  # time limit for a body to arrive
+POLL_SECONDS = 0.01  # polling interval of a body that waits for its turn
+MAX_LARGE_BODIES_BYTES = 256 << 20  # total bytes of large bodies held at once
+# Limits on structure: a body of N bytes may contain one of these per
+BYTES_PER_COMMA = 8  # this many bytes: commas, about one per value
+BYTES_PER_CONTAINER = 32  # [, { and colons: lists, objects and their fields take several times as long as a number
+BYTES_PER_EXPONENT = 128  # exponents: numbers with an exponent take longest
+_ALIKE = bytes.maketrans(b"123456789E", b"000000000e")  # normalises the start of every exponent to 0e
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PAIR = re.compile(rb"(?i)\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")  # one character, as two escapes
 _LONE = re.compile(rb"(?i)\\ud[89a-f]")
@@ -57,20 +57,20 @@ Headers = dict[bytes, bytes]
 
 @dataclass(frozen=True)
 class AccessPolicy:
-    """Which requests a server accepts."""
+    """Policy that decides which requests a server accepts."""
 
-    keys: ApiKeys = field(default_factory=ApiKeys)  # without any, everybody may send requests
-    hosts: tuple[str, ...] = ()  # names in the `Host` header, `*.example.org` for all below one; empty for any
-    origins: tuple[str, ...] = ()  # of other servers' pages, such as `https://chat.example.org`; `*` for all
+    keys: ApiKeys = field(default_factory=ApiKeys)  # if empty, everybody may send requests
+    hosts: tuple[str, ...] = ()  # allowed names in `Host`, `*.example.org` for subdomains; empty for any
+    origins: tuple[str, ...] = ()  # allowed origins of other pages, such as `https://chat.example.org`; `*` for all
     open_metrics: bool = False  # whether `/metrics` needs no key
-    operators: ApiKeys = field(default_factory=ApiKeys)  # without any, nobody may change the engine
+    operators: ApiKeys = field(default_factory=ApiKeys)  # if empty, nobody may change the engine
 
     @classmethod
     def of(cls, keys: ApiKeys, options: ServeOptions, operators: ApiKeys | None = None) -> "AccessPolicy":
         """Return the policy of a server.
 
-        One that listens on a loopback address accepts only its own names by default, so that no web page reaches it
-        under another name that resolves to this machine.
+        By default, a server on a loopback address accepts only its own names. This prevents DNS rebinding, where a web
+        page reaches it under another name that resolves to this machine.
         """
         host, hosts = options.host, options.allowed_hosts
         own_names = (*LOOPBACK_HOSTS, host) if host in LOOPBACK_HOSTS or host.startswith("127.") else ()
@@ -85,7 +85,7 @@ class AccessPolicy:
 
 
 def error_answer(error: ApiError, path: str) -> JSONResponse:
-    """Return the answer with an error, in the shape of the protocol that is spoken at a path."""
+    """Return the response for an error, in the format of the protocol that the path belongs to."""
     if (protocol := protocol_at(path)) is not None:
         status, body = protocol.format_error(error)
         return JSONResponse(body, status, error.headers)
@@ -93,8 +93,8 @@ def error_answer(error: ApiError, path: str) -> JSONResponse:
 
 
 def add_guards(app: Starlette, policy: AccessPolicy, max_body_bytes: int) -> None:
-    """Add the middleware that every request passes to an application. Bodies may have so many bytes."""
-    # The last one runs first.
+    """Add the middleware that checks every request of an application. Bodies may have `max_body_bytes` bytes."""
+    # The middleware that is added last runs first.
     app.add_middleware(BodyLimits, max_bytes=max_body_bytes)
     app.add_middleware(access_control, policy=policy)
     if policy.origins:
@@ -111,7 +111,7 @@ def add_guards(app: Starlette, policy: AccessPolicy, max_body_bytes: int) -> Non
 
 
 def access_control(app: ASGIApp, policy: AccessPolicy) -> ASGIApp:
-    """Return an application that refuses what a policy does not accept."""
+    """Wrap an application to reject requests that a policy does not accept."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -127,21 +127,21 @@ def access_control(app: ASGIApp, policy: AccessPolicy) -> ASGIApp:
 def check_access(scope: Scope, policy: AccessPolicy) -> None:
     """Raise `ApiError` for a request that a policy does not accept.
 
-    Sets `scope["facts"]["client"]` to the name of the client's key, `scope["admitted"]` to whether the client may see
-    everything, and what `JsonRoute` and `OperatorRoute` check: `scope["opened"]` and `scope["policy"]`.
+    Sets `scope["facts"]["client"]` to the name of the client's key, `scope["admitted"]` to whether the client has full
+    access, and the values that `JsonRoute` and `OperatorRoute` check: `scope["opened"]` and `scope["policy"]`.
     """
     headers, path = dict(scope["headers"]), scope["path"]
     if (control := _CONTROL.search(path)) is not None:  # `$` of a route's pattern would match before a final newline
         raise ApiError(400, f"the path contains the control character {control.group()!r}: leave it out")
     if b"content-length" in headers and b"transfer-encoding" in headers:
-        # A proxy that believes the other one sees requests where there are none (RFC 9112, section 6.1).
+        # Request smuggling: a proxy that trusts the other header would split requests differently (RFC 9112, 6.1).
         what = "the request has Content-Length and Transfer-Encoding: send one of them"
         raise ApiError(400, what, headers={"Connection": "close"})
     if b"host" in headers and path not in HEALTH_PATHS:
         host = host_of(headers[b"host"].decode("latin-1"))
         if not policy.knows_host(host):
             raise ApiError(403, f"this server is not called {host!r}; --allowed-hosts says what it is called")
-    if scope["method"] not in READING_METHODS and _is_foreign(headers):  # a browser sends them for any page
+    if scope["method"] not in READING_METHODS and _is_foreign(headers):  # browsers send such requests for any page
         origin = headers.get(b"origin", b"").decode("latin-1")
         if origin not in policy.origins and "*" not in policy.origins:
             what = f"pages of {origin or 'another site'} may not ask here; --allowed-origins says which may"
@@ -157,7 +157,7 @@ def check_access(scope: Scope, policy: AccessPolicy) -> None:
     is_json = kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
     if scope["method"] == "POST" and not is_json:
         by_browser = b"origin" in headers or b"sec-fetch-site" in headers
-        if by_browser or kind not in (b"", b"application/x-www-form-urlencoded"):  # `curl -d` calls everything a form
+        if by_browser or kind not in (b"", b"application/x-www-form-urlencoded"):  # `curl -d` defaults to this type
             raise ApiError(415, "the body must be JSON, sent with the header Content-Type: application/json")
         others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
         scope["headers"] = [*others, (b"content-type", b"application/json")]
@@ -187,11 +187,11 @@ def _missing_key() -> ApiError:
 
 
 def head_as_get(app: ASGIApp) -> ASGIApp:
-    """Return an application that answers HEAD as GET; the connection leaves the body out."""
+    """Wrap an application to answer HEAD like GET; the connection drops the body."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}  # a copy: the connection still knows that it was HEAD
+            scope = {**scope, "method": "GET"}  # a copy: the connection must still see HEAD to drop the body
         await app(scope, receive, send)
 
     return answer
@@ -223,7 +223,7 @@ class BodyLimits:
 
     def __init__(self, app: ASGIApp, max_bytes: int):
         self.app, self.max_bytes = app, max_bytes
-        self._held_bytes = 0  # of larger bodies
+        self._held_bytes = 0  # of large bodies
         self._busy_until = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -238,7 +238,7 @@ class BodyLimits:
             return await error_answer(error, scope["path"])(scope, receive, send)
 
         async def answer(message: Message) -> None:
-            request.release()  # not before: what waits for its turn, as images do, still holds the body
+            request.release()  # only now: a request that waits for its turn, as with images, holds its body
             await send(message)
 
         try:
@@ -247,13 +247,13 @@ class BodyLimits:
             request.release()
 
     def hold(self, size: int) -> None:
-        """Count bytes of a larger body, or refuse them if too many are held; a negative size is held no longer."""
+        """Count held bytes of a large body, or reject it if too many are held; a negative size releases bytes."""
         if size > 0 and self._held_bytes + size > MAX_LARGE_BODIES_BYTES:
             raise ApiError(503, "too many large bodies at once", headers={"Retry-After": "1"})
         self._held_bytes += size
 
     async def parse(self, body: bytes, parse: Callable[[bytes], Any]) -> Any:
-        """Return the value of a body, of larger bodies one at a time."""
+        """Parse a body and return its value; large bodies are parsed one at a time."""
         if len(body) <= SMALL_BODY_BYTES:
             return parse(body)
         while (left := self._busy_until - time.monotonic()) > 0:
@@ -263,7 +263,7 @@ class BodyLimits:
             check_structure(body, self.max_bytes)
             return parse(body)
         finally:
-            # The fields are validated right after this; the call runs only after that.
+            # Validation of the fields follows synchronously; a scheduled call runs after it, so the pause includes it.
             asyncio.get_running_loop().call_soon(self._pause, began)
 
     def _pause(self, began: float) -> None:
@@ -282,12 +282,12 @@ class JsonRequest(Request):
         self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
 
     def check_length(self, length: int) -> None:
-        """Refuse a body of so many bytes if it is too long."""
+        """Raise `ApiError` if a body of `length` bytes is too long."""
         if length > self.limits.max_bytes:
             raise ApiError(413, f"the body is longer than {self.limits.max_bytes} bytes")
 
     async def _receive_some(self) -> Message:
-        """Return the next message of the request, while its body is within the limits."""
+        """Return the next message of the request, or raise `ApiError` once its body exceeds the limits."""
         if self._whole:
             return await self._receive_any()
         left = self._deadline - asyncio.get_running_loop().time()
@@ -305,25 +305,25 @@ class JsonRequest(Request):
         return message
 
     def release(self) -> None:
-        """Uncount the bytes of the body, which are held no longer."""
+        """Release the counted bytes of the body."""
         self.limits.hold(-self._held)
         self._held = 0
 
     async def json(self) -> Any:
-        """Return the value of the body."""
+        """Read and parse the body, and return its value."""
         if not hasattr(self, "_json"):
             body = await self.body()
             self.scope["facts"]["body_bytes"] = len(body)
             self._json = await self.limits.parse(body, _loads)
             del body
-            self._body = b""  # it may be large, and a stream may last
+            self._body = b""  # free it, since it may be large and a stream may last
         return self._json
 
 
 def check_structure(body: bytes, max_bytes: int) -> None:
-    """Raise `ApiError` for a body that holds too many values for the bytes that bodies may have, without parsing it.
+    """Raise `ApiError` for a body with too many values relative to `max_bytes`, without parsing it.
 
-    Characters within strings count too: telling them apart would take longer than it saves.
+    Characters within strings count too, since finding the strings would cost more than it saves.
     """
     if (count := body.count(b",")) > max_bytes // BYTES_PER_COMMA:
         raise ApiError(413, f"the body holds {count} commas; at most {max_bytes // BYTES_PER_COMMA}")
@@ -336,7 +336,7 @@ def check_structure(body: bytes, max_bytes: int) -> None:
 
 
 def _loads(body: bytes) -> Any:
-    """Return the value of a JSON body; `json.JSONDecodeError` is left to the application."""
+    """Parse a JSON body; the application handles `json.JSONDecodeError`."""
     try:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -353,7 +353,7 @@ def _loads(body: bytes) -> Any:
         raise
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
-    except ValueError:  # Python reads no number of so many digits
+    except ValueError:  # Python limits the digits of an integer
         raise ApiError(400, "the body holds a number of too many digits") from None
 
 
@@ -361,12 +361,12 @@ class JsonRoute(APIRoute):
     """A route for clients, whose bodies are parsed under `BodyLimits`."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request of a caller that the route is for; its body is read after this check."""
+        """Check the caller before the body is read, then handle the request."""
         self.check_caller(scope)
         await super().handle(scope, receive, send)
 
     def check_caller(self, scope: Scope) -> None:
-        """Raise `ApiError` for a caller whose only key is an operator's, unless the path needs no key."""
+        """Raise `ApiError` for a caller with only an operator's key, unless the path needs no key."""
         if not scope["opened"]:
             raise _missing_key()
 
@@ -381,8 +381,8 @@ class JsonRoute(APIRoute):
 
 
 class OperatorRoute(JsonRoute):
-    """A route that changes the engine for everybody: for operators alone, whose keys open nothing else."""
+    """A route that changes the engine for all clients. Only operators may call it; their keys open nothing else."""
 
     def check_caller(self, scope: Scope) -> None:
-        """Raise `ApiError` for a caller who is no operator; the log names the operator's key."""
+        """Raise `ApiError` unless the caller is an operator, and log the name of the operator's key."""
         scope["facts"]["client"] = check_operator(scope)

@@ -1,6 +1,6 @@
-"""The life of a server process: listen at once, answer 503 while the model loads, serve, drain, end.
+"""Run a server process: listen at once, answer 503 while the model loads, serve, drain, end.
 
-Its connections: how many may be open, and how long each may keep the server waiting.
+This module also limits the number of open connections, and how long each may keep the server waiting.
 """
 
 import asyncio
@@ -36,37 +36,37 @@ if TYPE_CHECKING:  # it imports torch
     from redrafter.serve.server import Server
 
 _LOG = logging.getLogger(__name__)
-ACCEPTED_AT_ONCE = 32  # connections in one turn of the event loop, before others are closed to make room
-BACKLOG_CONNECTIONS = 2048  # that the system keeps until they are accepted
+ACCEPTED_AT_ONCE = 32  # connections accepted per event-loop iteration, before idle ones are closed for room
+BACKLOG_CONNECTIONS = 2048  # queued by the system until they are accepted
 LOADING_LOG_SECONDS = 15.0  # between log lines while the model is being loaded
 ACCEPT_ERROR_LOG_SECONDS = 5.0  # between log lines about connections that cannot be accepted
-FORCED_END_SECONDS = 5.0  # after which a process that was told to end is ended by force
+FORCED_END_SECONDS = 5.0  # time from a signal to end until the process is killed
 MAX_CONNECTIONS = 1024  # if enough files may be opened
-SPARE_FILES = 64  # kept for files that are opened later, and for connections that are being closed
-HEADERS_SECONDS = 10.0  # in which the first line and the headers of a request must arrive
-IDLE_SECONDS = 30.0  # for which a connection may stay open without a request
-STALLED_SECONDS = 60.0  # in which a client must receive some of its answer
-PARTING_SECONDS = 1.0  # in which a refused client can receive the refusal
-WRITE_BUFFER_BYTES = 1 << 16  # of an answer that wait for a client, beside those in the system's buffers
-READ_BUFFER_BYTES = 1 << 13  # each of which may be a chunk of a body
-MIN_CHUNK_BYTES = 64  # a body in chunks that are smaller on average is refused, as each chunk costs about 10 us
+SPARE_FILES = 64  # descriptors reserved for later files and closing connections
+HEADERS_SECONDS = 10.0  # time limit for a request line and headers to arrive
+IDLE_SECONDS = 30.0  # time that a connection may stay open without a request
+STALLED_SECONDS = 60.0  # time in which a client must read some of its answer
+PARTING_SECONDS = 1.0  # time for a rejected client to read the error
+WRITE_BUFFER_BYTES = 1 << 16  # of an answer buffered for a client, in addition to the system's buffers
+READ_BUFFER_BYTES = 1 << 13  # each byte of which may be a chunk of a body
+MIN_CHUNK_BYTES = 64  # smaller average chunks are rejected: each chunk costs about 10 us
 _SMALL_CHUNK = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}(?:;[^\r\n]*)?\r\n")  # the size of a chunk below 256 bytes
 
 
 class ServerProcess:
-    """Serves on a bound socket: answers 503 until a load has returned, then with the loaded application."""
+    """Serves on a bound socket: answers 503 while `load` runs, then serves the loaded application."""
 
     def __init__(self, options: ServeOptions, listening: socket.socket):
         self.options, self._listening = options, listening
         self._connections = OpenConnections(room_for_connections(options.max_connections))
         self._loaded: Server | None = None
-        self._app: ASGIApp | None = None  # of the loaded server
-        # Shown while the model loads: their scripts ask again until it is there.
+        self._app: ASGIApp | None = None  # application of the loaded server
+        # Pages shown while the model loads; their scripts poll until it is loaded.
         self._loading_pages = {"/": page("page.html", 503), "/docs": page("docs.html", 503)}
         self._ending: asyncio.Future[None] | None = None
-        self._doing: Callable[[], str] = lambda: "loading"  # what is waited for until then
-        self._engine_end: str | None = None  # how the engine has ended by itself
-        self._accept_error_at = -ACCEPT_ERROR_LOG_SECONDS  # when such an error was last logged
+        self._doing: Callable[[], str] = lambda: "loading"  # current activity of the load
+        self._engine_end: str | None = None  # description of an unexpected end of the engine
+        self._accept_error_at = -ACCEPT_ERROR_LOG_SECONDS  # time of the last logged accept error
         config = http_config(self._answer, self._connections, options)
         self._http = uvicorn.Server(config)
         self._http.capture_signals = nullcontext  # type: ignore[assignment, method-assign]  # ours are set below
@@ -79,13 +79,13 @@ class ServerProcess:
     ) -> None:
         """Serve until SIGINT or SIGTERM.
 
-        The first signal lets running requests end within `--drain-timeout`; a second one drops them. `load` is called
-        in a thread, and returns the server and its application; meanwhile every request is answered with 503. What it
-        raises ends the server. `ready` is called with the server, once it is served. `doing` returns what `load` waits
-        for, such as "loading", for the log and those who ask meanwhile.
+        The first signal lets running requests finish within `--drain-timeout`; a second one drops them. `load` is
+        called in a thread and returns the server and its application; until then every request is answered with 503,
+        and an exception from it ends the server. `ready` is called with the server once it is served. `doing`
+        describes the current activity of `load`, such as "loading", for the log and for requests.
 
         Raises:
-            EngineEndedError: The engine has ended by itself; running requests have got an error.
+            EngineEndedError: The engine ended unexpectedly; running requests received an error.
         """
         self._doing = doing
         try:
@@ -105,14 +105,14 @@ class ServerProcess:
         watching = asyncio.ensure_future(self._connections.watch())
         while not self._http.started:
             await asyncio.sleep(0.01)
-        self._listening.listen(BACKLOG_CONNECTIONS)  # uvicorn has set it to the number that are accepted at once
+        self._listening.listen(BACKLOG_CONNECTIONS)  # uvicorn sets it to the number accepted at once
         try:
             began, loading = time.monotonic(), asyncio.ensure_future(asyncio.to_thread(load))
             while not (await asyncio.wait([loading], timeout=LOADING_LOG_SECONDS))[0]:
                 _LOG.info("still %s after %.0f s", self._doing(), time.monotonic() - began)
             loaded, app = loading.result()
             gc.collect()
-            gc.freeze()  # what is loaded stays; collecting it takes 0.3 s, in which no row steps
+            gc.freeze()  # loaded objects stay alive; scanning them would stop all rows for 0.3 s
             loaded.engine.start(lambda reason: loop.call_soon_threadsafe(self._engine_ended, reason))
             self._loaded, self._app = loaded, app
             ready(loaded)
@@ -142,7 +142,7 @@ class ServerProcess:
         if self._loaded is None:
             _LOG.info("stopped while the model was being loaded")
             logging.shutdown()
-            os._exit(0)  # the thread that loads would delay an orderly end
+            os._exit(0)  # the loading thread would delay a regular exit
         if self._ending is not None:
             return self._drop()
         self._loaded.drain()
@@ -178,7 +178,7 @@ class ServerProcess:
         asyncio.get_running_loop().call_later(PARTING_SECONDS, setattr, self._http, "force_exit", True)
 
     def _log_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error of the event loop; if connections cannot be accepted, once in a few seconds."""
+        """Log an error of the event loop; rate-limit errors of accepting connections."""
         if "accept()" not in context.get("message", ""):
             return loop.default_exception_handler(context)
         if time.monotonic() - self._accept_error_at >= ACCEPT_ERROR_LOG_SECONDS:
@@ -200,8 +200,8 @@ def http_config(app: ASGIApp, connections: "OpenConnections", options: ServeOpti
         log_config=None,
         access_log=False,
         server_header=False,
-        reset_contextvars=True,  # or a pipelined request is handled in the context of the one before it
-        timeout_keep_alive=3600,  # `IDLE_SECONDS` is shorter
+        reset_contextvars=True,  # otherwise a pipelined request inherits the context of the previous one
+        timeout_keep_alive=3600,  # never reached: `IDLE_SECONDS` is shorter
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
         ssl_ca_certs=options.ssl_ca_certs,
@@ -228,16 +228,16 @@ def _end_by_force_after(seconds: float, code: int) -> None:
 
 
 class OpenConnections:
-    """The open connections of a server. Those without a request make room for new ones."""
+    """The open connections of a server. Idle connections are closed to make room for new ones."""
 
     def __init__(self, max_connections: int):
         self.max_connections = max_connections
         self.open: set[Connection] = set()
-        self.waiting: dict[Connection, float] = {}  # those without a request: by when one must come; longest wait first
-        self.stalled: dict[Connection, float] = {}  # those whose client does not read its answer: by when it must
+        self.waiting: dict[Connection, float] = {}  # connections without a request, with deadlines; oldest first
+        self.stalled: dict[Connection, float] = {}  # connections whose client does not read, with deadlines
 
     def admit(self, connection: "Connection") -> bool:
-        """Add a connection, if need be in place of the one without a request for longest; return whether it fits."""
+        """Add a connection, closing the longest idle one if necessary; return False if there is no room."""
         if len(self.open) >= self.max_connections:
             longest = next(iter(self.waiting), None)
             if longest is None:
@@ -247,8 +247,8 @@ class OpenConnections:
         return True
 
     def await_request(self, connection: "Connection", seconds: float) -> None:
-        """Note that a connection has so many seconds to send its next request."""
-        self.waiting.pop(connection, None)  # so that it becomes the last one
+        """Set the deadline for the next request of a connection to `seconds` from now."""
+        self.waiting.pop(connection, None)  # reinsert at the end of the order
         self.waiting[connection] = time.monotonic() + seconds
 
     def remove(self, connection: "Connection") -> None:
@@ -258,7 +258,7 @@ class OpenConnections:
         self.open.discard(connection)
 
     def drop(self, connection: "Connection") -> None:
-        """Close a connection at once, with what its client has not read."""
+        """Close a connection at once, and discard data that its client has not read."""
         self.remove(connection)
         connection.transport.abort()
 
@@ -278,7 +278,7 @@ class OpenConnections:
 
 
 class Connection(H11Protocol):
-    """A connection that reports what it waits for to `OpenConnections`. One too many is answered with 503."""
+    """A connection that reports its waits to `OpenConnections`. If there is no room for it, it is answered with 503."""
 
     def __init__(self, connections: OpenConnections, **uvicorn: Any):
         super().__init__(**uvicorn)
@@ -303,8 +303,8 @@ class Connection(H11Protocol):
             super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read on in a request, or refuse it."""
-        if self._refused:  # only after its request: a client may not read an answer that comes before
+        """Process received data, or reject the request."""
+        if self._refused:  # reply only after the request: a client may ignore an earlier answer
             if not self._begun:
                 self.transport.write(_answer("503 Service Unavailable", "too many connections"))
                 if self.transport.can_write_eof():
@@ -323,7 +323,7 @@ class Connection(H11Protocol):
         super().data_received(data)
 
     def handle_events(self) -> None:
-        """Handle what was read, and note the arrival of a request."""
+        """Handle parsed events, and record the arrival of a request."""
         super().handle_events()
         if self._asking:
             self._connections.waiting.pop(self, None)
@@ -346,7 +346,7 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def _has_tiny_chunks(self, data: bytes) -> bool:
-        """Return whether a body comes in chunks so small that reading them delays all other clients."""
+        """Return whether a body has chunks so small that parsing them delays all other clients."""
         if not (self._asking and self.cycle.more_body):
             return False
         chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
@@ -367,10 +367,10 @@ def _answer(status: str, message: str) -> bytes:
 
 
 def open_file_limit() -> int:
-    """Raise the number of files that this process may open to the system's limit, and return it."""
+    """Raise this process's limit of open files to the hard limit, and return it."""
     try:
         import resource
-    except ImportError:  # where the system has no such limit
+    except ImportError:  # systems without such limits
         return 1 << 30
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
@@ -381,9 +381,9 @@ def open_file_limit() -> int:
 
 
 def room_for_connections(wanted: int | None) -> int:
-    """Return how many connections may be open: `MAX_CONNECTIONS` unless the user wants another number.
+    """Return the limit of open connections: `wanted`, or `MAX_CONNECTIONS` by default.
 
-    Fewer where too few files may be opened; where the user wants more than that, raise `ArgumentError`.
+    The default shrinks to the limit of open files; a `wanted` number above that limit raises `ArgumentError`.
     """
     taken = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
     files = max(open_file_limit() - taken - SPARE_FILES, 4)

@@ -1,1 +1,1 @@
-"""OpenAI's requests and responses, and which of their fields are served."""
+"""Models of OpenAI's requests and responses, with the fields that are supported."""

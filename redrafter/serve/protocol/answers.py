@@ -1,4 +1,4 @@
-"""Models of the answers of the routes, for `/openapi.json`."""
+"""Models of the routes' answers, for `/openapi.json`."""
 
 from typing import Any, Literal
 
@@ -8,13 +8,13 @@ FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
 
 
 class _Answer(BaseModel):
-    """Base of answers, whose fields are all listed."""
+    """Base of answers, which forbids unlisted fields."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Error(_Answer):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str
@@ -38,7 +38,7 @@ class ModelHealth(_Answer):
 class Model(_Answer):
     """A served model, or an adapter of `parent`.
 
-    `default_temperature` is that of requests without one: of the model's generation config, or else 1.
+    `default_temperature` applies to requests without a temperature: the generation config's, or 1.
     """
 
     id: str
@@ -58,19 +58,19 @@ class Models(_Answer):
 
 
 class PromptDetails(_Answer):
-    """Prompt tokens by how they were read."""
+    """Breakdown of the prompt tokens."""
 
     cached_tokens: int
 
 
 class CompletionDetails(_Answer):
-    """Written tokens by what they are for: those of thoughts, and of the marks around them."""
+    """Breakdown of the completion tokens: those of thoughts and the marks around them."""
 
     reasoning_tokens: int
 
 
 class Usage(_Answer):
-    """Tokens of an answer; details of those that were written are in a chat's."""
+    """Token counts of an answer; only chats have details of the completion tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -80,7 +80,7 @@ class Usage(_Answer):
 
 
 class Speculation(_Answer):
-    """How speculation went; see `speculation_metrics`."""
+    """Speculation metrics of an answer, computed by `speculation_metrics`."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -111,7 +111,7 @@ class _GeneratedAnswer(_Answer):
 
 
 class PromptLogprob(_Answer):
-    """Log-probability of a token at a place of the prompt."""
+    """Log-probability of a token at a position of the prompt."""
 
     logprob: float
     rank: int
@@ -122,7 +122,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionLogprobs(_Answer):
-    """Log-probabilities of a text, in OpenAI's legacy format."""
+    """Log-probabilities of a completion, in OpenAI's legacy format."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -131,7 +131,7 @@ class CompletionLogprobs(_Answer):
 
 
 class CompletionChoice(_Answer):
-    """A text of a completion."""
+    """A choice of a completion."""
 
     index: int
     text: str
@@ -157,7 +157,7 @@ class TokenLogprob(_Answer):
 
 
 class ChatLogprob(TokenLogprob):
-    """Log-probability of a written token, and of the likeliest tokens beside it."""
+    """Log-probability of a generated token, and of the likeliest alternatives."""
 
     top_logprobs: list[TokenLogprob]
 
@@ -237,6 +237,6 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def answer_responses(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` argument of a route that generates text, whole as `model` or as a stream."""
+    """Return the `responses` argument of a route that returns generated text, as `model` or as a stream."""
     success = {"model": model, "content": _STREAM_CONTENT, "description": "the texts"}
     return {200: success} | error_responses(*_ERROR_CAUSES)

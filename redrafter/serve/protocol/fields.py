@@ -1,4 +1,4 @@
-"""Types of the fields of OpenAI's requests, with their checks."""
+"""Types and validators of the fields of OpenAI's requests."""
 
 import re
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-SMALL_BODY_BYTES = 1 << 16  # of a body that is parsed in a few milliseconds, and need not wait for others
-MAX_PROMPTS = 1024  # of one request, counting each choice
+SMALL_BODY_BYTES = 1 << 16  # a body of this size parses in a few milliseconds, without waiting for others
+MAX_PROMPTS = 1024  # of one request, counting every choice
 MAX_ENTRIES = 1 << 14  # of an object, such as logit_bias
 MAX_PARTS = 4096  # messages of a request, parts of a message, calls of a message
 MAX_CHOICE_TEXTS = 1 << 17  # in structured_outputs.choice
@@ -33,21 +33,21 @@ _TAG = re.compile("<[a-z_ ]+>")
 IMAGE_TAGS = frozenset({"<image>", "<image_url>", "<input_image>"})
 _MAX_KIND_CHARACTERS = 64  # of an unknown type in the body of an error
 T = TypeVar("T")
-# fail_fast, here and below: a million wrong entries must not become a million errors.
+# fail_fast, here and below: a list of a million invalid entries must not produce a million errors.
 Parts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 def field_path(error: Any) -> str | None:
     """Return the path of the field that an error of pydantic is about, such as "messages.0.content", or None."""
-    renamed = error.get("ctx", {}).get("field")  # an error of the object that holds the field
+    renamed = error.get("ctx", {}).get("field")  # an error of the object that contains the field
     keys = (str(key) for key in (*error["loc"], renamed) if key not in ("body", None))
     return ".".join(key for key in keys if not _TAG.fullmatch(key)) or None
 
 
 def refuse_with(advice: str, *taken: Any) -> BeforeValidator:
-    """Return a validator for a field of a protocol that this server refuses, but for the values `taken`.
+    """Return a validator that rejects an unsupported field of a protocol, except for the values `taken`.
 
-    `advice` says what to do instead.
+    `advice` names the alternative in the error message.
     """
 
     def refuse(value: Any) -> Any:
@@ -59,7 +59,7 @@ def refuse_with(advice: str, *taken: Any) -> BeforeValidator:
 
 
 def only(*types: str, advice: str, by_type: Mapping[str, str] = MappingProxyType({})) -> BeforeValidator:
-    """Return a validator that refuses objects of other types by name; `by_type` has advice of its own for some."""
+    """Return a validator that rejects objects of other types by name; `by_type` has specific advice for some."""
 
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -73,12 +73,12 @@ def only(*types: str, advice: str, by_type: Mapping[str, str] = MappingProxyType
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation of a union, by which errors are about the member that was meant, and not about each of them.
+    """Annotation of a union that makes errors refer to the intended member rather than to each member.
 
-    The type of a value chooses the member, and where all members are models, the value's field `type`.
+    The type of the value selects the member; if all members are models, the value's field `type` does.
 
     Attributes:
-        wanted: What a value may be, for the error where it fits no member.
+        wanted: Description of valid values, for the error if no member matches.
     """
 
     wanted: str
@@ -121,14 +121,14 @@ def _tag_of(kind: type) -> str | None:
 
 
 def limit_entries(value: Any) -> Any:
-    """Refuse objects of very many entries, before each wrong entry becomes an error of its own."""
+    """Reject objects with very many entries, before each invalid entry produces an error."""
     if isinstance(value, dict) and len(value) > MAX_ENTRIES:
         raise ValueError(f"{len(value)} entries; at most {MAX_ENTRIES}")
     return value
 
 
-# Names of fields in earlier vLLM and in other servers and protocols, and the fields here that do the same. Of several,
-# the first that the request has is suggested.
+# Field names of earlier vLLM and of other servers and protocols, with their equivalents here. Of several equivalents,
+# the first one that the request contains is suggested.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "ebnf": ("structured_outputs.ebnf",),
     "enable_thinking": ("chat_template_kwargs.enable_thinking", "reasoning.effort"),
@@ -167,7 +167,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 
 
 class Strict(BaseModel):
-    """Base of request objects: unknown fields are refused, and fields that are null count as left out."""
+    """Base of request objects: unknown fields are rejected, and null fields count as absent."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -217,11 +217,10 @@ class StreamOptions(Strict):
     """Options of a streamed answer.
 
     Attributes:
-        include_usage: Whether a last chunk has the usage.
-        continuous_usage_stats: Field of vLLM. Whether, with include_usage, every chunk has the usage of its choice so
-            far.
-        include_drafts: Field of this server. Whether each chunk's choice has `drafts`: its text as runs that accepted
-            drafts wrote, and runs that the target sampled itself.
+        include_usage: Whether to send the usage in a last chunk.
+        continuous_usage_stats: Field of vLLM. With include_usage, whether every chunk has its choice's usage so far.
+        include_drafts: Field of this server. Whether each chunk's choice has `drafts`: its text split into runs written
+            by accepted drafts and runs sampled by the target.
         include_obfuscation: Not supported.
     """
 
@@ -241,7 +240,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """OpenAI's `response_format`, with llgtrt's `lark_grammar` beside it."""
+    """OpenAI's `response_format`, extended by llgtrt's `lark_grammar`."""
 
     type: Literal["text", "json_object", "json_schema", "lark_grammar"]
     json_schema: JsonSchema | None = None

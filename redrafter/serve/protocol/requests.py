@@ -1,4 +1,4 @@
-"""OpenAI's completion and chat requests, with fields of vLLM and of this server. Other fields are refused by name.
+"""Models of OpenAI's completion and chat requests, with fields of vLLM and this server. Others are rejected by name.
 
 https://platform.openai.com/docs/api-reference
 """
@@ -32,7 +32,7 @@ from redrafter.serve.protocol.fields import (
 )
 
 DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
-MAX_CHOICES = 128  # texts after one prompt
+MAX_CHOICES = 128  # choices per prompt
 MAX_TOOLS = 128
 MAX_SALT_CHARACTERS = 512
 MAX_MESSAGE_CHARACTERS, MAX_PARAM_CHARACTERS = 1000, 100  # in the body of an error
@@ -99,7 +99,7 @@ class ImageUrl(Strict):
 
     Attributes:
         url: A `data:` URL in base64.
-        detail: How closely to look at it; the model's processor decides that alone.
+        detail: Requested resolution; ignored, since the model's processor determines it.
     """
 
     url: DataUrl
@@ -119,7 +119,7 @@ class FunctionCall(Strict):
     Attributes:
         name: Name of the function.
         arguments: Arguments as JSON.
-        parsed_arguments: What OpenAI's client parsed of the arguments; ignored.
+        parsed_arguments: Arguments as parsed by OpenAI's client; ignored.
     """
 
     name: str
@@ -131,8 +131,8 @@ class ToolCall(Strict):
     """A call that the model has made.
 
     Attributes:
-        id: Id of the call, which its answer refers to.
-        index: Index of a call that came in a stream; ignored, for the order of the list counts.
+        id: Id of the call, which its result refers to.
+        index: Index of a streamed call; ignored in favour of the order of the list.
         type: Kind of tool.
         function: The function and its arguments.
     """
@@ -151,9 +151,9 @@ _Part = Annotated[
 
 
 class Message(Strict):
-    """One message of a chat. Messages of this server and of OpenAI's may be sent back as they are.
+    """One message of a chat. Messages returned by this server or by OpenAI may be sent back unchanged.
 
-    `parsed`, which OpenAI's client makes of the content, is ignored.
+    `parsed`, which OpenAI's client derives from the content, is ignored.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -175,12 +175,12 @@ class Message(Strict):
 
     @property
     def text(self) -> str:
-        """The content as one text, parts joined and images left out; empty where there is none."""
+        """The content as one string: text parts joined, without images; empty if there is no content."""
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
     @property
     def parts(self) -> "list[TextPart | ImagePart]":
-        """The content as parts; none where there is none."""
+        """The content as parts; empty if there is no content."""
         if isinstance(self.content, str):
             return [TextPart(type="text", text=self.content)]
         return self.content or []
@@ -192,9 +192,9 @@ class Message(Strict):
 
 
 class ApiError(ReDrafterError, HTTPException):
-    """An error that is answered to the client: HTTP status, message, path of the field to blame, a code, and headers.
+    """An error to return to the client: HTTP status, message, path of the invalid field, code, and headers.
 
-    It is an `HTTPException`, as FastAPI makes an error of its own of any other that reading a body raises.
+    It is an `HTTPException` because FastAPI replaces any other exception raised while a body is read.
     """
 
     def __init__(
@@ -213,10 +213,10 @@ class ApiError(ReDrafterError, HTTPException):
 
 
 class TooManyTokensError(ApiError):
-    """A prompt and the tokens that were asked for are more than the context; it has the words of vLLM's error.
+    """The prompt and the requested tokens exceed the context. The message has vLLM's wording.
 
     Attributes:
-        prompt, asked, context: Their numbers of tokens.
+        prompt, asked, context: Numbers of tokens of the prompt, of the requested output and of the context.
     """
 
     def __init__(self, prompt: int, asked: int, context: int, param: str):
@@ -227,17 +227,17 @@ class TooManyTokensError(ApiError):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return the body of an error in OpenAI's format. Arguments are those of `ApiError`."""
+    """Return the body of an error in OpenAI's format. The arguments are those of `ApiError`."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "unavailable_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    # A client's text is cut, without halves of characters, which cannot be sent back.
+    # Truncate client text, and replace lone surrogates, which cannot be encoded.
     message = message[:MAX_MESSAGE_CHARACTERS].encode(errors="replace").decode()
     param = param and param[:MAX_PARAM_CHARACTERS].encode(errors="replace").decode()
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class SharedFields(Strict):
-    """Fields that all requests for texts share: those of OpenAI, then those of vLLM and of this server."""
+    """Fields that all generation requests share: those of OpenAI, then those of vLLM and of this server."""
 
     model: str | None = None
     seed: Annotated[int, Field(strict=True, ge=0, lt=1 << 62)] | None = None
@@ -299,12 +299,12 @@ class CompletionRequest(_Request):
 
     @property
     def copies(self) -> int:
-        """Texts that are written after each prompt."""
+        """Number of sequences to generate per prompt."""
         return self.best_of or self.n or 1
 
     @property
     def prompt_count(self) -> int | None:
-        """How many of the likeliest tokens to list beside each token of the prompt; None for no log-probabilities."""
+        """Number of likeliest tokens to return for each prompt token; None for no log-probabilities."""
         counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in counts if count is not None), default=None)
 
@@ -374,5 +374,5 @@ class ChatRequest(_Request):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """Tools that the model may call; none with `tool_choice` 'none'."""
+        """Tools that the model may call; empty with `tool_choice` 'none'."""
         return [] if self.tool_choice == "none" else self.tools or []

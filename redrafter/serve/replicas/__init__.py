@@ -1,1 +1,1 @@
-"""The name by which configurations of Ray Serve call the application of replicas."""
+"""Keep the import path that Ray Serve configurations use for the application of replicas."""

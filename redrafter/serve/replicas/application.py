@@ -1,6 +1,6 @@
-"""The import path of Ray Serve's configurations: `import_path: redrafter.serve.replicas.application:app`.
+"""Provide the import path of Ray Serve configurations: `import_path: redrafter.serve.replicas.application:app`.
 
-It is an alias, since released versions had this path, and the only module of the server that names an extension.
+It is an alias for the path of released versions, and the only module of the server that names an extension.
 """
 
 from collections.abc import Mapping
@@ -9,5 +9,5 @@ from typing import Any
 
 
 def app(args: Mapping[str, Any]) -> Any:
-    """Build the application as `redrafter.extensions.replicas.application.app` does."""
+    """Call `redrafter.extensions.replicas.application.app` to build the application."""
     return import_module("redrafter.extensions.replicas.application").app(args)

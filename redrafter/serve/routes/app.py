@@ -1,4 +1,4 @@
-"""The ASGI application: routes of OpenAI and of extensions, health, metrics, a page, and what is refused by name."""
+"""Build the ASGI application: routes of OpenAI and extensions, health, metrics, pages, and rejected paths."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ _REFUSED = {
 
 
 def server_app(server: "Server") -> FastAPI:
-    """Return the ASGI application of a server, with the access, the limits and the traces that it was made with."""
+    """Return the ASGI application of a server, with its access policy, limits and traces."""
     options = server.options
     policy = AccessPolicy.of(server.keys, options, server.operators)
     app = create_app(server, policy, options.max_body_size, options.allow_runtime_lora_updating)
@@ -89,9 +89,9 @@ def create_app(
     max_body_bytes: int = ServeOptions.max_body_size,
     allow_lora_updating: bool = ServeOptions.allow_runtime_lora_updating,
 ) -> FastAPI:
-    """Return the ASGI application, which accepts all requests unless a policy says which."""
+    """Return the ASGI application, which accepts all requests unless a policy is given."""
     policy = policy or AccessPolicy()
-    # No route of FastAPI's own, which would not check who calls.
+    # Disable FastAPI's built-in routes, which would not check the caller.
     app = FastAPI(title="redrafter", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     add_guards(app, policy, max_body_bytes)
@@ -105,7 +105,7 @@ def create_app(
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
-        return docs_page if request.scope["admitted"] else locked_docs_page  # a page that asks for the key
+        return docs_page if request.scope["admitted"] else locked_docs_page  # the locked page prompts for the key
 
     @app.get("/openapi.json", include_in_schema=False)
     async def schema() -> Response:
@@ -150,7 +150,7 @@ def create_app(
     add_token_routes(app, server)
     add_adapter_routes(app, server, allow_lora_updating)
     add_extension_routes(app, server)
-    for path, reason in _REFUSED.items():  # with all below them; clients do not retry after 404 in OpenAI's shape
+    for path, reason in _REFUSED.items():  # with all subpaths; clients do not retry after a 404 in OpenAI's format
         for route in (path, f"{path}/{{rest:path}}"):
             app.add_api_route(route, _refusal(reason), methods=["GET", "POST", "DELETE"], include_in_schema=False)
     return app
@@ -159,7 +159,7 @@ def create_app(
 def add_extension_routes(app: FastAPI, server: "Server") -> None:
     """Add the routes of extensions.
 
-    Raises `ArgumentError` for one that would not check who calls, and for one that is there already.
+    Raises `ArgumentError` for a route that does not check its caller, and for a duplicate path.
     """
     for extension in extensions():
         for route in extension.routes(server, respond):
@@ -174,7 +174,7 @@ def add_extension_routes(app: FastAPI, server: "Server") -> None:
                     f"{type(extension).__name__} has the route {route.path!r}, which the server has already: choose "
                     "another path"
                 )
-            app.routes.append(route)  # as it is: `include_router` wraps or copies it, by FastAPI's version
+            app.routes.append(route)  # appended directly: some versions of FastAPI wrap or copy it in `include_router`
 
 
 async def respond(
@@ -182,10 +182,10 @@ async def respond(
     request: Request,
     events: Callable[[AsyncIterator[dict[str, Any]]], AsyncIterator[str]] | None = None,
 ) -> Response:
-    """Return the answer to a request, or status 499 if the client leaves before it is ready.
+    """Return the response to a request, or status 499 if the client disconnects before it is ready.
 
-    `work` computes the answer, or the parts of a stream, which `events` writes as server-sent events: if None, as those
-    of OpenAI's completions.
+    `work` computes the answer, or the parts of a stream, which `events` formats as server-sent events; None formats
+    them as OpenAI's completions.
     """
 
     async def wait_for_disconnect() -> None:
@@ -232,7 +232,7 @@ def _handle_errors(app: FastAPI, server: "Server") -> None:
 
 
 def _api_error(error: Exception, request: Request, server: "Server") -> ApiError:
-    """Return an error as clients get it, and log what they do not."""
+    """Convert an exception to the error for the client, and log the details that it omits."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
@@ -248,13 +248,13 @@ def _api_error(error: Exception, request: Request, server: "Server") -> ApiError
     ):
         if isinstance(error, kind):
             return ApiError(status, str(error), headers=headers)
-    if isinstance(error, UnsupportedError):  # the log has what the operator could change
+    if isinstance(error, UnsupportedError):  # log the hint for the operator
         _LOG.error("a request needs what is not there: %s", error)
         return ApiError(501, "this server cannot do what the request asks for", None, "not_implemented")
     if isinstance(error, ReDrafterError):
         _LOG.error("a request failed: %s", error)
         return ApiError(500, str(error))
-    # The log has the text of an error that nobody expected; the layer that adds this header has ended with it.
+    # Only the log has the message of an unexpected error. The layer that adds this header is already unwound.
     request_id = request.scope.get("facts", {}).get("id", "")
     what = f"the server failed on this request; its log has the reason under the id {request_id}"
     return ApiError(500, what, headers={"X-Request-Id": request_id})
@@ -266,7 +266,7 @@ def _refused_field(error: RequestValidationError, server: "Server") -> ApiError:
     if kind == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}")
     if (not IMAGE_TAGS.isdisjoint(first["loc"]) or kind == "image") and isinstance(server.images, str):
-        # How an image is to be sent would mislead a client whose image would be refused then too.
+        # Advice on the format of images would mislead clients of a model that takes none.
         return ApiError(400, server.images, (param or "").partition(".")[0] or None, "no_images")
     if kind in ("extra_forbidden", "unsupported"):
         advice = f": {message}" if kind == "unsupported" else ""
@@ -284,13 +284,13 @@ def _refusal(reason: str) -> Callable[[], Awaitable[None]]:
 _ADAPTERS_CLOSED = "adapters are not changed while this server runs: start it with --allow-runtime-lora-updating"
 
 
-TOKENS_PER_PIECE = 1 << 11  # of an answer, which take 2 ms to write
+TOKENS_PER_PIECE = 1 << 11  # tokens formatted at once, which takes 2 ms
 
 
 class TokenizeRequest(Strict):
-    """A prompt, or messages that the chat template writes as one.
+    """A prompt to tokenize, or messages to render with the chat template.
 
-    `add_special_tokens` is for a prompt, by default as for a completion; a template writes its own.
+    `add_special_tokens` applies to prompts, and defaults to completions' behaviour; templates write special tokens.
     """
 
     model: str | None = None
@@ -311,7 +311,7 @@ class TokenizeRequest(Strict):
 
 
 class TokenizeAnswer(BaseModel):
-    """The tokens of a prompt. `token_strs` is null unless `return_token_strs` asks for it."""
+    """The tokens of a prompt. `token_strs` is null unless `return_token_strs` is set."""
 
     count: int
     max_model_len: int
@@ -339,11 +339,11 @@ class Version(BaseModel):
 
 
 def add_token_routes(app: FastAPI, server: "Server") -> None:
-    """Add the routes for tokens, for one model, and for the version."""
+    """Add the routes for tokenization, for a single model, and for the version."""
     options: dict[str, Any] = {"responses": error_responses(400, 401, 404, 408, 413, 422)}
 
     def encode(body: TokenizeRequest, decoder: SandboxedProcess | None) -> list[int]:
-        """Return the tokens that a completion or a chat would read."""
+        """Return the prompt tokens of an equivalent completion or chat."""
         if body.messages is not None:
             generation = body.add_generation_prompt
             chat = chat_request({"messages": body.messages, "tools": body.tools, "add_generation_prompt": generation})
@@ -374,7 +374,7 @@ def add_token_routes(app: FastAPI, server: "Server") -> None:
             yield f'{head[:-1]}, "tokens": ['
             for number, part in enumerate(parts):
                 yield ", " * (number > 0) + json.dumps(part)[1:-1]
-                await asyncio.sleep(0)  # serves others: an answer may have millions of tokens
+                await asyncio.sleep(0)  # yield to other requests: an answer may have millions of tokens
             yield '], "token_strs": ' + ("[" if body.return_token_strs else "null}")
             for number, part in enumerate(parts if body.return_token_strs else ()):
                 yield ", " * (number > 0) + json.dumps(server.tokenizer.convert_ids_to_tokens(part))[1:-1]
@@ -395,7 +395,7 @@ def add_token_routes(app: FastAPI, server: "Server") -> None:
 
 
 class LoadAdapterRequest(Strict):
-    """An adapter to load: its name, and the directory on the server's machine that PEFT wrote."""
+    """An adapter to load: its name, and its PEFT directory on the server's machine."""
 
     lora_name: str | None = None
     lora_path: str | None = None
@@ -408,7 +408,7 @@ class UnloadAdapterRequest(Strict):
 
 
 def add_adapter_routes(app: FastAPI, server: "Server", allowed: bool) -> None:
-    """Add the routes, which do nothing but refuse where adapters may not be changed."""
+    """Add the routes for adapters; if changes are not `allowed`, they only return errors."""
     options: dict[str, Any] = {"response_class": PlainTextResponse}
     options["responses"] = error_responses(400, 401, 404, 408, 413, 422, 500, 503)
 

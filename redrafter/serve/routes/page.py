@@ -1,4 +1,4 @@
-"""The pages at `/` and `/docs`, each a single file that loads nothing else."""
+"""Serve the pages at `/` and `/docs`, each a single file without external resources."""
 
 import base64
 import hashlib
@@ -20,7 +20,7 @@ def page(name: str, status: int = 200) -> HTMLResponse:
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",  # a text that is set as HTML raises
+        "require-trusted-types-for": "'script'",  # assigning a string as HTML raises
         "trusted-types": "'none'",
     }
     headers = {

@@ -1,7 +1,7 @@
-"""What the routes of other protocols share: their requests become chats, and a chat's answer becomes theirs.
+"""Shared code of other protocols' routes: translate requests to chats, and chat answers back.
 
-A route translates its request into the fields of a `ChatRequest`, and has a `PartWriter` write the answer of the chat
-as parts of its own: thoughts, texts and calls, whole or as the events of a stream.
+A route translates its request into the fields of a `ChatRequest`, and its `PartWriter` converts the chat's answer to
+the protocol's parts: thoughts, texts and calls, as a whole or as the events of a stream.
 """
 
 import json
@@ -21,7 +21,7 @@ Kind = Literal["thought", "text", "call"]
 def chat_request(fields: dict[str, Any], request: BaseModel | None = None) -> ChatRequest:
     """Return the chat request with some fields, or raise `RequestValidationError`.
 
-    It has those `SharedFields` too that another protocol's `request` has.
+    The `SharedFields` of another protocol's `request` are copied to it.
     """
     if isinstance(request, SharedFields):
         fields = {name: getattr(request, name) for name in SharedFields.model_fields} | fields
@@ -32,15 +32,15 @@ def chat_request(fields: dict[str, Any], request: BaseModel | None = None) -> Ch
 
 
 class PartWriter(ABC):
-    """Writes the answer of a chat as parts that follow each other: thoughts, texts and calls.
+    """Converts a chat's answer to consecutive parts: thoughts, texts and calls.
 
-    Subclasses say what a part is in their protocol, and yield the events that a stream tells of it.
+    Subclasses define the parts of their protocol, and yield the events of a stream for them.
 
     Attributes:
         done: The parts that are complete.
-        finish: Why the chat's text ended, in OpenAI's words; None while it is being written.
+        finish: OpenAI's finish reason of the chat; None until it has ended.
         stop: The stop string that ended it, if one did.
-        told: `usage` and `metrics` of the chat, as it told them last.
+        told: Latest `usage` and `metrics` of the chat.
     """
 
     def __init__(self) -> None:
@@ -63,14 +63,14 @@ class PartWriter(ABC):
 
     @abstractmethod
     def _tell(self, piece: str) -> Iterator[Event]:
-        """Tell what the open part has gained."""
+        """Yield the events for text that the open part has gained."""
 
     @abstractmethod
     def _end(self, cut: bool) -> Iterator[Event]:
-        """Complete the open part, whose text is `_written`, and append it to `done`. cut: whether it is incomplete."""
+        """Complete the open part, whose text is `_written`, and append it to `done`; `cut` marks it incomplete."""
 
     def read(self, answer: dict[str, Any]) -> Iterator[Event]:
-        """Append a chunk of a chat's stream, or all of a chat's whole answer."""
+        """Process a chunk of a chat's stream, or a whole answer, and yield events."""
         self.told |= {name: answer[name] for name in ("usage", "metrics") if answer.get(name) is not None}
         for choice in answer["choices"]:
             self.finish = choice["finish_reason"] or self.finish
@@ -110,14 +110,14 @@ class PartWriter(ABC):
             self._kind, self._pieces, self._call = None, [], None
 
     def close(self) -> Iterator[Event]:
-        """Complete the last part, of an answer that has ended; it is an empty text where there is none."""
+        """Complete the last part at the end of an answer; an answer without parts gets an empty text."""
         if self._kind is None and not self.done:
             yield from self._open("text")
         yield from self._close(self.finish == "length")
 
 
 async def format_events(events: AsyncIterator[Event]) -> AsyncIterator[str]:
-    """Yield events as server-sent events that are named for their types, and close `events` at the end."""
+    """Format events as server-sent events named after their types, and close `events` at the end."""
     try:
         async for event in events:
             yield f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
