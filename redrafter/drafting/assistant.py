@@ -180,7 +180,7 @@ class AssistantDrafter(DrafterModel):
         return [config.model_type, config.hidden_size, config.vocab_size, config.text_config.get("hidden_size")]
 
     @property
-    def told_by(self) -> nn.Module:
+    def fingerprint_layer(self) -> nn.Module:
         """The layer whose norms distinguish the assistant from one that was trained again."""
         return cast("nn.Module", self.assistant.pre_projection)
 

@@ -233,7 +233,7 @@ class DFlashDrafter(ReplayableDrafter):
         return list(self.layers)  # type: ignore[arg-type]
 
     @property
-    def told_by(self) -> nn.Module:
+    def fingerprint_layer(self) -> nn.Module:
         """The product of the target's hidden states, whose norms identify the drafter: the head may be the target's."""
         return self.fc
 

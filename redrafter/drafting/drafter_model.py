@@ -107,11 +107,11 @@ class DrafterModel(PricedDrafter, PreTrainedModel):
         return logits
 
     def identity(self) -> list[Any]:
-        """Return sizes and settings that identify the drafter, in addition to norms of `told_by`."""
+        """Return sizes and settings that identify the drafter, in addition to norms of `fingerprint_layer`."""
         return [getattr(self.config, name) for name in self.identity_fields]
 
     @property
-    def told_by(self) -> nn.Module:
+    def fingerprint_layer(self) -> nn.Module:
         """The layer whose row norms distinguish the drafter from one that was trained again."""
         return self.lm_head
 

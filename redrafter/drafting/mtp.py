@@ -185,7 +185,7 @@ class MTPDrafter(DrafterModel):
         return module.to(target.device).eval()
 
     @property
-    def told_by(self) -> nn.Module:
+    def fingerprint_layer(self) -> nn.Module:
         """The layer whose norms distinguish it from one that was trained again: the head is the target's."""
         return self.projection
 

@@ -197,7 +197,7 @@ def fingerprint_of_sizes(hidden_size: int, vocab_size: int, layers: int | None, 
 def drafter_fingerprint(drafter: Drafter) -> str:
     """Return a digest of a drafter's weights: a retrained drafter has another digest, and needs a new tuning."""
     scheme = ["fp8"] if has_float8_layers(drafter) else []
-    return _digest([*drafter.identity(), *_rounded(embedding_norms(cast(Any, drafter.told_by))), *scheme])
+    return _digest([*drafter.identity(), *_rounded(embedding_norms(cast(Any, drafter.fingerprint_layer))), *scheme])
 
 
 def _rounded(norms: Sequence[float]) -> list[str]:
