@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.estimates import SHARING_ROWS
 from redrafter.drafting.policy import DraftPolicy, FixedTreePolicy
 from redrafter.drafting.proposer import Proposer, SearchProposer
@@ -263,7 +263,7 @@ def measure_parts(work: Workload, bandwidth: Bandwidth, rows: int, asked: int | 
 
 
 @torch.inference_mode()
-def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Drafter) -> HeadTime | None:
+def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: DrafterModel) -> HeadTime | None:
     """Time the proposal of a tree by `drafter` instead of the engine's; None if speculation is off at `rows` rows."""
     proposer = work.proposer(rows, speculate=True)
     proposer = proposer.without_text or proposer
@@ -276,7 +276,7 @@ def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Draft
     return {"batch_size": rows, "ids": ids, "draft_ms": ms, "floor_ms": floor}
 
 
-def random_drafter(drafter: Drafter, ids: int) -> Drafter:
+def random_drafter(drafter: DrafterModel, ids: int) -> DrafterModel:
     """Return a drafter of the same shape with random weights and a head of `ids` ids, for timing only."""
     config = copy.deepcopy(drafter.config)
     config.draft_vocab_size = None if ids == config.vocab_size else ids

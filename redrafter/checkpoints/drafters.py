@@ -9,8 +9,8 @@ from redrafter.checkpoints.merged import Defaults, find_defaults_file
 from redrafter.checkpoints.models import quantize_drafter
 from redrafter.checkpoints.mtp import holds_mtp, load_mtp
 from redrafter.drafting.drafter_config import AnyDrafterConfig
-from redrafter.drafting.drafter_model import check_draft_ids
-from redrafter.drafting.drafter_types import Drafter, open_drafter_model
+from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
+from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.model.target import Target
@@ -23,11 +23,11 @@ NORM_TOLERANCE = 0.02  # relative: enough for half precision, far less than two 
 
 def load_drafter(
     model: str | Path | PreTrainedModel,
-    drafter: str | Path | Drafter | None,
+    drafter: str | Path | DrafterModel | None,
     target: Target,
     revision: str | None = None,
     quantization: str | None = None,
-) -> tuple[Drafter, Defaults]:
+) -> tuple[DrafterModel, Defaults]:
     """Load the drafter of a target onto the target's device, in the target's dtype.
 
     Args:
@@ -79,7 +79,7 @@ def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:
     return weight[rows].float().norm(dim=-1).tolist()
 
 
-def check_fits_target(drafter: Drafter, target: Target) -> None:
+def check_fits_target(drafter: DrafterModel, target: Target) -> None:
     """Raise unless a drafter has the sizes and the embedding norms of a target, and ids that it can draft.
 
     Raises:

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.hub import cached_file
 
-from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.estimates import LARGE_BYTES
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, did_you_mean, first_line
 from redrafter.features import FP8_WEIGHTS, GGUF_FILE, QUANTISED_WEIGHTS, TENSOR_PARALLELISM, FeatureSet
@@ -420,7 +420,7 @@ def quantize_model(model: Any, name: str, device: torch.device | str | None = No
         )
 
 
-def quantize_drafter(drafter: Drafter) -> None:
+def quantize_drafter(drafter: DrafterModel) -> None:
     """Replace the linear layers of a drafter by FP8 ones; drafts change no token of the output.
 
     Its `unquantized` part stays as it is.

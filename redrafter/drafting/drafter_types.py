@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from transformers import AutoModel, PretrainedConfig
 
@@ -11,9 +11,6 @@ from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import check_drafter, load_error
 from redrafter.files.drafter_kinds import DrafterKind, define_kind, drafter_kinds
-
-Drafter: TypeAlias = DrafterModel
-"""A drafter of any type."""
 
 DrafterClass = TypeVar("DrafterClass", bound=type[DrafterModel])
 

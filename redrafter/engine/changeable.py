@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.engine.changes import ChangeDrafter, Sleep, UpdateWeights, Wake
 from redrafter.errors import ArgumentError
 from redrafter.model.target import Target
@@ -24,7 +24,7 @@ class Changeable:
 
     target: Target
     draft_model: Target | None
-    drafter: Drafter | None = None
+    drafter: DrafterModel | None = None
     previous_drafter: Mapping[str, Tensor] | None = None
     memory: PagedMemory | None
     lender: Any  # the engine whose memory is used, when not its own
@@ -59,7 +59,7 @@ class Changeable:
         self._make(change)
         return list(change.not_finite)
 
-    def change_drafter(self, drafter: Drafter | str | Path | None = None) -> list[str]:
+    def change_drafter(self, drafter: DrafterModel | str | Path | None = None) -> list[str]:
         """Let another drafter of the same form draft from now on, whose weights are written in place.
 
         Args:

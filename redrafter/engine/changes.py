@@ -11,7 +11,8 @@ from transformers import PretrainedConfig
 
 from redrafter.checkpoints.drafters import check_fits_target
 from redrafter.checkpoints.weights import read_weights
-from redrafter.drafting.drafter_types import Drafter, open_drafter_model
+from redrafter.drafting.drafter_model import DrafterModel
+from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
 from redrafter.features import ENGINE_CHANGES, WEIGHT_UPDATES
 from redrafter.formats.sources import load_foreign
@@ -30,7 +31,7 @@ class ChangeableModels(Protocol):
     """The models of an engine that a change reads and writes; `Changeable` implements it."""
 
     target: Target
-    drafter: Drafter | None
+    drafter: DrafterModel | None
     previous_drafter: Mapping[str, Tensor] | None
 
     @property
@@ -124,7 +125,7 @@ class UpdateWeights(EngineChange):
 class ChangeDrafter(EngineChange):
     """Writes the weights of another drafter of the same architecture over the active ones."""
 
-    def __init__(self, engine: ChangeableModels, drafter: Drafter | str | Path | None):
+    def __init__(self, engine: ChangeableModels, drafter: DrafterModel | str | Path | None):
         """Load a drafter and find it to fit; see `Changeable.change_drafter`."""
         check_changeable(engine, asleep=False)
         self._engine, mine = engine, engine.drafter
@@ -170,7 +171,7 @@ def check_changeable(engine: ChangeableModels, *, asleep: bool | None) -> None:
         raise ArgumentError("the engine is asleep, and its weights are not there: wake it first")
 
 
-def check_same_form(running: Drafter, other: Drafter, name: str) -> None:
+def check_same_form(running: DrafterModel, other: DrafterModel, name: str) -> None:
     """Raise `MismatchError` unless two drafters have the same architecture; `name` identifies the second in the error.
 
     So captured steps and cached entries are valid for both.

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
 from redrafter.checkpoints.models import bind, check_quantization, locate_gguf
-from redrafter.drafting.drafter_model import check_draft_ids
-from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
 from redrafter.drafting.estimates import QUALITIES, QUALITY, SHARING_ROWS, StepCosts, StepTimes, best_trees, time_at
 from redrafter.drafting.policy import PRIOR_COPIED, AcceptanceHistory, CostPolicy, DraftPolicy, text_nodes
 from redrafter.drafting.prompt_lookup import TextBeside
@@ -48,12 +47,12 @@ class ReDrafter(Engine):
     """
 
     proposer: SearchProposer
-    drafter: Drafter
+    drafter: DrafterModel
 
     def __init__(
         self,
         target: Target,
-        drafter: Drafter,
+        drafter: DrafterModel,
         shape: TreeShape | None = None,
         *,
         options: EngineOptions | None = None,
@@ -70,7 +69,7 @@ class ReDrafter(Engine):
             tuning: Shapes by batch size, in place of `shape`.
         """
         check_bound(type(self), target, Target)
-        check_bound(type(self), drafter, Drafter)
+        check_bound(type(self), drafter, DrafterModel)
         config = drafter.config
         check_draft_ids(drafter.draft_ids, config.draft_vocab_size, config.vocab_size, "the drafter")
         shape, depth = shape or TreeShape(), config.draft_len_per_beam
@@ -105,7 +104,7 @@ class ReDrafter(Engine):
     def from_pretrained(
         cls,
         model: str | Path | PreTrainedModel,
-        drafter: str | Path | Drafter | None = None,
+        drafter: str | Path | DrafterModel | None = None,
         *,
         num_beams: int | None = None,
         draft_len_per_beam: int | None = None,

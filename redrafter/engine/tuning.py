@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from redrafter.checkpoints.drafters import embedding_norms
-from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.estimates import StepCosts
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically
@@ -70,7 +70,7 @@ class Tuning:
     def _size_for(self, rows: int) -> int:
         return min((size for size in self.shapes if size >= rows), default=max(self.shapes))
 
-    def check(self, target: Target, drafter: Drafter, name: str) -> None:
+    def check(self, target: Target, drafter: DrafterModel, name: str) -> None:
         """Raise `MismatchError`, with both values, when file `name` was measured on anything else."""
         for what, theirs in measured_on(target, drafter).items():
             if (mine := getattr(self, what)) != theirs:
@@ -135,7 +135,7 @@ def _from_dict(document: Any) -> Tuning:
     return Tuning(**(document | {"shapes": shapes, "step_costs": costs, "costs": curves, "measured": measured}))
 
 
-def find_tuning(tuning: str | Path | None, target: Target, drafter: Drafter) -> Tuning | None:
+def find_tuning(tuning: str | Path | None, target: Target, drafter: DrafterModel) -> Tuning | None:
     """Return the tuning that `from_pretrained(tuning=...)` means: for "auto", the one at `tuning_path`, if any."""
     if tuning is None:
         return None
@@ -149,7 +149,7 @@ def find_tuning(tuning: str | Path | None, target: Target, drafter: Drafter) -> 
     return shapes
 
 
-def tuning_path(target: Target, drafter: Drafter) -> Path:
+def tuning_path(target: Target, drafter: DrafterModel) -> Path:
     """Return where this pair's tuning for this device is: under `$REDRAFTER_HOME`, or `~/.cache/redrafter`."""
     device, *others = measured_on(target, drafter).values()
     words = "".join(c if c.isalnum() else " " for c in device.lower()).split()
@@ -166,7 +166,7 @@ def tunings_of(target: str, drafter: str) -> list[Tuning]:
     return [Tuning.read(path) for path in sorted(tuning_folder().glob(f"*-{target}-{drafter}.json"))]
 
 
-def measured_on(target: Target, drafter: Drafter) -> dict[str, str]:
+def measured_on(target: Target, drafter: DrafterModel) -> dict[str, str]:
     """Return the key of a tuning: names of the device and of the target's dtype, and fingerprints of both models."""
     return {
         "device": device_name(target.device),
@@ -194,7 +194,7 @@ def fingerprint_of_sizes(hidden_size: int, vocab_size: int, layers: int | None, 
     return _digest([hidden_size, vocab_size, layers, *_rounded(norms)])
 
 
-def drafter_fingerprint(drafter: Drafter) -> str:
+def drafter_fingerprint(drafter: DrafterModel) -> str:
     """Return a digest of a drafter's weights: a retrained drafter has another digest, and needs a new tuning."""
     scheme = ["fp8"] if has_float8_layers(drafter) else []
     return _digest([*drafter.identity(), *_rounded(embedding_norms(cast(Any, drafter.fingerprint_layer))), *scheme])

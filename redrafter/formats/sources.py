@@ -17,8 +17,8 @@ from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
 from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.models import load_config
 from redrafter.drafting.drafter_config import AnyDrafterConfig
-from redrafter.drafting.drafter_model import check_draft_ids
-from redrafter.drafting.drafter_types import Drafter, drafter_class, make_drafter
+from redrafter.drafting.drafter_model import DrafterModel, check_draft_ids
+from redrafter.drafting.drafter_types import drafter_class, make_drafter
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, config_errors, kind_of, read_json
 from redrafter.files.dtype_names import SAFETENSORS_CODES, dtype_name
@@ -178,7 +178,7 @@ class SourceDrafter:
         greedy_search = self.defaults.greedy_search if asked.greedy_search is None else asked.greedy_search
         return Defaults(asked.shape.over(self.defaults.shape).over(config_shape), greedy_search)
 
-    def load(self) -> Drafter:
+    def load(self) -> DrafterModel:
         """Load the drafter on the CPU, in the dtype of its weights."""
         with torch.device("meta"):
             drafter = make_drafter(self.config)
@@ -248,7 +248,7 @@ def read_own(directory: Path) -> SourceDrafter:
     return SourceDrafter(directory, "drafter", config, open_directory(directory))
 
 
-def load_foreign(name: str | Path) -> Drafter | None:
+def load_foreign(name: str | Path) -> DrafterModel | None:
     """Load an EAGLE-3 head, or a DFlash or DSpark drafter, from a directory of another project, converted in memory.
 
     Returns None for any other directory. Raises as `open_drafter` does.

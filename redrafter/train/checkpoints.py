@@ -20,7 +20,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from redrafter.app.flags import flag, format_value
-from redrafter.drafting.drafter_types import Drafter, open_drafter_model
+from redrafter.drafting.drafter_model import DrafterModel
+from redrafter.drafting.drafter_types import open_drafter_model
 from redrafter.drafting.text_drafters import TrainableDrafter, require
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
 from redrafter.files.atomic_folder import remove_leftovers, write_folder
@@ -178,7 +179,9 @@ class Checkpoints:
         self.identity.check(checkpoint.identity, checkpoint.path)
         return checkpoint
 
-    def save(self, drafter: Drafter, state: TrainingState, optimizer: dict[str, Any], random_states: list[Any]) -> None:
+    def save(
+        self, drafter: DrafterModel, state: TrainingState, optimizer: dict[str, Any], random_states: list[Any]
+    ) -> None:
         """Write a checkpoint and remove old ones. Raises the errors of `write_folder`.
 
         `Checkpoint.load_optimizer` restores the states of the optimizer and of all processes' random generators.
@@ -194,11 +197,11 @@ class Checkpoints:
         for old in self._steps()[: -self.keep]:
             _remove(old)
 
-    def save_best(self, drafter: Drafter, state: TrainingState) -> None:
+    def save_best(self, drafter: DrafterModel, state: TrainingState) -> None:
         """Write the drafter with the best validation, replacing the last one. Raises the errors of `write_folder`."""
         write_folder(self.best, lambda folder: self._fill(folder, drafter, state))
 
-    def _fill(self, folder: Path, drafter: Drafter, state: TrainingState) -> None:
+    def _fill(self, folder: Path, drafter: DrafterModel, state: TrainingState) -> None:
         drafter.save_pretrained(folder)
         document = {"standing": state.to_json(), "identity": asdict(self.identity)}
         (folder / "trainer.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

@@ -21,7 +21,7 @@ import redrafter
 from redrafter.app.flags import short_name
 from redrafter.data.windows import Windows
 from redrafter.drafting.drafter_config import MEASURED_NODES
-from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.files.atomic_folder import write_folder
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.report import hardware, versions
@@ -41,7 +41,7 @@ class SourceFile(TypedDict):
 
 
 def save_drafter(
-    drafter: Drafter,
+    drafter: DrafterModel,
     output: Path,
     card: str,
     facts: dict[str, Any],
@@ -65,13 +65,13 @@ def save_drafter(
     write_folder(output, fill)
 
 
-def describe_size(model: PreTrainedModel, drafter: Drafter) -> str:
+def describe_size(model: PreTrainedModel, drafter: DrafterModel) -> str:
     """Describe a drafter's size, e.g. `164,224 parameters, 3.6 % of the base's 4,505,184`."""
     base, size = model.num_parameters(), drafter.num_parameters()
     return f"{size:,} parameters, {100 * size / base:.1f} % of the base's {base:,}"
 
 
-def served_shape(drafter: Drafter) -> TreeShape:
+def served_shape(drafter: DrafterModel) -> TreeShape:
     """Return the tree that a drafter is measured with: its config's beams and depth, and at most `MEASURED_NODES`."""
     beams, depth = drafter.config.draft_beams, drafter.config.draft_len_per_beam
     return TreeShape(beams, depth, min(MEASURED_NODES, 1 + beams * depth))
@@ -79,7 +79,7 @@ def served_shape(drafter: Drafter) -> TreeShape:
 
 def make_model_card(
     model: PreTrainedModel,
-    drafter: Drafter,
+    drafter: DrafterModel,
     config: TrainConfig,
     result: TrainingState,
     validation: Stats | None,

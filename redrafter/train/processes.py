@@ -23,7 +23,7 @@ from accelerate.utils import DistributedDataParallelKwargs, broadcast, broadcast
 
 from redrafter.app.flags import flag
 from redrafter.app.program import print_message
-from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError, first_line
 from redrafter.train.config import TrainConfig
 
@@ -95,7 +95,7 @@ def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
     return accelerator
 
 
-def broadcast_weights(drafter: Drafter, accelerator: Accelerator) -> None:
+def broadcast_weights(drafter: DrafterModel, accelerator: Accelerator) -> None:
     """Broadcast the first process's weights to all drafters. Collective: call it on every rank."""
     with torch.no_grad():
         for weight in drafter.parameters():

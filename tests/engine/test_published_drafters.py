@@ -22,7 +22,7 @@ from redrafter import (
     RecurrentDrafter,
     ReDrafter,
 )
-from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.eagle import EagleProposer
 from redrafter.model.target import Target
 
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     """A drafter's class, what makes one with random weights, its forms, and what watches its searches."""
 
     of: type
-    make: Callable[..., Drafter]
+    make: Callable[..., DrafterModel]
     forms: dict[str, dict]
     checked: Callable[[], AbstractContextManager[None]]
 

@@ -17,7 +17,7 @@ from redrafter import EagleConfig, EagleDrafter, ReDrafter, boxed_pair
 from redrafter.cache.kv_cache import LayerShape
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import load_tokenizer
-from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.mtp import DraftedEntries, MTPDrafter, Past
 from redrafter.model.target import Target
 from redrafter.train.teacher import Teacher
@@ -47,8 +47,8 @@ def target() -> Target:
 
 
 def trained(
-    drafter: Drafter, target: Target, texts: Tensor, steps: int, loss: Callable[[Tensor, Tensor, Tensor], Tensor]
-) -> Drafter:
+    drafter: DrafterModel, target: Target, texts: Tensor, steps: int, loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> DrafterModel:
     """Train a drafter on texts `[N, T]`, of whose rows, hidden states and embeddings `loss` is called with some."""
     with torch.no_grad(), Teacher(target.model, getattr(drafter.config, "target_layers", None) or []) as teacher:
         read = [teacher.read_batch(part) for part in texts.split(20)]

@@ -12,7 +12,7 @@ from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
 from redrafter.cache.host_blocks import HostBlocks
 from redrafter.cache.kv_cache import stored_as
 from redrafter.cache.paged import KVCachePool
-from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.proposer import State
 from redrafter.engine.options import EngineOptions
 from redrafter.model.supported import Support
@@ -200,7 +200,7 @@ def assert_close_by_scale(found: Tensor, expected: Tensor, part: float) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=part * float(expected.detach().abs().max()))
 
 
-def with_tree(model: PreTrainedModel, drafter: Drafter, beams: int, depth: int, nodes: int = 999) -> ReDrafter:
+def with_tree(model: PreTrainedModel, drafter: DrafterModel, beams: int, depth: int, nodes: int = 999) -> ReDrafter:
     """Make an engine that drafts trees of `beams` x `depth` with a drafter, cut to the `nodes` best nodes."""
     return ReDrafter(Target(model), drafter, TreeShape(beams, depth, nodes), options=DRAFTER_ALONE)
 

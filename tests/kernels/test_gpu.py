@@ -16,7 +16,7 @@ from helpers.recurrent import generated_alone, recurrent_model
 from helpers.seeing_models import prompts_with_images, tiny_seeing_model
 from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
-from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.engine.options import EngineOptions
 from redrafter.model.target import Target
 from redrafter.scheduler.captured_step import CapturedStep
@@ -35,7 +35,7 @@ TWO_STAGES = {"head_shortlist": 8, "head_shortlist_rank": 4}
 NOT_CAPTURED = {"deepseek_v3", "gpt_oss", "jamba", "qwen3_moe"}  # each with a warning that says why
 
 
-def on_gpu(architecture: str, drafter: Drafter | None = None, **options: object) -> ReDrafter:
+def on_gpu(architecture: str, drafter: DrafterModel | None = None, **options: object) -> ReDrafter:
     engine = with_tree(tiny_model(architecture).cuda(), (drafter or tiny_drafter()).cuda(), 5, 5)
     engine.options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, **options)
     return engine
