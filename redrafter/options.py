@@ -1,4 +1,4 @@
-"""How an option is declared: a field of a dataclass, with what its flag says of it and which values it takes."""
+"""Declare options: dataclass fields with the help text of their flag and a check of their values."""
 
 from collections.abc import Callable
 from dataclasses import field, fields

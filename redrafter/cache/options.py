@@ -22,7 +22,7 @@ def _within_host_memory(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How much memory caches of keys and values take, in which format, and which prefixes they keep."""
+    """Configure the KV cache: its memory, its storage format and the prefixes that it keeps."""
 
     kv_cache_free_gpu_memory_fraction: float = option(
         0.9,

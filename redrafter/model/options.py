@@ -7,7 +7,7 @@ from redrafter.options import check_values, option, whole
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How the forwards of an engine are computed, and how many adapters they may have."""
+    """Configure the forwards of an engine: compilation, batch invariance and the number of adapters."""
 
     compile: bool = option(
         True, "compile the model on a GPU, which takes time at the first request and makes steps faster"
