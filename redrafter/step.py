@@ -2,7 +2,7 @@
 
 A step drafts a tree of tokens, verifies the whole tree in one forward of the target, and keeps the drafts that the
 target would have drawn itself. Before the first step, prompts are read and `draw_first_tokens` draws each row's first
-token. Text, stop strings, timing and scheduling live elsewhere.
+token. Detokenization, stop strings, timing and scheduling are the caller's.
 
 Shapes: `B` rows, `K` draft length, `N` tree nodes, `V` vocabulary, `F` width of the target's hidden states. Batch and
 proposer fix all of them and nothing here reads a value on the host, so a step can be captured in a CUDA graph.
@@ -39,14 +39,14 @@ class StepOutput:
         levels: Levels of drafts in the tree, at most K.
         grafted: Nodes of each tree that were copied from the text, in addition to the proposer's.
         drafted: Number of drafts verified in each row, `[B]` int64.
-        finite: How many of the tokens, from the first on, were drawn from logits that are finite numbers, `[B]` int64.
-        copied: How many accepted drafts only the text itself had drafted, `[B]` int64.
+        finite: Number of leading tokens that were drawn from finite logits, `[B]` int64.
+        copied: Number of accepted drafts that were copied from the text and not drafted by the proposer, `[B]` int64.
         logits: The target's logits at every node, `[B, N, V]`; undefined at nodes that were not verified.
         scores: The logits after the sampler's processors, `[B, N, V]`; the logits themselves where the sampler is
             fused into one kernel, which keeps no processed scores.
         chunk_ends: The target's outputs at the end of each chunk of a prompt that the step read; None for no chunks.
-        outcomes: Counts of the drafts by their likelihood, `[2 + K, J]` int64, as `count_outcomes` has them; None
-            where they have none.
+        outcomes: Counts of the drafts by their likelihood, `[2 + K, J]` int64, as returned by `count_outcomes`; None
+            where drafts are not counted.
     """
 
     tokens: Tensor
@@ -68,6 +68,7 @@ class StepOutput:
         draws, and how many accepted drafts were copied from the text. The last R rows hold `outcomes` from their first
         number on, and zeros after them.
         """
+        # One tensor, so that each step costs one copy to the host.
         counts = self.path.accepted, self.drafted, self.finite, self.copied
         packed = torch.cat([self.tokens, torch.stack(counts, dim=1)], dim=1)
         if self.outcomes is None:
@@ -91,13 +92,13 @@ def step(
     decoding (or, with rejection sampling, a sample of the same distribution).
 
     Args:
-        state: The rows before the step: their texts, pending tokens, and the hidden states that produced those.
+        state: The rows before the step: their tokens, pending tokens, and the hidden states that produced those.
         proposer: Drafts the tree.
         target: The model that verifies it.
         cache: The target's keys and values of the committed tokens; written in place.
         sampler: How each row draws: temperature, processors, seed.
-        draft_cache: The draft model's keys and values; None for a proposer that has no model of its own.
-        chunks: Chunks of other sequences' prompts, which the target reads in the same forward; None for nothing.
+        draft_cache: The draft model's keys and values; None for a proposer without a draft model.
+        chunks: Chunks of other sequences' prompts, which the target reads in the same forward; None for no chunks.
 
     Returns:
         The state after the step, and the tokens it produced.
@@ -122,6 +123,7 @@ def step(
     else:
         drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
     finite = finite_draws(verified.logits, drawn, sampled=tree.sampled_from is not None)
+    # All ranks must accept and commit the same tokens, so rank 0's draws are used.
     drawn, finite = target.ranks.of_first(drawn, finite)
 
     # 6. Accept. A draft holds if it is the token that was drawn at its parent, and its parent holds.
@@ -149,6 +151,7 @@ def step(
         tree.levels,
         tree.grafted,
         drafted,
+        # The cumulative product ends the count at the first token drawn from scores that are not finite.
         finite.gather(1, path.nodes).cumprod(1).sum(1),
         (path.nodes >= tree.tokens.shape[1] - tree.grafted).sum(1),
         verified.logits,
@@ -176,6 +179,7 @@ def draw_first_tokens(
     Returns:
         The state before the first step, and the first tokens.
     """
+    # The last prompt token takes the part of the pending token, as if a step had ended before it.
     before = State(tokens, prompt - 1, hidden, torch.ones_like(prompt, dtype=torch.bool))
     tree = chain(before.pending)  # [B, 1], the last prompt token
     scores = _process(logits[:, None], before, tree, sampler, window)  # [B, 1, V]
@@ -188,7 +192,7 @@ def draw_first_tokens(
 
 
 def _process(logits: Tensor, state: State, tree: Tree, sampler: Sampler, window: int) -> Tensor:
-    """Return processed logits `[B, N, V]` float32; the logits themselves where the sampler needs no more."""
+    """Return processed logits `[B, N, V]` float32, or the logits if the sampler processes them in its own kernel."""
     if sampler.fused:
         return logits
     window = min(window, state.tokens.shape[1])
@@ -204,6 +208,7 @@ def _advance(state: State, tokens: Tensor, path: Path, hidden: Tensor) -> State:
     positions = state.length[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)  # [B, K+1]
     state.tokens.scatter_(1, positions, tokens)
     end = path.end[:, None, None].expand(-1, 1, hidden.shape[-1])  # [B, 1, F]
+    # Inactive rows are masked, not left out: a captured step has fixed shapes.
     return replace(
         state,
         length=torch.where(state.active, state.length + path.accepted + 1, state.length),

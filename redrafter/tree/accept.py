@@ -31,9 +31,9 @@ class Path:
         return self.nodes.gather(1, self.accepted[:, None]).squeeze(1)
 
     def below_reread_token(self) -> "Path":
-        """Return the path in trees whose root hangs on the last committed token, which is read again as their node 0.
+        """Return the path in trees whose node 0 is the last committed token, computed again, and node 1 the root.
 
-        It ends one node earlier: the last accepted node is read again by the next step.
+        The path ends one node earlier: the next step computes the last accepted node again.
         """
         return Path(torch.nn.functional.pad(self.nodes + 1, (1, 0)), self.accepted)
 
@@ -45,8 +45,8 @@ class Path:
 def accept(tree: Tree, drawn: Tensor, max_depth: int) -> Path:
     """Accept the root, and every node whose parent is accepted and whose token was drawn at its parent.
 
-    Siblings have different tokens, so these nodes are one path. It is read upwards from the deepest of them, and so is
-    a path whatever was drafted.
+    Siblings have different tokens, so these nodes form one path. It is read upwards from the deepest of them: whatever
+    was drafted, the ancestors of one node form a path.
 
     Args:
         tree: The verified tree.

@@ -27,19 +27,19 @@ class Candidates(NamedTuple):
 
     Attributes:
         scores: Unnormalised log-probabilities, `[B, w, C]`.
-        ids: The proposer's ids that they are of, `[B, w, C]` int64.
+        ids: The proposer's id of each score, `[B, w, C]` int64.
     """
 
     scores: Tensor
     ids: Tensor
 
     def spread(self, vocabulary: int) -> Tensor:
-        """Return the scores of all ids, `[B, w, V']`; -inf for those that are no candidates."""
+        """Return the scores of all ids, `[B, w, V']`; -inf for ids that are not candidates."""
         everywhere = self.scores.new_full((*self.scores.shape[:-1], vocabulary), -torch.inf)
         return everywhere.scatter_(-1, self.ids, self.scores)
 
     def best(self, total: Tensor, width: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Select the best pairs of a beam and a candidate; arguments and result are those of `top_continuations`."""
+        """Select the best pairs of a beam and a candidate, with the arguments and result of `top_continuations`."""
         if kernels.TRITON and self.scores.is_cuda and self.scores[0].numel() <= kernels.MAX_SEARCHED:
             return kernels.best_candidates(self.scores.float(), self.ids, total, width, ids)
         score, source, place = top_continuations(self.scores, total, width, None)
@@ -104,6 +104,7 @@ def beam_search(
         # Counted before the tree is cut: the statistics need all drafts that were searched, not the kept ones alone.
         candidates = count_likely(score[:, 1:]).unflatten(0, (len(tokens) - 1, -1)).sum(dim=1)  # [K, J]
     lattice = lattice_tokens, torch.cat(sources, 1) + first[:count], level[:count].expand(rows, -1)
+    # A chain was cut above by searching fewer steps, so its nodes need no selection.
     if beams == 1:
         tree = chain(lattice_tokens)
     elif nodes >= count:
@@ -112,6 +113,7 @@ def beam_search(
         kept_tokens, parents, depths, slots = keep_best(*lattice, score, nodes)
         score = score.gather(1, slots)
         kept = tree_of(kept_tokens, parents, depths, max_depth=len(tokens) - 1, width=beams)
+        # The draft model has stored the whole lattice, where a kept node keeps its slot.
         tree = replace(kept, slots=slots)
     if eligible is None:
         return tree
@@ -170,6 +172,7 @@ def top_continuations(scores: Tensor, total: Tensor, width: int, ids: Tensor | N
         return kernels.top_continuations(scores, total, width, ids)
     if width == scores.shape[1] == 1:  # a chain: the best token, without a sort
         best, token = scores.float().max(dim=-1)  # [B, 1]
+        # Rounding may put a log-probability above 0, but no child may score higher than its parent.
         score = total + (best - scores.logsumexp(dim=-1).float()).clamp(max=0)
         return score, torch.zeros_like(token), token if ids is None else ids[token]
     log_probs = scores.log_softmax(dim=-1, dtype=torch.float32)

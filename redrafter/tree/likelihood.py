@@ -1,8 +1,7 @@
-"""Counts of drafts by their likelihood, which is what the drafter itself says of them, and of what became of them.
+"""Counts of searched, verified and accepted drafts by the likelihood that the drafter gives them.
 
-A drafter's probabilities order its drafts well and measure them badly. So each step counts its drafts by likelihood:
-those that were searched, those that were verified, and those that were accepted. What the host reads is as many small
-numbers for one row as for hundreds.
+A drafter's probabilities rank its drafts well but are poorly calibrated, so each step counts its drafts by likelihood.
+The counts have a fixed size: the host reads the same few numbers for one row as for hundreds.
 """
 
 from functools import lru_cache

@@ -9,6 +9,7 @@ MAX_BEAMS = 1024  # also of levels; a tree's memory grows with the square of its
 
 def check_size(name: str, value: object) -> None:
     """Raise `ArgumentError` unless `value` can be the number of beams, levels or nodes that argument `name` sets."""
+    # `bool` is a subclass of `int`.
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_BEAMS**2:
         raise ArgumentError(f"{name} must be a positive integer, got {value!r}")
     if value > MAX_BEAMS and name != "node_budget":
@@ -17,7 +18,7 @@ def check_size(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """Shape of the draft tree. A field that is None is left to the drafter's config and the device.
+    """Shape of the draft tree. A field that is None takes its default from the drafter's config or the device.
 
     Attributes:
         num_beams: Beams of the search.
@@ -43,25 +44,25 @@ class TreeShape:
 
     @property
     def beams(self) -> int:
-        """W, the beams of the search, of a shape that does not leave them open."""
+        """W, the number of beams, which must be set."""
         assert self.num_beams is not None
         return self.num_beams
 
     @property
     def depth(self) -> int:
-        """K, the levels of the search, of a shape that does not leave them open."""
+        """K, the number of levels, which must be set."""
         assert self.draft_len_per_beam is not None
         return self.draft_len_per_beam
 
     @property
     def nodes(self) -> int:
-        """N, the most nodes of a row's tree, of a shape that does not leave them open."""
+        """N, the maximum number of nodes of a row's tree, which must be set."""
         assert self.node_budget is not None
         return self.node_budget
 
     @property
     def lattice(self) -> int:
-        """Nodes that the whole search finds, the root counted."""
+        """Number of nodes that the whole search finds, including the root."""
         return 1 + self.beams * self.depth
 
     def over(self, other: "TreeShape") -> "TreeShape":

@@ -1,7 +1,7 @@
 """The token tree that one step verifies.
 
 Nodes are in depth-major order, so a parent always comes before its children. Node 0, the root, is the pending token:
-known, not yet in the cache. Siblings have different tokens, so at most one path through a tree can match a text.
+known, not yet in the cache. Siblings have different tokens, so at most one path through a tree can match a sequence.
 """
 
 import math
@@ -43,7 +43,7 @@ class Tree:
         levels_above: Levels, the root's included, whose nodes were computed by earlier forwards; a number on the host.
         grafted: How many of the nodes, the last ones, were copied from the text in addition to another's drafts; a
             number on the host. They are in no order of depth.
-        score: Log-probability of each node's path by what drafted it, `[B, N]` float32; -inf in rows that take no
+        score: Log-probability of each node's path according to the drafter, `[B, N]` float32; -inf in rows that take no
             drafts. None where drafts are not counted by their likelihood.
         candidates: How many nodes of all these rows were searched, verified or not, at each depth and at each of J
             likelihoods at least, `[K, J]` int64; None as for `score`.
@@ -102,6 +102,7 @@ class Tree:
         if self.counts is None:
             return x.view(len(self.tokens), -1, x.shape[-1])
         starts = self.row_starts()
+        # Entries past a row's count repeat its last node, as an index must stay within `x`.
         return x[torch.minimum(starts[:-1, None] + torch.arange(self.new, device=x.device), starts[1:, None] - 1)]
 
     def last_level(self, count: int) -> "Tree":
@@ -109,7 +110,7 @@ class Tree:
         return replace(self, ancestors=self.ancestors[:, -count:], levels_above=self.levels)
 
     def of_first(self, ranks: Ranks) -> "Tree":
-        """Return the tree that rank 0 drafted. Every rank drafts, and where two drafts are alike may choose another."""
+        """Return the tree that rank 0 drafted. Every rank drafts, but ranks may resolve ties differently."""
         if ranks.size == 1 or not self.levels:
             return self
         # Distributions are as large as the vocabulary, and only rank 0's tokens must be equal on all ranks.
@@ -140,6 +141,7 @@ def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int, widt
     width = max(nodes - 1, 1) if width is None else width
     if kernels.TRITON and tokens.is_cuda:
         return Tree(tokens, parents, depth, kernels.find_ancestors(parents, max_depth), max_depth, width)
+    # Floats, as torch does not multiply matrices of booleans.
     eye = torch.eye(nodes, device=tokens.device)
     reach = (eye[parents] + eye).clamp_(max=1)  # [B, N, N]
     # Each squaring doubles the depth that is reached, so few products of small matrices find all ancestors.
@@ -172,8 +174,6 @@ def keep_best(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Select the nodes of highest score, in depth-major order, with parents renumbered.
 
-    The sort is stable: on an exact tie the parent, which comes first, is kept, so the result is a tree.
-
     Args:
         tokens: Token of each node, `[B, N]` int64.
         parents: Index of each node's parent, `[B, N]` int64.
@@ -184,6 +184,7 @@ def keep_best(
     Returns:
         Tokens, parents and depths of the kept nodes, and their indices before, `[B, nodes]` int64 each.
     """
+    # Stable: on an exact tie the parent, which comes first, is kept, so the result is a tree.
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
     kept = order.sort(dim=1).values  # [B, nodes], depth-major again
     return *_take(tokens, parents, depth, kept), kept
@@ -198,15 +199,16 @@ def _take(tokens: Tensor, parents: Tensor, depth: Tensor, kept: Tensor) -> tuple
 
 
 def eligible_scores(score: Tensor, eligible: Tensor) -> Tensor:
-    """Return scores `[B, N]` with -inf in place of NaN, and in rows but those that are `eligible`, `[B]` bool."""
+    """Return scores `[B, N]` with -inf in place of NaN and in rows that are not `eligible`, `[B]` bool."""
+    # A sort in descending order would put NaN first.
     return score.nan_to_num(nan=-torch.inf).masked_fill(~eligible[:, None], -torch.inf)
 
 
 def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:
     """Let the rows of a tree share `total` nodes: those of highest score in all rows, and the root of each row.
 
-    A row whose drafts are likely has more of them verified than another. Nodes that are left out change no
-    text, as a draft counts only if it is what the target itself draws.
+    A row whose drafts are likely has more of them verified than another. Nodes that are left out do not change the
+    output, as a draft counts only if it is what the target itself draws.
 
     Args:
         tree: The trees of B rows, N nodes each, none of them sampled from a distribution.
@@ -225,6 +227,7 @@ def share_nodes(tree: Tree, score: Tensor, total: int) -> Tree:
     counts = held.sum(dim=1)
     if not tree.branches:  # a chain: the nodes that are held are the first ones already
         return replace(tree, counts=counts, total=total, score=score)
+    # Stable, so that parents stay before their children.
     order = held.sort(dim=1, descending=True, stable=True).indices
     moved = tree_of(*_take(tree.tokens, tree.parents, tree.depth, order), max_depth=tree.levels, width=tree.width)
     return replace(moved, counts=counts, total=total, score=score.gather(1, order))
@@ -234,7 +237,7 @@ def nodes_by_level(tree: Tree) -> Tensor:
     """Return the new nodes of each row by their level, `[L, B, W]` int64, counted from the first new node.
 
     L and W are numbers on the host: levels that the next forward computes, and the most nodes that one of them may
-    have. Where a row has fewer at a level, or verifies fewer, M takes their place.
+    have. Where a row has fewer nodes at a level, or verifies fewer, M fills the remaining entries.
 
     Args:
         tree: The trees of B rows, M new nodes each.
@@ -244,10 +247,12 @@ def nodes_by_level(tree: Tree) -> Tensor:
     if tree.counts is not None:  # nodes after the verified ones are in no order
         depth = depth.where(torch.arange(new, device=depth.device) < tree.counts[:, None], tree.levels + 1)
     levels = torch.arange(tree.levels_above, tree.levels + 1, device=depth.device)[:, None]  # [L, 1]
+    # In depth-major order the nodes of a level are contiguous and follow all nodes above it.
     first, count = ((compared.sum(dim=-1)) for compared in _compare(depth, levels))  # [L, B] each
     beam = torch.arange(tree.width, device=depth.device)
     index = first[..., None] + beam  # [L, B, W]
     if tree.grafted:
+        # Grafted nodes come last whatever their depth, so their levels are not contiguous.
         order = depth.argsort(dim=1, stable=True).expand(len(levels), -1, -1)  # [L, B, M]
         index = order.gather(2, index.clamp(max=new - 1))
     return torch.where(beam < count[..., None], index, new)
