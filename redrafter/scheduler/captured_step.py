@@ -1,4 +1,4 @@
-"""Steps that are captured in CUDA graphs where a device can, and forwards that are launched and not read yet."""
+"""Steps captured in CUDA graphs where the device supports it, and forwards that are launched but not read yet."""
 
 import gc
 import time
@@ -32,12 +32,12 @@ def bucket(rows: int) -> int:
 
 
 def capture(run: Callable[[], object], pool: Any = None, *, watched: bool = False) -> torch.cuda.CUDAGraph:
-    """Capture `run` in a CUDA graph, after a call that pays for what only first calls pay for.
+    """Capture `run` in a CUDA graph, after one uncaptured call as a warm-up.
 
-    The graph shares memory with others through `pool`. It is `watched` where another thread asks the device for events
-    meanwhile, as NCCL's does that watches collectives.
+    The graph shares memory with others through `pool`. Set `watched` if another thread queries events of the device
+    during the capture, as NCCL's watchdog does.
     """
-    # A first call compiles kernels and allocates workspaces, which cannot be captured; CUDA asks for another stream for
+    # A first call compiles kernels and allocates workspaces, which cannot be captured. CUDA requires a side stream for
     # it.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -48,6 +48,7 @@ def capture(run: Callable[[], object], pool: Any = None, *, watched: bool = Fals
     collecting = gc.isenabled()
     gc.disable()  # it might free a graph, and freeing one ends the process while another is captured
     try:
+        # In the mode "global", a call of another thread that is not allowed during capture would break the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local" if watched else "global"):
             run()
     finally:
@@ -57,7 +58,7 @@ def capture(run: Callable[[], object], pool: Any = None, *, watched: bool = Fals
 
 
 class PendingReport:
-    """Numbers that the device is still computing, on their way to the host."""
+    """Numbers that the device is still computing and that are being copied to the host."""
 
     def __init__(self, numbers: Tensor):
         """Launch the copy of `numbers`, a tensor of any shape."""
@@ -70,6 +71,7 @@ class PendingReport:
             self._done = torch.cuda.Event()
             self._done.record()
 
+        # Read once: several rows and counters ask for the same report.
         self._read: list[Any] | None = None
 
     @property
@@ -87,7 +89,7 @@ class PendingReport:
 
 
 class CapturedStep:
-    """A step over buffers that stay where they are: write to them, replay, read the report.
+    """A step over buffers with fixed addresses: write to them, replay, read the report.
 
     Attributes:
         state: Buffers of the rows; an inactive row does not advance, and writes only to the unowned block 0.
@@ -98,10 +100,10 @@ class CapturedStep:
         draft_cache: The draft model's keys and values of the rows, or None.
         chunks: Buffers of the prompt chunks read together with the rows, or None.
         output: The output of the last replay. The next replay overwrites it. Logits and scores are empty unless they
-            were asked for: a graph would hold them for good, in addition to those of every other graph.
+            were requested: a graph would hold them for its lifetime, in addition to those of every other graph.
         report: The same packed by `StepOutput.pack_for_host`, overwritten likewise.
-        graph: The captured step; None where it cannot be captured and runs as it is.
-        ran: Whether it has run, so that a run pays for nothing that only first ones pay for.
+        graph: The captured step; None where it cannot be captured and runs uncaptured.
+        ran: Whether it has run once, so that later runs include no cost of a first run.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class CapturedStep:
         """Launch one step without waiting for it.
 
         Returns:
-            For each row what `StepOutput.pack_for_host` says of it.
+            For each row, the values packed by `StepOutput.pack_for_host`.
         """
         if self.graph is None:
             self.run()
@@ -159,6 +161,7 @@ class CapturedStep:
 
 def new_state(target: Target, rows: int, width: int, piece: int = 0) -> State:
     """Return inactive rows, with room for sequences of `width` tokens and for `piece` tokens of earlier ones."""
+    # A row is inactive until `RunningBatch.add` writes it, so zeros are never read as a sequence.
     with target.device:
         tokens, length = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
         hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype)
@@ -180,9 +183,10 @@ class GraphCapturer:
         """Capture a step if possible, else return it uncaptured. All rows of its buffers must be inactive."""
         if not step.sampler.capturable or not self._capturable or self._target.device.type != "cuda":
             return
-        if self._target.hooked:  # a hook of a draft model changes no token
+        if self._target.hooked:  # a draft model may have hooks: its drafts change no token of the output
             return
         try:
+            # Steps run one at a time under the memory's lock, so their graphs may share one pool.
             pool = next((graph.pool() for graph in self._graphs), None)  # which ends with the last graph in it
             step.graph = capture(step.run, pool, watched=self._target.ranks.size > 1)
             self._graphs.add(step.graph)
@@ -191,6 +195,7 @@ class GraphCapturer:
             raise
         except Exception as error:
             self._capturable = False
+            # The failed capture may have left work in flight that must end before uncaptured steps use the buffers.
             torch.cuda.synchronize()
             warnings.warn(
                 f"{self._target.name} cannot run in a CUDA graph ({first_line(error)}): its steps are launched one by "
@@ -205,7 +210,7 @@ class LaunchedStep:
 
     Attributes:
         sequences: The sequences of its first R rows.
-        report: For each row what `StepOutput.pack_for_host` says of it.
+        report: For each row, the values packed by `StepOutput.pack_for_host`.
         logits: Logits along the accepted path, `[K+1, V]`, of the rows whose sequences want them.
         scores: Processed logits, likewise.
         logprobs: The results of `score_drawn` for the rows whose sequences want them: of K+1 tokens each, or of those
@@ -234,8 +239,9 @@ class LaunchedStep:
         report: PendingReport,
         proposer: Proposer | None = None,
     ) -> "LaunchedStep":
-        """Take what will be needed of a step's output, which the next step may overwrite."""
+        """Copy what will be needed from a step's output, which the next step may overwrite."""
         logits, scores = dict[int, Tensor](), dict[int, Tensor]()
+        # Only the rows that asked for them: logits are as large as the vocabulary.
         for row, sequence in enumerate(sequences):
             if "logits" in sequence.keeps:
                 # A copy, since the next replay overwrites the output.
@@ -258,8 +264,9 @@ class LaunchedStep:
         return cls(sequences, report, logits, scores, logprobs, *of_tree, proposer)
 
     def outcomes(self) -> list[list[int]]:
-        """Wait for the step, and return the counts of its drafts by likelihood, as `count_outcomes` has them."""
+        """Wait for the step, and return the counts of its drafts by likelihood, as returned by `count_outcomes`."""
         flat, count = list(chain.from_iterable(self.report.read()[self.size :])), len(LIKELIHOODS)
+        # Grafted levels were copied, not searched, so the counts have no rows for them.
         searched = self.levels - self.grafted
         return [flat[at * count : (at + 1) * count] for at in range(2 + searched)]
 
@@ -268,10 +275,12 @@ class LaunchedStep:
         reports = zip(self.sequences, self.report.read(), strict=False)
         scored = zip(*(each.read() for each in self.logprobs or ()), strict=True)
         for row, (sequence, (*tokens, accepted, drafted, finite, copied)) in enumerate(reports):
+            # A token drawn from NaN or infinite logits is garbage, and so are all that follow it.
             count = min(accepted + 1, finite)
             logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
             logprobs = None
             if (wanted := sequence.params.logprobs) is not None:
+                # Scores of all rows follow each other: each row must consume its own even where it uses fewer.
                 lines = list(islice(scored, accepted + 1 if self.report.on_host else len(tokens)))[:count]
                 logprobs = [(own, dict(zip(ids[:wanted], top, strict=False))) for (own, *top), ids in lines]
             drafts = self.levels > 0 and sequence.params.speculate
@@ -294,7 +303,7 @@ class LaunchedPrefill:
 
     Attributes:
         first: The draws of the tokens that follow prompts; None where none is complete.
-        size: Tokens of the forward, with those of padding; 0 for one whose time is not measured.
+        size: Tokens of the forward, padding included; 0 for one whose time is not measured.
         timer: Measures the forward.
     """
 
@@ -319,7 +328,7 @@ class Timer:
 
     @property
     def seconds(self) -> float:
-        """Duration of the work, which is waited for."""
+        """Duration of the work. Waits for it to end."""
         assert self._ended is not None, "stop comes first"
         if isinstance(self._ended, float):
             return self._ended - self._began

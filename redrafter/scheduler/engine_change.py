@@ -1,8 +1,8 @@
 """Changes that an operator makes to a running engine between two steps, one object for each kind.
 
-A change is checked when it is made, in any thread while sequences run, so that one that is refused costs them
-nothing. It is applied when no step is in flight. Running sequences are put back before, and continue after it
-with the tokens that they have: a sequence is never read by one set of weights and continued by another.
+A change is checked when it is made, in any thread while sequences run, so that a refused change does not affect them.
+It is applied when no step is in flight. Running sequences are put back before it, and continue after it with the tokens
+that they have: a sequence is never read by one set of weights and continued by another.
 """
 
 from abc import ABC, abstractmethod
@@ -12,14 +12,13 @@ from redrafter.scheduler.paged_memory import PagedMemory
 
 
 class EngineChange(ABC):
-    """A change of an engine that was found possible.
+    """A change of an engine that has passed its checks.
 
     Attributes:
-        forgets: Whether keys and values that are stored would be others after it.
+        forgets: Whether it invalidates stored keys and values.
         asleep: Whether nothing can be computed after it.
-        same_models: Whether the target and its proposer are the same after it, so that statistics of how
-            drafts are accepted holds.
-        not_finite: Names of tensors that it writes in which numbers are NaN or infinite.
+        same_models: Whether it keeps the target and its proposer, so that acceptance statistics stay valid.
+        not_finite: Names of the tensors that it writes with NaN or infinite numbers.
     """
 
     forgets = True

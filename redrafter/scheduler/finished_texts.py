@@ -43,10 +43,12 @@ class _Texts:
 
     def add(self, number: int, text: Sequence[int]) -> None:
         self.texts[number] = array("i", text)
+        # Positions of later sequences replace those of earlier ones: the latest continuation is the likeliest.
         self.places |= {key: (number, end) for key, end in _keys(text)}
         self.tokens += len(text)
         while self.tokens > MOST_TOKENS_OF_SALT:
             number, oldest = self.texts.popitem(last=False)
+            # Dropping the oldest keeps the memory of one salt bounded.
             self.tokens -= len(oldest)
             for key, _ in _keys(oldest):
                 if self.places.get(key, (-1, 0))[0] == number:  # no later text has these tokens
@@ -54,7 +56,10 @@ class _Texts:
 
 
 def _keys(text: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the key and the position of each token of a text with tokens before it. Equal hashes do no harm."""
+    """Yield the key and the position of each token of a text with tokens before it.
+
+    A hash collision costs only a useless draft.
+    """
     whole = tuple(text)
     for count in KEYS:
         for end in range(count, len(whole)):
@@ -83,6 +88,7 @@ class FinishedTexts:
         kept = [*prompt[-KEYS[0] :], *text][:MOST_TOKENS_OF_SALT]
         self._number += 1
         texts = self._by_salt.setdefault(salt, _Texts())
+        # `add` may also drop texts of the salt, so the total is corrected by the difference.
         self.tokens -= texts.tokens
         texts.add(self._number, kept)
         self.tokens += texts.tokens
@@ -92,9 +98,9 @@ class FinishedTexts:
             self.tokens -= oldest.tokens
 
     def find(self, salt: Hashable, tokens: Sequence[int], known: Piece | None) -> Piece | None:
-        """Return a piece of the latest text of the salt that has the last of these tokens, as many as possible.
+        """Return a piece of the salt's latest text that contains the longest suffix of these tokens.
 
-        None where there is none, and where the piece that is `known` will do.
+        Returns None if there is none, or if the piece `known` still suffices.
         """
         if (found := self._by_salt.get(salt)) is None:
             return None
@@ -104,6 +110,7 @@ class FinishedTexts:
                 continue
             number, end = place
             text, begin = found.texts[number], max(end - KEYS[0], 0)
+            # Keep the piece while enough of it is left: writing a new one costs a copy to the device.
             if known is not None and known.text == number and known.begin <= begin:
                 last = known.begin + len(known.tokens)
                 if end + LEAST_LEFT <= last or last == len(text):
@@ -118,9 +125,10 @@ class FinishedTexts:
 
 
 def write_pieces(pieces: Tensor | None, given: Mapping[int, Piece]) -> None:
-    """Copy pieces into the rows, by number, that they were given to, of `pieces` `[B, R]` int64."""
-    assert pieces is not None, "who gives pieces makes room for them"
+    """Copy pieces into rows of `pieces`, `[B, R]` int64. given: pieces by number of the row."""
+    assert pieces is not None, "the state has no room for pieces"
     if given:
         rows = to_device([*given], pieces.device, pieces.dtype)
+        # One copy for all rows, as each launch costs the host time.
         padded = [[*piece.tokens, *[0] * (pieces.shape[1] - len(piece.tokens))] for piece in given.values()]
         pieces[rows] = to_device(padded, pieces.device, pieces.dtype)

@@ -35,6 +35,7 @@ def score_prompt(logits: Tensor, following: Sequence[int], count: int) -> Iterat
         following: Tokens that follow these, n or fewer.
         count: How many of the likeliest tokens to report at each position.
     """
+    # In parts, as the float32 scores of a long prompt would take gigabytes.
     size = max(MAX_LOGITS_AT_ONCE // logits.shape[1], 1)
     for begin in range(0, len(following), size):
         tokens = to_device(following[begin : begin + size], logits.device)[:, None]  # [n, 1]
@@ -54,7 +55,7 @@ def score_drawn(logits: Tensor, rows: Tensor, nodes: Tensor, tokens: Tensor, cou
         logits: Logits of the target before any processor at every node of all rows, `[B, N, V]`.
         rows: The row of each token, `[T]` int64.
         nodes: The node from which it was drawn, `[T]` int64.
-        tokens: The tokens, `[T]` int64; one that is no id gets the scores of another.
+        tokens: The tokens, `[T]` int64; an invalid id gets the scores of a valid one.
         count: How many of the likeliest tokens to report at each position.
 
     Returns:

@@ -76,11 +76,13 @@ class PagedMemory:
         self._compile, self._versions = compile, dict[Target, int]()
 
     def forget_prefixes(self) -> None:
-        """Read the next prompts from the first token on, as if never seen. No sequence may hold blocks."""
+        """Drop all prefixes, so that later prompts are read in full. No sequence may hold blocks."""
         on_host, drafts_on_host = (0 if host is None else host.num_blocks for host in (self.host, self.draft_host))
+        # Either model may have recurrent states, and both keep them in rows of the same numbers.
         with_states = next((store for store in self._stores if store.states is not None), self.store)
         self.blocks = BlockManager(self.store.num_blocks, with_states.rows, on_host, with_states.prefix_states)
         self.draft_blocks: BlockManager | None = None
+        # Also without another vocabulary, where it stays unused: rows then share the target's blocks.
         if self.draft_store is not None:
             self.draft_blocks = BlockManager(self.draft_store.num_blocks, host_blocks=drafts_on_host)
 
@@ -103,6 +105,7 @@ class PagedMemory:
         if self.target.device.type == "cpu":
             self.blocks.reserve_snapshot_row(block_table)
             for states in self._states if block_table.snapshot_row else ():
+                # Position 0 marks a row without a snapshot, as an earlier owner's may be there.
                 states.position[block_table.snapshot_row] = 0
 
     def take_snapshot_row(self, block_table: BlockTable) -> None:
@@ -126,9 +129,9 @@ class PagedMemory:
             states.copy_row(block_table.state_row, block_table.restored)
 
     def copy_blocks(self) -> None:
-        """Launch the copies from and to the host that are due, once blocks were handed out and before they are used.
+        """Launch pending copies between device and host, after blocks were handed out and before they are used.
 
-        Hold the lock. If one fails, all prefixes are forgotten, as nobody knows which of them are where they should be.
+        Hold the lock. If a copy fails, all prefixes are forgotten, as their contents are unknown.
         """
         managers = [(self.blocks, self.host), (self.draft_blocks, self.draft_host)]
         try:
@@ -136,6 +139,7 @@ class PagedMemory:
                 if blocks is not None and host is not None:
                     host.copy(blocks.take_copies())
         except BaseException:
+            # Even on a KeyboardInterrupt: blocks whose copies did not happen must not be found.
             for blocks, _ in managers:
                 if blocks is not None:
                     blocks.forget()
@@ -148,10 +152,10 @@ class PagedMemory:
                 blocks.forget()
 
     def follow_changes(self, target: Target, draft_model: Target | None) -> tuple[int, ...]:
-        """Forget the prefixes, and prepare the forwards, that were made of weights which are no longer the models'.
+        """Forget prefixes and prepare forwards that were made with outdated weights of the models.
 
-        The models have followed their changes. Returns the versions of their forwards: steps that were captured with
-        others are out of date.
+        The models must be up to date already. Returns the versions of their forwards: steps captured with other
+        versions are out of date.
         """
         models = [(target, self.store)]
         if draft_model is not None and self.draft_store is not None:
@@ -186,20 +190,22 @@ class PagedMemory:
             draft_model: A model that drafts on the same device, or None.
             options: How much memory keys and values may take, of the device and of the host, and their format.
             max_seq_len: Most tokens of a sequence; None for the model's context, which is an upper limit.
-            rows: Rows of the longest text that memory is taken for, at most.
-            max_rows: Most rows at once, whose recurrent states memory is taken for.
+            rows: Rows of the longest sequence that memory is allocated for, at most.
+            max_rows: Most rows at once, for whose recurrent states memory is allocated.
             compile: Whether forwards are compiled.
             draft_pieces: The most tokens of the draft model for one of the target; None where its ids are the target's.
-            reuse: Whether prefixes are to be found again.
+            reuse: Whether stored prefixes are reused.
 
         Raises:
             CacheFullError: The device has too little memory.
             ArgumentError: The host has less memory than that.
         """
         longest = min((x for x in (target.context, max_seq_len) if x is not None), default=MAX_TEXT_TOKENS)
+        # Even if its rows would fit less, one sequence of the full context must fit.
         tokens = max(rows * (min(longest, MAX_TEXT_TOKENS) + EXTRA_SLOTS), longest + EXTRA_SLOTS)
         models = [target] if draft_model is None else [target, draft_model]
-        # A mixer that cannot continue would read the rest after a prefix token by token, slower than the whole at once.
+        # A mixer that cannot continue would read the rest after a prefix token by token, slower than all tokens at
+        # once.
         keeps = reuse and all(mixer.continues for model in models for mixer in model.traits.mixers)
         stores = KVCachePool.in_free_memory(
             [stored_as(model.paged_shapes, options.kv_dtype) for model in models],
@@ -211,7 +217,7 @@ class PagedMemory:
             ranks=target.ranks,
         )
         for model, store in zip(models, stores, strict=True):
-            # It may be prepared, by another engine; and a model may draft for itself.
+            # Another engine of the target may have prepared it already, and a model may draft for itself.
             if target.device.type == "cuda" and not model.varlen_forward.linears_fused:
                 prepare(model, store, compile)
         groups = [stores] if draft_pieces is None else [[store] for store in stores]
@@ -225,9 +231,9 @@ def _take_host_memory(target: Target, num_bytes: int, groups: Sequence[Sequence[
         return []
     stores, why = [store for stores in groups for store in stores], None
     if any(store.states is not None and not store.prefix_states for store in stores):
-        why = "recurrent states are kept of no prefix, so that none is found again"
+        why = "it keeps no recurrent states of prefixes, so no prefix can be reused"
     elif not all(store.pools for store in stores):
-        why = "it has recurrent states alone, which stay on the device"
+        why = "it has only recurrent states, which stay on the device"
     if why is not None:
         warnings.warn(f"kv_host_cache_gib is of no use to {target.name}: {why}", stacklevel=2)
         return []
@@ -240,11 +246,13 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     from torch._dynamo import config as dynamo_config  # takes seconds to import
 
     keep_kernels()
+    # Unequal sizes (3 rows, 7 nodes, 5 blocks) let a compiler mark each as a dimension of its own.
     zeros = torch.zeros(3, 7, dtype=torch.long, device=target.device)
     cache = PagedCache(store, torch.zeros(3, 5, dtype=torch.int32, device=target.device))
     forward = partial(target.verify, ForwardBatch(chain(zeros), zeros[:, 0], cache))
     target.varlen_forward.fuse_linears(forward)
-    target.note_state()  # fused weights are elsewhere
+    # Fused weights have new addresses, which must not count as a change of the weights.
+    target.note_state()
     compile = compile and all(mixer.tokens_alone for mixer in target.traits.mixers)
     if hooked := target.hooked:
         FeatureSet(f"{target.name} with a hook on {hooked}", *target.features).check(OWNERS_HOOKS)
@@ -261,6 +269,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     # The drafter's step is compiled for one row and many, one beam and many, the first step and the others.
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, MAX_RECOMPILES)
     try:
+        # Run once here: a compilation that fails must fail before a request waits for it.
         forward()
     except Exception as error:
         if BATCH_INVARIANCE in target.features:
@@ -275,6 +284,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
         )
         return
     if BATCH_INVARIANCE in target.features:
+        # Compilers may choose kernels by batch size, so invariance is tested on the compiled forward.
         check_rows(target.varlen_forward, store)
 
 
@@ -382,8 +392,10 @@ class SequenceBlocks:
             except CacheFullError:
                 self._memory.blocks.release(sequence.block_table)
                 sequence.block_table = None
+                # Both or neither: the sequence stays in the queue, where it may hold no blocks.
                 raise
             sequence.draft_prefilled = sequence.draft_block_table.reused
+        # Launched now, as a snapshot may be evicted before the prompt is read.
         self._memory.restore_states(sequence.block_table)
         if self._publishes and reuse:
             self._memory.reserve_snapshot_row(sequence.block_table)
@@ -398,6 +410,7 @@ class SequenceBlocks:
         with self._memory.lock:
             try:
                 yield
+            # Blocks that were evicted before the failure are reusable already, so their copies must not be lost.
             finally:
                 self._memory.copy_blocks()
 
@@ -408,6 +421,7 @@ class SequenceBlocks:
         assert blocks is not None
         assert sequence.block_table is not None
         draft_slots = sequence.draft_bound(slots)
+        # A draft prefix past the target's would hold tokens that the target must read first.
         found = sequence.draft_length(sequence.block_table.reused)
         return blocks.admit(text.ids[: found + 1], draft_slots, reuse, sequence.cache_salt)
 
@@ -460,6 +474,7 @@ class SequenceBlocks:
         if sequence.block_table is None:
             return
         if keep:
+            # The snapshot row must be listed before `publish` records which prefixes have states.
             with self._memory.lock:
                 self._memory.take_snapshot_row(sequence.block_table)
             self.publish(sequence, sequence.prefilled if sequence.row is None else self._cached(sequence))
@@ -491,5 +506,5 @@ class SequenceBlocks:
             return len(sequence.tokens) - 1  # all but the pending token
         if not sequence.params.speculate:
             return min(len(sequence.tokens) - 2, len(sequence.prompt))  # the draft model may have read no more
-        # The draft model may have proposed the last one and not read it, nor the drafts that a step has copied.
+        # The draft model has not read the last token that it proposed, nor the drafts that a step has copied.
         return len(sequence.tokens) - 2 - sequence.unread

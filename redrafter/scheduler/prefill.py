@@ -1,4 +1,4 @@
-"""Prefill: which prompts a round reads and how much of each, and the forwards that read them into the KV cache.
+"""Prefill: which prompts a round reads, how many tokens of each, and the forwards that read them into the KV cache.
 
 Prompts have forwards of their own, or are read by a step's forward with the trees (mixed prefill).
 """
@@ -55,7 +55,7 @@ class PrefillPace:
         """Adapt the size of the next forward to the measured duration of one over this number of tokens."""
         fitting = tokens * TARGET_SECONDS / max(seconds, 1e-6)
         if seconds <= TARGET_SECONDS and 2 * tokens < self.tokens:
-            return  # that few tokens are fast says nothing of many
+            return  # a fast forward over few tokens says nothing about one over many
         # One measurement may be off, as where another program ran, so it changes the size by a bounded factor.
         fitting = min(max(fitting, MIN_GROWTH * self.tokens), MAX_GROWTH * self.tokens)
         self.tokens = min(max(round(fitting), MIN_FORWARD_TOKENS), self._max_num_tokens)
@@ -70,9 +70,10 @@ class _ForwardPlan:
         self._total = self._longest = 0
 
     def add(self, sequence: TokenSequence, budget: int, whole: bool) -> None:
-        """Add as much of a prompt as a forward of `budget` tokens has room for. whole: all of it or nothing."""
+        """Add as many tokens of a prompt as a forward of `budget` tokens has room for. whole: all tokens or none."""
         before = self.counts.get(sequence, 0)
         free = budget - self._total + before
+        # Every row of a padded forward costs as many tokens as the longest one.
         if self._padded:
             free = budget // (len(self.counts) + (sequence not in self.counts))
             if self._longest > free:
@@ -92,17 +93,20 @@ def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool
     chunks of a long one. The rest goes to the sequences admitted first, so that a long prompt always advances.
     Prompts of lower priority numbers come first in both halves.
 
-    With `padded`, each sequence costs the tokens of the longest one. Without `chunked`, prompts are read
+    With `padded`, each sequence costs as many tokens as the longest one. Without `chunked`, prompts are read
     whole, the one that was admitted first however long it is: in a second forward where it is longer than `budget`.
     """
     plan = _ForwardPlan(padded)
     prefilling = sorted(prefilling, key=lambda sequence: sequence.priority)  # else in the order of their admission
+    # The first half of the budget goes to the shortest prompts.
     for sequence in sorted(prefilling, key=lambda s: (s.priority, s.prefill_length - s.prefilled)):
         plan.add(sequence, max(budget // 2, 1), whole=not chunked)
     for sequence in prefilling:
+        # The second pass may also enlarge chunks of the first one, with tokens that short prompts left over.
         plan.add(sequence, budget, whole=not chunked)
     forwards = [sorted(plan.counts.items(), key=lambda chunk: chunk[0].arrival)] if plan.counts else []
     oldest = prefilling[0]
+    # Without chunks, a prompt longer than the budget would never fit, so the oldest one has a forward of its own.
     if oldest not in plan.counts and not chunked:
         forwards.append([(oldest, oldest.prefill_length - oldest.prefilled)])
     return forwards
@@ -115,7 +119,7 @@ def padded_tokens(chunks: Sequence[Chunk], padded: bool) -> int:
 
 
 ROOMS = (4, 8, 16)  # chunks that a step has room for, of TOKENS_PER_CHUNK tokens each on average, the smallest first
-ROOMS_ALONE = (*ROOMS, 32)  # the same of a step without rows, which nobody waits for
+ROOMS_ALONE = (*ROOMS, 32)  # the same for a step without rows, which delays no running sequence
 
 
 def choose_room(prompts: int, tokens: int, rooms: Sequence[int] = ROOMS_ALONE) -> int:
@@ -129,13 +133,13 @@ def room_for(chunks: Sequence[Chunk]) -> int:
 
 
 def rope_length(target: Target, sequence: TokenSequence) -> int:
-    """Return the sequence length that selects RoPE frequencies, at least, of a prompt that may be read in parts."""
+    """Return a lower bound on the length that selects RoPE frequencies of a prompt that may be read in chunks."""
     prompt = len(sequence.prompt)
     return prompt if target.rope is None else target.rope.prompt_length(prompt, sequence.prefill_length)
 
 
 class ChunkBuffers:
-    """Room for chunks of prompts, where captured steps look for them."""
+    """Buffers for chunks of prompts at fixed addresses, which captured steps read."""
 
     def __init__(self, blocks: int, target: Target):
         """Make empty buffers for prompts that a model reads. blocks: width of the block tables."""
@@ -152,11 +156,12 @@ class ChunkBuffers:
             tokens += sequence.tokens[sequence.prefilled : sequence.prefilled + count]
             starts.append(len(tokens))
             lengths.append(sequence.prefilled)
+            # RoPE frequencies may depend on the length of the whole prompt, which a chunk alone does not show.
             given = sequence.inputs | {ROPE_BY_LENGTH: rope_length(self._target, sequence)}
             for feature, numbers_of in inputs.items():
                 numbers_of.append(given[feature])
         empty = room - len(chunks)
-        # Sizes are those of the buffers, so that one captured step reads any chunks that fit.
+        # All sizes are the buffers' sizes, so that one captured step reads any chunks that fit.
         padding, ends = [0] * (len(buffers.tokens) - len(tokens)), starts[-1:] * empty
         parts = [tokens + padding, starts + ends, lengths, *inputs.values()]
         device, sizes = buffers.tokens.device, [len(part) for part in parts]
@@ -171,7 +176,7 @@ class ChunkBuffers:
 
 @dataclass(frozen=True)
 class PrefilledRows:
-    """Sequences whose prompts are in the cache as a whole, and the target's outputs at their last tokens.
+    """Sequences whose prompts are completely in the cache, and the target's outputs at their last tokens.
 
     Attributes:
         sequences: B sequences.
@@ -192,12 +197,12 @@ class PrefilledRows:
     rows: Sequence[int]
 
     def at(self, rows: Sequence[int]) -> "PrefilledRows":
-        """Return some of the rows alone, with tokens as wide as the longest of them needs."""
+        """Return a subset of the rows, with tokens as wide as the longest of them needs."""
         if len(rows) == len(self.sequences):
             return self
         index = to_device(rows, self.tokens.device, torch.long)
         sequences = [self.sequences[row] for row in rows]
-        # With them, the forward may have read a chunk of a prompt that is longer than all buffers of the batch.
+        # The forward may also have read a chunk of a prompt that is longer than all buffers of the batch.
         width = 1 + max((sequence.prefill_length for sequence in sequences), default=0)
         return replace(
             self,
@@ -215,6 +220,7 @@ class Prefiller:
 
     def __init__(self, target: Target, draft_model: Target | None, limits: Limits):
         self._target, self._draft_model, self._limits = target, draft_model, limits
+        # A CPU reads rows one after the other, so padding costs it nothing.
         self.padded = target.device.type != "cpu" and not target.varlen.ok
         self.restart_pace()
 
@@ -225,26 +231,27 @@ class Prefiller:
     def choose(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[list[Chunk]]:
         """Choose what the forwards of one round read.
 
-        Sequences whose prompts are scored are read apart from others, which need the logits of their last tokens alone.
-        A prompt with images is read whole, in a forward of its own; where forwards have a pace, one of them a round.
-
-        `step_tokens` of the budget of one forward are those of the round's step. Returns the chunks of each forward.
+        Sequences whose prompts are scored are read apart from others, which need only the logits of their last tokens.
+        A prompt with images is read whole, in its own forward; where forwards have a pace, one of them a round.
+        `step_tokens` of the budget of one forward are used by the round's step. Returns the chunks of each forward.
         """
         seeing = [sequence for sequence in sequences if sequence.images is not None]
         forwards = [[(sequence, sequence.prefill_length)] for sequence in seeing[: 1 if self._limits.paced else None]]
         most, chunked = self._limits.max_num_tokens - step_tokens, self._limits.chunked
+        # At least a block, or a small budget could stop all prompts.
         budget = max(min(most, self.pace.tokens) if chunked and self._limits.paced else most, BLOCK_SIZE)
         texts = [sequence for sequence in sequences if sequence.images is None]
         kinds = [[sequence for sequence in texts if sequence.needs_scores is scored] for scored in (False, True)]
+        # Each kind gets a forward in the same round, so together they may take no longer than one.
         share = max(budget // max(sum(map(bool, kinds)), 1), BLOCK_SIZE)
         for kind in filter(None, kinds):
             forwards += choose_chunks(kind, share, self.padded, chunked)
         return forwards
 
     def forward(self, chunks: Sequence[Chunk], row_caches: RowCaches) -> PrefilledRows:
-        """Launch one forward that reads a chunk of each of some prompts.
+        """Launch one forward that reads a chunk of each of several prompts.
 
-        Returns the prompts that are complete then.
+        Returns the prompts that it completes.
         """
         device = self._target.device
         sequences = [sequence for sequence, _ in chunks]
@@ -253,8 +260,9 @@ class Prefiller:
         starts = [sequence.prefilled for sequence in sequences]
         ends = [sequence.prefilled + count for sequence, count in chunks]
         rope = [rope_length(self._target, sequence) for sequence in sequences]
-        # Completed prompts need all tokens; others only the chunk's, and the one before it, from which a draft model
-        # with recurrent states reads on.
+        # Completed prompts need all tokens. Others need only the chunk's and the one before it, from which a draft
+        # model
+        # with recurrent states continues.
         complete = [end == sequence.prefill_length for sequence, end in zip(sequences, ends, strict=True)]
         first = [0 if whole else max(start - 1, 0) for whole, start in zip(complete, starts, strict=True)]
         tokens = to_device(_stack([sequence.tokens for sequence in sequences], ends, first), device)
@@ -269,8 +277,10 @@ class Prefiller:
             following = list(sequence.prompt[first + 1 : first + 1 + len(logits)])
             sequence.prompt_scores.extend(score_prompt(logits, following, count))
 
+        # Before the target, which needs its result last: both are only launched here.
         self._read_drafts(sequences, ends, prompts, caches.draft)
         logits, hidden = self._target.prefill(prompts, show=show if sequences[0].needs_scores else None)
+        # Counted at the launch: later forwards run after this one on the device.
         done = _take_note(chunks)
         return PrefilledRows(sequences, tokens, prompts.upto, logits, hidden, caches, range(len(sequences))).at(done)
 
@@ -283,7 +293,7 @@ class Prefiller:
             return
         assert cache is not None, "a draft model has a cache"
         texts = [sequence.draft_text for sequence in sequences if sequence.draft_text is not None]
-        if texts:  # in a vocabulary of its own, where the same sequence has another length
+        if texts:  # the draft model has another vocabulary, in which the same sequence has another length
             starts = [sequence.draft_prefilled for sequence in sequences]
             lengths = [sequence.draft_length(end) for sequence, end in zip(sequences, ends, strict=True)]
             for sequence, length in zip(sequences, lengths, strict=True):
@@ -312,7 +322,7 @@ class Prefiller:
 
     @property
     def can_mix(self) -> bool:
-        """Return whether steps can read prompts too: not where a draft model must read them as well, or whole."""
+        """Return whether steps can also read prompts: not where prompts are read whole or by a draft model too."""
         # Recurrent layers read prompts row by row, in a forward of their own.
         may_mix = RECURRENT_STATES not in self._target.features and self._target.paged.ok
         return may_mix and self._draft_model is None and self._limits.chunked
@@ -329,10 +339,11 @@ class Prefiller:
         # However many tokens the trees have, some of a prompt are read, or it would wait for rows to end.
         budget = min(room * TOKENS_PER_CHUNK, max(self._limits.max_num_tokens - step_tokens, BLOCK_SIZE))
         [chunks] = choose_chunks(sequences, budget, padded=False, chunked=True)
+        # The number of chunks is bounded too: each has a row of the buffers.
         return chunks[:room]
 
     def finish_mixed(self, chunks: Sequence[Chunk], ends: ChunkEnds, row_caches: RowCaches) -> PrefilledRows | None:
-        """Take note of chunks that a step has read; return the prompts that are complete, None if there are none."""
+        """Record chunks that a step has read, and return the prompts that are complete; None if there are none."""
         device, done = self._target.device, _take_note(chunks)
         if not done:
             return None
@@ -348,7 +359,7 @@ class Prefiller:
 
 
 def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
-    """Read prompts into the cache of a draft model with the target's ids. Of images it sees the placeholder ids.
+    """Read prompts into the cache of a draft model with the target's ids. It reads placeholder ids in place of images.
 
     Recurrent states lag by one token, since each step reads the last committed token again.
     """
@@ -358,6 +369,7 @@ def read_drafts(prompts: Prompts, model: Target, cache: KVCache) -> None:
         return
     starts, ends = [max(start - 1, 0) for start in prompts.starts], [max(end - 1, 1) for end in prompts.ends]
     model.prefill(Prompts(tokens, starts, ends, cache))
+    # A prompt of one token leaves nothing to read before it, so its state is that of no token.
     cache.states.forget([row for row, end in enumerate(prompts.ends) if end == 1])
 
 
@@ -367,19 +379,19 @@ def _left(sequences: Sequence[TokenSequence]) -> int:
 
 
 def _take_note(chunks: Sequence[Chunk]) -> list[int]:
-    """Count chunks as read, and return the indices of chunks that complete their prompts."""
+    """Add chunks to the counts of read tokens, and return the indices of chunks that complete their prompts."""
     for sequence, count in chunks:
         sequence.prefilled += count
     return [row for row, (sequence, _) in enumerate(chunks) if sequence.prefilled == sequence.prefill_length]
 
 
 def _stack(texts: Sequence[Sequence[int]], counts: Sequence[int], first: Sequence[int] | None = None) -> Tensor:
-    """Return the first tokens of sequences, padded with one 0 at least, `[B, T]` int64 on the host.
+    """Return the first tokens of sequences, padded by at least one 0, `[B, T]` int64 on the host.
 
-    The first `first` tokens of each are left at 0, since nobody reads them.
+    The first `first` tokens of each stay 0, since they are not read.
     """
     padded = torch.zeros(len(texts), max(counts, default=0) + 1, dtype=torch.long)
     for row, (text, start, count) in enumerate(zip(texts, first or [0] * len(texts), counts, strict=True)):
-        if start < count:  # of an array, since torch takes many times as long to read a list
+        if start < count:  # through an array, since torch takes many times as long to read a list
             padded[row, start:count] = torch.frombuffer(array("q", text[start:count]), dtype=torch.long)
     return padded

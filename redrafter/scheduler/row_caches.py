@@ -1,4 +1,4 @@
-"""The keys and values of the rows of a running batch, on either kind of cache."""
+"""The keys and values of the rows of a running batch, on a paged or a dense cache."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ class CachePair:
     """Keys and values of the same rows, of the target and of a draft model.
 
     Attributes:
-        target: Those of the target.
-        draft: Those of the draft model; None where there is none.
+        target: The target's keys and values.
+        draft: The draft model's keys and values; None where there is none.
     """
 
     target: KVCache
@@ -37,7 +37,7 @@ class CachePair:
 
     @cached_property
     def all(self) -> list[Any]:
-        """The caches that there are."""
+        """The existing caches of the pair."""
         return [self.target] if self.draft is None else [self.target, self.draft]
 
 
@@ -47,8 +47,7 @@ class PagedRows:
     Attributes:
         tables: Ids of the blocks of each row, `[R, M]` int32; 0 where a row has fewer.
         draft_tables: The same for a draft model with another vocabulary, `[R, M']` int32; None without one.
-        state_rows: Where the recurrent states of each row are, and where steps keep a copy of them, `[R, 2]` int64; 0
-            without any.
+        state_rows: The state row of each row and the row for its snapshot, `[R, 2]` int64; 0 where there are no states.
     """
 
     def __init__(self, memory: PagedMemory, has_draft_model: bool, vocabulary: VocabularyMap | None = None):
@@ -66,6 +65,7 @@ class PagedRows:
 
     def reserve(self, rows: int, positions: int) -> None:
         """Grow the tables to at least this number of rows and of positions per row."""
+        # A new tensor: steps captured over the old tables were dropped by the caller.
         self.tables = _enlarged(self.tables, rows, positions // BLOCK_SIZE)
         if self.draft_tables is not None:
             self.draft_tables = _enlarged(self.draft_tables, rows, self._draft_blocks(positions))
@@ -106,21 +106,23 @@ class PagedRows:
 
     @staticmethod
     def _append(tables: Tensor, rows: Sequence[int | None], block_tables: Sequence[BlockTable]) -> None:
-        """Copy the ids of the blocks that some rows were given since the last copy: a long sequence has thousands."""
+        """Copy the ids of blocks added since the last copy, and not all of them: a long sequence has thousands."""
         new = [
             (row, column, block_table.blocks[column])
             for row, block_table in zip(rows, block_tables, strict=True)
+            # `copied` is 0 for a new table, so this also covers rows that were written before they grew.
             for column in range(block_table.copied, min(len(block_table.blocks), tables.shape[1]))
         ]
         for block_table in block_tables:
             block_table.copied = len(block_table.blocks)
+        # One copy of all new entries, as a round may grow many rows.
         if new:
             row, column, block = to_device(new, tables.device, torch.long).unbind(1)
             tables.index_put_((row, column), block.to(tables.dtype))
 
     @staticmethod
     def _stack(block_tables: Sequence[BlockTable], like: Tensor) -> Tensor:
-        """Return the ids of the blocks of block tables, as wide as `like`, and take note that they were copied."""
+        """Return the ids of the blocks of block tables, as wide as `like`, and record that they were copied."""
         for block_table in block_tables:
             block_table.copied = len(block_table.blocks)
         return stack_block_tables(block_tables, like.device, like.shape[1])
@@ -148,7 +150,7 @@ class PagedRows:
         return sum(tables.nbytes for tables in self._all_tables())
 
     def prepare(self, rows: int, longest: int, longest_draft: int, proposer: Proposer) -> None:
-        """Do nothing: sequences are given blocks before a step."""
+        """Do nothing: sequences receive blocks before a step."""
 
     def of_step(self, rows: int, window: int) -> CachePair:
         """Return the caches of the first rows for steps that see a window of their positions."""
@@ -174,7 +176,7 @@ class PagedRows:
 
 
 class DenseRows:
-    """Rows with buffers of their own, for any device and any supported model; its methods are those of `PagedRows`."""
+    """Rows with their own buffers, for any device and any supported model; with the methods of `PagedRows`."""
 
     def __init__(self, target: Target, draft_model: Target | None, rows: int):
         """Begin without buffers. rows: most rows at once."""
@@ -193,7 +195,7 @@ class DenseRows:
         return self._make(rows, len(sequences), slots, draft_slots)
 
     def _make(self, rows: int, used: int, *slots: int) -> CachePair:
-        """Return empty caches for `rows` rows, of which the first `used` take part, with slots for each model."""
+        """Return empty caches for `rows` rows, of which the first `used` are active, with slots for each model."""
         models = [model for model in (self._target, self._draft_model) if model is not None]
         caches: list[DenseCache] = [model.new_cache(rows) for model in models]
         for cache, count in zip(caches, slots, strict=False):
@@ -204,11 +206,13 @@ class DenseRows:
     def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
         """Copy keys and values of prompts into the rows from `first` on."""
         if self._caches is None:
+            # The first prompts' caches were made for all rows, so they are adopted without a copy.
             self._caches = read
             if list(rows) == list(range(len(rows))):
                 return
             self._caches = self._make(self._all_rows, 1, *(cache.window for cache in read.all))
         for mine, part in zip(self._caches.all, read.all, strict=True):
+            # Both caches must have the slots before rows are copied.
             mine.reserve(max(mine.window, part.window))
             mine.write_rows(range(first, first + len(rows)), part, rows)
 
@@ -233,6 +237,7 @@ class DenseRows:
         for cache, committed in zip(self._caches.all, (longest, longest_draft), strict=False):
             if rows != cache.rows:
                 cache.use_rows(rows)
+            # One row that only appends needs no scratch slots, so its cache need not be copied to grow.
             if rows == proposer.scratch_slots == 1:
                 cache.reserve_one_token(committed)
             else:
@@ -244,7 +249,7 @@ class DenseRows:
 
 
 RowCaches: TypeAlias = PagedRows | DenseRows
-"""Where the rows of a running batch have their keys and values."""
+"""The keys and values of the rows of a running batch."""
 
 
 def _enlarged(tables: Tensor, rows: int, blocks: int) -> Tensor:

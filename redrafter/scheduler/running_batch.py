@@ -72,10 +72,10 @@ GRAPH_BYTES = 2 << 20  # estimate for a captured step without its output: some h
 
 
 def overshoot(proposer: Proposer) -> int:
-    """Return how many positions past its limit a row may touch.
+    """Return how many positions past its limit a row may write to.
 
     Its last step may overshoot by K tokens. Where the next step is launched before the host knows, the row overshoots
-    by K + 1 more. Standing still, it is then drafted for K further.
+    by K + 1 more. Once ended, it is still drafted for K positions further.
     """
     return 3 * proposer.depth + 2
 
@@ -85,10 +85,10 @@ class StepKey(NamedTuple):
 
     Attributes:
         rows: How many rows.
-        window: Positions of each row that it sees.
-        sampling: What sampling depends on; see `SamplingTensors.kind`.
+        window: Positions of each row that it reads.
+        sampling: Key of the sampling operations, from `SamplingTensors.kind`.
         proposer: Id of the proposer.
-        chunks: Chunks of prompts that there is room for.
+        chunks: Number of prompt chunks that it has room for.
         keeps_logits: Whether it keeps logits and scores, which are as large as the vocabulary.
         adapters: Version of the adapters' stacks; 0 for no adapter.
     """
@@ -142,13 +142,13 @@ class RunningBatch:
         memory: PagedMemory | None = None,
         piece: int = 0,
     ):
-        """Make an empty batch of at most `rows` rows. Without `memory`, its steps run as they are.
+        """Make an empty batch of at most `rows` rows. Without `memory`, its steps run uncaptured.
 
-        Each row has room for `piece` tokens of an earlier text.
+        Each row has room for `piece` tokens of a finished sequence.
         """
         self.target, self.sampling, self.caches, self._all_rows = target, sampling, caches, rows
         self._memory, self._piece = memory, piece
-        self._given: dict[TokenSequence, Piece] = {}  # pieces that are not in the rows yet
+        self._given: dict[TokenSequence, Piece] = {}  # pieces that are not written to the rows yet
         self.rows: list[TokenSequence] = []
         self.captured_steps: dict[StepKey, CapturedStep] = {}
         self._requirements: BatchRequirements | None = None  # None after the rows have changed
@@ -167,6 +167,7 @@ class RunningBatch:
         every = self.policy.proposers
         self.depth = max(proposer.depth for proposer in every)
         copies = any(proposer.without_text or isinstance(proposer, PromptLookupProposer) for proposer in every)
+        # Only a CPU's step is read before the next is chosen, so only there all tokens are known to the host.
         self._knows_matches = copies and self.target.device.type == "cpu"
         self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in every)
         self._translates = speculate and models.draft_vocabulary is not None
@@ -209,6 +210,7 @@ class RunningBatch:
             prompts = drawn.tokens, drawn.lengths, drawn.logits, drawn.hidden
             output = draw_first_tokens(*prompts, window, sampler, self.target.ranks)[1]
             first = LaunchedStep.of(drawn.sequences, output, PendingReport(output.pack_for_host()))
+            # Draws stay on the device: reading them here would wait for the forward.
             pending[to_device(new, pending.device, torch.long)] = output.tokens[:, 0]
         self.add(read, pending)
         return first
@@ -221,6 +223,7 @@ class RunningBatch:
         sequences, first = read.sequences, len(self.rows)
         if not sequences:
             return
+        # Before rows are added, as growing copies the buffers and drops captured steps.
         self.reserve(max(sequence.max_length for sequence in sequences))
         self.rows += sequences
         self._requirements = None
@@ -234,7 +237,7 @@ class RunningBatch:
         for feature, buffer in state.inputs.items():
             buffer[rows] = to_device([sequence.inputs[feature] for sequence in sequences], buffer.device, torch.long)
         if state.pieces is not None:
-            state.pieces[rows] = 0  # what another sequence of the row was given may be of another salt
+            state.pieces[rows] = 0  # the row's last sequence may have had a piece of another salt
             for sequence in sequences:
                 sequence.piece = None
         self.sampling.write(first, sequences)
@@ -259,6 +262,7 @@ class RunningBatch:
         sequence.row = self._requirements = None
         last = len(self.rows) - 1
         if row != last:
+            # Rows have no gaps, so a step over the first rows reads active ones only.
             for tensor in self.state.tensors:  # `active` too: both rows step
                 tensor[row] = tensor[last]
             self.sampling.move(last, row)
@@ -280,6 +284,7 @@ class RunningBatch:
         """
         step = self.prepare_step(chunks)
         times, size = None if chunks or not step.ran else self.policy.times, len(step.state.length)
+        # Only a step that waits for the result can be timed by a host clock, and none that also reads prompts.
         if times is not None and times.clock is not None and times.wants(size, step.proposer):
             began = times.clock()
             report = step.replay()
@@ -301,12 +306,12 @@ class RunningBatch:
 
         # 1. The window of positions that the step sees.
         ahead = self.depth + 1  # tokens by which each step that was launched may advance a row
-        # The most committed tokens that a row can have, and those of them as the draft model reads them.
+        # The most committed tokens that a row can have, and their number in the draft model's vocabulary.
         lengths = (len(row.tokens) - 1 + ahead * row.launched for row in self.rows)
         longest = longest_draft = max(lengths, default=0)
         if self._translates:
             longest_draft = max(row.draft_bound(len(row.tokens) + ahead * row.launched) - 1 for row in self.rows)
-        # A CPU's step can see less where its own proposer copies nothing.
+        # On a CPU a step's own proposer limits what it reads; a captured step's window is the same for all proposers.
         reach = overshoot(proposer) + proposer.scratch_slots if self.target.device.type == "cpu" else self.overshoot
         window = min(self._round_up(longest + reach), self._positions)
         self.caches.prepare(rows, longest, longest_draft, proposer)
@@ -317,20 +322,23 @@ class RunningBatch:
             if self._chunk_buffers is None:
                 self._chunk_buffers = ChunkBuffers(self._positions // BLOCK_SIZE, self.target)
             room = self._chunk_buffers.load(chunks)
+        # A step without adapters skips their matrices, so it has a key of its own.
         version, stacks = 0, self.target.adapters.stacks
         if stacks is not None and (
             requirements.adapters or any(sequence.adapter is not None for sequence, _ in chunks)
         ):
             version = stacks.version
 
-        # 3. The step that was captured for all this, or a new one.
+        # 3. The step captured for this key, or a new one.
         key = StepKey(
             rows, window, requirements.sampling, id(proposer), room.count if room else 0, requirements.logits, version
         )
+        # Popped and inserted again below, which keeps the dict in the order of last use.
         step = self.captured_steps.pop(key, None)
         if step is None:
             step = self._make_step(key, proposer, room)
         self.captured_steps[key] = step
+        # Not captured: only the one step at which a row crosses the switch of its rope needs it.
         if self.target.reread_from is not None and longest >= self.target.reread_from:
             state = step.state
             at_switch = (state.length == self.target.reread_from) & state.active
@@ -372,13 +380,15 @@ class RunningBatch:
     def _make_step(self, key: StepKey, proposer: Proposer, chunks: PromptChunks | None) -> CapturedStep:
         """Make a step over the first rows, and capture it if the device can."""
         for old in [old for old in self.captured_steps if 0 < old.adapters < key.adapters]:
-            del self.captured_steps[old]  # no forward has those layers alone any more
+            del self.captured_steps[old]  # its adapter stacks were replaced, so no later step has its key
+        # The least recently used is the first, since a step is inserted again at each use.
         while len(self.captured_steps) >= MAX_CAPTURED_STEPS:
             del self.captured_steps[next(iter(self.captured_steps))]
         first = self.state.at(slice(key.rows))  # shares memory with `state`
         inputs = {feature: x for feature, x in first.inputs.items() if feature is not ADAPTERS or key.adapters}
         state = replace(first, tokens=first.tokens[:, : key.window], inputs=inputs)
         caches = self.caches.of_step(key.rows, key.window)
+        # Rejection sampling compares the target's distribution with the drafter's.
         keep_scores = self._rejection_sampling and proposer is not self._plain
         sampler = self.sampling.sampler(key.rows, self.rows, keep_scores=keep_scores)
         drafts = None if proposer.model is None else caches.draft
@@ -386,6 +396,7 @@ class RunningBatch:
             state, proposer, self.target, caches.target, sampler, drafts, chunks, keeps_logits=key.keeps_logits
         )
         if self._memory is not None:
+            # Capturing runs the step once, which would advance real rows.
             active = state.active.clone()
             state.active.zero_()  # the run that is captured must change nothing
             self._memory.capturer.capture(step)
@@ -398,6 +409,7 @@ class RunningBatch:
         if positions <= self._positions:
             return
         size = self._round_up(positions)
+        # Steps in flight still read the old buffers, whose memory is reused once they are dropped.
         self._wait_for_device()
         # Clear first: if an allocation below fails, captured steps would not fit the partly grown buffers.
         self.captured_steps.clear()
@@ -411,7 +423,7 @@ class RunningBatch:
         self._state, self._positions = larger, size
 
     def _round_up(self, positions: int) -> int:
-        """Round a number of positions up to one of few sizes, at most the longest possible sequence.
+        """Round a number of positions up to one of a few sizes, at most the longest possible sequence.
 
         The result is a multiple of the block size.
         """
@@ -431,7 +443,7 @@ class RunningBatch:
         )
 
     def free(self) -> None:
-        """Give up all buffers and captured steps, while there are no sequences."""
+        """Release all buffers and captured steps, while there are no sequences."""
         assert not self.rows, "rows are in the buffers"
         # No graph may be freed while another is captured.
         with nullcontext() if self._memory is None else self._memory.lock:
@@ -440,6 +452,6 @@ class RunningBatch:
             self._state, self._chunk_buffers, self._positions = None, None, 0
 
     def _wait_for_device(self) -> None:
-        """Wait until no step runs in the buffers, which are given up."""
+        """Wait until no step reads or writes the buffers, which are about to be released."""
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)

@@ -1,13 +1,13 @@
-"""The running set: which sequences hold a slot, which waiting ones are given slots and blocks, and which give way.
+"""The running set: sequences with slots, their admission, and their preemption.
 
 A sequence with a slot has blocks of the cache. While its prompt is being read it has no row of the batch, and then it
 has one.
 
 Where slots or blocks are taken, a waiting sequence is given those of a sequence with a higher priority number. Where
 every slot is taken by sequences of its own number, a client without any is given the slot of another client's newest
-one. Where rows need more blocks than there are, the newest sequence of the highest number waits until there are enough
-again. Who gave way continues later with the same tokens. Schedulers in other threads may hold blocks of the same cache:
-who has no sequence left to run then waits in turn, holding none.
+one. Where rows need more blocks than are free, the newest sequence of the highest number waits until there are enough
+again. A preempted sequence continues later with the same tokens. Schedulers in other threads may hold blocks of the
+same cache: one with no sequence left to run then waits in turn and holds no blocks.
 """
 
 import threading
@@ -87,13 +87,14 @@ class RunningSet:
         """Queue the sequences of one client, all or none of them.
 
         Raises:
-            QueueFullError: Too many sequences wait, see `WaitingQueue.refuse_if_full`.
+            QueueFullError: Too many sequences wait, as `WaitingQueue.refuse_if_full` defines.
         """
         with self._lock:
             self._queue.refuse_if_full(limits, self.running, sequences[0].client, len(sequences))
             for sequence in sequences:
                 sequence.stats = Stats(accepted_by_depth=[0] * self._batch.depth)
                 self._arrivals += 1
+                # Numbered under the lock, so that order of arrival is the order in the queue.
                 sequence.arrival = self._arrivals
                 self._queue.add(sequence)
 
@@ -130,17 +131,18 @@ class RunningSet:
     def admit(self, limits: Limits, settle: Settle, *, mixed_prefill: bool) -> None:
         """Give slots and blocks to the next sequences of the queue, as many as there is room for.
 
-        To be called once a round. If there is room for none while none runs, wait a moment for others to make some.
+        Call this once a round. If there is room for none while none runs, it waits a moment for others to release some.
 
         Args:
             limits: Limits of the sequences that run at once.
-            settle: See `Settle`.
-            mixed_prefill: Whether steps read prompts, so that one alone costs no forward.
+            settle: Waits for launched forwards.
+            mixed_prefill: Whether steps read prompts, so that admitting one sequence alone costs no extra forward.
         """
         self._rounds += 1
         if self._blocks is None or self._blocks.have_turn:
             self._admit(limits, settle, mixed_prefill=mixed_prefill)
         if self._blocks is not None:
+            # With a running sequence the round must continue: it releases blocks itself when it ends.
             if self.waiting and not self.running:
                 self._blocks.wait()
             else:
@@ -162,9 +164,11 @@ class RunningSet:
                 return
             with self._lock:
                 if sequence not in self._queue:
-                    continue  # it was cancelled meanwhile
+                    continue  # it was cancelled in another thread
+                # Started before its blocks are allocated, so that no other thread sees it in both places.
                 self._queue.start(sequence)
                 self.prefilling[sequence] = None
+            # Stop at the first that does not fit: smaller ones after it would keep it waiting for good.
             if not self._allocate(sequence, limits, settle, slotless):
                 self._put_back(sequence)
                 return
@@ -177,12 +181,15 @@ class RunningSet:
         earlier_round, sequence.admitted_round = sequence.admitted_round, self._rounds
         if self._blocks is None:
             return True
+        # Without the guarantee, blocks for the prompt and one token suffice; rows grow as they step.
         positions = sequence.max_length if limits.guaranteed_no_evict else sequence.prefill_length + 1
         slots = positions + self._batch.overshoot
+        # Each preemption frees blocks, so the allocation is tried again until it fits or none can be preempted.
         while sequence.block_table is None:
             try:
                 self._blocks.allocate(sequence, slots)
             except CacheFullError as error:
+                # Waiting would never help a sequence larger than the whole cache.
                 if not self._blocks.could_hold(sequence, slots):
                     self.end(sequence, SequenceDelta((), finish="error", error=error))
                     return True
@@ -208,7 +215,7 @@ class RunningSet:
         Args:
             sequence: The sequence that waits.
             limits: Limits, which may promise that none is preempted.
-            settle: See `Settle`.
+            settle: Waits for launched forwards.
             slotless: Whether its client had no slot of its priority before.
             positions: Positions that it needs.
         """
@@ -228,10 +235,13 @@ class RunningSet:
                 )
             )
         ]
+        # Preempting in vain would cost the others a prefill and give the waiting one nothing.
         blocks = self._blocks.free + sum(len(table.blocks) for _, table in candidates)
         if not candidates or blocks * BLOCK_SIZE < positions:
             return False
+        # Chosen before `settle`, which may end sequences; the caller tries again if the choice has ended.
         chosen = self._next_to_preempt([other for other, _ in candidates])
+        # Its blocks may be handed out only once the tokens in flight are known.
         settle()
         # `settle` read the tokens in flight, which may have ended it.
         if not chosen.ended:
@@ -239,9 +249,9 @@ class RunningSet:
         return True
 
     def _next_to_preempt(self, sequences: Sequence[TokenSequence]) -> TokenSequence:
-        """Return the sequence of the highest number; among equals the newest one of the client with most slots.
+        """Return the sequence of the highest priority number; among equals the newest of the client with most slots.
 
-        It is never the oldest of the lowest number unless that is alone, so one at least always advances.
+        It is never the oldest of the lowest number unless that is the only one, so at least one always advances.
         """
         return max(sequences, key=lambda each: (each.priority, self._queue.running(each), each.arrival))
 
@@ -267,9 +277,9 @@ class RunningSet:
             self._queue.put_back(sequence)
 
     def grow(self, settle: Settle) -> list[TokenSequence]:
-        """Give each row blocks for its next step, and preempt the least urgent sequences where there are too few.
+        """Allocate blocks for each row's next step, and preempt the least urgent sequences if there are too few.
 
-        Returns the sequences that were given blocks; some of them may have been preempted since.
+        Returns the sequences that received blocks; some of them may have been preempted since.
         """
         assert self._blocks is not None, "a dense cache grows as its sequences do"
         grown = []
@@ -283,6 +293,8 @@ class RunningSet:
                         grown.append(sequence)
                     break
                 except CacheFullError as error:
+                    # Reading the tokens in flight is cheaper than preempting: a sequence that has ended releases its
+                    # blocks.
                     if settle():
                         continue  # a sequence may have ended
                     if self._blocks.could_hold(sequence, slots):
@@ -299,9 +311,10 @@ class RunningSet:
     def end(self, sequence: TokenSequence, delta: SequenceDelta, keep: bool = True) -> None:
         """Release the slot and blocks of a sequence, and report its last delta.
 
-        Its keys and values may be reused if `keep` says so, which they may not after an error.
+        Later sequences may reuse its keys and values if `keep` is set, which must not be after an error.
         """
         held = sequence.row is not None or sequence in self.prefilling
+        # Blocks may be published already, so they are withdrawn before they are released.
         if self._blocks is not None and not keep:
             self._blocks.withdraw(sequence)
         self._take_back(sequence, keep)
@@ -313,6 +326,7 @@ class RunningSet:
             elif sequence in self._queue:
                 self._queue.remove(sequence)
             sequence.ended = True
+        # After all is released: the sink may submit a sequence at once.
         sequence.sink(sequence, delta)
 
     def abandon(self) -> None:
@@ -324,8 +338,9 @@ class RunningSet:
             self._blocks.end_wait()
 
     def _take_back(self, sequence: TokenSequence, keep: bool) -> None:
-        """Take back the blocks and the row of a sequence, whose keys and values may be reused if `keep` says so."""
+        """Take back the blocks and the row of a sequence, whose keys and values may be reused if `keep` is set."""
         if self._blocks is not None:
+            # Before the row is removed: how many tokens are cached depends on whether the sequence has a row.
             self._blocks.release(sequence, keep)
         if sequence.row is not None:
             self._batch.remove(sequence)

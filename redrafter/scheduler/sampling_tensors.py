@@ -29,8 +29,8 @@ from redrafter.scheduler.captured_step import bucket
 from redrafter.scheduler.sequence import TokenSequence
 
 FEW = 8  # a captured step that sorts few rows' scores has room for one row in eight
-# Each row's numbers, by the dtype of their columns. transformers counts probabilities of top-p in float64.
-_TABLES = ("logit_bias", "stop_token_ids")  # which have a line of the vocabulary for each row
+# Each row's numbers, by the dtype of their columns. transformers accumulates probabilities of top-p in float64.
+_TABLES = ("logit_bias", "stop_token_ids")  # which have an entry for each id of the vocabulary in each row
 _KINDS: tuple[type[RowProcessor], ...] = (*EDITS, RowTemperature, *CUTS)
 _READ = [name for kind in _KINDS for name in kind.reads if name not in _TABLES]
 FLAGS, DOUBLES = ["greedy", "plain"], ["top_p"]
@@ -42,9 +42,9 @@ WARPING = {name for kind in _KINDS if kind not in EDITS for name in kind.reads} 
 class Kind(NamedTuple):
     """Key of a server's captured step.
 
-    A step has the processors that one of its rows asks for, in two groups: edits of single tokens are
-    computed in one pass over all rows, cuts of unlikely tokens take a sort, of few rows or of all. Without a
-    grammar there are eight kinds, and no row waits for a sort that nobody asked for.
+    A step has the processors that any of its rows needs, in two groups: edits of single tokens are computed in one pass
+    over all rows, cuts of unlikely tokens take a sort, of few rows or of all. Without a grammar there are eight kinds,
+    and no row waits for a sort that no row needs.
 
     Attributes:
         greedy: Whether every row takes the likeliest token.
@@ -60,7 +60,7 @@ class Kind(NamedTuple):
 
 
 class CallKind(NamedTuple):
-    """Key of a captured step of a call of `generate`, whose rows have the same processors: exactly these run.
+    """Key of a captured step of a call of `generate`, whose rows all have the same processors.
 
     Attributes:
         asked: Which processors of rows change scores.
@@ -92,15 +92,16 @@ class SamplingTensors:
     def __init__(
         self, rows: int, vocabulary: int, device: torch.device, ids: Tensor | None = None, *, of_call: bool = False
     ):
-        """Make tensors of parameters that mean nothing before they are written.
+        """Make tensors of parameters, undefined until they are written.
 
         Args:
             rows: R.
             vocabulary: V.
             device: Where the tensors are.
             ids: `arange(V)` on the device, if there is one already.
-            of_call: Whether the rows are always those of one call of `generate`. Steps then have exactly the processors
-                that these ask for, and the caller's own; else few kinds of steps, which can all be captured beforehand.
+            of_call: Whether the rows always belong to one call of `generate`. Steps then run exactly the processors
+                that the call needs, and the caller's own; else there are few kinds of steps, which can be captured
+                beforehand.
         """
         self._rows, self._of_call = rows, of_call
         with device:
@@ -140,11 +141,13 @@ class SamplingTensors:
                 self._write_bias_and_stops(row, params)
             for mine, theirs in zip(self._own_of(params), (*params.extra, *params.extra_last), strict=True):
                 if isinstance(mine, RowProcessor) and isinstance(theirs, RowProcessor):
+                    # Into the buffers of all rows, as a captured step reads settings at fixed addresses.
                     for buffer, value in zip(mine.settings, theirs.settings, strict=True):
                         buffer[row] = value[0]
 
     def _write_bias_and_stops(self, row: int, params: SamplingParams) -> None:
         bias, stops = self.bias_and_stops
+        # The row's last sequence may have had others.
         bias[row], stops[row] = 0.0, False
         if params.logit_bias:
             tokens, values = zip(*params.logit_bias.items(), strict=True)
@@ -153,9 +156,9 @@ class SamplingTensors:
         stops[row].index_fill_(0, to_device(sorted(params.stop_token_ids), stops.device, torch.long), True)
 
     def _own_of(self, params: SamplingParams) -> list[OwnProcessor]:
-        """Return buffers for all rows of processors like those of a caller's own, the same for the same kinds."""
+        """Return buffers for all rows of processors of the caller's kinds, the same for the same kinds."""
         given = (*params.extra, *params.extra_last)
-        assert self._of_call or not given, "the rows of a server ask for processors by name alone"
+        assert self._of_call or not given, "a server's rows have named processors only"
         if (kinds := _kinds(given)) not in self._own:
             self._own[kinds] = [
                 each.map(lambda x: x.new_zeros(self._rows, *x.shape[1:], device=self.ids.device))
@@ -181,6 +184,7 @@ class SamplingTensors:
         greedy, guided = all(each.greedy for each in params), any(each.grammar is not None for each in params)
         if not self._of_call:
             rows, cut = bucket(len(params)), sum(each.cuts for each in params)
+            # Sizes are rounded to three values, so that few kinds of steps are captured.
             sorted_rows = rows if cut > rows // FEW else rows // FEW * bool(cut)
             return Kind(greedy, any(each.edits for each in params), sorted_rows, guided)
         asked = {kind for each in params for kind in each.asked}
@@ -206,6 +210,7 @@ class SamplingTensors:
             keep_scores: Whether a step needs the processed logits too, as rejection sampling does.
         """
         kind = self.kind(sequences)
+        # An inactive row still needs valid settings, such as a temperature that is no zero.
         if kind is None:  # all rows are inactive
             columns = {name: self._columns[name][:rows] for name in ("temperature", "prompt", "limit")}
             return Sampler(seeds=None, processors=(), ids=self.ids, **columns)
@@ -229,11 +234,13 @@ class SamplingTensors:
         else:
             edits, cut = list(EDITS) if kind.edits else [], made(CUTS) if kind.sorted_rows else []
             if cut and self.ids.is_cuda:
-                # A captured step sorts once for both. A CPU sorts for top-p alone: it can look how many top-k needs.
+                # A captured step sorts once for both. A CPU sorts for top-p alone: it can check how many tokens top-k
+                # needs.
                 both = RowTopP(self._columns["top_p"][:rows], self._columns["top_k"][:rows])
                 cut = [both, *made(each for each in CUTS if each not in (RowTopK, RowTopP))]
             if 0 < kind.sorted_rows < rows:
                 cut = [OfSomeRows(self._cut_index[: kind.sorted_rows], tuple(cut))]  # type: ignore[arg-type]
+            # A server's step serves any mixture, as rows come and go without a new capture.
             all_greedy, mixed, plain = kind.greedy, not kind.greedy, True
         return Sampler(
             seeds=None if all_greedy else self._columns["seed"][:rows],
@@ -270,7 +277,7 @@ class SamplingTensors:
             self._cut_index.copy_(to_device(cut + cut[:1] * (self._rows - len(cut)), self.ids.device, torch.long))
 
     def sampler_of(self, sequences: Sequence[TokenSequence]) -> Sampler:
-        """Return a sampler for sequences that have no rows yet, in their order."""
+        """Return a sampler for sequences that have no rows yet, in the order of the sequences."""
         tensors = SamplingTensors(len(sequences), len(self.ids), self.ids.device, self.ids, of_call=self._of_call)
         tensors.write(0, sequences)
         return tensors.sampler(len(sequences), sequences)
@@ -281,8 +288,9 @@ def _kinds(processors: Iterable[OwnProcessor]) -> Hashable:
 
 
 def _numbers(sequence: TokenSequence) -> tuple[list[int], list[float]]:
-    """Return a row's numbers in the order of the columns: integers with flags, then all others."""
+    """Return a row's numbers in the order of the columns: integers with flags, then floats and doubles."""
     params = sequence.params
+    # Greedy rows get neutral cuts: these cannot change the likeliest token, and equal kinds share steps.
     numbers = {name: getattr(NEUTRAL if params.greedy and name in WARPING else params, name) for name in _READ}
     numbers |= {"seed": params.seed, "prompt": len(sequence.prompt), "limit": sequence.max_length}
     numbers |= {"greedy": params.greedy, "plain": not params.speculate}

@@ -13,8 +13,8 @@ slots or blocks in `running_set`, and how much of the prompts a round reads by t
 (`prefill`). No round looks at every waiting sequence.
 
 On a GPU the host lags by one step: a step is launched before the tokens of the one before it are read, so that the
-GPU never waits for Python. A sequence that turns out to have ended takes part in one more step, whose tokens nobody
-reads. What is launched later runs later, so its row and its blocks can be given away at once.
+GPU never waits for Python. A sequence that turns out to have ended takes part in one more step, whose tokens are not
+read. What is launched later runs later, so its row and its blocks can be reused at once.
 """
 
 import logging
@@ -48,8 +48,8 @@ _LOG = logging.getLogger(__name__)
 class Scheduler:
     """Decodes sequences of any kind in one batch, round by round.
 
-    `submit` and `cancel` may be called from any thread, all else from the one that runs the rounds. Nobody else may
-    decode on the same memory.
+    `submit` and `cancel` may be called from any thread, all else only from the thread that runs the rounds. Schedulers
+    of other threads may share the memory, but not the batch.
 
     Attributes:
         engine: Target and proposers.
@@ -57,13 +57,13 @@ class Scheduler:
         batch: The rows that step.
         prefiller: Reads the prompts of admitted sequences.
         longest: Most tokens of a sequence, prompt included.
-        overlap: Whether a step is launched before the one before it is read. It gains nothing where a device computes
-            at once the launched work, as a CPU does.
-        mixed_prefill: Whether steps read chunks of prompts too. It gains nothing where each token of a forward takes
-            its time, as on a CPU.
+        overlap: Whether a step is launched before the previous one is read. It gains nothing on a device that computes
+            synchronously, as a CPU does.
+        mixed_prefill: Whether steps read chunks of prompts too. It gains nothing where the time of a forward grows with
+            each token, as on a CPU.
         finished: Finished sequences to draft from; None if none are kept.
-        asleep: Whether nothing is computed now, since the engine sleeps: sequences wait.
-        on_failure: Called with an exception that ended sequences, and how many there were.
+        asleep: Whether the engine sleeps: nothing is computed, and sequences wait.
+        on_failure: Called with an exception that ended sequences, and their number.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Scheduler:
 
         Args:
             engine: Target and proposers.
-            memory: The paged memory of the engine's target and of its draft model, if it has one; None for the dense
-                cache that `batch` has.
+            memory: The paged memory of the engine's target and of its draft model, if it has one; None for a dense
+                cache, which `batch` has.
             limits: Limits of the sequences that run and wait.
             speculate: Whether any row verifies drafts.
             batch: An empty running batch; None for one of sequences of any kind.
-            finished: Store of finished sequences to draft from, or None. Not for a batch that is given.
+            finished: Store of finished sequences to draft from, or None. Only without `batch`.
 
         Raises:
             UnsupportedError: Sequences of any kind need a paged cache, and a model cannot run on one, or the two are on
@@ -118,6 +118,7 @@ class Scheduler:
         """Return the most tokens of a sequence that can be served."""
         bounds = [self.limits.max_seq_len, self.engine.target.context]
         if self._memory is not None:
+            # Block 0 is never handed out, and a last step writes past the sequence's end.
             bounds.append((self._memory.store.num_blocks - 1) * BLOCK_SIZE - self.batch.overshoot)
         return min((bound for bound in bounds if bound is not None), default=sys.maxsize)
 
@@ -161,7 +162,7 @@ class Scheduler:
         """Queue the sequences of one client, all or none of them.
 
         Raises:
-            QueueFullError: Too many sequences wait, see `WaitingQueue.refuse_if_full`.
+            QueueFullError: Too many sequences wait, as `WaitingQueue.refuse_if_full` defines.
             ArgumentError: One of them can never be served.
         """
         if not sequences:
@@ -172,10 +173,10 @@ class Scheduler:
         self.enqueue(*sequences)
 
     def enqueue(self, *sequences: TokenSequence) -> None:
-        """Queue the sequences of one client as they are, all or none of them.
+        """Queue the sequences of one client without checks, all or none of them.
 
         Raises:
-            QueueFullError: Too many sequences wait, see `WaitingQueue.refuse_if_full`.
+            QueueFullError: Too many sequences wait, as `WaitingQueue.refuse_if_full` defines.
         """
         if self._draft_vocabulary is not None:
             for sequence in sequences:
@@ -202,8 +203,9 @@ class Scheduler:
         values are recomputed where the change makes them invalid; while the engine sleeps, they wait.
 
         Raises:
-            ReDrafterError: The change cannot be made now; nothing has changed but that.
+            ReDrafterError: The change cannot be made now; the engine is unchanged, but sequences were put back.
         """
+        # Tokens in flight were drawn with the old weights, and must be appended before these change.
         self.settle()
         with torch.inference_mode():  # in which the rows' buffers were made
             self._running.put_all_back()
@@ -213,7 +215,7 @@ class Scheduler:
             if change.forgets:
                 self.memory.forget_texts()
         self.asleep = change.asleep
-        if not change.same_models:  # acceptance statistics are of the models before
+        if not change.same_models:  # acceptance statistics describe the models before the change
             self.batch.draft_with(self.engine, self.limits.max_batch_size, speculate=self._speculate)
 
     def round(self) -> None:
@@ -229,6 +231,7 @@ class Scheduler:
             if self.asleep:
                 return
             self._running.admit(self.limits, self.settle, mixed_prefill=self.mixed_prefill)
+            # Prompts that the step will read are excluded here, or they would be read twice.
             mixed = self._mixed_sequences()
             alone = [sequence for sequence in self._running.prefilling if sequence not in mixed]
             for chunks in self.prefiller.choose(alone, self.batch.step_nodes) if alone else ():
@@ -242,8 +245,8 @@ class Scheduler:
                 return
             if self._blocks is not None and (grown := self._running.grow(self.settle)):
                 self.batch.update_block_tables(grown)
-            # Processors on the host need all tokens; and each forward that was launched adds a token at least. So
-            # the step in flight may end all rows.
+            # Processors on the host need all tokens. Each launched forward adds at least one token, so the step in
+            # flight may end all rows.
             if any(s.params.asks_host for s in self.batch.rows) or all(
                 s.written + s.launched >= s.max_new_tokens for s in self.batch.rows
             ):
@@ -252,7 +255,7 @@ class Scheduler:
             mixed = self._mixed_sequences()
             if self.batch.rows or mixed:
                 self._launch_step(mixed)
-            # The device computes this step meanwhile.
+            # Older forwards are read after the launch, so that the device computes the new step in the meantime.
             for _ in range(min(older, len(self._launched))):
                 self._finish(self._launched.popleft())
 
@@ -269,11 +272,11 @@ class Scheduler:
         for sequence in sequences:
             self._running.end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
         if not self.batch.rows:
-            self._launched.clear()  # nobody waits for its draws, and to read them may fail again
+            self._launched.clear()  # no sequence waits for its draws, and reading them may fail again
         self.on_failure(error, len(sequences))
 
     def _read_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Launch a forward over prompts alone. It writes to what their sequences hold, so an error ends no others."""
+        """Launch a forward over prompts only. It writes to nothing but their blocks, so an error ends no others."""
         timer = Timer(self.engine.target.device)
         seeing = chunks[0][0].images is not None
         with self._ending(lambda: [sequence for sequence, _ in chunks if not sequence.ended]):
@@ -282,12 +285,12 @@ class Scheduler:
             except (ArgumentError, UnsupportedError) as error:
                 if not seeing:
                     raise
-                # These images are wrong, which is no failure.
+                # Wrong images are a mistake of this request, and no failure of the engine.
                 self._running.end(chunks[0][0], SequenceDelta((), finish="error", error=error), keep=False)
                 return
             first = self._start_decoding(rows)
             timer.stop()
-            # How long images take says nothing of other prompts.
+            # The time that images take says nothing about other prompts.
             size = 0 if seeing else padded_tokens(chunks, self.prefiller.padded)
             self._launch(LaunchedPrefill(first, size, timer))
 
@@ -298,7 +301,7 @@ class Scheduler:
         prefilling, rows = self._running.prefilling, len(self.batch.rows)
         # A prompt that is scored needs the logits of all its tokens; one with images, a forward of the model's own.
         texts = [sequence for sequence in prefilling if not sequence.needs_scores and sequence.images is None]
-        # Where rows are few and prompts long or many, steps would read these bit by bit.
+        # Where rows are few and prompts long or many, steps would read these in too many small parts.
         few = len(prefilling) <= rows or self.prefiller.fits_step(texts, alone=not rows)
         return texts if few else []
 
@@ -308,8 +311,10 @@ class Scheduler:
         Returns the draws of their first tokens; None where there are none.
         """
         for sequence in rows.sequences:
+            # Published before the first draw, so that a request with the same prompt can share it at once.
             if self._blocks is not None:
                 self._blocks.publish(sequence, sequence.prefill_length)
+            # Nothing drawn from such logits is usable, so the sequence ends before its first token.
             if any(isnan(score.logprob) for score in sequence.prompt_scores):
                 error = not_finite(len(sequence.prompt))
                 self._running.end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
@@ -325,8 +330,10 @@ class Scheduler:
         """Launch a step of all rows, which may be none, whose forward reads chunks of some prompts too."""
         reading, rows = list(mixed), tuple(self.batch.rows)
         lock = nullcontext() if self._memory is None else self._memory.lock
+        # Other schedulers share the graphs' memory, so outputs are copied before the lock is released.
         with self._ending(lambda: [s for s in (*rows, *reading) if not s.ended]), lock:
             chunks = self.prefiller.choose_mixed(mixed, self.batch.step_nodes) if mixed else []
+            # After the choice: only the chosen sequences are affected by an error.
             reading = [sequence for sequence, _ in chunks]
             step, output = self.batch.step(chunks)
             self._launch(step)
@@ -339,7 +346,7 @@ class Scheduler:
                 self._launch(first)
 
     def _launch(self, forward: LaunchedStep | LaunchedPrefill) -> None:
-        """Take note of a forward that was launched. Where nothing overlaps, it is finished at once."""
+        """Record a forward that was launched. Without overlap, finish it at once."""
         self._launched.append(forward)
         drawing = forward.first if isinstance(forward, LaunchedPrefill) else forward
         for sequence in () if drawing is None else drawing.sequences:
@@ -360,18 +367,21 @@ class Scheduler:
         return any_launched
 
     def _finish(self, forward: LaunchedStep | LaunchedPrefill) -> None:
-        """Wait for a forward, and report its tokens to the sequences that have not ended meanwhile."""
+        """Wait for a forward, and report its tokens to the sequences that have not ended since its launch."""
         if isinstance(forward, LaunchedPrefill):
+            # The draws come first: measuring the time below waits for the same forward anyway.
             if forward.first is not None:
                 self._finish(forward.first)
             if forward.size:
-                seconds = self.engine.target.ranks.from_first(forward.timer.seconds)  # or ranks would read other chunks
+                # All ranks must choose the same chunks, so they use one measurement.
+                seconds = self.engine.target.ranks.from_first(forward.timer.seconds)
                 self.prefiller.pace.measure(forward.size, seconds)
             return
         step = forward
         accepted, indices, copied = list[int](), list[int](), 0  # of rows that took drafts
         for sequence, drawn in step.read():
             sequence.launched -= 1
+            # A sequence that ended after the launch still took part; its tokens are dropped.
             if sequence.ended:
                 continue
             if drawn.drafted is not None:
@@ -380,12 +390,12 @@ class Scheduler:
                 copied += drawn.copied
             try:
                 delta = sequence.append(drawn)
-            except Exception as error:  # of a criterion of this sequence
+            except Exception as error:  # raised by a criterion of this sequence
                 self._fail([sequence], error)
                 continue
             self._running.charge(sequence, len(delta.tokens))
             if delta.finish is None:
-                if self.finished is not None and not delta.copied:  # else the text that it copies from is kept already
+                if self.finished is not None and not delta.copied:  # otherwise the row has the text that it copies from
                     piece = self.finished.find(sequence.prefix_salt, sequence.tokens, sequence.piece)
                     if piece is not None:
                         self.batch.give(sequence, piece)

@@ -1,4 +1,4 @@
-"""One sequence of tokens that is asked for, how it is drawn, and the tokens that each round adds to it."""
+"""One requested sequence of tokens, how it is drawn, and the tokens that each round adds to it."""
 
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -53,12 +53,12 @@ class Stats:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that came out of a step, on average; 0 before the first."""
+        """Mean number of tokens that a step added to the output; 0 before the first step."""
         return self.emitted / self.steps if self.steps else 0.0
 
     @property
     def accepted_length(self) -> float | None:
-        """Mean tokens of a step that had drafts: one, and the drafts accepted; None where no step had any."""
+        """Mean number of tokens of a step with drafts: one, and the accepted drafts; None without such a step."""
         return 1 + self.accepted / self.draft_steps if self.draft_steps else None
 
     @property
@@ -79,6 +79,7 @@ class Stats:
         self.copied += copied
         self.copies += copies
         self.emitted += emitted
+        # Counted by depth, which gives the acceptance of each level.
         for depth in range(accepted):
             self.accepted_by_depth[depth] += 1
 
@@ -92,18 +93,17 @@ class SequenceDelta:
 
     Attributes:
         tokens: New tokens: accepted drafts and then the token that was drawn after them.
-        accepted: How many of them, from the first on, were drafts.
-        logprobs: Log-probability of each token, and those of the likeliest tokens by id; None unless asked for.
+        accepted: Number of leading tokens that were drafts.
+        logprobs: Log-probability of each token, and those of the likeliest tokens by id; None unless requested.
         finish: Why the sequence ends here, or None if it continues.
         error: The exception, if `finish` is "error".
         drafted: Drafts that were verified, 0 where the other rows of the step left none; None for a first token and in
             a plain step.
-        copied: How many of the drafts that were accepted, the last ones, only copies had drafted.
-        copies: How many of the drafts that were verified were copied from the text.
-        logits: The target's logits that the tokens were drawn from, `[count, V]`; None unless asked for.
-        scores: These logits after the sampler's processors, `[count, V]` float32; None unless asked for.
-        overflowed: Of what was drawn, whether the logits after these tokens, of which there may be none, are no finite
-            numbers.
+        copied: Number of accepted drafts, the last ones, that only copies had drafted.
+        copies: Number of verified drafts that were copied from the text.
+        logits: The target's logits that the tokens were drawn from, `[count, V]`; None unless requested.
+        scores: These logits after the sampler's processors, `[count, V]` float32; None unless requested.
+        overflowed: In a draw, whether the logits after these tokens, of which there may be none, are not finite.
     """
 
     tokens: Sequence[int]
@@ -121,7 +121,7 @@ class SequenceDelta:
 
 @dataclass(eq=False)  # a sequence equals only itself: comparing fields would look through whole prompts
 class TokenSequence:
-    """A prompt, the tokens that follow it, and how far the two are.
+    """A prompt, the tokens that follow it, and its state of decoding.
 
     Attributes:
         prompt: Token ids.
@@ -129,11 +129,11 @@ class TokenSequence:
         params: How tokens are drawn.
         sink: Called with every delta, in the thread of the engine.
         find_stop: Called with the tokens of a step; returns the index of the one that ends the sequence, or None.
-        client: Who asked for the sequence. Clients share the server fairly.
+        client: The client that requested the sequence. Clients share the server fairly.
         priority: Sequences of lower numbers are served before those of higher ones, and take their slots and blocks.
         cache_salt: Only sequences with the same salt share blocks of the cache.
-        adapter: LoRA adapter that it is read and written with; None for the model alone.
-        index: Its number among the sequences of one call, if it is of one.
+        adapter: LoRA adapter of its forwards; None for the model alone.
+        index: Its index among the sequences of one call; 0 for a request of a server.
         keeps: Tensors reported with its tokens: "logits", "scores" (the logits after processors), both or neither.
         images: The images of the prompt; None for a prompt without any.
         position_shift: Offset from the index of its tokens to their positions, once its images
@@ -157,7 +157,7 @@ class TokenSequence:
         stats: Counts of its steps; the draw of its first token is none.
         arrived_at, first_token_at: When it was made and when its first token was reported, by `time.perf_counter`.
         queued: Seconds for which it waited for its first slot; None while it does.
-        prompt_scores: Scores of the prompt's tokens but the first, as far as it is read, if they were asked for.
+        prompt_scores: Scores of the prompt's tokens after the first that were read so far, if requested.
         guide: State of its grammar; None without a grammar.
     """
 
@@ -208,7 +208,7 @@ class TokenSequence:
 
     @property
     def inputs(self) -> dict[Feature, int]:
-        """The numbers that features read in its row of a forward; see `ForwardBatch.inputs`."""
+        """The numbers that features read in its row of a forward, as entries of `ForwardBatch.inputs`."""
         return {ADAPTERS: 0 if self.adapter is None else self.adapter.slot, IMAGES: self.position_shift}
 
     @property
@@ -218,7 +218,7 @@ class TokenSequence:
 
     @property
     def needs_scores(self) -> bool:
-        """Return whether log-probabilities of the prompt were asked for and some are still missing."""
+        """Return whether log-probabilities of the prompt were requested and some are still missing."""
         return self.params.prompt_logprobs is not None and len(self.prompt_scores) < len(self.prompt) - 1
 
     @property
@@ -230,12 +230,12 @@ class TokenSequence:
     def prefill_length(self) -> int:
         """Tokens that must be in the cache before the sequence can step.
 
-        They are all of a new prompt. Of a preempted sequence, they are all but the pending token.
+        For a new prompt, all tokens. For a preempted sequence, all but the pending token.
         """
         return len(self.tokens) - (self.written > 0)
 
     def draft_length(self, count: int) -> int:
-        """Return how many tokens of the draft model the first `count` tokens are."""
+        """Return the length of the first `count` tokens in the draft model's vocabulary."""
         return count if self.draft_text is None else self.draft_text.length(self.tokens, count)
 
     def draft_bound(self, positions: int) -> int:
@@ -247,6 +247,7 @@ class TokenSequence:
         stop_token_ids, left = self.params.stop_token_ids, self.max_new_tokens - self.written
         new: list[int] = []
         finish: Finish | None = None
+        # Token by token, as an end token or the limit may come in the middle of accepted drafts.
         for token in drawn.tokens:
             new.append(token)
             if token in stop_token_ids:
@@ -255,17 +256,21 @@ class TokenSequence:
                 finish = "length"
             if finish:
                 break
+        # The stop is searched before drafts are counted: drafts past it become no output.
         if new and self.find_stop is not None and (stop := self.find_stop(new)) is not None:
             new, finish = new[: stop + 1], "stop"
         # The last token is the target's own draw, unless the row overflowed, which leaves accepted drafts alone.
         accepted = min(len(drawn.tokens) - (not drawn.overflowed), len(new))
         cut_off = len(drawn.tokens) - (not drawn.overflowed) - accepted
+        # Copied drafts are the last ones, so a stop cuts them first.
         copied = max(drawn.copied - cut_off, 0)
         delta = SequenceDelta(new, accepted, finish=finish, drafted=drawn.drafted, copied=copied, copies=drawn.copies)
+        # The first token is drawn by the prefill, which is no step.
         if self.written:
             self.stats.count(drawn.drafted, accepted, len(new), copied, drawn.copies)
         self.tokens += new
         self.unread = copied
+        # A grammar's process may fail or time out during the step; later tokens would be unconstrained.
         if self.guide is not None and self.guide.error is not None:
             return replace(delta, finish="error", error=ArgumentError(self.guide.error))
         if drawn.logprobs is not None:
@@ -290,7 +295,7 @@ def check_sequences(sequences: Sequence[TokenSequence], longest: int, vocabulary
         if not sequence.prompt:
             raise ArgumentError("the prompt is empty")
         if len(sequence.prompt) >= longest:
-            raise ArgumentError(f"the prompt has {len(sequence.prompt)} tokens, and a text may have {longest}")
+            raise ArgumentError(f"the prompt has {len(sequence.prompt)} tokens, and a sequence may have {longest}")
         _check_ids(sequence.prompt, vocabulary)
 
 
@@ -310,7 +315,7 @@ def _check_ids(ids: Collection[int], vocabulary: int) -> None:
 
 
 def not_finite(count: int) -> NotFiniteError:
-    """Return the error of a sequence whose logits are no numbers. count: its number of tokens."""
+    """Return the error of a sequence whose logits are not finite. count: its number of tokens."""
     return NotFiniteError(
         f"the model computes no finite number after {count} tokens (NaN or infinite logits): where the model or its "
         "adapter overflows in float16, load it in bfloat16 or float32 (--dtype)"

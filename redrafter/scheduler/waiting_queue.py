@@ -18,7 +18,7 @@ of a client that always requested more than it received. The fair account grows 
 client. So it overtakes every account in time, and no number of new clients can keep an older one from its turn. A
 client's usage above the fair account is remembered for a while after it leaves.
 
-How many may wait and run at all is said by `Limits`.
+`Limits` sets how many may wait and run at all.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Limits:
         max_batch_size: Sequences that hold a slot, whether they step or their prompts are being read.
         max_num_tokens: Tokens of one forward, drafts and chunks of prompts together.
         max_seq_len: Tokens of a sequence, prompt included; None for the context length of the model.
-        max_queue_size: Sequences that wait for a slot, 0 for any number; see `WaitingQueue.refuse_if_full`.
+        max_queue_size: Sequences that wait for a slot, 0 for any number, as `WaitingQueue.refuse_if_full` applies it.
         guaranteed_no_evict: Admit a sequence only when there are blocks for its greatest length, so that none is ever
             preempted.
         chunked: Read long prompts in chunks.
         paced: Let a forward over prompts alone take about `prefill.TARGET_SECONDS` at most, so that running
             sequences do not wait for longer. Without a pace, it reads all prompts that were admitted.
         reuse: Look for prefixes that are in the cache already.
-        admit_together: Places that must be free before sequences are admitted while others run, if as many wait
+        admit_together: Slots that must be free before sequences are admitted while others run, if as many wait
             and prompts have forwards of their own: one over several prompts takes little longer than over one.
     """
 
@@ -118,6 +118,7 @@ class _AccountHeap:
             return
         self._listed.add(client)
         heapq.heappush(self._heap, self._entry(client))
+        # Stale entries are dropped in bulk, so that their number stays within a factor of the waiting clients.
         if len(self._heap) > 2 * clients + SPARE_HEAP_ENTRIES:
             self._heap = [entry for entry in self._heap if self._belongs(entry[2])]
             self._listed = {entry[2] for entry in self._heap}
@@ -200,7 +201,7 @@ class FairQueue:
             used = self._remembered.pop(sequence.client, 0)
             client = self._clients[sequence.client] = _Client(sequence.client, used)
         if not client.waiting:
-            # A client that was away would else return with a small account, and be served alone until it has caught up.
+            # A returning client would otherwise have a small account, and be served alone until it has caught up.
             client.used = max(client.used, self._fair_account)
         self._insert(client, sequence)
 
@@ -209,8 +210,7 @@ class FairQueue:
         client = self._clients[sequence.client]
         client.running -= 1
         self._insert(client, sequence)
-        # Its text is partly written, and its blocks may still be cached, so it comes before the client's other
-        # sequences.
+        # It has tokens already, and its blocks may still be cached, so it comes before the client's other sequences.
         client.waiting.move_to_end(sequence, last=False)
 
     def remove(self, sequence: TokenSequence) -> None:
@@ -228,6 +228,7 @@ class FairQueue:
         """Remove a sequence in order to give it a slot."""
         client = self._clients[sequence.client]
         heads = (self._without_slot.first(), self._with_slot.first())
+        # The smallest waiting account bounds the fair one from below, or newcomers would overtake all who wait.
         self._fair_account = max(self._fair_account, min(head.used for head in heads if head is not None))
         client.running += 1
         self._take_out(client, sequence)
@@ -257,12 +258,12 @@ class FairQueue:
         self._waiting_clients -= not client.waiting
 
     def _list(self, client: _Client) -> None:
-        """Add a client that waits to the heap in which it is to be found."""
+        """Add a client that waits to the heap of its kind: with or without a slot."""
         if client.waiting:
             (self._with_slot if client.running else self._without_slot).add(client, self._waiting_clients)
 
     def _forget_if_gone(self, client: _Client) -> None:
-        """Drop a client that has no sequence left, but remember an account above the one it would return with."""
+        """Drop a client that has no sequence left, but remember an account above the fair account."""
         if client.waiting or client.running:
             return
         del self._clients[client.name]
@@ -329,12 +330,13 @@ class WaitingQueue:
         most = limits.max_queue_size
         if not most or not self:
             return
+        # Sequences that get a free slot at once do not wait.
         waiting = len(self) + count - max(limits.max_batch_size - running, 0)
         of_client = self.waiting(client)
         share = most // (self.waiting_clients + (not of_client))
         if waiting > most and (waiting > 2 * most or of_client + count > share):
             raise QueueFullError(
-                f"{len(self)} texts are waiting, {of_client} of them yours, and {count} more would be too many: "
+                f"{len(self)} sequences are waiting, {of_client} of them yours, and {count} more would be too many: "
                 f"max_queue_size is {most}; try again later"
             )
 
@@ -369,6 +371,7 @@ class WaitingQueue:
         while self._heap:
             if (sequence := self._queues[self._heap[0]].first()) is not None:
                 return sequence
+            # Removed lazily: a priority's queue may have become empty by cancellation.
             self._listed.remove(heapq.heappop(self._heap))
         return None
 
@@ -403,4 +406,5 @@ class WaitingQueue:
         self._queues = {number: queue for number, queue in self._queues.items() if queue.clients or number == 0}
         self._listed = {number for number, queue in self._queues.items() if queue}
         self._heap = sorted(self._listed)
+        # The bound grows with what is in use, so that dropping costs amortised constant time.
         self._spare = 2 * len(self._queues) + SPARE_HEAP_ENTRIES

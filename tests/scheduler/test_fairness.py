@@ -171,7 +171,7 @@ def test_the_queue_counts_what_cannot_begin(engine):
     run(served, [])
     for _ in range(5):
         served.submit(make_sequence("a"))  # three of them begin at once
-    with pytest.raises(QueueFullError, match=r"5 texts are waiting, 5 of them yours.*max_queue_size is 2"):
+    with pytest.raises(QueueFullError, match=r"5 sequences are waiting, 5 of them yours.*max_queue_size is 2"):
         served.submit(make_sequence("a"))
     served.round()
     with pytest.raises(QueueFullError):

@@ -153,7 +153,7 @@ def test_a_text_ends_where_it_is_told_to(engine):
     ("prompt", "params", "says"),
     [
         ([], GREEDY, "empty"),
-        ([1] * 200, GREEDY, "a text may have"),
+        ([1] * 200, GREEDY, "a sequence may have"),
         ([VOCAB], GREEDY, "out of range"),
         ([-1], GREEDY, "out of range"),
         ([5], SamplingParams(min_new_tokens=10**20), "must be from"),
