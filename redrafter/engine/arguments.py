@@ -1,9 +1,9 @@
 """Check the arguments of `generate`: options, prompts, and further inputs of a model.
 
 Arguments are known, or refused by name, and translated to transformers' names. Models with an encoder in addition to
-their decoder are given its inputs in every call, from transformers' `generate` or from a processor, and some get a
-position for each axis of an image. For text alone, all of it says what ids and mask say already. Images are taken by
-models that accept encoded images; any other input is rejected by name.
+their decoder receive its inputs in every call, from transformers' `generate` or from a processor, and some take a
+position for each axis of an image. For text alone, these inputs add nothing to ids and mask. Images are taken by models
+that accept encoded images; any other input is rejected by name.
 """
 
 import copy
@@ -34,7 +34,7 @@ _CALL_ARGUMENTS = frozenset(
     {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer", "grammar"}
 )
 
-# Parameters of rows that transformers has no names for, or other ones.
+# Parameters of rows that transformers does not have, or has under other names.
 _OWN = [name for name in NUMBERS if name not in GenerationConfig().to_dict()]
 
 # Decoding modes and outputs that are refused: argument, and the values that leave it off.
@@ -47,7 +47,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 # Settings of transformers' own speculation and reading of prompts, which change no token: argument, and the values that
-# leave it off. They are refused where a call asks for them and ignored where only the checkpoint's config does.
+# turn it off. They are refused where a call sets them and ignored where only the checkpoint's config does.
 _NOT_OURS: dict[str, tuple[Any, ...]] = {
     "use_mtp": (None, False),
     "speculation_type": (None,),
@@ -62,8 +62,8 @@ _NOT_OURS: dict[str, tuple[Any, ...]] = {
     "prefill_chunk_size": (None,),
 }
 
-# Arguments of `model.generate` that have no meaning here: the values that wrappers pass on by habit and that ask for
-# nothing, and what to do instead where another value was given.
+# Arguments of `model.generate` that have no meaning here: the values without effect that wrappers pass by habit, and
+# what to do instead of passing another value.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "inputs_embeds": ((None,), "pass input_ids and attention_mask"),
     **dict.fromkeys(CACHE_NAMES, ((None,), "pass the whole text as input_ids")),
@@ -88,6 +88,7 @@ def check_parts(engine: type, parts: Sequence[object], keywords: Mapping[str, ob
     """Refuse arguments that do not fit the signature of an engine's constructor, such as a model alone."""
     try:
         inspect.signature(engine.__init__).bind(None, *parts, **keywords)  # type: ignore[misc]
+    # A call such as ReDrafter("my-base") is the likeliest mistake, so the error contains the call that works.
     except TypeError as error:
         typed = [repr(part) if isinstance(part, str) else "model" for part in parts]
         typed += [f"{name}=..." for name in keywords]
@@ -108,7 +109,7 @@ def check_bound(engine: type, given: object, kind: Any) -> None:
 
 
 def _loader(engine: type) -> str:
-    """Return the name of what loads an engine, which the base class of all leaves to the kinds of engines."""
+    """Return the name of the function that loads an engine; the base class of all engines has none."""
     return f"{engine.__name__ if hasattr(engine, 'from_pretrained') else 'ReDrafter'}.from_pretrained"
 
 
@@ -117,12 +118,13 @@ def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ArgumentError: Naming one that is unknown.
-        UnsupportedError: Naming one that asks for what `generate` does not do.
+        UnsupportedError: Naming one that `generate` does not support.
     """
     kept, known = {}, _known()
     for name, value in arguments.items():
         if name not in _NEUTRAL:
             kept[name] = value
+        # A tensor has no truth value, so it is not compared with the neutral ones.
         elif isinstance(value, Tensor) or value not in _NEUTRAL[name][0]:
             raise UnsupportedError(f"generate() does not take {name}; {_NEUTRAL[name][1]}")
     for name, value in kept.items():
@@ -141,20 +143,21 @@ def _known() -> frozenset[str]:
 
 @functools.cache
 def _never_inputs() -> frozenset[str]:
-    # Types of tokens say nothing of a text, but something of the images in it.
+    # Types of tokens carry no information about text, but mark the images in it.
     return _known() | (_NEUTRAL.keys() - {"token_type_ids"})
 
 
 def check_modes(config: GenerationConfig, own: GenerationConfig) -> None:
-    """Refuse what a config asks for and cannot be honoured.
+    """Refuse settings of a config that cannot be honoured.
 
     Args:
-        config: The call's, as it was given or with the model's own merged into it.
-        own: The checkpoint's, whose choices nobody made in the call. Those of a cache or of drafts are ignored, as they
-            change no token, but for a cache that rounds keys and values.
+        config: The call's, as given or merged with the model's own.
+        own: The checkpoint's. The call did not choose its settings, so those of a cache or of drafts are ignored: they
+            change no token, except a cache that rounds keys and values.
     """
     for name in (*_REFUSED, *_NOT_OURS):
         value = getattr(config, name, None)
+        # A quantised cache rounds keys and values, so it would change tokens.
         ignored = name in _NOT_OURS or (name == "cache_implementation" and value != "quantized")
         if not ignored or value != getattr(own, name, None):
             _refuse_mode(name, value)
@@ -171,7 +174,7 @@ def _refuse_mode(name: str, value: Any) -> None:
 
 
 def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments in transformers' terms, and those parameters of rows for which it has none.
+    """Return the arguments under transformers' names, and the parameters of rows that transformers does not have.
 
     Temperatures of rows become a logits processor.
     """
@@ -187,7 +190,7 @@ def split_own(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
             others.get("sequence_bias") or {}
         )
     if isinstance(temperature := arguments.get("temperature"), list | tuple | Tensor):
-        # As the last of the user's own, after which transformers would put a temperature. It makes none for 1.
+        # Placed last among the user's own, where transformers would put a temperature. It makes none for 1.
         processors = [*(arguments.get("logits_processor") or []), TemperaturePerRow(temperature)]
         others |= {"temperature": 1.0, "logits_processor": LogitsProcessorList(processors)}
 
@@ -208,13 +211,14 @@ def with_stop_strings(
 ) -> tuple[dict[str, Any], GenerationConfig | None]:
     """Return the call's arguments and generation config with stop strings as a criterion.
 
-    transformers looks for their tokenizer where custom decoding never receives it, so the criterion is made here.
+    transformers looks for the tokenizer where custom decoding never receives it, so the criterion is made here.
     Arguments come before the call's `config`, which is not changed, and that before the model's `own`.
     """
     kept = dict(arguments)
     tokenizer = kept.pop("tokenizer", None)
     given = [c.stop_strings for c in (config, own) if c is not None and c.stop_strings is not None]
     strings = kept.pop("stop_strings") if "stop_strings" in kept else next(iter(given), None)
+    # transformers would refuse stop strings of a config without a tokenizer, so they are removed there.
     if given:
         if config is not None and own.stop_strings is None:
             config = copy.deepcopy(config)
@@ -233,10 +237,10 @@ def with_stop_strings(
 def without_cache(
     arguments: Mapping[str, Any], config: GenerationConfig | None, own: GenerationConfig
 ) -> tuple[dict[str, Any], GenerationConfig | None]:
-    """Return a call's arguments and generation config so that transformers makes no cache, which nobody would read.
+    """Return a call's arguments and generation config changed so that transformers makes no unused cache.
 
-    To make one takes almost as long as all else that it prepares. The call's `config` is not changed. Where that, or
-    the model's `own`, chooses a kind of cache, it is made, since transformers warns of a choice without effect.
+    Making one takes almost as long as the rest of the preparation. The call's `config` is not changed. If that, or the
+    model's `own`, chooses a kind of cache, it is made, since transformers warns of a choice without effect.
     """
     chosen = [arguments.get("cache_config")]
     chosen += [x for each in (config, own) if each is not None for x in (each.cache_config, each.cache_implementation)]
@@ -269,12 +273,13 @@ def _shown(value: Any) -> str:
 
 
 def check_ids(input_ids: Tensor, mask: Tensor | None, target: Target, options: EngineOptions) -> Tensor:
-    """Check prompts of the right shape, and return where tokens are in them, `[B, P]` bool.
+    """Check prompts of the right shape, and return where they have tokens, `[B, P]` bool.
 
     Raises:
         ArgumentError: An id is not in the target's vocabulary, a row is not left-padded or has no token, or the longest
-            one leaves no room to write.
+            row leaves no room for new tokens.
     """
+    # One reduction and one copy to the host for both bounds.
     low, high = (int(x) for x in input_ids.aminmax())
     # On a GPU an id out of range would end the process with a device assertion.
     if low < 0 or high >= target.vocab_size:
@@ -286,6 +291,7 @@ def check_ids(input_ids: Tensor, mask: Tensor | None, target: Target, options: E
         if not bool(seen.any(dim=1).all()):
             row = int((~seen.any(dim=1)).nonzero()[0])
             raise ArgumentError(f"row {row} of attention_mask has no token: empty prompt")
+        # A token followed by padding means right padding.
         if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
             raise ArgumentError("attention_mask is not left-padded; set tokenizer.padding_side = 'left'")
     context = target.context
@@ -310,13 +316,14 @@ def separate_inputs(arguments: Mapping[str, Any], target: Target) -> tuple[dict[
     """Separate the inputs of the model, which its forward names, from the other arguments of a call.
 
     Returns:
-        The other arguments; and the images with their types of tokens, on the model's device. Empty inputs,
-        such as a processor makes of a text without images, are in neither.
+        The other arguments; and the images with their types of tokens, on the model's device. Empty inputs, as
+        processors return them for text without images, are in neither.
 
     Raises:
-        UnsupportedError: Naming an input that holds something else than images, or images that cannot be taken.
+        UnsupportedError: Naming an input that is no image, or images that cannot be taken.
     """
     model, known = target.model, _never_inputs()
+    # The usual call has no inputs of the model, and inspecting a signature takes long.
     if arguments.keys() <= known:
         return dict(arguments), {}
     inputs = (inspect.signature(model.forward).parameters.keys() | target.image_arguments) - known
@@ -335,14 +342,14 @@ def separate_inputs(arguments: Mapping[str, Any], target: Target) -> tuple[dict[
 def read_prepared(
     prepared: Mapping[str, Any], input_ids: Tensor, seen: Tensor, target: Target
 ) -> list[ImagePrompt | None]:
-    """Return the images of each row, or None for a row without any, among what transformers has prepared.
+    """Return the images of each row, None for a row without any, from the inputs that transformers has prepared.
 
-    `prepared` is what it would give to the model in addition to ids and mask; `seen` is False where a row is padded,
+    `prepared` are the inputs of the model in addition to ids and mask; `seen` is False where a row is padded,
     `[B, P]`.
 
     Raises:
         ArgumentError: The images do not fit the prompts.
-        UnsupportedError: An input says more than the ids, their mask and images.
+        UnsupportedError: An input adds information to the ids, their mask and images.
     """
     past, positions = cache_in(prepared), prepared.get("position_ids")
     if past is not None and past.get_seq_length() > 0:
@@ -352,6 +359,7 @@ def read_prepared(
     if any(images):
         target.images.check()
     of_images |= {name for row in images if row is not None for name in row.inputs}
+    # Rows with images have positions of their own kind, which `split_rows` has checked.
     text = torch.tensor([row is None for row in images])
     if positions is not None and not _count_tokens(positions.to(seen.device), seen, text):
         raise UnsupportedError("position_ids of your own cannot be honoured; leave them out")
@@ -367,7 +375,7 @@ def _check_empty(name: str, value: Any, model: Any) -> None:
 
 
 def _count_tokens(positions: Tensor, seen: Tensor, rows_of_text: Tensor) -> bool:
-    """Return whether tokens are counted from 0 in each row of text, padding aside.
+    """Return whether positions count tokens from 0 in each row of text, ignoring padding.
 
     Positions are `[B, P]`, or `[A, B, P]` with one position per axis, which are equal for text; B may be 1 for all.
     """

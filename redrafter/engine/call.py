@@ -54,7 +54,7 @@ class Row:
     """One output row of a call: its sequence, and the records of each token."""
 
     def __init__(self, index: int, prompt: list[int], call: "Call"):
-        """Make a row that has not begun; `prompt` has its padding."""
+        """Make a row before its first token; `prompt` includes its padding."""
         request = call.request
         self._index, self._prompt, self._call = index, prompt, call
         self.text: list[int] = []  # new tokens so far
@@ -73,16 +73,17 @@ class Row:
         )
 
     def _find_stop(self, new: Sequence[int]) -> int | None:
-        """Return the index of the first of `new` tokens that the text ends with, or None."""
+        """Return the index of the first of `new` tokens that ends the text, or None."""
         end: int | None = None
         for criterion in self._call.request.criteria:
+            # Each criterion sees only the tokens up to the earliest stop so far, as it would in plain decoding.
             stop = first_stop(criterion, self._prompt + self.text, new, self._call.request.pad_token)
             if stop is not None:
                 end, new = stop, new[: stop + 1]
         return end
 
     def _record(self, sequence: TokenSequence, delta: SequenceDelta) -> None:
-        if isinstance(delta.error, ArgumentError | NotFiniteError):  # of its grammar, or of its logits
+        if isinstance(delta.error, ArgumentError | NotFiniteError):  # raised by its grammar, or for its logits
             delta = replace(delta, error=type(delta.error)(f"row {self._index}: {delta.error}"))
         self._call.ended += delta.finish is not None
         self._call.error = self._call.error or delta.error
@@ -99,9 +100,9 @@ class Row:
 def first_stop(criterion: StoppingCriteria, text: Sequence[int], new: Sequence[int], pad: int) -> int | None:
     """Return the index of the first of `new` tokens after which `criterion` stops; None where it does not.
 
-    Each token is asked about with exactly the text up to it, of which `text` are the tokens before the step, padding
-    included. Hugging Face's stop strings look at a fixed number of last tokens, so all of `new` are asked at once; a
-    user's own criterion is called once per token with ids `[1, L]` and no scores. `pad` fills a text in front.
+    Each token is tested with exactly the text up to it; `text` are the tokens before the step, including padding.
+    Hugging Face's stop strings look at a fixed number of last tokens, so all of `new` are tested at once; a user's own
+    criterion is called once per token with ids `[1, L]` and no scores. `pad` fills a text from the left.
     """
     whole = [*text, *new]
     ends = range(len(text) + 1, len(whole) + 1)
@@ -124,7 +125,7 @@ class Call:
     """
 
     def __init__(self, request: Request, stream: "StepStreamer | None" = None):
-        """Make rows that have not begun; `stream`, if there is one, takes their tokens as they are made."""
+        """Make rows before their first tokens; `stream`, if given, receives tokens as they are made."""
         self.request, self.stream = request, stream
         self.ended, self.error = 0, None  # type: int, BaseException | None
         self.rows = [Row(index, prompt, self) for index, prompt in enumerate(request.input_ids.tolist())]
@@ -136,6 +137,7 @@ class Call:
         Within the context an exception in a round is raised by that round.
         """
 
+        # A server reports errors to one sequence; a call raises them.
         def fail(error: Exception, _: int) -> None:
             raise error
 
@@ -144,6 +146,7 @@ class Call:
             scheduler.enqueue(*(row.sequence for row in self.rows))
             yield
         finally:
+            # Also after an error or an interrupt: the batch and its blocks serve the next call.
             scheduler.abandon()
 
     def decode(self, scheduler: Scheduler, progress: bool = False) -> Tensor | GenerateOutput:
@@ -158,8 +161,8 @@ class Call:
         with self.queued(scheduler), shown as bar:
             while not scheduler.idle:
                 scheduler.read()
-                # Rank 0's clock decides for all: ranks that stop after different rounds would wait for each other for
-                # ever.
+                # Rank 0's clock decides for all: ranks that stop after different rounds would wait for each other
+                # forever.
                 if deadline < float("inf") and ranks.from_first(time.time() >= deadline):
                     scheduler.settle()
                     break
@@ -208,8 +211,8 @@ class Call:
             which = "the text" if len(self.rows) == 1 else f"{len(cut_short)} of {len(self.rows)} texts"
             warnings.warn(
                 f"{which} ended at the target's context of {cut_short[0].max_length} tokens "
-                "(max_position_embeddings of its config), before the length that was asked for; model.generate may go "
-                "on, beyond what the model was made for: ask for fewer new tokens, or shorten the prompt",
+                "(max_position_embeddings of its config), before the requested length; model.generate may continue "
+                "beyond what the model was made for: request fewer new tokens, or shorten the prompt",
                 stacklevel=2,
             )
 
@@ -222,12 +225,12 @@ def _columns(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
     first = next((piece for pieces in rows for piece in pieces), None)
     if first is None:
         return ()
-    none = first[:0]  # of a row that its deadline has left without any token
+    none = first[:0]  # for a row without any token, because of the deadline
     return pad_sequence([torch.cat([none, *pieces]) for pieces in rows], batch_first=True).unbind(dim=1)
 
 
 class StepStreamer(Protocol):
-    """A streamer that wants each row's tokens the moment a step made them, and how many of them were drafted.
+    """A streamer that receives each row's tokens as soon as a step has made them, and how many of them were drafted.
 
     Pass one as `streamer` to `generate`. Ordinary Hugging Face streamers get one `[B]` tensor per output column.
     """
@@ -238,16 +241,16 @@ class StepStreamer(Protocol):
         Args:
             row: Index of the output row.
             tokens: Tokens that the step added.
-            accepted: How many of `tokens`, from the first on, were drafts.
+            accepted: Number of leading `tokens` that were drafts.
             ended: Whether the row ended with them.
         """
 
     def end(self) -> None:
-        """Take note that every row has ended."""
+        """End the stream, once every row has ended."""
 
 
 def takes_columns(streamer: object) -> bool:
-    """Return whether a streamer is one of transformers', or like one; `ArgumentError` for an object that is none."""
+    """Return whether a streamer has transformers' interface; `ArgumentError` for an object that is no streamer."""
     step, put, end = (callable(getattr(streamer, name, None)) for name in ("put_step", "put", "end"))
     if streamer is not None and not (end and (put or step)):
         raise ArgumentError(
@@ -258,7 +261,7 @@ def takes_columns(streamer: object) -> bool:
 
 
 class ColumnStream:
-    """Feeds a Hugging Face streamer column by column, each once every row has come to it, as `model.generate` does."""
+    """Feeds a Hugging Face streamer a column once every row has reached it, as `model.generate` does."""
 
     def __init__(self, streamer: BaseStreamer, rows: int, pad: int):
         self._streamer, self._pad, self._sent = streamer, pad, 0
@@ -268,11 +271,12 @@ class ColumnStream:
 
     def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
         """Take the tokens of a row, and pass on the columns that they complete."""
+        # Counters instead of a scan of all rows at each call, which would cost rows squared per step.
         lagged = len(self._texts[row]) == self._sent
         self._texts[row].extend(tokens)
         self._ended[row] = ended
         self._lagging -= lagged and (ended or len(self._texts[row]) > self._sent)
-        if not self._lagging:  # or else no column is complete, and no other row needs to be looked at
+        if not self._lagging:  # otherwise no column is complete, and other rows need not be checked
             running = [len(text) for text, done in zip(self._texts, self._ended, strict=True) if not done]
             self._send(min(running, default=max(map(len, self._texts))))
             self._lagging = running.count(self._sent)

@@ -17,9 +17,9 @@ from redrafter.scheduler.paged_memory import PagedMemory
 
 
 class Changeable:
-    """An engine's models, which are changed while no call is being decoded; `Engine` adds how calls are.
+    """The models of an engine, which are changed while no call is decoded; `Engine` adds the decoding of calls.
 
-    A server's engine is changed by its scheduler, between two steps, with the same objects.
+    The scheduler of a server changes its engine with the same objects, between two steps.
     """
 
     target: Target
@@ -27,18 +27,18 @@ class Changeable:
     drafter: DrafterModel | None = None
     previous_drafter: Mapping[str, Tensor] | None = None
     memory: PagedMemory | None
-    lender: Any  # the engine whose memory is used, when not its own
+    lender: Any  # the engine whose memory is used in place of its own
 
     def __init__(self) -> None:
         """Begin without a call, once `target` is set."""
-        self._gate, self._calls = threading.RLock(), 0  # calls that are being decoded
-        self._derived_of = self.target.version  # what `derive` has made was made of these weights
+        self._gate, self._calls = threading.RLock(), 0  # number of calls in progress
+        self._derived_of = self.target.version  # version of the weights that `derive` has used
 
     def update_weights(self, weights: str | Path | Mapping[str, Tensor]) -> list[str]:
         """Write new weights of the target in place, so that captured steps remain valid.
 
-        Copies of the old weights are rebuilt (FP8 copies, and tables of drafters); stored prefixes are
-        dropped. The proposer is unchanged: output is the new model's, but fewer drafts may be accepted.
+        Copies of the old weights are rebuilt (FP8 copies, and tables of drafters); stored prefixes are dropped. The
+        proposer is unchanged: the output is the new model's, but fewer drafts may be accepted.
 
         Args:
             weights: A directory that `save_pretrained` wrote or a .safetensors file, or tensors by the names of the
@@ -46,13 +46,13 @@ class Changeable:
                 into memory first; they must be regular ones.
 
         Returns:
-            Names of tensors in which numbers are NaN or infinite, as where training has diverged. They are written:
-            sequences that need these numbers end with `NotFiniteError`.
+            Names of tensors with NaN or infinite numbers, as after training that diverged. They are written: sequences
+            that need these numbers end with `NotFiniteError`.
 
         Raises:
             ArgumentError: A call of `generate` runs, or the engine is asleep.
             CheckpointError: A file cannot be read, or changes while it is read.
-            MismatchError: Names, shapes or kinds of numbers are not the model's; no weight was written then.
+            MismatchError: Names, shapes or dtypes are not the model's; no weight was written.
             UnsupportedError: Processes share the model, or another library has quantised it.
         """
         change = UpdateWeights(self, weights)
@@ -60,20 +60,20 @@ class Changeable:
         return list(change.not_finite)
 
     def change_drafter(self, drafter: DrafterModel | str | Path | None = None) -> list[str]:
-        """Let another drafter of the same form draft from now on, whose weights are written in place.
+        """Replace the drafter by another one of the same form, whose weights are written in place.
 
         Args:
             drafter: A directory of this machine or a loaded drafter; None for the one that drafted before the last
                 change.
 
         Returns:
-            Names of its tensors in which numbers are NaN or infinite, with which it drafts nothing useful.
+            Names of its tensors with NaN or infinite numbers, with which it drafts nothing useful.
 
         Raises:
-            ArgumentError: A call of `generate` runs, the engine is asleep, or there is no drafter before.
+            ArgumentError: A call of `generate` runs, the engine is asleep, or there is no previous drafter.
             CheckpointError: The directory cannot be read.
             MismatchError: It has another form, or was made for another base.
-            UnsupportedError: Nothing that was trained for the target drafts here, or processes share the model.
+            UnsupportedError: The engine has no trained drafter, or processes share the model.
         """
         change = ChangeDrafter(self, drafter)
         self._make(change)
@@ -82,23 +82,23 @@ class Changeable:
     def sleep(self) -> None:
         """Release memory until `wake`: the KV cache and, on a GPU, the weights, which move to the host.
 
-        All engines on the target sleep then. Raises as `update_weights` does; asleep already, it does nothing.
+        All engines on the target sleep then. Raises the errors of `update_weights`; does nothing if asleep already.
         """
         self._make(Sleep(self))
 
     def wake(self) -> None:
-        """Take the memory again that `sleep` has given back, with the same weights.
+        """Allocate the memory again that `sleep` has released, with the same weights.
 
-        Steps are captured again where the memory has moved. Awake already, it does nothing.
+        Steps are captured again if the memory has moved. Does nothing if awake already.
 
         Raises:
-            CacheFullError: The device has too little memory now; the engine sleeps on.
+            CacheFullError: The device has too little memory now; the engine stays asleep.
         """
         self._make(Wake(self))
 
     @property
     def asleep(self) -> bool:
-        """True while the engine sleeps and writes nothing."""
+        """True while the engine sleeps and decodes nothing."""
         return self.target.parked is not None
 
     @property
@@ -112,7 +112,7 @@ class Changeable:
         return [*(each.model for each in self.targets), *([] if self.drafter is None else [self.drafter])]
 
     def drop_graphs(self) -> None:
-        """Forget the captured steps; `Engine` has some."""
+        """Drop the captured steps; implemented by `Engine`."""
         raise NotImplementedError
 
     def derive(self) -> None:
@@ -120,12 +120,12 @@ class Changeable:
         self._derived_of = self.target.version
 
     def follow_changes(self, *, speculate: bool = True) -> None:
-        """Detect changes of the models since the last call, and rebuild what is derived from other weights.
+        """Detect changes of the models since the last call, and rebuild what is derived from outdated weights.
 
-        Without `speculate`, only the target counts.
+        Without `speculate`, only the target is checked.
 
         Raises:
-            ArgumentError: A model is another one now.
+            ArgumentError: A model object was replaced.
         """
         for model in self.targets if speculate else [self.target]:
             model.follow_changes()
@@ -134,11 +134,12 @@ class Changeable:
 
     @contextmanager
     def _calling(self, *, speculate: bool) -> Iterator[None]:
-        """Enter a context in which a call is decoded, with the models as they are now, and no change is made."""
+        """Enter a context in which a call is decoded with the models' current weights, and no change is made."""
         with self._gate:
             if self.asleep:
-                raise ArgumentError("the engine is asleep, and writes nothing: call wake() first")
+                raise ArgumentError("the engine is asleep and decodes nothing: call wake() first")
             self.follow_changes(speculate=speculate)
+            # A count, not the lock itself: calls of several threads may run at once, but no change.
             self._calls += 1
         try:
             yield
@@ -153,6 +154,7 @@ class Changeable:
             if self._calls:
                 raise ArgumentError("generate() is running on this engine: change it before or after the call")
             memory = (self.lender or self).memory
+            # The memory's lock, since an engine that borrows this memory may be launching a step.
             with nullcontext() if memory is None else memory.lock:
                 outdated = change.apply(memory)
                 if memory is not None and change.forgets:

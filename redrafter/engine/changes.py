@@ -21,7 +21,7 @@ from redrafter.model.weights import NewWeights, ParkedMemory, snapshot
 from redrafter.scheduler.engine_change import EngineChange
 from redrafter.scheduler.paged_memory import PagedMemory
 
-# Fields of a drafter's config that say how it was trained and is used by default, and do not affect its computation.
+# Fields of a drafter's config about its training and defaults, which do not affect its computation.
 NOT_OF_FORM = frozenset(
     {"draft_beams", "draft_len_per_beam", "trained_draft_len", "base_model", "base_embedding_norms"}
 )
@@ -61,25 +61,27 @@ class Sleep(EngineChange):
         self._engine = engine
 
     def apply(self, memory: PagedMemory | None) -> bool:
-        """Give the memory back; see `EngineChange.apply`."""
+        """Release the memory."""
         target = self._engine.target
         if target.parked is not None:
             return False
         parked = ParkedMemory()
         with target.lock:
             if memory is not None:
+                # Keys and values are not kept: moving them to the host would take longer than a prefill.
                 parked.park(memory.tensors, keep=False)
             if target.device.type != "cpu":  # a CPU's weights are on the host already
                 for module in self._engine.modules:
                     parked.park([*module.parameters(), *module.buffers()], keep=True)
             target.parked = parked
         if target.device.type == "cuda":
+            # Only memory that torch's allocator has returned is free for other processes.
             torch.cuda.empty_cache()
         return False
 
 
 class Wake(EngineChange):
-    """Takes the memory again that `Sleep` has given back."""
+    """Allocates the memory again that `Sleep` has released."""
 
     same_models = True
 
@@ -88,7 +90,7 @@ class Wake(EngineChange):
         self._engine = engine
 
     def apply(self, memory: PagedMemory | None) -> bool:
-        """Take the memory; see `EngineChange.apply`."""
+        """Allocate the memory and restore the weights."""
         target = self._engine.target
         if target.parked is None:
             return False
@@ -96,7 +98,8 @@ class Wake(EngineChange):
             same = target.parked.restore()
             target.parked = None
             for model in self._engine.targets:
-                model.note_state()  # the same weights, perhaps elsewhere
+                model.note_state()  # the same weights, perhaps at other addresses
+        # Captured steps contain addresses.
         return not same
 
 
@@ -104,7 +107,7 @@ class UpdateWeights(EngineChange):
     """Writes new weights of the target over the old ones, and rebuilds tensors derived from these."""
 
     def __init__(self, engine: ChangeableModels, weights: str | Path | Mapping[str, Tensor]):
-        """Read the weights and find them to fit; see `Changeable.update_weights`."""
+        """Read the weights and check that they fit the target."""
         check_changeable(engine, asleep=False)
         target = engine.target
         target.features.check(WEIGHT_UPDATES)
@@ -113,8 +116,8 @@ class UpdateWeights(EngineChange):
         self.not_finite = self._new.not_finite
 
     def apply(self, memory: PagedMemory | None) -> bool:
-        """Write the weights; see `EngineChange.apply`."""
-        check_changeable(self._engine, asleep=False)  # it may sleep since
+        """Write the weights."""
+        check_changeable(self._engine, asleep=False)  # it may have been put to sleep since
         target = self._engine.target
         with target.lock:
             self._new.write()
@@ -126,17 +129,16 @@ class ChangeDrafter(EngineChange):
     """Writes the weights of another drafter of the same architecture over the active ones."""
 
     def __init__(self, engine: ChangeableModels, drafter: DrafterModel | str | Path | None):
-        """Load a drafter and find it to fit; see `Changeable.change_drafter`."""
+        """Load a drafter and check that it fits."""
         check_changeable(engine, asleep=False)
         self._engine, mine = engine, engine.drafter
         if mine is None:
             raise UnsupportedError(
-                "nothing that is trained for the model drafts here, so no drafter takes its place: start with one "
-                "(--drafter D)"
+                "the engine has no trained drafter that could be replaced: start it with one (--drafter D)"
             )
         if drafter is None:
             if engine.previous_drafter is None:
-                raise ArgumentError("there is no previous drafter: the one that drafts was there from the beginning")
+                raise ArgumentError("there is no previous drafter: the drafter was never changed")
             weights = engine.previous_drafter
         else:
             name = type(drafter).__name__
@@ -147,12 +149,12 @@ class ChangeDrafter(EngineChange):
             check_fits_target(drafter, engine.target)
             check_same_form(mine, drafter, name)
             weights = drafter.state_dict()
-        self.forgets = engine.target.drafter_layer is not None  # which the drafter's own weights have made
+        self.forgets = engine.target.drafter_layer is not None  # its values were computed with the old weights
         self._new = NewWeights.of(mine, weights, "the drafter")
         self.not_finite = self._new.not_finite
 
     def apply(self, memory: PagedMemory | None) -> bool:
-        """Write the weights; see `EngineChange.apply`."""
+        """Write the weights."""
         check_changeable(self._engine, asleep=False)
         drafter: Any = self._engine.drafter
         # Copied before the write, which is in place.
@@ -165,25 +167,26 @@ class ChangeDrafter(EngineChange):
 
 
 def check_changeable(engine: ChangeableModels, *, asleep: bool | None) -> None:
-    """Raise unless an engine is one process's own, and asleep or awake as it must be; None for either."""
+    """Raise unless a single process owns the engine, and it is asleep or awake as required; None for either."""
     engine.target.features.check(ENGINE_CHANGES)
     if asleep is False and engine.target.parked is not None:
-        raise ArgumentError("the engine is asleep, and its weights are not there: wake it first")
+        raise ArgumentError("the engine is asleep, and its weights are on the host: wake it first")
 
 
 def check_same_form(running: DrafterModel, other: DrafterModel, name: str) -> None:
-    """Raise `MismatchError` unless two drafters have the same architecture; `name` identifies the second in the error.
+    """Raise `MismatchError` unless two drafters have the same form; `name` identifies the second in the error.
 
-    So captured steps and cached entries are valid for both.
+    Captured steps and cached entries are then valid for both.
     """
     kinds = running.config.kind, other.config.kind
     if type(running) is not type(other):
-        raise MismatchError(f"{name} is of the kind {kinds[1]}, and {kinds[0]} drafts here: start a new engine with it")
+        raise MismatchError(
+            f"{name} is of the kind {kinds[1]}, and the engine drafts with {kinds[0]}: start a new engine with it"
+        )
     theirs = {item.name for item in fields(PretrainedConfig)} | NOT_OF_FORM
     names = [item.name for item in fields(type(running.config)) if item.name not in theirs]
     pairs = {key: (getattr(other.config, key, None), getattr(running.config, key, None)) for key in names}
     if differing := [f"{key} is {a!r} instead of {b!r}" for key, (a, b) in pairs.items() if a != b]:
         raise MismatchError(
-            f"{name} has another form than the drafter that it is to replace ({', '.join(differing)}): start a new "
-            "engine with it"
+            f"{name} has another form than the current drafter ({', '.join(differing)}): start a new engine with it"
         )

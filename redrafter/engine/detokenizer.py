@@ -1,4 +1,4 @@
-"""A detokenizer for tokens that come a few at a time."""
+"""A detokenizer for tokens that arrive a few at a time."""
 
 from collections.abc import Collection, Sequence
 
@@ -6,9 +6,9 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.errors import ReDrafterError, first_line
 
-CONTEXT_TOKENS = 8  # before a new one that it is decoded with, for the sake of leading spaces and split characters
-MAX_WINDOW_TOKENS = 64  # after which bytes that still make no character are let go
-MAX_PARTIAL_BYTES = 3  # that may yet become a character
+CONTEXT_TOKENS = 8  # decoded together with a new token, for leading spaces and characters split between tokens
+MAX_WINDOW_TOKENS = 64  # tokens after which incomplete bytes are output as they are
+MAX_PARTIAL_BYTES = 3  # bytes that may still become a character
 REPLACEMENT = "\ufffd"  # decoded form of invalid or incomplete UTF-8
 
 
@@ -17,14 +17,14 @@ class DecodingError(ReDrafterError):
 
 
 def decode_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-    """Return the text of token ids. Ids unknown to the tokenizer, as from a padded embedding, decode to nothing.
+    """Return the text of token ids. Ids unknown to the tokenizer, as of a padded embedding, decode to nothing.
 
     Raises:
         DecodingError: The tokenizer's own code has failed.
     """
     try:
         text = tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
-    except Exception as error:  # fast tokenizers pass over unknown ids; others and remote code may raise anything
+    except Exception as error:  # fast tokenizers skip unknown ids; slow ones and remote code may raise anything
         known = [token for token in tokens if token < len(tokenizer)]
         if len(known) < len(tokens):
             return decode_tokens(tokenizer, known, skip_special_tokens)
@@ -35,10 +35,10 @@ def decode_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], ski
 
 
 class Detokenizer:
-    """Decodes tokens as they come, into pieces of text that join to `decode` of all the tokens, special ones skipped.
+    """Decodes tokens as they arrive, into pieces of text that join to `decode` of all tokens, without special ones.
 
-    A window of the last tokens is decoded again and its growth is the new text, so the work per token does not
-    grow with the text. Bytes that end in the middle of a character are held back, so that no piece holds a part of one.
+    A window of the last tokens is decoded again and its growth is the new text, so the work per token does not grow
+    with the text. Bytes that end within a character are held back, so that no piece contains a part of one.
 
     Args:
         tokenizer: The tokenizer.
@@ -48,10 +48,11 @@ class Detokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, hidden: Collection[int] | None = None):
         self._tokenizer, self._hidden = tokenizer, hidden
         self._window: list[int] = []
-        self._sent = 0  # characters of the window's text that are out already
+        self._sent = 0  # number of characters of the window's text already returned
 
     def push(self, tokens: Sequence[int]) -> str:
         """Add tokens, and return the text that they complete."""
+        # Hidden ids are dropped before decoding, as `skip_special_tokens` would hide all special ones.
         if self._hidden is not None:
             tokens = [token for token in tokens if token not in self._hidden]
         if not tokens:
@@ -64,6 +65,7 @@ class Detokenizer:
             held = min(held, MAX_PARTIAL_BYTES)
         ready = len(text) - held
         new = text[self._sent : ready]
+        # Decoding more tokens may shorten the text, and what was returned cannot be taken back.
         self._sent = max(self._sent, ready)
         if self._sent == ready and len(self._window) >= 2 * CONTEXT_TOKENS:
             self._shorten(held)
@@ -77,7 +79,7 @@ class Detokenizer:
 
     def _shorten(self, held: int) -> None:
         # A byte-fallback tokenizer spoils a whole run of bytes when it begins within a character, and no character
-        # has more than MAX_PARTIAL_BYTES bytes after its first: one of these windows begins with one.
+        # has more than MAX_PARTIAL_BYTES bytes after its first: one of these windows starts at a character.
         for count in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_PARTIAL_BYTES + 1):
             tail = self._window[-count:]
             ready = len(text := self._decode(tail)) - held

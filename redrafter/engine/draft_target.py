@@ -30,18 +30,20 @@ from redrafter.tree.sizes import check_size
 Acceptance = Literal["match", "rejection"]
 ACCEPTANCE: tuple[Acceptance, ...] = ("match", "rejection")
 
-CAPTURED_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # that steps are captured for, of those up to the longest
-# Costs of a forward other than reading weights, by device: each layer, in parameters that could be read meanwhile; each
-# further node in one row, in forwards of one node. Measured on two cores of a Xeon in float32 and an H200 in bfloat16.
+CAPTURED_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # draft lengths for which steps are captured, up to the longest
+# Costs of a forward other than reading weights, by device: each layer, in parameters that could be read in its time;
+# each further node in one row, in forwards of one node. Measured on two cores of a Xeon in float32 and an H200 in
+# bfloat16.
 LAYER_COST_PARAMETERS = {"cpu": 6e6, "cuda": 70e6}
 NODE_COST_FORWARDS = {"cpu": 0.05, "cuda": 0.0}
 TOKENS_PER_FORWARD = 1.2  # tokens that a forward of the target yields where drafting pays
 
 
 class DraftTarget(Engine):
-    """A target and a draft model: a smaller LM, untrained for this and unchanged.
+    """A target and a draft model: a smaller LM, used unchanged and without training.
 
-    With the target's own vocabulary it drafts best. One with another tokenizer drafts the tokens that both have.
+    A draft model with the target's own vocabulary drafts best. One with another tokenizer drafts the tokens that both
+    have.
 
     Example:
         ```python
@@ -89,6 +91,7 @@ class DraftTarget(Engine):
         self._node_cost = NODE_COST_FORWARDS.get(target.device.type, 0.0)
         captured = target.device.type == draft_model.device.type == "cuda"
         shorter = CAPTURED_LENGTHS if captured else range(1, draft_len)
+        # Captured lengths are few, as each has its own graphs; a CPU can use any length.
         lengths = {draft_len, *(length for length in shorter if adaptive and length < draft_len)}
         self._by_length = {
             length: DraftModelProposer(
@@ -98,6 +101,8 @@ class DraftTarget(Engine):
                 length,
                 node_count(node_budget, num_beams, length, target.device),
                 sampled=self.rejection_sampling,
+                # Stopping early reads the confidence on the host, which a graph cannot do and ranks might do
+                # differently.
                 confidence=self._doubt if adaptive and not captured and target.ranks.size == 1 else None,
                 vocabulary=vocabulary,
             )
@@ -110,6 +115,7 @@ class DraftTarget(Engine):
         """Return the proposer for a batch of `rows` rows, with drafts copied from the sequence where allowed."""
         proposer, target = self._by_length[self.draft_len], self.target
         states = RECURRENT_STATES in proposer.model.features
+        # A GPU calls recurrent layers once per level, so further levels of copies would cost too much.
         states = states or (RECURRENT_STATES in target.features and target.device.type != "cpu")
         if (
             not self.options.draft_from_text
@@ -122,7 +128,7 @@ class DraftTarget(Engine):
         count = text_nodes(bucket(rows), proposer.nodes, target.device.type)
         if not count:
             return proposer
-        # Copied and accepted drafts may be followed by the last draft, which has not been read either.
+        # If copies were accepted, the last draft of the model may follow them, and it has not been read either.
         return self._with_text.setdefault(count, TextBeside(replace(proposer, reread=1 + count), count))
 
     @classmethod
@@ -149,25 +155,25 @@ class DraftTarget(Engine):
         Args:
             model: The target.
             draft_model: The draft model. Where its tokenizer is another one than the target's, it drafts the tokens
-                that spell the same bytes in both vocabularies, and reads the others as several of its own.
+                that spell the same bytes in both vocabularies, and reads each other token as several of its own.
             draft_len: Tokens drafted per step, one after the other.
-            num_beams: Above 1, the draft model's likeliest continuations make a tree.
+            num_beams: Number of beams; above 1, the draft model's likeliest continuations form a tree.
             node_budget: Nodes of that tree verified per step, 1 + num_beams * draft_len at most; None for as many as
                 suit the device.
-            acceptance: "match" accepts a draft that equals the target's own draw, so the tokens are those of plain
-                decoding, seed by seed; "rejection" keeps it by its odds in both models, so they are other tokens of the
-                same distribution (greedy decoding is the same in both).
-            adaptive: Draft at most draft_len tokens, fewer where drafts were not kept of late or where the draft model
-                itself is in doubt.
-            tokenizer: The target's tokenizer, or where it is; None for the one in the target's directory, which a model
-                that is loaded already is looked up for by its name.
+            acceptance: "match" accepts a draft that equals the target's own draw, so the tokens equal plain decoding,
+                seed by seed; "rejection" accepts it by its probabilities in both models, so the tokens differ but have
+                the same distribution (greedy decoding is equal in both).
+            adaptive: Draft at most draft_len tokens, fewer where recent drafts were rejected or where the draft model
+                has low confidence.
+            tokenizer: The target's tokenizer, or its path; None for the one in the target's directory, which is found
+                by its name for a loaded model.
             draft_tokenizer: The same for the draft model.
             draft_device: The draft model's device; None for the target's.
             draft_quantization: As `quantization`, for the draft model.
-            draft_model_kwargs: For `AutoModelForCausalLM`, for the draft model.
+            draft_model_kwargs: Arguments of `AutoModelForCausalLM` for the draft model.
             keywords: `dtype`, `device`, `tp_size` (each process has the whole draft model), `trust_remote_code`,
                 `quantization` and `adapters`, as in `ReDrafter.from_pretrained`; fields of `EngineOptions`; all others
-                are for `AutoModelForCausalLM`, for the target.
+                are passed to `AutoModelForCausalLM` for the target.
 
         Raises:
             CheckpointError: When a model cannot be loaded.
@@ -181,10 +187,12 @@ class DraftTarget(Engine):
         check_quantization(load["quantization"], model)
         check_quantization(draft_quantization, draft_model, "draft_quantization")
         trusted = load["trust_remote_code"]
+        # Before any weights are loaded: vocabularies that cannot be mapped are refused in seconds.
         vocabulary = map_unlike_vocabularies(model, draft_model, tokenizer, draft_tokenizer, trusted)
         target = drafting = bind(model, **load)
         if draft_device is None and isinstance(draft_model, str | Path):
             draft_device = target.device
+        # A model that drafts for itself is bound once, so that its weights are not loaded twice.
         if base_of(draft_model) is not target.model or draft_device is not None:
             draft_load = {name: load[name] for name in ("dtype", "trust_remote_code", "caller")}
             draft_load |= {"device": draft_device, "quantization": draft_quantization}
@@ -207,19 +215,20 @@ class DraftTarget(Engine):
         """Return the policy that chooses the drafts of steps of these batch sizes."""
         if not self.adaptive:
             return super().draft_policy(sizes, memory)
-        # If drafting also stops at low confidence, about half of the drafts are made.
+        # If drafting also stops at low confidence, about half of the drafts are computed.
         share = 1.0 if self._by_length[self.draft_len].confidence is None else 0.5
         cost, node_cost = share * self._draft_cost, self._node_cost
         return DraftLengthPolicy(self._by_length, lambda rows: cost + node_cost * (rows - 1))
 
     def _doubt(self, rows: int) -> float:
-        """Return the probability that a draft must have to be worth another one after it, in a step of `rows` rows."""
+        """Return the probability above which a further draft pays, in a step of `rows` rows."""
         return min(TOKENS_PER_FORWARD * (self._draft_cost + self._node_cost * rows), 0.9)
 
 
 def _cost(model: Target) -> float:
-    """Return the cost of one token's forward in parameters read: all but an embedding table that is not the head."""
+    """Return the cost of one token's forward in parameters read: all except an embedding table that is not the head."""
     table = model.embedding.weight
     count = sum(parameter.numel() for parameter in model.model.parameters())
+    # A forward reads one row of the embedding table per token.
     count -= 0 if model.head.weight is table else table.numel()
     return count + len(model.shapes) * LAYER_COST_PARAMETERS.get(model.device.type, 0.0)

@@ -1,4 +1,4 @@
-"""The engine: `generate` as Hugging Face users know it, over a target and a proposer."""
+"""The engine: `generate` with Hugging Face's interface, over a target and a proposer."""
 
 import sys
 import threading
@@ -51,7 +51,7 @@ from redrafter.scheduler.waiting_queue import Limits
 
 Streamer = BaseStreamer | StepStreamer
 
-# transformers warns of ids on the host before that release, for a model that is elsewhere.
+# Earlier releases warn of ids on the host for a model on another device.
 PREPARES_ON_HOST = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
 
 
@@ -64,21 +64,21 @@ class Engine(Changeable):
     Attributes:
         target: The bound model to generate with.
         proposer: Its proposer, for one row.
-        options: Limits of memory and lengths; None, when the engine is made, for the defaults.
+        options: Limits of memory and lengths; None in the constructor for the defaults.
         plain: The proposer that drafts nothing.
         draft_model: The model that drafts, or None.
-        memory: The paged memory, once a text was written on a GPU; None before.
+        memory: The paged memory, from the first request on a GPU on; None before.
         batches: Running batches of earlier requests, with their captured steps.
-        do_sample: Whether `generate` samples where neither a call nor a `generation_config` says; None for what the
-            model's own says.
-        drafter: The drafter that was trained for the target; None where another model, or none, drafts.
+        do_sample: Whether `generate` samples where neither a call nor a `generation_config` sets it; None for the
+            model's own default.
+        drafter: The drafter that was trained for the target; None if another model, or none, drafts.
         previous_drafter: The weights of the drafter before the last `change_drafter`; None before the first.
         draft_vocabulary: The draft model's tokens for each of the target's; None where its ids are the target's.
-        rejection_sampling: Whether sampled drafts are kept by rejection sampling; sampled tokens are then not those of
-            undrafted decoding.
-        pauses: Whether steps draft other trees, or nothing for a while, where drafts gain less than they cost. It
-            changes no token.
-        clock: Times the first steps of each kind on a CPU, by the calling thread's own time; None to time none.
+        rejection_sampling: Whether drafts are accepted by rejection sampling; sampled tokens then differ from undrafted
+            decoding.
+        pauses: Whether steps draft other trees, or pause drafting, while drafts gain less than they cost. It changes no
+            token.
+        clock: Clock of the calling thread that times the first steps of each kind on a CPU; None to time none.
     """
 
     pauses = True
@@ -88,7 +88,8 @@ class Engine(Changeable):
     rejection_sampling = False
 
     def __new__(cls, *parts: Any, **keywords: Any) -> "Engine":
-        """Refuse parts that the constructor does not take, such as a model alone, and name `from_pretrained`."""
+        """Refuse arguments that the constructor does not take, such as a model alone, and name `from_pretrained`."""
+        # In `__new__`, since subclasses have constructors of their own.
         check_parts(cls, parts, keywords)
         return super().__new__(cls)
 
@@ -102,9 +103,9 @@ class Engine(Changeable):
         self.draft_model = proposer.model
         self.memory: PagedMemory | None = None
         self.batches = IdleBatches()
-        self.lender: Engine | None = None  # whose memory is used, when not its own
+        self.lender: Engine | None = None  # the engine whose memory is used in place of its own
         self._warned = False
-        self._lock = threading.Lock()  # of two first requests at once, one makes the memory of both
+        self._lock = threading.Lock()  # so that of two concurrent first requests only one allocates the memory
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
@@ -123,22 +124,22 @@ class Engine(Changeable):
     @cached_property
     def _times(self) -> StepTimes:
         """Measured times of the engine's steps on a CPU, and assumed ones until they are measured."""
-        clock = self.clock if self.target.ranks.size == 1 else None  # ranks must agree
+        clock = self.clock if self.target.ranks.size == 1 else None  # all ranks must choose the same trees
         return StepTimes(self._assumed, self.plain, clock)
 
     @cached_property
     def _assumed(self) -> StepCosts:
-        """Assumed costs of steps where nothing was measured."""
-        # Ranks must agree, and their parts of the target may differ in size.
+        """Assumed costs of steps, used before any are measured."""
+        # All ranks must agree, and their shards of the target may differ in size.
         alone, proposer = self.target.ranks.size == 1, self.proposer
         read = proposer.draft_bytes if alone and isinstance(proposer, SearchProposer) else 0
         device, itemsize = self.target.device.type, self.target.dtype.itemsize
         return StepCosts.assumed(device, read, forward_bytes(self.model), max(proposer.depth, 1), itemsize)
 
     def make_memory(self, rows: int = MOST_ROWS, max_rows: int | None = None, *, reuse: bool = True) -> PagedMemory:
-        """Take memory for a paged cache, for at most `rows` rows of the longest text, and prepare the models' forwards.
+        """Allocate a paged cache for at most `rows` rows of the longest sequence, and prepare the models' forwards.
 
-        `max_rows` is the most rows at once; None for `rows`. Without `reuse`, no prefix is to be found again.
+        `max_rows` is the most rows at once; None for `rows`. Without `reuse`, no prefixes are stored.
         """
         return PagedMemory.on(
             self.target,
@@ -153,7 +154,7 @@ class Engine(Changeable):
         )
 
     def open_memory(self) -> PagedMemory:
-        """Return `memory`, made by the first call."""
+        """Return `memory`, which the first call allocates."""
         with self._lock:
             if self.memory is None:
                 self.memory = self.make_memory(max_rows=self.options.max_batch_size)
@@ -165,8 +166,7 @@ class Engine(Changeable):
     ) -> Iterator[Scheduler]:
         """Yield a scheduler without sequences for the rows of a request; `models` draft, or this engine for None.
 
-        Its running batch, with the steps that were captured for it, is kept for later requests, unless an exception
-        ends the context.
+        Its running batch is kept with its captured steps for later requests, unless an exception ends the context.
         """
         drafting: Models = self if models is None else models
         owner, most = self.lender or self, self.options.max_batch_size
@@ -175,6 +175,7 @@ class Engine(Changeable):
             self._warned = True
             warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
         memory, rows = None if reason else owner.open_memory(), min(len(request.lengths), most)
+        # A call owns its rows: it never evicts them, has no queue limit, and reads all prompts at once.
         limits = Limits(
             rows,
             sys.maxsize,
@@ -185,12 +186,13 @@ class Engine(Changeable):
         )
         with owner.batches.lent(drafting, memory, request.params, most, speculate=speculate) as batch:
             scheduler = Scheduler(drafting, memory, limits, speculate, batch)
+            # Sized once for the longest row, as growing during the call would drop captured steps.
             batch.reserve(max(request.limits))
             yield scheduler
 
     @property
     def _unpaged_draft(self) -> str | None:
-        """Why the draft model alone cannot be decoded in captured steps; None where it can, or the target cannot."""
+        """Reason why the draft model alone cannot run in captured steps; None if it can, or if the target cannot."""
         if self.draft_model is None or not self.target.varlen.ok:
             return None
         if self.draft_model.device != self.target.device:
@@ -199,11 +201,11 @@ class Engine(Changeable):
         return reason and f"the draft model: {reason}"
 
     def drop_graphs(self) -> None:
-        """Forget the captured steps and free their memory; the next batch captures again. No batch may be open."""
+        """Drop the captured steps and free their memory; the next batch captures again. No batch may be in use."""
         self.batches.drop()
 
     def forget_prefixes(self) -> None:
-        """Read the next prompts from the first token on, as if never seen. No batch may be open."""
+        """Drop stored prefixes, so that later prompts are read in full. No batch may be in use."""
         if (memory := (self.lender or self).memory) is not None:
             memory.forget_prefixes()
 
@@ -221,19 +223,19 @@ class Engine(Changeable):
 
         Args:
             name: Name of the adapter.
-            path: Directory that PEFT's `save_pretrained` wrote, or what `read_adapter` has read of one.
+            path: Directory that PEFT's `save_pretrained` wrote, or the result of `read_adapter`.
 
         Raises:
-            ArgumentError: The name is taken, or `max_loras` or `max_lora_rank` leave no room.
+            ArgumentError: The name is taken, or `max_loras` or `max_lora_rank` is exceeded.
             CheckpointError: The directory cannot be read.
             MismatchError: The adapter was made for another model.
-            UnsupportedError: It is more than LoRA on linear layers, or the engine is batch-invariant.
+            UnsupportedError: The adapter is more than LoRA on linear layers, or the engine is batch-invariant.
         """
         if not isinstance(name, str) or not name:
-            raise ArgumentError(f"the name of an adapter is a text, got {name!r}")
+            raise ArgumentError(f"the name of an adapter must be a non-empty string, got {name!r}")
         weights = path if isinstance(path, LoraWeights) else read_adapter(path)
         memory = (self.lender or self).memory
-        with nullcontext() if memory is None else memory.lock:  # nothing is captured meanwhile
+        with nullcontext() if memory is None else memory.lock:  # so that no step is captured in the meantime
             self.target.adapters.load(name, weights, self.options.max_loras, self.options.max_lora_rank)
 
     def load_adapters(self, adapters: Mapping[str, str | Path] | None) -> None:
@@ -273,29 +275,29 @@ class Engine(Changeable):
         return_dict_in_generate: bool | None = None,
         **generation_kwargs: Any,
     ) -> Tensor | GenerateOutput:
-        """Continue `input_ids` with exactly the tokens that plain decoding would give.
+        """Continue `input_ids` with exactly the tokens of plain decoding.
 
         Args:
-            input_ids: Prompts, `[B, P]` integer, left-padded; `inputs` is another name of them.
+            input_ids: Prompts, `[B, P]` integer, left-padded; `inputs` is an alias.
             attention_mask: 1 at tokens and 0 at padding, `[B, P]`; None where no row is padded.
             generation_config: As in transformers, after the arguments and before the model's own.
             streamer: A streamer of transformers, or a `StepStreamer`.
             seed: An int s gives s, s+1, ... to the output rows (after `num_return_sequences`), a list gives one to
                 each. A row with its seed draws the same tokens alone, in any batch, and with `speculate=False`. None
-                draws s from torch's CPU generator, which `torch.manual_seed` and `transformers.set_seed` set.
+                draws s from torch's CPU generator, which `torch.manual_seed` and `transformers.set_seed` seed.
             adapter: Name of a LoRA adapter that `load_adapter` has loaded, or a list of one or None per prompt; None
                 for the model alone.
             speculate: False for plain decoding in the same engine.
             progress: Whether to show a progress bar of finished sequences.
             return_dict_in_generate: Whether to return a `GenerateOutput`; None for the config's value.
-            generation_kwargs: Hugging Face's names, with its meanings (`use_cache` changes nothing: keys and values are
+            generation_kwargs: Hugging Face's names, with its meanings (`use_cache` has no effect: keys and values are
                 always kept). Also, `temperature` may be a list with one value per output row; `frequency_penalty`,
                 `presence_penalty` and `logit_bias` (a dict from ids) are OpenAI's; `grammar` is a `Grammar` that the
-                output follows or an input of `Grammar.of`, with `tokenizer`, or a list of one or None per output row.
-                A model that sees images takes the other outputs of its processor (`pixel_values`, ...).
+                output follows or an input of `Grammar.of`, with `tokenizer`, or a list of one or None per output row. A
+                vision-language model takes the other outputs of its processor (`pixel_values`, ...).
 
         Returns:
-            Ids `[B, P + new]`, laid out as `model.generate` lays them out, or a `GenerateOutput` with `.stats`.
+            Ids `[B, P + new]`, laid out as by `model.generate`, or a `GenerateOutput` with `.stats`.
 
         Raises:
             ArgumentError: For arguments that are unknown, out of range or of the wrong shape.
@@ -314,24 +316,25 @@ class Engine(Changeable):
         if generation_config is not None:
             check_modes(generation_config, self.model.generation_config)
 
-        # 2. Check the shapes that transformers counts on. Ids and mask are checked as it prepares them, in phase 4.
+        # 2. Check the shapes that transformers relies on. Ids and mask are checked in phase 4, when they are prepared.
         input_ids = check_shapes(input_ids, attention_mask)
 
-        # 3. Translate arguments that transformers has no names for, or would not pass on.
+        # 3. Translate arguments that transformers does not have, or would not pass on.
         kwargs, own = split_own(kwargs)
         if return_dict_in_generate is not None:
             kwargs["return_dict_in_generate"] = return_dict_in_generate
         kwargs, generation_config = with_stop_strings(kwargs, generation_config, self.model.generation_config)
+        # A config passed with the call takes precedence over the checkpoint's default.
         if self.do_sample is not None and generation_config is None:
             kwargs.setdefault("do_sample", self.do_sample)
-        # The cache that transformers would make costs as much time as all else that it prepares.
+        # The cache that transformers would make costs as much time as the rest of its preparation.
         if not images:  # which are read with what transformers prepares
             kwargs, generation_config = without_cache(kwargs, generation_config, self.model.generation_config)
 
         # 4. Let transformers prepare the call (configs, processors, criteria, rows), and decode the prepared call.
         target, device = self.target, self.target.device
         if PREPARES_ON_HOST and not target.image_arguments:
-            device = torch.device("cpu")  # or each number that follows from ids and mask would be a launch, some a wait
+            device = torch.device("cpu")  # else each number derived from ids and mask is a launch, and some wait for it
         mine = OwnArguments(streamer, seed, adapter, speculate, progress, len(input_ids), None, target.device, own)
         prepared = False
 
@@ -351,6 +354,7 @@ class Engine(Changeable):
                 **kwargs,
             )
         except (ValueError, TypeError, ImportError) as error:
+            # Errors before the callback are mistakes in the arguments; later ones are raised unchanged.
             if prepared:
                 raise
             raise ArgumentError(str(error)) from error
@@ -370,9 +374,9 @@ class Engine(Changeable):
     ) -> Callable[..., Tensor | GenerateOutput]:
         """Return a function for `model.generate(..., custom_generate=engine.custom_generate())`.
 
-        transformers hands neither its streamer nor its tokenizer to such a function: give the streamer here, and stop
-        strings as a `StopStringCriteria`. Nor does it hand on `assistant_model` and `assistant_tokenizer`, which
-        `generate` refuses and which are without effect there.
+        transformers passes neither its streamer nor its tokenizer to such a function: pass the streamer here, and stop
+        strings as a `StopStringCriteria`. It does not pass `assistant_model` and `assistant_tokenizer` either, which
+        `generate` refuses and which have no effect there.
 
         Args:
             streamer: As in `generate`.
@@ -394,10 +398,10 @@ class Engine(Changeable):
     @torch.inference_mode()
     def _decode(self, mine: OwnArguments, input_ids: Tensor, inputs: dict[str, Any]) -> Tensor | GenerateOutput:
         """Decode a call that transformers has prepared; `inputs` are its arguments in addition to the ids."""
-        # 1. Read which adapters the rows have.
+        # 1. Read the adapter of each row.
         names = row_adapters(mine.adapter, mine.prompts or len(input_ids), len(input_ids))
         check_autocast(self.target.device)
-        # 2. Look at the models, which their owner may have changed since; turn the call into tensors, and decode.
+        # 2. Detect changes of the models by their owner; turn the call into tensors, and decode.
         with self._calling(speculate=mine.speculate), made_on_host(), self.target.adapters.holding(names) as held:
             request = read_request(self.target, self.options, mine, held, input_ids, **inputs)
             stream = mine.streamer

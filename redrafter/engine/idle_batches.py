@@ -1,4 +1,4 @@
-"""Running batches that no call uses now, kept with their captured steps for later calls."""
+"""Running batches that no call uses, kept with their captured steps for later calls."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,15 +12,15 @@ from redrafter.scheduler.running_batch import Models, RunningBatch
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 
 Key = tuple[int, bool, tuple[int, ...]]
-MAX_IDLE_BYTES = 1 << 30  # that idle batches hold together, as `RunningBatch.num_bytes` counts them
+MAX_IDLE_BYTES = 1 << 30  # total memory of idle batches, as counted by `RunningBatch.num_bytes`
 
 
 class IdleBatches:
-    """Lends each call a running batch of its own, if possible one that an earlier call has left.
+    """Lends each call a running batch, if possible one that an earlier call has released.
 
-    A batch serves calls of any parameters, which are loaded. One whose steps run code on the host is made for one call
-    alone, as is a dense cache, which is as large as its sequences. Where idle batches hold more than `MAX_IDLE_BYTES`,
-    the least recently used are dropped with their captured steps.
+    A batch serves calls of any parameters, which are loaded into it. A batch whose steps run code on the host serves
+    one call only, as does a dense cache, which is as large as its sequences. If idle batches hold more than
+    `MAX_IDLE_BYTES`, the least recently used are dropped with their captured steps.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class IdleBatches:
         *,
         speculate: bool,
     ) -> Iterator[RunningBatch]:
-        """Yield an empty running batch for rows that draw as `params` say, at most `max_batch_size` of them at once.
+        """Yield an empty running batch for rows with these parameters, at most `max_batch_size` of them at once.
 
-        Without `memory` it has a dense cache. Later calls may have it, unless an exception ends the context.
+        Without `memory` it has a dense cache. Later calls may reuse it, unless an exception ends the context.
         """
         target, draft_model = models.target, models.draft_model if speculate else None
         rows = min(len(params), max_batch_size)
@@ -52,29 +52,30 @@ class IdleBatches:
             yield make(rows, DenseRows(target, draft_model, rows))
             return
         versions = memory.follow_changes(target, draft_model)
-        # Settings that are as large as the vocabulary are held for no more rows than needed.
+        # Tables as large as the vocabulary are allocated for no more rows than needed.
         capacity = bucket(rows if any(each.has_tables for each in params) else max(rows, max_batch_size))
         key, kept = (capacity, draft_model is not None, versions), not any(each.asks_host for each in params)
         with self._lock:
-            # What a batch has captured may read weights that are no longer the models'.
+            # Captured steps of a batch may read weights that were replaced since.
             outdated = [x for x in self._idle if any(a != b for a, b in zip(x[0][-1], versions, strict=False))]
             self._idle = [x for x in self._idle if x not in outdated]
             found = [at for at, (known, _) in enumerate(self._idle) if known == key] if kept else []
             batch = self._idle.pop(found[-1])[1] if found else None
+        # Freed outside this lock, as freeing takes the memory's lock and waits for the device.
         for _, old in outdated:
             old.free()
         if batch is None:
             vocabulary = models.draft_vocabulary if speculate else None
             batch = make(capacity, PagedRows(memory, draft_model is not None, vocabulary))
         yield batch
-        # Host processors hold the state of their sequences, so their batches serve no second call.
+        # Host processors hold the state of their sequences, so their batches serve only one call.
         if kept:
             with self._lock:
                 self._idle.append((key, batch))
             self._shrink(MAX_IDLE_BYTES)
 
     def drop(self) -> None:
-        """Forget all idle batches and their captured steps, so that their GPU memory can be freed."""
+        """Drop all idle batches and their captured steps, so that their GPU memory can be freed."""
         self._shrink(-1)
 
     def _shrink(self, most: int) -> None:
@@ -87,6 +88,6 @@ class IdleBatches:
 
     @property
     def idle(self) -> list[RunningBatch]:
-        """The batches that no call uses now."""
+        """The batches that no call uses."""
         with self._lock:
             return [batch for _, batch in self._idle]

@@ -1,4 +1,4 @@
-"""Options of an engine, each said once: as an argument of `from_pretrained`, a flag and a key of config files."""
+"""Options of an engine, each declared once: as an argument of `from_pretrained`, a flag and a key of config files."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -18,22 +18,22 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class EngineOptions(ModelOptions, CacheOptions):
-    """Limits and modes that an engine keeps to in every request. `from_pretrained` takes each of them by name."""
+    """Limits and modes of an engine in every request. `from_pretrained` takes each of them by name."""
 
     max_input_len: int | None = option(
         None, "most tokens of a prompt (default: the model's context)", check=whole(2, optional=True)
     )
     max_seq_len: int | None = option(
-        None, "most tokens of a text, prompt included (default: the model's context)", check=whole(2, optional=True)
+        None, "most tokens of a sequence, prompt included (default: the model's context)", check=whole(2, optional=True)
     )
     max_batch_size: int = option(
         256,
-        "most texts that `generate` decodes side by side; more prompts wait for their turn",
+        "most sequences that `generate` decodes at once; more prompts wait for their turn",
         check=whole(1),
         commands=(),
     )
     draft_from_text: bool = option(
-        True, "add to a drafter's drafts what the text itself says where it repeats: what followed the last time"
+        True, "add drafts copied from the text where it repeats itself, in addition to the drafter's drafts"
     )
 
 
@@ -55,7 +55,7 @@ def takes_options(function: Function) -> Function:
     *first, rest = signature.parameters.values()
     ours = [item for kind in (LoadArguments, EngineOptions) for item in inspect.signature(kind).parameters.values()]
     shown = [*first, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in ours)]
-    shown.append(rest.replace(name="model_kwargs"))  # the remaining arguments, for transformers
+    shown.append(rest.replace(name="model_kwargs"))  # the remaining arguments, passed to transformers
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return function
 

@@ -28,7 +28,7 @@ class PromptLookup(Engine):
     _history: AcceptanceHistory | None = None
 
     def draft_policy(self, sizes: Sequence[int], memory: PagedMemory | None) -> DraftPolicy:
-        """Return a policy that omits drafts while they do not pay on a CPU, and never with `pauses` off."""
+        """Return a policy that pauses drafting while it does not pay on a CPU, unless `pauses` is off."""
         if not self.pauses or self.target.device.type != "cpu":
             return super().draft_policy(sizes, memory)
         self._history = self._history or AcceptanceHistory(copied=PRIOR_COPIED)
@@ -48,10 +48,10 @@ class PromptLookup(Engine):
 
         Args:
             model: A hub id, a directory, a GGUF file, or a model that is loaded or bound.
-            ngram: Greatest number of last tokens to search for earlier in the sequence.
+            ngram: Maximum number of last tokens to search for earlier in the sequence.
             draft_len: Tokens drafted per step.
             keywords: `dtype`, `device`, `tp_size`, `trust_remote_code`, `quantization` and `adapters`, as in
-                `ReDrafter.from_pretrained`; fields of `EngineOptions`; all others are for `AutoModelForCausalLM`.
+                `ReDrafter.from_pretrained`; fields of `EngineOptions`; all others are passed to `AutoModelForCausalLM`.
 
         Raises:
             CheckpointError: When the model cannot be loaded.

@@ -1,4 +1,4 @@
-"""ReDrafter: a Hugging Face model with a drafter of its own."""
+"""ReDrafter: a Hugging Face model with its drafter."""
 
 import warnings
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.tree.beam_search import node_count
 from redrafter.tree.sizes import TreeShape
 
-# Times the forward without drafts, up to which a whole tree is verified before any gain is known, by type of device.
+# Maximum cost of verifying a whole tree before any gain is known, in forwards without drafts, by type of device.
 NEARLY_FREE = {"cuda": 1.25, "cpu": 1.5}
 
 
@@ -37,7 +37,7 @@ class ReDrafter(Engine):
     """A target with its drafter: a recurrent one, an EAGLE-3 head, an MTP layer or a DFlash drafter.
 
     Attributes:
-        adapts: Whether steps choose their trees by costs and gains, as nobody has asked for one.
+        adapts: Whether steps choose their trees by costs and gains, because no shape was requested.
 
     Example:
         ```python
@@ -61,9 +61,9 @@ class ReDrafter(Engine):
         """Bind a target to its drafter.
 
         Args:
-            target: The bound model whose text is wanted.
+            target: The bound model that generates.
             drafter: The drafter that was trained for it.
-            shape: Beam search and tree. What it leaves open comes from the drafter's config; the node budget, from the
+            shape: Beam search and tree. Fields that are None come from the drafter's config; the node budget, from the
                 device and the batch size.
             options: Limits of memory and lengths; None for the defaults.
             tuning: Shapes by batch size, in place of `shape`.
@@ -75,13 +75,14 @@ class ReDrafter(Engine):
         shape, depth = shape or TreeShape(), config.draft_len_per_beam
         self.adapts = tuning is None and shape == TreeShape()
         if target.device.type == "cpu" and shape.node_budget is None:
-            # Of the few nodes that a CPU verifies, hardly any are deeper than the drafter was trained for, and each
-            # level costs: the boxed pair with 12 nodes writes 8 to 16 % fewer tokens/s with 5 x 9 than with 5 x 5.
+            # Hardly any of the few nodes that a CPU verifies are deeper than the drafter was trained for, and each
+            # level costs: the boxed pair with 12 nodes decodes 8 to 16 % fewer tokens/s with 5 x 9 than with 5 x 5.
             depth = min(depth, config.trained_draft_len or depth)
         self._default = TreeShape(config.draft_beams, depth)
         shape = shape.over(self._default)
         if message := draft_length_warning(config, shape.draft_len_per_beam):
             warnings.warn(message, stacklevel=3)
+        # Before the cache layer below, whose width may depend on the hidden states that the drafter reads.
         target.read_aux_hidden(drafter.layers_read(target))
         compiled = target.device.type == "cuda" and (options or EngineOptions()).compile
         if (layer := drafter.stored_layer(target, compiled)) is not None:
@@ -97,7 +98,7 @@ class ReDrafter(Engine):
         super().__init__(target, self._propose(target, shape), options)
         for tuned in tuning.shapes.values() if tuning is not None else ():
             if tuned is not None:
-                self._propose(target, tuned)  # a shape that this drafter cannot have is refused here
+                self._propose(target, tuned)  # refuses here a shape that this drafter does not support
 
     @classmethod
     @takes_options
@@ -116,29 +117,31 @@ class ReDrafter(Engine):
         """Load a target and its drafter; both may be a hub id, a directory or a loaded object.
 
         Args:
-            model: The target; also a GGUF file, or the directory or hub id that has the one named by `gguf_file=`.
-            drafter: The drafter, this project's, or an EAGLE-3 head or a DFlash or DSpark drafter in the directory of
-                another project; None where `model` is a merged checkpoint, such as `boxed_pair()`, or has an MTP
-                layer.
-            num_beams: Width of the beam search; None for the checkpoint's.
-            draft_len_per_beam: Depth of the beam search; None for the checkpoint's.
-            node_budget: Nodes verified per step, 1 + beams * length at most; None for as many as suit the device and
-                the batch size.
-            tuning: Shapes by batch size: from the file that `redrafter tune` wrote for this pair on this device if
-                there is one ("auto"), from the file at a path, or not at all (None). Any of the three arguments before
-                it, where given, wins over all of it.
+            model: The target; also a GGUF file, or the directory or hub id that contains the file named by
+                `gguf_file=`.
+            drafter: The drafter, this project's, or an EAGLE-3 head or a DFlash or DSpark drafter in another project's
+                format; None if `model` is a merged checkpoint, such as `boxed_pair()`, or has an MTP layer.
+            num_beams: Width of the beam search; None for the checkpoint's default.
+            draft_len_per_beam: Depth of the beam search; None for the checkpoint's default.
+            node_budget: Nodes verified per step, 1 + beams * length at most; None for a number that suits the device
+                and the batch size.
+            tuning: Shapes by batch size: "auto" for the file that `redrafter tune` wrote for this pair on this device
+                if there is one, a path for that file, or None for none. Any of the three arguments before it overrides
+                the tuning.
             draft_quantization: As `quantization`, for the drafter, its head included.
-            keywords: The arguments below, and fields of `EngineOptions`; all others are for `AutoModelForCausalLM`.
+            keywords: The arguments below, and fields of `EngineOptions`; all others are passed to
+                `AutoModelForCausalLM`.
 
         Keyword Args:
             dtype (str | torch.dtype): The models' dtype; "auto" for the checkpoint's, which is bfloat16 for quantised
-                weights of a GGUF file.
-            device (str | torch.device | None): Where the models go; None for where Hugging Face puts the target.
-            tp_size (int): Processes that share the target, each with a part of it and the whole drafter. All run the
-                same program, started with `torchrun --nproc-per-node tp_size`.
+            weights of a GGUF file.
+            device (str | torch.device | None): Device of the models; None for the device that Hugging Face chooses for
+            the target.
+            tp_size (int): Processes that share the target, each with a shard of it and the whole drafter. All run the
+            same program, started with `torchrun --nproc-per-node tp_size`.
             trust_remote_code (bool): Whether code that comes with the checkpoint may run.
-            quantization (str | None): "fp8" to quantise the weights of the target's linear layers to FP8 when it is
-                loaded, its head apart, and to round the inputs of these layers; None to leave them as they are.
+            quantization (str | None): "fp8" to quantise the weights of the target's linear layers, except its head, to
+            FP8 when it is loaded, and to round the inputs of these layers; None to leave them unchanged.
             adapters (Mapping[str, str | Path] | None): LoRA adapters to load: names, and the directories that PEFT's
                 `save_pretrained` wrote.
 
@@ -155,12 +158,13 @@ class ReDrafter(Engine):
         if isinstance(drafter, str | Path):
             drafter = load_foreign(drafter) or drafter
         if isinstance(drafter, str | Path):
+            # Refuse a wrong drafter before the target's weights are loaded.
             check_drafter(drafter)
         target = bind(model, **load)
         drafter, defaults = load_drafter(model, drafter, target, load.get("revision"), draft_quantization)
         shapes = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
         merged = defaults.shape
-        # The checkpoint's copy of the default is no request: on a CPU, fewer levels may be drafted.
+        # The checkpoint's copy of the drafter's default is no request: on a CPU, fewer levels may be drafted.
         if merged.draft_len_per_beam == drafter.config.draft_len_per_beam:  # nobody chose another than the drafter's
             merged = replace(merged, draft_len_per_beam=None)
         engine = cls(target, drafter, asked.over(merged), options=options, tuning=shapes)
@@ -170,10 +174,10 @@ class ReDrafter(Engine):
         return engine
 
     def proposer_for(self, rows: int) -> Proposer:
-        """Return the proposer for a batch of `rows` rows, before anything is known of how drafts are accepted.
+        """Return the proposer for a batch of `rows` rows, before acceptance statistics exist.
 
-        Its shape follows from the tuning, if there is one; else from the assumed cost of a forward by nodes
-        on the device, unless a node budget was asked for.
+        Its shape follows from the tuning, if there is one; else from the assumed cost of a forward by nodes on the
+        device, unless a node budget was requested.
         """
         shape: TreeShape | None = self.shape
         if self.tuning is not None:
@@ -205,7 +209,7 @@ class ReDrafter(Engine):
         for size in sizes:
             found = [self.proposer_for(size)]
             if self.adapts:
-                # Where several are best for some drafter, they are at hand for a bad one and a good one.
+                # Trees that are best for a weak drafter and for a good one, since acceptance is not known yet.
                 shapes = self._best_shapes(costs, size, QUALITIES[self.target.device.type])
                 found = [self._proposer_of(shape, size) for shape in shapes]
             kinds[size] = [each for each in found if each.depth]
@@ -217,7 +221,7 @@ class ReDrafter(Engine):
             self._history = AcceptanceHistory(copied=PRIOR_COPIED if on_cpu else 0.0)
         unknown = on_cpu and self._tuned_costs is None and not known
         times = self._times if unknown else StepTimes(costs, self.plain, known=known)
-        # A CPU's steps know whether a text has something to copy.
+        # A CPU's steps know whether the text has something to copy.
         return CostPolicy(times, kinds, self._history, copying, knows_matches=on_cpu)
 
     def step_costs(self, memory: PagedMemory | None) -> StepCosts:
@@ -226,6 +230,7 @@ class ReDrafter(Engine):
             return self._tuned_costs
         if memory is None or self.target.device.type == "cpu":
             return self._assumed
+        # Measured once per engine, as it takes a second and captures graphs.
         with self._lock:
             if self._measured is None:
                 self._measured = measure_step_costs(memory, self.proposer)
@@ -237,17 +242,18 @@ class ReDrafter(Engine):
 
     def _best_shapes(self, costs: StepCosts, rows: int, qualities: tuple[float, ...]) -> list[TreeShape]:
         share = self.target.varlen.ok and rows >= SHARING_ROWS
+        # Buckets of batch sizes share one entry, as their best trees hardly differ.
         key = costs, bucket(rows), share, qualities
         if key not in self._best:
             self._best[key] = best_trees(costs, self.proposer, *key[1:])
         return self._best[key]
 
     def _proposer_of(self, shape: TreeShape | None, rows: int) -> Proposer:
-        """Return the proposer of a shape for some rows, with drafts copied from the text where they cost little."""
+        """Return the proposer of a shape for a batch size, with drafts copied from the text where they cost little."""
         return self.plain if shape is None else self._with_copies(self._propose(self.target, shape), rows)
 
     def _with_copies(self, proposer: Proposer, rows: int) -> Proposer:
-        """Return a proposer that also copies from the text, or the same one where that is off or costs much."""
+        """Return a proposer that also copies from the text, or the same one where copying is off or costly."""
         # Recurrent layers are called once for each level, and a chain adds as many levels as it has drafts: on a GPU in
         # every step, on a CPU only where the text has a match.
         costly = RECURRENT_STATES in self.target.features and self.target.device.type != "cpu"
@@ -259,7 +265,7 @@ class ReDrafter(Engine):
         return self._with_text.setdefault((id(proposer), count), TextBeside(proposer, count))
 
     def _propose(self, target: Target, shape: TreeShape) -> SearchProposer:
-        """Return the proposer of a shape, the same object each time, as captured steps are kept by it."""
+        """Return the proposer of a shape, always the same object, since captured steps are keyed by it."""
         shape = shape.over(self._default)
         check_beams(self.drafter.config, shape.beams)
         shape = replace(shape, node_budget=node_count(shape.node_budget, shape.beams, shape.depth, target.device))

@@ -1,7 +1,7 @@
 """A call of `generate`, checked and turned into tensors.
 
 Hugging Face's own `generate` prepares the call (configs merged, processors and criteria built, sequences expanded), so
-that names and meanings are its own. What it prepared is read here; what cannot be honoured is refused by name.
+that names and meanings are its own. This module reads the result, and refuses unsupported settings by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +36,9 @@ Seed = int | Sequence[int] | None
 
 
 def row_seeds(seed: Any, rows: int) -> list[int]:
-    """Return a seed per row: s, s+1, ... for an int s, or the values of a sequence; numbers of numpy and torch too.
+    """Return a seed per row: s, s+1, ... for an int s, or the values of a sequence; also numbers of numpy and torch.
 
-    For None, s is drawn from torch's CPU generator, so that `torch.manual_seed` makes calls repeatable.
+    For None, s is drawn from torch's CPU generator, so that `torch.manual_seed` makes calls reproducible.
     """
 
     def in_python(value: Any) -> Any:
@@ -48,7 +48,7 @@ def row_seeds(seed: Any, rows: int) -> list[int]:
     if isinstance(seed, int):
         if seed < 1 << 63 < seed + rows:
             raise ArgumentError(
-                f"seed={seed} is too large for {rows} output rows, which have it and those that follow: give at most "
+                f"seed={seed} is too large for {rows} output rows, which use it and the numbers after it: give at most "
                 f"{(1 << 63) - rows}, or one per row"
             )
         seeds = [seed + row for row in range(rows)]
@@ -68,7 +68,7 @@ AdapterNames: TypeAlias = str | Sequence[str | None] | None
 
 
 def row_adapters(adapter: AdapterNames, prompts: int, rows: int) -> list[str | None]:
-    """Return the name of each output row's adapter, None for the model alone; each prompt has as many rows.
+    """Return the name of each output row's adapter, None for the model alone; each prompt has the same number of rows.
 
     Raises:
         ArgumentError: `adapter` is neither a name nor a list, or there are more or fewer names than prompts.
@@ -85,10 +85,10 @@ def row_adapters(adapter: AdapterNames, prompts: int, rows: int) -> list[str | N
 def with_temperature(
     processors: LogitsProcessorList, temperature: Any, rows: int, *, sampled: bool
 ) -> list[LogitsProcessor]:
-    """Return the processors of a call with a temperature by row where transformers puts its own.
+    """Return the processors of a call with a temperature by row at the position of transformers' own.
 
-    `temperature`, if it is not None, is one value or one per output row in place of the config's. Sampling at
-    temperature 1 gets a processor too, for which transformers makes none; greedy decoding is given none.
+    `temperature`, if not None, is one value or one per output row and replaces the config's. Sampling at temperature 1
+    gets a processor too, for which transformers makes none; greedy decoding has none.
     """
     ours = [each.temperature for each in processors if isinstance(each, TemperaturePerRow)]
     for given in ours if temperature is None else (temperature, *ours):
@@ -106,37 +106,37 @@ def with_temperature(
     return kept
 
 
-MAX_TEXT_TOKENS = 1 << 31  # a longer limit need not fit into an integer of the machine
+MAX_TEXT_TOKENS = 1 << 31  # longer limits are cut here, as they need not fit into a 64-bit integer
 
 
 class OwnArguments(NamedTuple):
-    """Arguments of a call that transformers has no names for; `Engine.generate` explains them."""
+    """Arguments of a call that transformers does not have, documented at `Engine.generate`."""
 
     streamer: Any = None
     seed: Seed = None
     adapter: AdapterNames = None
     speculate: bool = True
     progress: bool = False
-    prompts: int | None = None  # each of which has as many output rows; None for as many as rows
-    temperature: Any = None  # one value per output row, in place of the config's; None for the config's
-    device: torch.device | None = None  # where ids are returned; None for where they are given
-    params: Mapping[str, Any] = MappingProxyType({})  # of rows: numbers, and `grammar`, one or a list of one or None
+    prompts: int | None = None  # number of prompts, with equally many output rows each; None for one row each
+    temperature: Any = None  # one value per output row, which replaces the config's; None for the config's
+    device: torch.device | None = None  # device of the returned ids; None for the device of the given ones
+    params: Mapping[str, Any] = MappingProxyType({})  # parameters of rows: numbers, and `grammar`, one or a list
 
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that decoding one call needs, of its rows in their order."""
+    """All inputs of decoding one call, with its rows in order."""
 
     input_ids: Tensor  # left-padded prompts on the host, `[B, P]`
-    lengths: list[int]  # of the prompts, without padding
-    limits: list[int]  # the most tokens that each row may come to, prompt included
-    params: list[SamplingParams]  # how the tokens of each row are drawn
+    lengths: list[int]  # lengths of the prompts, without padding
+    limits: list[int]  # maximum length of each row, including its prompt
+    params: list[SamplingParams]  # sampling parameters of each row
     adapters: Sequence[Adapter | None]  # LoRA adapter of each row, None for the model alone
-    images: Sequence[ImagePrompt | None]  # of each row's prompt; None for a row without any
-    device: torch.device  # where ids are returned
-    cut_short: Sequence[bool] = ()  # whether a row's limit is the end of the target's context, and more was asked for
+    images: Sequence[ImagePrompt | None]  # images of each row's prompt; None for a row without any
+    device: torch.device  # device of the returned ids
+    cut_short: Sequence[bool] = ()  # whether a row's limit is the end of the target's context, before the requested one
     pad_token: int = 0  # fills rows after their end
-    criteria: Sequence[StoppingCriteria] = ()  # asked token by token on the host
+    criteria: Sequence[StoppingCriteria] = ()  # called for each token on the host
     deadline: float = float("inf")  # `time.time()` after which no step begins
     keeps: frozenset[str] = frozenset()  # which of "scores" (processed) and "logits" are recorded
     as_dict: bool = True  # whether a `GenerateOutput` is returned in place of ids
@@ -156,15 +156,15 @@ def read_request(
     attention_mask: Tensor | None = None,
     **prepared: Any,
 ) -> Request:
-    """Turn what Hugging Face prepared into a `Request`; `prepared` is what else would have been given to the model.
+    """Turn a call prepared by Hugging Face into a `Request`; `prepared` are the model's other inputs.
 
     Raises:
         ArgumentError: For values out of range.
-        UnsupportedError: For what cannot be honoured.
+        UnsupportedError: For unsupported settings.
     """
     config, sampled = generation_config, generation_config.do_sample
     check_modes(config, target.model.generation_config)
-    # A GPU is asked for ids and mask once, instead of for each number that follows from them.
+    # One copy of ids and mask to the host, instead of a wait for each number derived from them.
     ids, mask = input_ids.cpu(), None if attention_mask is None else attention_mask.cpu()
     seen = check_ids(ids, mask, target, options)
     images = read_prepared(prepared, ids, seen, target)
@@ -173,9 +173,10 @@ def read_request(
     rows, width = ids.shape
     length = seen.sum(dim=1)
 
-    # What ends a text.
+    # Criteria that end a row.
     eos, deadline = frozenset[int](), float("inf")
     lengths, criteria = list[int](), list[StoppingCriteria]()
+    # Criteria that a step can evaluate on the device become limits and end tokens; others run on the host.
     for criterion in stopping_criteria:
         if type(criterion) is MaxLengthCriteria:
             lengths.append(criterion.max_length)
@@ -192,8 +193,9 @@ def read_request(
     most = min((x for x in (target.context, options.max_seq_len) if x is not None), default=MAX_TEXT_TOKENS)
     limits = [min(tokens, most) for tokens in asked]
 
-    # How it is drawn.
+    # How tokens are drawn.
     check_processors(target, logits_processor)
+    # After the check, which names Hugging Face's processors only.
     given = with_temperature(logits_processor, mine.temperature, rows, sampled=sampled)
     functions, slow = read_processors(given, width=width, prompt=length, vocabulary=target.vocab_size)
     drawn: list[dict[str, Any]] = [{"temperature": 0.0}] * rows
@@ -229,7 +231,7 @@ def read_request(
 
 
 def _grammars(given: Any, rows: int) -> Sequence[Grammar | None]:
-    """Return each row's grammar, whose process is running again if it had ended."""
+    """Return each row's grammar. Restarts the process of a grammar if it has ended."""
     grammars = given if isinstance(given, list) else [given] * rows
     if len(grammars) != rows:
         raise ArgumentError(f"grammar has {len(grammars)} entries for {rows} output rows; give one, or one per row")

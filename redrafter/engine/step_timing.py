@@ -18,14 +18,14 @@ from redrafter.scheduler.captured_step import CapturedStep, Timer, new_state
 from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.tree.token_tree import Tree, chain
 
-TOKENS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 1024, 2048)  # of a step without drafts
-# Of steps with drafts, whose trees have 8 nodes in each row: FP8 products jump between 64 tokens and 128.
+TOKENS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 1024, 2048)  # token counts of steps without drafts
+# Row counts of steps with drafts, whose trees have 8 nodes: the time of FP8 products jumps between 64 and 128 tokens.
 ROWS = (1, 8, 16, 32, 64, 256)
-COMMITTED = 64  # tokens of each row that are attended to
-REPLAYS = 2  # of which the fastest counts
-# A step that takes longer than this is the last one of its kind that is measured, by type of device.
+COMMITTED = 64  # committed tokens of each row, which attention reads
+REPLAYS = 2  # the fastest counts
+# A step that takes longer than this is the last one measured of its kind, by type of device.
 LONGEST_SECONDS = {"cuda": 1.0, "cpu": 0.05}
-LOGITS_SHARE = 0.25  # of the free memory, that logits of a step may take
+LOGITS_SHARE = 0.25  # share of the free memory that logits of a step may take
 
 
 def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts:
@@ -39,12 +39,14 @@ def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts
     most = TOKENS[-1]
     if target.device.type == "cuda":
         free = torch.cuda.mem_get_info(target.device)[0]
+        # Ranks have different free memory, but must launch the same steps.
         most = target.ranks.minimum(int(LOGITS_SHARE * free / (4 * target.vocab_size)))
     with memory.lock, torch.inference_mode():
         timed = _Steps(memory)
         steps = timed.curve(PlainProposer(), (count for count in TOKENS if count <= max(most, 1)))
         trees = timed.curve(_Repeated(), (count for count in ROWS if count * _Repeated.nodes <= most))
-        # With one level of drafts and with all of them, of which no more are verified: one more node a row.
+        # With one level of drafts and with all levels, both verifying the same nodes, so that the difference is the
+        # levels.
         nodes = 1 + min(search.beams, 2)
         one = replace(search, beams=nodes - 1, depth=1, nodes=nodes, shared_nodes=None)
         most = max(steps[-1][0] // nodes, 1)
@@ -60,18 +62,18 @@ def measure_step_costs(memory: PagedMemory, search: SearchProposer) -> StepCosts
         for (count, seconds), (_, all_levels) in zip(first, whole, strict=False)
     )
     if target.device.type == "cuda":
-        torch.cuda.empty_cache()  # of the logits of many tokens
-    reading = 0.0  # a CPU reads keys and values again for each node
+        torch.cuda.empty_cache()  # releases the logits of many tokens
+    reading = 0.0  # on a CPU, attention reads keys and values again for each node, which the trees' curve includes
     if target.device.type == "cuda":  # these sequences are short
         reading = time_to_read(memory, steps[0][1])
     return target.ranks.from_first(StepCosts(steps, trees, searches, levels, reading))
 
 
 def time_to_read(memory: PagedMemory, step: float) -> float:
-    """Return the time that each token in the cache adds to a step, given the time of a step on a short cache.
+    """Return the time that each token in the cache adds to a step, given the time of a step with a short cache.
 
-    A GPU reads weights, keys and values at about one rate, those of a token once for all nodes
-    that attend to it. Layers with a window are left out: they read no more of a long text than of a short one.
+    A GPU reads weights, keys and values at about the same rate, and a token's keys and values once for all nodes that
+    attend to it. Layers with a window are left out: they read no more of a long sequence than of a short one.
     """
     target, layers = memory.target, memory.store.stores
     windows = target.traits.kinds.windows or [0] * len(layers)
@@ -81,7 +83,7 @@ def time_to_read(memory: PagedMemory, step: float) -> float:
 
 
 class _Repeated:
-    """Drafts the pending token over and over, so that verifying such drafts is all that they cost."""
+    """Drafts the pending token repeatedly, so that verification is the only cost."""
 
     nodes, depth, scratch_slots, model, shared_nodes, without_text, sizes = 8, 7, 8, None, None, None, None
 
@@ -100,7 +102,7 @@ class _Steps:
         self._device = memory.target.device
 
     def curve(self, proposer: Proposer, numbers: Iterable[int]) -> Curve:
-        """Return the seconds of steps of these numbers of rows, as far as these are short."""
+        """Return the seconds of steps with these numbers of rows, until one takes too long."""
         found = list[tuple[int, float]]()
         for rows in numbers:
             found.append((rows, self._seconds(proposer, rows)))
@@ -111,6 +113,7 @@ class _Steps:
     def _seconds(self, proposer: Proposer, rows: int) -> float:
         target, device = self._target, self._device
         blocks = -(-(COMMITTED + proposer.scratch_slots + proposer.depth + 2) // BLOCK_SIZE)
+        # Inactive rows: their writes go to block 0, which no sequence owns.
         state = replace(new_state(target, rows, blocks * BLOCK_SIZE), inputs={})
         state.length.fill_(COMMITTED)
         with device:
@@ -121,10 +124,11 @@ class _Steps:
         step = CapturedStep(state, proposer, target, cache, sampler, keeps_logits=False)
         self._memory.capturer.capture(step)
         times = [self._time(step) for _ in range(1 + REPLAYS)]
+        # The first replay may still load kernels.
         return min(times[1:])
 
     def _time(self, step: CapturedStep) -> float:
-        if self._device.type == "cpu":  # its own time, which other programs do not stretch
+        if self._device.type == "cpu":  # CPU time, which other programs do not change
             began = time.process_time()
             step.replay()
             return time.process_time() - began

@@ -1,7 +1,7 @@
-"""Which tree to search at which batch size, measured on one device for one pair.
+"""Tree shapes by batch size, measured on one device for one pair.
 
-`redrafter tune` writes a tuning and `ReDrafter.from_pretrained` picks it up. It is a small JSON document that a person
-may edit; it affects the speed of decoding, never the output.
+`redrafter tune` writes a tuning and `ReDrafter.from_pretrained` loads it. It is a small JSON document that a person may
+edit; it affects the speed of decoding, never the output.
 """
 
 import hashlib
@@ -32,14 +32,14 @@ from redrafter.tree.sizes import TreeShape
 class Tuning:
     """Tree shapes by batch size, and the device and models that they were measured on, as `measured_on` returns."""
 
-    shapes: Mapping[int, TreeShape | None]  # by batch size; None where speculation loses and is off
+    shapes: Mapping[int, TreeShape | None]  # by batch size; None where speculation does not pay and is off
     device: str
     dtype: str
     target: str
     drafter: str
-    versions: Mapping[str, str] = field(default_factory=dict)  # of packages
-    # By batch size, the time of a step with its shape, in steps of undrafted decoding. Sizes without a shape have none,
-    # and older files none at all.
+    versions: Mapping[str, str] = field(default_factory=dict)  # versions of packages
+    # Time of a step with its shape by batch size, in steps of undrafted decoding. Sizes without a shape have none, and
+    # older files have none at all.
     step_costs: Mapping[int, float] = field(default_factory=dict)
     costs: StepCosts | None = None  # costs of steps in seconds; absent in older files
     prompts: str = ""  # name of the file of prompts
@@ -49,18 +49,18 @@ class Tuning:
 
     def __post_init__(self) -> None:
         if not self.shapes:
-            raise ArgumentError("a tuning needs the shape of one batch size at least")
+            raise ArgumentError("a tuning needs the shape of at least one batch size")
         for rows in self.shapes:
             if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
                 raise ArgumentError(f"a tuning's batch sizes are positive integers, got {rows!r}")
         for rows, cost in self.step_costs.items():
             if rows not in self.shapes:
-                raise ArgumentError(f"a tuning has step costs of the batch sizes in its shapes alone, got {rows!r}")
+                raise ArgumentError(f"a tuning has step costs only for the batch sizes in its shapes, got {rows!r}")
             if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 < cost < math.inf:
                 raise ArgumentError(f"a tuning's step costs are positive numbers, got {cost!r}")
 
     def shape_for(self, rows: int) -> TreeShape | None:
-        """Return the shape of the smallest measured batch size that holds `rows` rows; of the largest, if none does."""
+        """Return the shape of the smallest measured batch size of at least `rows` rows, or else of the largest."""
         return self.shapes[self._size_for(rows)]
 
     def step_cost_for(self, rows: int) -> float | None:
@@ -71,7 +71,7 @@ class Tuning:
         return min((size for size in self.shapes if size >= rows), default=max(self.shapes))
 
     def check(self, target: Target, drafter: DrafterModel, name: str) -> None:
-        """Raise `MismatchError`, with both values, when file `name` was measured on anything else."""
+        """Raise `MismatchError`, with both values, if file `name` was measured on another device or pair."""
         for what, theirs in measured_on(target, drafter).items():
             if (mine := getattr(self, what)) != theirs:
                 raise MismatchError(
@@ -80,7 +80,7 @@ class Tuning:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of the tuning file: a dict of nothing but what JSON can express.
+        """Return the content of the tuning file as a dict of JSON values.
 
         Its keys are the names of the attributes. In `shapes` and `step_costs`, batch sizes are strings; each shape is a
         dict of its fields or None.
@@ -98,8 +98,8 @@ class Tuning:
         return f"{self.path or 'a tuning'}, measured {self.date or 'at an unknown date'}: {shapes}"
 
     def write(self, path: str | Path) -> None:
-        """Write the JSON document; a reader finds the old one or the new one, never a half."""
-        with suppress(OSError):  # said by the next line
+        """Write the JSON document atomically."""
+        with suppress(OSError):  # the next line reports it
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         check_writable(Path(path), "a tuning")
         write_atomically(Path(path), json.dumps(self.to_dict()) + "\n")
@@ -136,7 +136,7 @@ def _from_dict(document: Any) -> Tuning:
 
 
 def find_tuning(tuning: str | Path | None, target: Target, drafter: DrafterModel) -> Tuning | None:
-    """Return the tuning that `from_pretrained(tuning=...)` means: for "auto", the one at `tuning_path`, if any."""
+    """Return the tuning of `from_pretrained(tuning=...)`: for "auto", the one at `tuning_path`, if it exists."""
     if tuning is None:
         return None
     if not isinstance(tuning, str | Path) or not str(tuning):
@@ -150,19 +150,20 @@ def find_tuning(tuning: str | Path | None, target: Target, drafter: DrafterModel
 
 
 def tuning_path(target: Target, drafter: DrafterModel) -> Path:
-    """Return where this pair's tuning for this device is: under `$REDRAFTER_HOME`, or `~/.cache/redrafter`."""
+    """Return the path of this pair's tuning for this device: under `$REDRAFTER_HOME`, or `~/.cache/redrafter`."""
     device, *others = measured_on(target, drafter).values()
+    # A file name must be portable: only letters, digits and hyphens.
     words = "".join(c if c.isalnum() else " " for c in device.lower()).split()
     return tuning_folder() / f"{'-'.join([*words, *others])}.json"
 
 
 def tuning_folder() -> Path:
-    """Return the folder of the tunings that are used unless another one is named."""
+    """Return the folder of tunings that are found without a path."""
     return home() / "tuning"
 
 
 def tunings_of(target: str, drafter: str) -> list[Tuning]:
-    """Read the tunings that are used for a pair of these fingerprints, on any device and in any dtype."""
+    """Read the tunings of a pair of these fingerprints, for any device and any dtype."""
     return [Tuning.read(path) for path in sorted(tuning_folder().glob(f"*-{target}-{drafter}.json"))]
 
 
@@ -177,7 +178,7 @@ def measured_on(target: Target, drafter: DrafterModel) -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device's name as its maker has it: "NVIDIA H200", "cpu x86_64"."""
+    """Return the device's name given by its maker: "NVIDIA H200", "cpu x86_64"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} {platform.machine()}".strip()
@@ -190,7 +191,7 @@ def target_fingerprint(target: Target) -> str:
 
 
 def fingerprint_of_sizes(hidden_size: int, vocab_size: int, layers: int | None, norms: Sequence[float]) -> str:
-    """Return the `target_fingerprint` of a model of these sizes, whose embedding table has rows of these norms."""
+    """Return the `target_fingerprint` of a model of these sizes with these norms of rows of its embedding table."""
     return _digest([hidden_size, vocab_size, layers, *_rounded(norms)])
 
 
@@ -201,7 +202,7 @@ def drafter_fingerprint(drafter: DrafterModel) -> str:
 
 
 def _rounded(norms: Sequence[float]) -> list[str]:
-    """Return norms in two digits, so that the order in which a sum was taken does not show."""
+    """Return norms in two digits, so that the result does not depend on the order of summation."""
     return [f"{norm:.1e}" for norm in norms]
 
 

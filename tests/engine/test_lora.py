@@ -246,7 +246,7 @@ def test_adapters_that_are_not_there_are_refused(adapter, message, adapters):
         ({}, "one", "'one' is loaded already: unload it first"),
         ({"max_loras": 1}, "two", r"room for 1 adapters, and 1 are loaded: unload one, or raise max_loras"),
         ({"max_lora_rank": 4}, "two", r"rank 8, and there is room for rank 4: raise max_lora_rank \(--max-lora-rank\)"),
-        ({}, "", "the name of an adapter is a text"),
+        ({}, "", "the name of an adapter must be"),
     ],
 )
 def test_adapters_without_room_are_refused(options, name, message, adapters):
